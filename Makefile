@@ -1,0 +1,35 @@
+PYTHON ?= python3.12
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n 2
+
+.PHONY: demo test test-long lint bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/serve_conversations.py $(ARGS)
+
+test: $(INSTALLED)
+	$(PYTEST) -m "not gpu and not long" $(ARGS)
+
+test-long: $(INSTALLED)
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf .venv build *.egg-info
+
+$(INSTALLED): setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { \
+	  echo "mambaslots needs Python 3.12, and '$(PYTHON)' is not one."; \
+	  echo "Install it (Debian: apt-get install python3.12-venv; pyenv: pyenv install 3.12; or python.org),"; \
+	  echo "or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
