@@ -1,0 +1,29 @@
+"""mambaslots: the prefix cache for hybrid Mamba/attention language models."""
+
+from . import models
+from .cache_stats import COMPUTE_REASONS, CacheStats
+from .config import HybridStateSpec, InferenceConfig, SamplingParams
+from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
+from .inference.contexts.dynamic_context import DynamicInferenceContext
+from .inference.contexts.kv_block_allocator import KVBlockAllocator
+from .inference.contexts.mamba_metadata import MambaMetadata
+from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from .inference.contexts.state_pool import StatePool
+from .inference.contexts.step_inputs import StepInputs
+from .inference.engines.dynamic_engine import DynamicInferenceEngine, GeneratedToken, StepReport
+from .inference.policies.checkpoint_plan import CheckpointPlan
+from .request import RequestResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # serving
+    "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
+    "RequestResult", "GeneratedToken", "StepReport", "CacheStats", "COMPUTE_REASONS",
+    # the parts
+    "DynamicInferenceContext", "KVBlockAllocator", "MambaSlotAllocator", "MambaMetadata", "StatePool",
+    # bringing a model
+    "HybridStateSpec", "StepInputs", "models",
+    # errors
+    "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
+]  # fmt: skip

@@ -1,0 +1,221 @@
+"""Settings of a context, of a request's sampling, and what a context must know of a model."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .inference.policies.checkpoint_plan import CheckpointPlan
+from .validation import boolean, float_dtype, integer, integers, one_of, optional_integer, real
+
+GIGABYTE = 1 << 30
+EVICTION_POLICIES = ("lru", "ref_zero")
+
+
+@dataclass(frozen=True)
+class HybridStateSpec:
+    """What one sequence costs a hybrid model in cache: the shapes the context allocates by.
+
+    Attributes:
+        num_mamba_layers: layers with a recurrent state.
+        conv_states_shape, ssm_states_shape: of one layer's state of one sequence.
+        conv_states_dtype, ssm_states_dtype: of the stored states.
+        num_attention_layers, num_kv_heads, head_dim: the KV of one token is
+            `num_attention_layers x 2 x num_kv_heads x head_dim` numbers of `kv_dtype`.
+        ssd_chunk_size: tokens of one SSD chunk; states inside a prefill exist at its multiples only.
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        device: where states, KV and the step's index tensors live.
+    """
+
+    num_mamba_layers: int
+    conv_states_shape: tuple[int, ...]
+    ssm_states_shape: tuple[int, ...]
+    conv_states_dtype: torch.dtype
+    ssm_states_dtype: torch.dtype
+    num_attention_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype: torch.dtype
+    ssd_chunk_size: int
+    vocab_size: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        for name in ("num_mamba_layers", "num_attention_layers"):
+            integer(name, getattr(self, name), 0)
+        for name in ("num_kv_heads", "head_dim", "ssd_chunk_size", "vocab_size"):
+            integer(name, getattr(self, name), 1)
+        for name in ("conv_states_dtype", "ssm_states_dtype", "kv_dtype"):
+            float_dtype(name, getattr(self, name))
+        for name in ("conv_states_shape", "ssm_states_shape"):
+            integers(name, getattr(self, name), 1)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent state, all layers."""
+        conv = torch.Size(self.conv_states_shape).numel() * self.conv_states_dtype.itemsize
+        ssm = torch.Size(self.ssm_states_shape).numel() * self.ssm_states_dtype.itemsize
+        return self.num_mamba_layers * (conv + ssm)
+
+    def kv_block_bytes(self, block_size_tokens: int) -> int:
+        """Bytes of one KV block of `block_size_tokens` tokens, all layers."""
+        numbers = self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim
+        return numbers * block_size_tokens * self.kv_dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """Sizes and switches of a `DynamicInferenceContext`. Lengths are tokens.
+
+    Attributes:
+        block_size_tokens: tokens of one KV block; with prefix caching a multiple of the SSD chunk.
+        max_requests: requests that run at once (rows, and live state slots).
+        max_tokens: tokens computed in one step; at least `max_requests` and one block.
+        max_sequence_length: longest prompt plus answer.
+        num_kv_blocks or buffer_size_gb: the KV pool, as a count or in GB (2**30 bytes), never both.
+        num_mamba_slots or prefix_caching_mamba_gb: the durable state pool, likewise. Needed with prefix
+            caching.
+        enable_prefix_caching: match prompts with what was computed before, and keep what is computed.
+        enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit one.
+        prefix_caching_eviction_policy: "lru" keeps unreferenced blocks until their memory is needed;
+            "ref_zero" drops a block, and its state, with its last user.
+        checkpoint_plan: which states are taken; a request may bring its own.
+    """
+
+    block_size_tokens: int = 256
+    max_requests: int = 32
+    max_tokens: int = 2048
+    max_sequence_length: int = 4096
+    num_kv_blocks: int | None = None
+    buffer_size_gb: float | None = None
+    num_mamba_slots: int | None = None
+    prefix_caching_mamba_gb: float | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    prefix_caching_eviction_policy: str = "lru"
+    checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
+
+    def __post_init__(self) -> None:
+        integer("block_size_tokens", self.block_size_tokens, 1)
+        integer("max_requests", self.max_requests, 1)
+        integer("max_tokens", self.max_tokens, 1)
+        integer("max_sequence_length", self.max_sequence_length, 2)
+        boolean("enable_prefix_caching", self.enable_prefix_caching)
+        boolean("enable_chunked_prefill", self.enable_chunked_prefill)
+        one_of("prefix_caching_eviction_policy", self.prefix_caching_eviction_policy, EVICTION_POLICIES)
+        if self.max_tokens < self.max_requests:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}; accepted: at least max_requests ({self.max_requests}), "
+                "because every running request decodes one token a step"
+            )
+        self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
+        self._check_budget("num_mamba_slots", "prefix_caching_mamba_gb", self.enable_prefix_caching)
+        if not isinstance(self.checkpoint_plan, CheckpointPlan):
+            raise ValueError(f"checkpoint_plan is {self.checkpoint_plan!r}; accepted: a CheckpointPlan")
+        if self.enable_prefix_caching:
+            self._check_that_hits_are_possible()
+
+    def _check_budget(self, count_name: str, gb_name: str, required: bool) -> None:
+        count, gb = getattr(self, count_name), getattr(self, gb_name)
+        optional_integer(count_name, count, 0)
+        if gb is not None:
+            real(gb_name, gb, 0.0)
+        if count is not None and gb is not None:
+            raise ValueError(f"{count_name} is {count} and {gb_name} is {gb}; accepted: one of the two")
+        if required and count is None and gb is None:
+            raise ValueError(f"{count_name} is None and {gb_name} is None; accepted: one of the two set")
+
+    def _check_that_hits_are_possible(self) -> None:
+        if self.block_size_tokens >= self.max_sequence_length:
+            raise ValueError(
+                f"block_size_tokens is {self.block_size_tokens}; accepted: less than max_sequence_length "
+                f"({self.max_sequence_length}), or no prompt ever holds a whole block to share"
+            )
+        if self.max_tokens < self.block_size_tokens:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}; accepted: at least block_size_tokens "
+                f"({self.block_size_tokens})"
+            )
+        self.checkpoint_plan.check_useful()
+        self.checkpoint_plan.check_block_size(self.block_size_tokens)
+
+    def kv_block_count(self, spec: HybridStateSpec) -> int:
+        """KV blocks the budget buys for this model; a ValueError where it buys none."""
+        return _count(
+            "num_kv_blocks", self.num_kv_blocks,
+            "buffer_size_gb", self.buffer_size_gb, spec.kv_block_bytes(self.block_size_tokens),
+        )  # fmt: skip
+
+    def mamba_slot_count(self, spec: HybridStateSpec) -> int:
+        """Durable slots the budget buys, 0 without prefix caching; a ValueError where it buys none."""
+        if not self.enable_prefix_caching:
+            return 0
+        return _count(
+            "num_mamba_slots", self.num_mamba_slots,
+            "prefix_caching_mamba_gb", self.prefix_caching_mamba_gb, spec.state_bytes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Without temperature, top_k and top_p decoding is greedy.
+
+    Attributes:
+        num_tokens_to_generate: most tokens to generate, >= 1.
+        temperature: divides the logits; 0 or None is greedy (None with top_k or top_p means 1).
+        top_k: keep the k most likely tokens; None or 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p; None keeps all.
+        seed: of this request's random numbers. Token i depends on the seed, i and the distribution only,
+            not on the batch, on pauses or on restarts.
+        termination_id: token that ends the answer (and is its last token); None or -1 for none.
+        stop_token_ids: more of the same.
+        return_log_probs: one log-prob a generated token, of the model's own distribution (before
+            temperature, top_k and top_p).
+        skip_prompt_log_probs: False also returns the log-probs of prompt tokens 1 .. N-1; every prompt
+            token is then computed, so the request resumes from no cached state.
+    """
+
+    num_tokens_to_generate: int = 16
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    termination_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    return_log_probs: bool = False
+    skip_prompt_log_probs: bool = True
+
+    def __post_init__(self) -> None:
+        integer("num_tokens_to_generate", self.num_tokens_to_generate, 1)
+        if self.temperature is not None:
+            real("temperature", self.temperature, 0.0)
+        optional_integer("top_k", self.top_k, 0)
+        if self.top_p is not None and real("top_p", self.top_p, 0.0, 1.0) == 0.0:
+            raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
+        integer("seed", self.seed, 0, (1 << 63) - 1)
+        optional_integer("termination_id", self.termination_id, -1)
+        object.__setattr__(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
+        boolean("return_log_probs", self.return_log_probs)
+        boolean("skip_prompt_log_probs", self.skip_prompt_log_probs)
+
+    @property
+    def greedy(self) -> bool:
+        if self.temperature is None:
+            return not self.top_k and self.top_p is None
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def returns_prompt_log_probs(self) -> bool:
+        return not self.skip_prompt_log_probs
+
+
+def _count(count_name: str, count: int | None, gb_name: str, gb: float | None, unit_bytes: int) -> int:
+    if count is None and gb is not None:
+        count = int(gb * GIGABYTE) // max(1, unit_bytes)
+        if count < 1:
+            raise ValueError(f"{gb_name} is {gb}; accepted: at least {unit_bytes / GIGABYTE:.3g}, one unit")
+    if count is None or count < 1:
+        raise ValueError(
+            f"{count_name} is {count}; accepted: an integer >= 1, or {gb_name} (without state slots, set "
+            "enable_prefix_caching=False)"
+        )
+    return count

@@ -1,0 +1,30 @@
+"""Errors of capacity. Bad arguments and configurations raise `ValueError` instead."""
+
+
+class _CapacityError(RuntimeError):
+    """Something countable ran out; nothing was changed by the call that raised."""
+
+    what = "units"
+
+    def __init__(self, required: int, available: int) -> None:
+        super().__init__(f"{required} {self.what} required, {available} available")
+        self.required = required
+        self.available = available
+
+
+class MambaSlotCapacityError(_CapacityError):
+    """Fewer durable slots can be freed than the call needs: the rest are reserved or pinned."""
+
+    what = "Mamba state slots"
+
+
+class KVBlockCapacityError(_CapacityError):
+    """Fewer KV blocks can be freed than the call needs: the rest are in use."""
+
+    what = "KV blocks"
+
+
+class RequestOverflowError(_CapacityError):
+    """More requests are to run at once than there are rows."""
+
+    what = "request rows"

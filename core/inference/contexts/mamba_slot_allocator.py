@@ -1,0 +1,532 @@
+"""Durable slots: which block's state each one holds, who may write it, and which goes when one is needed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import MambaSlotCapacityError
+from ...validation import float_dtype, integer, integers
+from ..kernels.state_copy import StateTensors, copy_states
+from ..policies.ghost_list import GhostList
+from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
+from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
+from .state_index import StateIndex
+
+__all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
+
+
+class MambaSlotAllocator:
+    """A pool of durable state slots for the prefix cache of a hybrid model.
+
+    A slot is FREE, RESERVED or COMMITTED:
+
+        FREE -- reserve --> RESERVED -- commit --> COMMITTED (its block is in the maps)
+          ^                    |                       |
+          +- release_reservation / evict, invalidate, deregistration
+
+    A reserved slot is written by one step and read by nobody; a committed one is immutable, and a pinned
+    one is not evicted. `allocate_slots_batch` is the host's shorthand for slots that enter the maps at once
+    and that the caller fills (`store_from_*`) before registering a hash.
+
+    The constructor and the names of its upper half are megatron-core's. From its host it needs
+    `kv_block_allocator` (`block_hashes` and a block count) and, where they exist, uses `state_pool`,
+    `max_requests`, `mamba_metadata`, the live states and the step's batch dimensions.
+
+    Attributes (for hosts to read):
+        block_to_slot [blocks] int32, slot_to_block [max_slots] int32, free_slots [max_slots] int32 (the
+        first `free_count` are free): CPU tensors.
+        hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
+        conv_states, ssm_states [layers, max_slots, ...]: the durable states.
+        intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
+        kernels without source/destination indices write.
+        ghosts: hashes whose state was evicted, or was not taken for want of a slot.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        max_slots: int,
+        num_mamba_layers: int,
+        conv_states_shape: tuple[int, ...],
+        ssm_states_shape: tuple[int, ...],
+        conv_states_dtype: torch.dtype,
+        ssm_states_dtype: torch.dtype,
+    ) -> None:
+        self.context = context
+        self.max_slots = integer("max_slots", max_slots, 0)
+        self.num_mamba_layers = integer("num_mamba_layers", num_mamba_layers, 0)
+        conv_shape = tuple(integers("conv_states_shape", conv_states_shape, 1))
+        ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1))
+        float_dtype("conv_states_dtype", conv_states_dtype)
+        float_dtype("ssm_states_dtype", ssm_states_dtype)
+        kv = context.kv_block_allocator
+        self.num_blocks: int = kv.total_count if hasattr(kv, "total_count") else kv.pool_size
+
+        pool = getattr(context, "state_pool", None)
+        if pool is not None:
+            self.conv_states: Tensor = pool.durable_conv_states
+            self.ssm_states: Tensor = pool.durable_ssm_states
+            expected = [(self.num_mamba_layers, self.max_slots, *shape) for shape in (conv_shape, ssm_shape)]
+            if [tuple(self.conv_states.shape), tuple(self.ssm_states.shape)] != expected:
+                raise ValueError(
+                    f"context.state_pool has durable states {tuple(self.conv_states.shape)} and "
+                    f"{tuple(self.ssm_states.shape)}; accepted: {expected[0]} and {expected[1]}"
+                )
+        else:
+            device = context.mamba_ssm_states.device
+            slots = (self.num_mamba_layers, self.max_slots)
+            self.conv_states = torch.zeros(*slots, *conv_shape, dtype=conv_states_dtype, device=device)
+            self.ssm_states = torch.zeros(*slots, *ssm_shape, dtype=ssm_states_dtype, device=device)
+
+        self._index = StateIndex(self.num_blocks, self.max_slots)
+        self.block_to_slot = self._index.block_to_slot
+        self.slot_to_block = self._index.slot_to_block
+        self.hash_to_block_id = self._index.hash_to_block_id
+        self.free_slots = torch.arange(self.max_slots, dtype=torch.int32)
+        self.free_count = self.max_slots
+        self._free_slots = self.free_slots.numpy()  # the same memory, cheaper to index
+        self.ghosts = GhostList(8 * self.max_slots)
+        self._reserved: dict[int, int] = {}  # slot -> the block it is reserved for, -1 once that block left
+        self._pins: dict[int, int] = {}
+        self._used: set[int] = set()  # slots some request resumed from
+        self._eviction = self._make_policy()
+        self.committed_total = 0
+        self.evicted_total = 0
+
+        self._intermediate = IntermediateStates(self, conv_states_dtype, ssm_states_dtype)
+        self.max_intermediate_count = self._intermediate.max_count
+        self.intermediate_ssm_out = self._intermediate.ssm_out
+        self.intermediate_conv_out = self._intermediate.conv_out
+        self._intermediate_offsets_cpu = self._intermediate.offsets_cpu
+        self._intermediate_counts_cpu = self._intermediate.counts_cpu
+        self._intermediate_block_ids_cpu = self._intermediate.block_ids_cpu
+        self._eos_cache_block_id_cpu = self._intermediate.eos_block_id_cpu
+
+    def _make_policy(self) -> SlotEvictionPolicy:
+        name = getattr(self.context, "prefix_caching_eviction_policy", "lru")
+        if str(getattr(name, "value", name)).lower() != "ref_zero":
+            return LRUEviction()
+        ref_counts = self.context.kv_block_allocator.block_ref_counts
+        return RefZeroEviction(lambda slot: bool(ref_counts[self._index.block_of(slot)] > 0))
+
+    # ---- lookup
+
+    def has_state(self, block_id: int) -> bool:
+        """Whether a committed slot holds the state after block `block_id`."""
+        return self.get_slot(block_id) >= 0
+
+    def get_slot(self, block_id: int) -> int:
+        """The committed slot of `block_id`, or -1."""
+        return self._index.slot_of(integer("block_id", block_id, 0, self.num_blocks - 1))
+
+    def is_reserved(self, slot: int) -> bool:
+        """Whether a step under way may write `slot`."""
+        return slot in self._reserved and slot not in self._pins
+
+    @property
+    def reserved_blocks(self) -> set[int]:
+        """The blocks whose states a step under way will store."""
+        return set(self._reserved.values()) - {-1}
+
+    @property
+    def reserved_count(self) -> int:
+        return len(self._reserved)
+
+    @property
+    def committed_count(self) -> int:
+        return len(self._index)
+
+    @property
+    def available_count(self) -> int:
+        """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
+        pinned = sum(1 for slot in self._pins if slot not in self._reserved)
+        return self.free_count + len(self._index) - pinned
+
+    # ---- reservations: how our own host stores states
+
+    def reserve(self, block_ids: Sequence[int]) -> list[int]:
+        """Take one slot for the state of each block, evicting unpinned states if it must.
+
+        Enters no map. Blocks are distinct and have neither a state nor a reservation (ValueError). Raises
+        MambaSlotCapacityError with nothing changed.
+        """
+        blocks = self._checked(block_ids)
+        taken = self.reserved_blocks
+        for i, block in enumerate(blocks):
+            if block in self._index or block in taken:
+                raise ValueError(
+                    f"block_ids[{i}] is {block}; accepted: distinct blocks without state or reservation"
+                )
+            taken.add(block)
+        slots = self._take_slots(len(blocks), keep=())
+        self._reserved.update(zip(slots, blocks, strict=True))
+        return slots
+
+    def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
+        """Make reserved, written slots findable as the states of `block_ids` (default: as reserved).
+
+        Returns for each the committed slot that now holds the block's state: this one, or an earlier one
+        (ours is then freed; both hold the state after the same tokens), or -1 where the block is not
+        registered in the KV index, so that nobody could find it (freed). Reads `block_hashes`.
+        """
+        slots = integers("slots", slots, 0, self.max_slots - 1)
+        self._check_reserved(slots)
+        blocks = [self._reserved[slot] for slot in slots] if block_ids is None else self._checked(block_ids)
+        if len(blocks) != len(slots):
+            raise ValueError(
+                f"block_ids has {len(blocks)} entries; accepted: one for each of the {len(slots)} slots"
+            )
+        hashes = self.context.kv_block_allocator.block_hashes
+        results = []
+        for slot, block in zip(slots, blocks, strict=True):
+            gone = (
+                self._reserved.pop(slot) < 0
+            )  # the block was deregistered since: its id may mean another prefix
+            key = -1 if gone or block < 0 else int(hashes[block])
+            if key > 0 and block not in self._index:
+                self._enter(block, slot)
+                self._name(block, key)
+            else:
+                self._push_free(slot)
+            results.append(-1 if gone else self._index.slot_of(block))
+        return results
+
+    def release_reservation(self, slots: Sequence[int]) -> None:
+        """Free reserved slots that were not, or not usefully, written."""
+        slots = integers("slots", slots, 0, self.max_slots - 1)
+        self._check_reserved(slots)
+        for slot in slots:
+            del self._reserved[slot]
+            self._push_free(slot)
+
+    def pin(self, slot: int) -> None:
+        """Keep a committed slot from eviction until `unpin`; pins nest."""
+        self._check_committed(slot)
+        self._pins[slot] = self._pins.get(slot, 0) + 1
+
+    def unpin(self, slot: int) -> None:
+        if integer("slot", slot, 0, self.max_slots - 1) not in self._pins:
+            raise ValueError(f"slot is {slot}; accepted: a pinned slot")
+        self._pins[slot] -= 1
+        if not self._pins[slot]:
+            del self._pins[slot]
+            if slot in self._reserved:  # its block left while it was being read
+                del self._reserved[slot]
+                self._push_free(slot)
+
+    def note_use(self, slot: int) -> None:
+        """A request resumes from this committed slot: the only thing that refreshes its recency."""
+        self._check_committed(slot)
+        self._eviction.use(slot)
+        self._used.add(slot)
+
+    def was_used(self, slot: int) -> bool:
+        """Whether a request ever resumed from what this slot holds now."""
+        return slot in self._used
+
+    @property
+    def pins(self) -> dict[int, int]:
+        """Pinned slots and how often each is pinned."""
+        return dict(self._pins)
+
+    # ---- allocation and eviction under megatron-core's names
+
+    def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
+        """A slot for each block, evicting where needed; a block that has one, or comes twice, keeps one.
+
+        The maps change at once; the caller fills the slots. Raises MambaSlotCapacityError with nothing
+        changed.
+        """
+        blocks = self._checked(block_ids)
+        reserved = self.reserved_blocks.intersection(blocks)
+        if reserved:
+            raise ValueError(
+                f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
+            )
+        new = [block for block in dict.fromkeys(blocks) if block not in self._index]
+        keep = [self._index.slot_of(block) for block in blocks if block in self._index]
+        for block, slot in zip(new, self._take_slots(len(new), keep), strict=True):
+            self._enter(block, slot)
+        return [self._index.slot_of(block) for block in blocks]
+
+    def _evict_lru_slots_batch(self, num_needed: int) -> list[int]:
+        """Evict states; the caller owns the returned slots, as reserved ones, until `release_reservation`."""
+        slots = self._evict(integer("num_needed", num_needed, 0), keep=())
+        self._reserved.update(dict.fromkeys(slots, -1))
+        return slots
+
+    def _take_slots(self, count: int, keep: Sequence[int]) -> list[int]:
+        from_free = min(count, self.free_count)
+        evicted = self._evict(count - from_free, keep, free=from_free)
+        cut = self.free_count - from_free
+        taken: list[int] = self._free_slots[cut : self.free_count].tolist()
+        self.free_count = cut
+        return taken + evicted
+
+    def _evict(self, count: int, keep: Sequence[int], free: int = 0) -> list[int]:
+        if count == 0:
+            return []
+        kept = set(keep)
+        victims = self._eviction.victims(count, lambda slot: slot not in self._pins and slot not in kept)
+        if len(victims) < count:
+            raise MambaSlotCapacityError(count + free, len(victims) + free)
+        for slot in victims:
+            self._evict_one(self._index.block_of(slot))
+        return victims
+
+    def evict_block(self, block_id: int) -> bool:
+        """Evict the state of one block and free its slot; False, and nothing done, if pinned or absent."""
+        slot = self.get_slot(block_id)
+        if slot < 0 or slot in self._pins:
+            return False
+        self._evict_one(block_id)
+        self._push_free(slot)
+        return True
+
+    def _evict_one(self, block: int) -> None:
+        key = self._index.key_of(block)
+        if key > 0:
+            self.ghosts.add(key, "evicted")
+        self._leave(block)
+        self._tell_kv(block)
+        self.evicted_total += 1
+
+    # ---- invalidation
+
+    def invalidate_block(self, block_id: int) -> None:
+        """Free the slot of `block_id`, if any, and drop its index key."""
+        self._invalidate_blocks_batch([block_id])
+
+    def _invalidate_blocks_batch(self, block_ids_list: list[int]) -> None:
+        for block in self._checked(block_ids_list):
+            if block not in self._index:
+                continue
+            slot = self._leave(block)
+            if slot in self._pins:
+                self._reserved[slot] = -1  # still being read: free when unpinned
+            else:
+                self._push_free(slot)
+            self._tell_kv(block)
+
+    def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
+        """Free the slot of every listed block, with a registered hash or without.
+
+        `hashes_to_delete` is not needed: the keys are remembered here, because newer hosts call after
+        clearing `block_hashes`.
+        """
+        listed = set(self._checked(block_ids_list))
+        self._invalidate_blocks_batch(block_ids_list)
+        for slot, block in self._reserved.items():
+            if block in listed:
+                self._reserved[slot] = -1
+
+    # ---- states
+
+    def store_from_tensors(
+        self, block_id: int, layer_idx: int, ssm_state: Tensor, conv_state: Tensor
+    ) -> None:
+        """Write one layer's state into the slot of `block_id`, without synchronising."""
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            raise ValueError(f"block_id is {block_id}; accepted: a block with a slot")
+        self._check_writable(slot)
+        integer("layer_idx", layer_idx, 0, self.num_mamba_layers - 1)
+        for name, state, pool in (
+            ("ssm_state", ssm_state, self.ssm_states),
+            ("conv_state", conv_state, self.conv_states),
+        ):
+            if state.shape != pool.shape[2:]:
+                raise ValueError(f"{name} has shape {tuple(state.shape)}; accepted: {tuple(pool.shape[2:])}")
+        self.ssm_states[layer_idx, slot].copy_(ssm_state)
+        self.conv_states[layer_idx, slot].copy_(conv_state)
+
+    def store_from_live_batch(self, slots: list[int], request_indices: list[int]) -> None:
+        """Copy the live states of context requests into slots, all layers, in one batched copy."""
+        slots = integers("slots", slots, 0, self.max_slots - 1)
+        if len(slots) != len(request_indices):
+            raise ValueError(
+                f"request_indices has {len(request_indices)} entries; accepted: {len(slots)}, as slots"
+            )
+        if len(set(slots)) < len(slots):
+            raise ValueError(f"slots is {slots}; accepted: distinct slots")
+        for slot in slots:
+            self._check_writable(slot)
+        live = [self._live_index(request) for request in request_indices]
+        copy_states(self._live_states(), live, self._durable_states(), slots)
+
+    def restore_to_live(self, request_idx: int, block_id: int) -> bool:
+        """Copy the state of `block_id` into the request's live slot; False, and nothing done, without one.
+
+        Counts as a use of the state.
+        """
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            return False
+        live = self._live_index(request_idx)
+        self.note_use(slot)
+        copy_states(self._durable_states(), [slot], self._live_states(), [live])
+        return True
+
+    def _live_index(self, request_idx: int) -> int:
+        rows = self.context.mamba_metadata.request_to_mamba_state_idx
+        index = int(rows[integer("request_idx", request_idx, 0, len(rows) - 1)])
+        if index < 0:
+            raise ValueError(f"request_idx is {request_idx}; accepted: a request with a live slot")
+        return index
+
+    def _live_states(self) -> StateTensors:
+        return StateTensors(self.context.mamba_conv_states, self.context.mamba_ssm_states)
+
+    def _durable_states(self) -> StateTensors:
+        return StateTensors(self.conv_states, self.ssm_states)
+
+    # ---- hashes
+
+    def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
+        """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.
+
+        A hash that names another block's state already keeps naming it.
+        """
+        blocks = self._checked(block_ids)
+        keys = integers("hashes", hashes)
+        if len(blocks) != len(keys):
+            raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
+        wanted = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
+        for block, _ in wanted:
+            if block not in self._index:
+                raise ValueError(f"block_ids names {block}; accepted: blocks with a slot")
+        for block, key in wanted:
+            self._name(block, key)
+
+    # ---- intermediate states of hosts whose kernels write scratch
+
+    @property
+    def _has_intermediates(self) -> bool:
+        return self._intermediate.pending
+
+    def compute_and_store_offsets(
+        self,
+        req: Any,
+        current_id: int,
+        skip_tokens: int,
+        prefill_chunk_length: int,
+        num_matched_blocks: int,
+        matched_block_ids: list[int],
+        overall_required_blocks: int,
+    ) -> None:
+        """Plan this prefill chunk's checkpoints; see `IntermediateStates.plan`."""
+        self._intermediate.plan(req, current_id, skip_tokens, prefill_chunk_length, num_matched_blocks)
+
+    def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Offsets [prefills, width] and counts [prefills], int32 on the CPU, or (None, None)."""
+        return self._intermediate.step_rows()
+
+    def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The same on the states' device (megatron-core 0.17)."""
+        offsets, counts = self._intermediate.step_rows()
+        if offsets is None or counts is None:
+            return None, None
+        device = self.ssm_states.device
+        return offsets.to(device, non_blocking=True), counts.to(device, non_blocking=True)
+
+    def transfer_intermediate_to_gpu(
+        self, prefill_start: int, prefill_count: int
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Rows [prefill_start, +prefill_count) of offsets and counts in fixed device buffers."""
+        return self._intermediate.transfer(prefill_start, prefill_count)
+
+    def commit_intermediate_states(self) -> None:
+        """Copy what this step's kernels wrote to scratch, and states at chunk ends, into durable slots.
+
+        After the forward or the graph replay, once a step. Two batched copies; a full pool costs states.
+        """
+        self._intermediate.commit()
+
+    @property
+    def dropped_checkpoints(self) -> int:
+        """Planned boundaries that this host's offset rows or scratch had no room for."""
+        return self._intermediate.dropped
+
+    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
+        return self._intermediate.collect()
+
+    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
+        """Copy scratch states to slots: both tensors, all layers, batched."""
+        scratch = StateTensors(self.intermediate_conv_out, self.intermediate_ssm_out)
+        copy_states(scratch, src_offsets, self._durable_states(), slots)
+
+    def _clear_intermediate_state(self) -> None:
+        self._intermediate.clear()
+
+    # ---- reset and checks
+
+    def reset(self) -> None:
+        """Forget every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
+        self._free_slots[:] = range(self.max_slots)
+        self.free_count = self.max_slots
+        for part in (self._index, self.ghosts, self._reserved, self._pins, self._used, self._eviction):
+            part.clear()
+        self._intermediate.reset()
+
+    def _checked(self, block_ids: Sequence[int]) -> list[int]:
+        return integers("block_ids", block_ids, 0, self.num_blocks - 1)
+
+    def _check_committed(self, slot: int) -> None:
+        if self._index.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
+            raise ValueError(f"slot is {slot}; accepted: a committed slot")
+
+    def _check_writable(self, slot: int) -> None:
+        """A slot may be written while reserved, or while no request can find or is reading what it holds."""
+        block = self._index.block_of(slot)
+        if slot in self._pins or (block < 0 and slot not in self._reserved) or self._index.key_of(block) > 0:
+            raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
+
+    def _check_reserved(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot not in self._reserved or slot in self._pins or slots.count(slot) > 1:
+                raise ValueError(f"slots names {slot}; accepted: distinct reserved slots")
+
+    def _enter(self, block: int, slot: int) -> None:
+        self._index.enter(block, slot)
+        self._eviction.insert(slot)
+        self.committed_total += 1
+        self._tell_kv(block)
+
+    def _name(self, block: int, key: int) -> None:
+        if self._index.name(block, key):
+            self.ghosts.discard(key)
+
+    def _leave(self, block: int) -> int:
+        slot = self._index.leave(block)
+        self._eviction.remove(slot)
+        self._used.discard(slot)
+        return slot
+
+    def _push_free(self, slot: int) -> None:
+        self._free_slots[self.free_count] = slot
+        self.free_count += 1
+
+    def _tell_kv(self, block: int) -> None:
+        note = getattr(self.context.kv_block_allocator, "note_state_changed", None)
+        if note is not None:
+            note(block)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
+        self._index.check_integrity(self.context.kv_block_allocator.block_hashes)
+        free = set(self._free_slots[: self.free_count].tolist())
+        committed, reserved = set(self._index.slots), set(self._reserved)
+        assert len(free) == self.free_count, "a slot is free twice"
+        assert free.isdisjoint(committed | reserved), "a slot is free and in use"
+        assert committed.isdisjoint(reserved), "a slot is committed and reserved"
+        assert len(free) + len(reserved) + len(committed) == self.max_slots, "a slot is nowhere"
+        targets = [block for block in self._reserved.values() if block >= 0]
+        assert len(targets) == len(set(targets)), "two slots are reserved for one block"
+        ordered = self._eviction.victims(self.max_slots, lambda slot: True)
+        assert sorted(ordered) == sorted(committed), (
+            "the eviction policy orders other slots than the committed"
+        )
+        assert self._pins.keys() <= committed | reserved, "a free slot is pinned"
+        assert self._used <= committed, "a slot without a state counts as used"

@@ -1,0 +1,65 @@
+"""What one request does in one step."""
+
+from dataclasses import dataclass, field
+
+from ...cache_stats import TokenLedger
+from ...request import DynamicInferenceRequest
+from ..policies.checkpoint_plan import Boundary
+from .prefix_index import Span
+
+
+@dataclass(frozen=True)
+class ScheduledChunk:
+    """Tokens [start, stop) of one request, to be computed in the next step.
+
+    Attributes:
+        skipped: tokens before `start` that were resumed from a state.
+        spans: why the prompt tokens of the chunk are computed.
+        boundaries: where states are to be taken.
+        destinations: boundary position -> the durable slot reserved for its state.
+    """
+
+    request: DynamicInferenceRequest
+    start: int
+    stop: int
+    skipped: int = 0
+    spans: tuple[Span, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    destinations: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def decoding(self) -> bool:
+        return self.start >= self.request.prefill_length
+
+    @property
+    def completes(self) -> bool:
+        """Whether the request's next token is sampled after this step."""
+        return self.stop == len(self.request.tokens)
+
+    @property
+    def logit_positions(self) -> range:
+        """The token positions whose logits the step must return."""
+        request = self.request
+        if request.sampling.returns_prompt_log_probs and self.start < len(request.prompt_tokens):
+            return range(self.start, self.stop)
+        return range(self.stop - 1 if self.completes else self.stop, self.stop)
+
+    def token_counts(self) -> TokenLedger:
+        """What becomes of the chunk's tokens; prompt tokens count on their first way through only."""
+        prompt, seen = len(self.request.prompt_tokens), self.request.accounted
+        counts = TokenLedger(
+            resumed=_overlap(self.start - self.skipped, self.start, seen, prompt),
+            recomputed=_overlap(self.start, self.stop, 0, seen),
+        )
+        for span in self.spans:
+            start, stop = max(span.start, self.start), min(span.stop, self.stop)
+            counts.computed[span.reason] += _overlap(start, stop, seen, prompt)
+        return counts
+
+
+def _overlap(start: int, stop: int, low: int, high: int) -> int:
+    return max(0, min(stop, high) - max(start, low))

@@ -1,0 +1,106 @@
+"""The states one step takes: slots reserved before the forward, committed after it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...request import DynamicInferenceRequest
+from ..policies.checkpoint_plan import Boundary, BoundaryKind
+from .kv_block_allocator import KVBlockAllocator
+from .mamba_slot_allocator import MambaSlotAllocator
+from .scheduled_chunk import ScheduledChunk
+
+# When slots run short, the first kinds are served first.
+KINDS_BY_WORTH: tuple[BoundaryKind, ...] = ("mark", "tail", "branch", "decode", "chunk_end", "interval")
+
+
+class StepCheckpoints:
+    """Carries the planned boundaries of scheduled chunks into durable slots."""
+
+    def __init__(
+        self, slots: MambaSlotAllocator, kv_blocks: KVBlockAllocator, block_size_tokens: int
+    ) -> None:
+        self._slots = slots
+        self._kv_blocks = kv_blocks
+        self._block_size = block_size_tokens
+
+    def boundary_keys(self, chunk: ScheduledChunk) -> set[int]:
+        """The hashes under which the chunk's planned states will be found."""
+        return {self._key(chunk, boundary) for boundary in chunk.boundaries}
+
+    def _key(self, chunk: ScheduledChunk, boundary: Boundary) -> int:
+        hashes = chunk.request.hashes
+        hashes.extend_to(chunk.request.tokens, boundary.position)
+        return hashes.keys[boundary.position // self._block_size - 1]
+
+    def reserve(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Reserve a slot for each boundary that has no state yet, as far as slots go, without error.
+
+        Returns the chunks with their `destinations`. May evict states.
+        """
+        wanted: dict[int, tuple[ScheduledChunk, Boundary]] = {}
+        for chunk in chunks:
+            for boundary in chunk.boundaries:
+                block = chunk.request.blocks[boundary.position // self._block_size - 1]
+                if not self._slots.has_state(block):
+                    wanted.setdefault(block, (chunk, boundary))
+        for chunk, boundary in wanted.values():
+            if boundary.kind == "decode":
+                self._drop_rolling_state(chunk.request)
+        by_worth = sorted(wanted, key=lambda block: KINDS_BY_WORTH.index(wanted[block][1].kind))
+        available = self._slots.available_count
+        for block in by_worth[available:]:
+            self._slots.ghosts.add(self._key(*wanted[block]), "capacity")
+        chosen = by_worth[:available]
+        destinations: dict[int, dict[int, int]] = {}
+        for block, slot in zip(chosen, self._slots.reserve(chosen), strict=True):
+            chunk, boundary = wanted[block]
+            destinations.setdefault(chunk.request.row, {})[boundary.position] = slot
+        return [replace(chunk, destinations=destinations.get(chunk.request.row, {})) for chunk in chunks]
+
+    def _drop_rolling_state(self, request: DynamicInferenceRequest) -> None:
+        """The newer state of an answer replaces the older, unless somebody resumed from that."""
+        block, request.rolling_block = request.rolling_block, -1
+        slot = self._slots.get_slot(block) if block >= 0 else -1
+        if slot >= 0 and not self._slots.was_used(slot):
+            self._slots.evict_block(block)
+
+    def commit(self, chunk: ScheduledChunk) -> dict[int, int]:
+        """Make the states of a launched chunk findable; its request's blocks are registered already.
+
+        Returns boundary -> the committed slot that holds its state, which is the reserved one or one that
+        another request committed for the same prefix; -1 where the prefix cannot be registered.
+        """
+        request = chunk.request
+        committed: dict[int, int] = {}
+        for position, slot in chunk.destinations.items():
+            depth = position // self._block_size
+            if depth > request.registered_blocks:
+                self._slots.release_reservation([slot])
+                committed[position] = -1
+                continue
+            block = request.blocks[depth - 1]
+            (committed[position],) = self._slots.commit([slot], [block])
+            rolls = chunk.decoding and not request.plan.keeps_decode_state(position)
+            if rolls and committed[position] == slot:
+                request.rolling_block = block
+        return committed
+
+    def release(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Give back the slots of chunks whose forward did not happen or failed."""
+        for chunk in chunks:
+            slots = [slot for slot in chunk.destinations.values() if self._slots.is_reserved(slot)]
+            self._slots.release_reservation(slots)
+
+    def trim_path(self, request: DynamicInferenceRequest) -> None:
+        """Hold the request's path to its plan's cap: the shallowest states go, the deepest and forks stay."""
+        most = request.plan.max_states_per_path
+        if most is None:
+            return
+        path = request.blocks[: request.registered_blocks]
+        states = [block for block in path if self._slots.has_state(block)]
+        excess = len(states) - most
+        for block in states[:-1]:
+            if excess <= 0:
+                return
+            if self._kv_blocks.child_count(block) < 2 and self._slots.evict_block(block):
+                excess -= 1

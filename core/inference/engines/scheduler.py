@@ -1,0 +1,92 @@
+"""Which requests advance in the next step, and which wait."""
+
+from collections import deque
+
+from ...request import DynamicInferenceRequest
+from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.prefix_index import PrefixMatch
+from ..contexts.scheduled_chunk import ScheduledChunk
+
+
+class Scheduler:
+    """First come, first served, over the context's tokens, rows and KV blocks.
+
+    Decodes go first, then prefills under way, then waiting requests. A request that gets no block is
+    *paused*: it keeps its row, blocks and state, and nobody new is admitted until it goes on. When nobody
+    can go on, the request admitted last is evicted and waits at the head of the queue, so the oldest always
+    finishes.
+    """
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        self._context = context
+        self.waiting: deque[DynamicInferenceRequest] = deque()
+        self.running: list[DynamicInferenceRequest] = []  # in order of admission
+
+    def add(self, request: DynamicInferenceRequest) -> None:
+        self.waiting.append(request)
+
+    def remove(self, request: DynamicInferenceRequest) -> None:
+        """Forget a request, wherever it is; what it holds in the context is released."""
+        self._context.release(request)
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def requeue(self, request: DynamicInferenceRequest) -> None:
+        """Evict a running request; it restarts, before all that wait, from its deepest cached state."""
+        self.remove(request)
+        self.waiting.appendleft(request)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """The chunks of the next step; empty only when there is nothing to do."""
+        while True:
+            chunks = self._advance_running()
+            if not any(request.paused for request in self.running):
+                self._admit(chunks)
+            if chunks or not self.running:
+                return chunks
+            self.requeue(self.running[-1])
+
+    def _advance_running(self) -> list[ScheduledChunk]:
+        chunks: list[ScheduledChunk] = []
+        budget = self._context.max_tokens
+        for request in sorted(self.running, key=lambda request: not request.decoding):
+            if budget == 0:
+                break
+            chunk = self._context.schedule(request, budget)
+            request.paused = chunk is None
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.length
+        return chunks
+
+    def _admit(self, chunks: list[ScheduledChunk]) -> None:
+        budget = self._context.max_tokens - sum(chunk.length for chunk in chunks)
+        for request in list(self.waiting):
+            if budget <= 0 or not self._context.has_free_row:
+                return
+            match = self._context.match(request)
+            if self._soon_deeper(request, match, chunks):
+                continue
+            chunk = self._context.schedule(request, budget, match)
+            if chunk is None:
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            chunks.append(chunk)
+            budget -= chunk.length
+
+    def _soon_deeper(
+        self, request: DynamicInferenceRequest, match: PrefixMatch, chunks: list[ScheduledChunk]
+    ) -> bool:
+        """Whether this very step stores a state of the request's prefix, deeper than what it matches now.
+
+        Then it waits one step and resumes, and does not compute the same tokens beside the other request.
+        """
+        if request.sampling.returns_prompt_log_probs:
+            return False
+        size = self._context.block_size_tokens
+        first, last = match.resume_tokens // size, (len(request.tokens) - 1) // size
+        keys = request.hashes.keys[first:last]
+        return any(self._context.boundary_keys(chunk).intersection(keys) for chunk in chunks)

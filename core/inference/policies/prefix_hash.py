@@ -1,0 +1,37 @@
+"""Hashes of token blocks, chained so that one hash stands for a whole prefix."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class PrefixHashChain:
+    """The hashes of a growing token sequence's whole blocks.
+
+    Block i's digest is SHA-256(digest of block i-1 || its token ids as little-endian 32-bit integers);
+    the root's digest holds the salt, so equal tokens under different salts share nothing. A block's key is
+    the digest's first 63 bits, made positive.
+
+    Attributes:
+        keys: one int in [1, 2**63) a whole block.
+        tokens: the bytes of each block's token ids, compared on a hit.
+    """
+
+    def __init__(self, block_size_tokens: int, salt: bytes = b"") -> None:
+        self.salt = salt
+        self.keys: list[int] = []
+        self.tokens: list[bytes] = []
+        self._block_size = block_size_tokens
+        self._digest = hashlib.sha256(b"mambaslots.root\0" + salt).digest()
+
+    def extend_to(self, sequence: Sequence[int], length: int | None = None) -> None:
+        """Hash the whole blocks of `sequence[:length]` that are not hashed yet; O(new tokens)."""
+        size = self._block_size
+        stop = min(len(sequence), len(sequence) if length is None else length) // size
+        for block in range(len(self.keys), stop):
+            ids = np.asarray(sequence[block * size : (block + 1) * size], dtype="<u4")
+            content = ids.tobytes()
+            self._digest = hashlib.sha256(self._digest + content).digest()
+            self.keys.append(int.from_bytes(self._digest[:8], "big") >> 1 or 1)
+            self.tokens.append(content)

@@ -1,0 +1,67 @@
+"""Which cached state goes when a slot is needed."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+from typing import Protocol
+
+
+class SlotEvictionPolicy(Protocol):
+    """Orders the committed slots of a pool; told of every change, it names victims and evicts nothing."""
+
+    def insert(self, slot: int) -> None:
+        """A state was committed in `slot`."""
+
+    def use(self, slot: int) -> None:
+        """A request resumed from `slot`. A KV match alone is no use of the state."""
+
+    def remove(self, slot: int) -> None:
+        """`slot` holds no committed state any more."""
+
+    def clear(self) -> None: ...
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        """The up to `count` evictable slots whose loss costs least, cheapest first."""
+
+
+class LRUEviction:
+    """The state that was used longest ago goes first; O(1) a change, O(count + pinned) a choice."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def insert(self, slot: int) -> None:
+        self._order[slot] = None
+        self._order.move_to_end(slot)
+
+    def use(self, slot: int) -> None:
+        self._order.move_to_end(slot)
+
+    def remove(self, slot: int) -> None:
+        del self._order[slot]
+
+    def clear(self) -> None:
+        self._order.clear()
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return list(islice(filter(evictable, self._order), count))
+
+
+class RefZeroEviction(LRUEviction):
+    """States whose KV block nobody references go first, then the least recently used.
+
+    In a host whose KV blocks leave with their last reference the first kind does not arise: deregistration
+    has already freed those slots.
+    """
+
+    def __init__(self, is_referenced: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._is_referenced = is_referenced
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        unreferenced = super().victims(count, lambda slot: evictable(slot) and not self._is_referenced(slot))
+        missing = count - len(unreferenced)
+        if missing == 0:
+            return unreferenced
+        chosen = set(unreferenced)
+        return unreferenced + super().victims(missing, lambda slot: evictable(slot) and slot not in chosen)
