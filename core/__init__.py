@@ -8,9 +8,11 @@ from .inference.contexts.dynamic_context import DynamicInferenceContext
 from .inference.contexts.kv_block_allocator import KVBlockAllocator
 from .inference.contexts.mamba_metadata import MambaMetadata
 from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from .inference.contexts.pinned_prefixes import PinnedPrefix
 from .inference.contexts.state_pool import StatePool
 from .inference.contexts.step_inputs import StepInputs
-from .inference.engines.dynamic_engine import DynamicInferenceEngine, GeneratedToken, StepReport
+from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
+from .inference.engines.token_stream import GeneratedToken, TokenStream
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .request import RequestResult
 
@@ -19,7 +21,8 @@ __version__ = "0.1.0"
 __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
-    "RequestResult", "GeneratedToken", "StepReport", "CacheStats", "COMPUTE_REASONS",
+    "RequestResult", "GeneratedToken", "TokenStream", "StepReport", "PinnedPrefix", "CacheStats",
+    "COMPUTE_REASONS",
     # the parts
     "DynamicInferenceContext", "KVBlockAllocator", "MambaSlotAllocator", "MambaMetadata", "StatePool",
     # bringing a model

@@ -32,6 +32,15 @@ disabled: no prefix caching, or none for this request.
 """
 
 
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, stop) of a prompt that must be computed, all for one reason."""
+
+    start: int
+    stop: int
+    reason: ComputeReason
+
+
 @dataclass
 class TokenLedger:
     """Running counts of prompt tokens dealt with, of one request or of all.
@@ -84,8 +93,3 @@ class CacheStats:
     kv_blocks_free: int
     kv_blocks_cached: int
     kv_blocks_held: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Resumed share of prompt tokens, 0 without any."""
-        return self.resumed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

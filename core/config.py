@@ -210,7 +210,11 @@ class SamplingParams:
 
 def _count(count_name: str, count: int | None, gb_name: str, gb: float | None, unit_bytes: int) -> int:
     if count is None and gb is not None:
-        count = int(gb * GIGABYTE) // max(1, unit_bytes)
+        if unit_bytes == 0:
+            raise ValueError(
+                f"{gb_name} is {gb}; accepted: {count_name} instead, for a model whose units are empty"
+            )
+        count = int(gb * GIGABYTE) // unit_bytes
         if count < 1:
             raise ValueError(f"{gb_name} is {gb}; accepted: at least {unit_bytes / GIGABYTE:.3g}, one unit")
     if count is None or count < 1:

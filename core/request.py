@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .cache_stats import ComputeReason, TokenLedger
+from .cache_stats import ComputeReason, Span, TokenLedger
 from .config import SamplingParams
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.prefix_hash import PrefixHashChain
@@ -30,17 +30,18 @@ class DynamicInferenceRequest:
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float | None] = field(default_factory=list)
     ttft_s: float | None = None
-    finish_reason: FinishReason | None = None
 
     row: int = -1
     blocks: list[int] = field(default_factory=list)
-    registered_blocks: int = 0  # leading blocks that are in the KV index, so immutable
+    immutable_blocks: int = 0  # leading blocks whose KV is whole and was registered: never written again
+    shares_cache: bool = False  # it registers and commits; not so once the cache it began with is reset
     computed: int = 0
     prefill_length: int = 0  # tokens known when it was admitted: prefill up to here, then decode
     state_index: int = -1  # pool index of the state after `computed` tokens; -1 = zeros
     pinned_slot: int = -1  # the durable slot behind state_index, if it is one
     rolling_block: int = -1  # whose slot holds the last state taken while decoding
     seen_tokens: int = 0  # how far the prompt followed a known path, at its last match
+    spans: tuple[Span, ...] = ()  # why its prompt tokens are computed, as of where it last resumed
     paused: bool = False
 
     ledger: TokenLedger = field(default_factory=TokenLedger)

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 
 
-def integer(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
-    """`value` as an int within [minimum, maximum], or a ValueError; bools and floats are no integers."""
+def integer(
+    name: str, value: object, minimum: int | None = None, maximum: int | None = None, also: str = ""
+) -> int:
+    """`value` as an int within [minimum, maximum], or a ValueError; bools and floats are no integers.
+
+    `also` names what else the caller accepts.
+    """
     number = _index(value)
     low, high = minimum, maximum
     if number is None or (low is not None and number < low) or (high is not None and number > high):
@@ -21,7 +26,7 @@ def integer(name: str, value: object, minimum: int | None = None, maximum: int |
             (False, True): f"an integer <= {high}",
             (True, True): f"an integer from {low} to {high}",
         }[low is not None, high is not None]
-        raise ValueError(f"{name} is {value!r}; accepted: {bounds}")
+        raise ValueError(f"{name} is {value!r}; accepted: {also + ', or ' if also else ''}{bounds}")
     return number
 
 

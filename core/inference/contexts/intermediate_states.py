@@ -156,10 +156,12 @@ class IntermediateStates:
 
     def commit(self) -> None:
         """Reserve, copy, commit. Blocks that nobody can find, or that have a state, are passed over."""
-        collected = self.collect()
-        if collected is not None:
-            self._store(*collected)
-        self.clear()
+        try:
+            collected = self.collect()
+            if collected is not None:
+                self._store(*collected)
+        finally:
+            self.clear()
 
     def _store(
         self,
@@ -182,6 +184,7 @@ class IntermediateStates:
             ):
                 continue
             wanted.setdefault(block, source)
+        # Shallow boundaries come before deep ones, and chunk ends last: where slots are short, those stay.
         chosen = list(wanted)[-allocator.available_count :] if allocator.available_count else []
         for block in wanted.keys() - set(chosen):
             allocator.ghosts.add(int(allocator.context.kv_block_allocator.block_hashes[block]), "capacity")

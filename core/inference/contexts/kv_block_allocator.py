@@ -65,12 +65,15 @@ class KVBlockAllocator:
 
     def _clear_maps(self) -> None:
         self._free = list(range(self.total_count - 1, -1, -1))
+        self._clock = 0
+        self._forget_content()
+
+    def _forget_content(self) -> None:
         self._content: dict[int, tuple[Parent, bytes]] = {}
         self._child_count: Counter[int] = Counter()
         self._held_child_count: Counter[int] = Counter()
         self._leaves: list[tuple[bool, int, int]] = []
         self._cached_count = 0
-        self._clock = 0
 
     # ---- how much there is
 
@@ -95,9 +98,6 @@ class KVBlockAllocator:
     def count_cached(self, block_ids: Sequence[int]) -> int:
         """How many of these registered blocks nobody holds."""
         return sum(1 for block in block_ids if self._refs[block] == 0)
-
-    def is_referenced(self, block_id: int) -> bool:
-        return bool(self._refs[block_id] > 0)
 
     # ---- allocation and references
 
@@ -154,7 +154,7 @@ class KVBlockAllocator:
         self._check_release(Counter(blocks))
         self._clock += 1
         dropped = []
-        for block in reversed(blocks):  # children before parents: a parent is a leaf once they are gone
+        for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
@@ -190,10 +190,12 @@ class KVBlockAllocator:
 
     # ---- prefixes
 
-    def match_chain(self, salt: bytes, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
-        """The registered blocks of the longest known prefix; token ids are compared, not only hashes."""
+    def match_chain(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
+        """The registered blocks that continue `parent`, a registered block or the salt, as far as known.
+
+        Token ids are compared, not only hashes.
+        """
         matched: list[int] = []
-        parent: Parent = salt
         for key, content in zip(hashes, tokens, strict=True):
             block = self.kv_hash_to_block_id.get(key, -1)
             if block < 0 or self._content[block] != (parent, content):
@@ -336,12 +338,27 @@ class KVBlockAllocator:
         hashes = set(self._hashes[blocks].tolist())
         self._hashes[blocks] = -1
         self._free.extend(reversed(blocks))
+        self._notify(blocks, hashes)
+
+    def _notify(self, blocks: list[int], hashes: set[int]) -> None:
         observers = [self.on_blocks_deregistered] if self.on_blocks_deregistered else []
         for observer in observers + self._observers:
             try:
                 observer(list(blocks), set(hashes))
             except Exception:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
+
+    def deregister_all(self) -> None:
+        """Forget every prefix and ghost: cached blocks become free, held ones stay with their holders."""
+        registered = list(self._content)
+        hashes = set(self.kv_hash_to_block_id)
+        cached = [block for block in registered if self._refs[block] == 0]
+        self.kv_hash_to_block_id.clear()
+        self.ghosts.clear()
+        self._hashes[registered] = -1
+        self._forget_content()
+        self._free.extend(cached)
+        self._notify(registered, hashes)
 
     def reset(self) -> None:
         """Forget every reference and prefix. Observers are not called: their owner resets them too."""

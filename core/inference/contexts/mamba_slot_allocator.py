@@ -13,6 +13,7 @@ from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
 from .state_index import StateIndex
+from .state_pool import StatePool
 
 __all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
 
@@ -64,10 +65,8 @@ class MambaSlotAllocator:
         kv = context.kv_block_allocator
         self.num_blocks: int = kv.total_count if hasattr(kv, "total_count") else kv.pool_size
 
-        pool = getattr(context, "state_pool", None)
-        if pool is not None:
-            self.conv_states: Tensor = pool.durable_conv_states
-            self.ssm_states: Tensor = pool.durable_ssm_states
+        self._pool: StatePool | None = getattr(context, "state_pool", None)
+        if self._pool is not None:
             expected = [(self.num_mamba_layers, self.max_slots, *shape) for shape in (conv_shape, ssm_shape)]
             if [tuple(self.conv_states.shape), tuple(self.ssm_states.shape)] != expected:
                 raise ValueError(
@@ -77,8 +76,8 @@ class MambaSlotAllocator:
         else:
             device = context.mamba_ssm_states.device
             slots = (self.num_mamba_layers, self.max_slots)
-            self.conv_states = torch.zeros(*slots, *conv_shape, dtype=conv_states_dtype, device=device)
-            self.ssm_states = torch.zeros(*slots, *ssm_shape, dtype=ssm_states_dtype, device=device)
+            self._own_conv = torch.zeros(*slots, *conv_shape, dtype=conv_states_dtype, device=device)
+            self._own_ssm = torch.zeros(*slots, *ssm_shape, dtype=ssm_states_dtype, device=device)
 
         self._index = StateIndex(self.num_blocks, self.max_slots)
         self.block_to_slot = self._index.block_to_slot
@@ -106,16 +105,24 @@ class MambaSlotAllocator:
 
     def _make_policy(self) -> SlotEvictionPolicy:
         name = getattr(self.context, "prefix_caching_eviction_policy", "lru")
-        if str(getattr(name, "value", name)).lower() != "ref_zero":
-            return LRUEviction()
-        ref_counts = self.context.kv_block_allocator.block_ref_counts
-        return RefZeroEviction(lambda slot: bool(ref_counts[self._index.block_of(slot)] > 0))
+        ref_zero = str(getattr(name, "value", name)).lower() == "ref_zero"
+        return RefZeroEviction() if ref_zero else LRUEviction()
+
+    @property
+    def conv_states(self) -> Tensor:
+        """[layers, max_slots, *conv_states_shape]: the durable part of the host's pool, or our own tensor."""
+        return self._own_conv if self._pool is None else self._pool.durable_conv_states
+
+    @property
+    def ssm_states(self) -> Tensor:
+        """[layers, max_slots, *ssm_states_shape]: likewise."""
+        return self._own_ssm if self._pool is None else self._pool.durable_ssm_states
 
     # ---- lookup
 
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
-        return self.get_slot(block_id) >= 0
+        return block_id in self._index or self.get_slot(block_id) >= 0
 
     def get_slot(self, block_id: int) -> int:
         """The committed slot of `block_id`, or -1."""
@@ -273,25 +280,23 @@ class MambaSlotAllocator:
         if len(victims) < count:
             raise MambaSlotCapacityError(count + free, len(victims) + free)
         for slot in victims:
-            self._evict_one(self._index.block_of(slot))
+            block = self._index.block_of(slot)
+            if self._index.key_of(block) > 0:
+                self.ghosts.add(self._index.key_of(block), "evicted")
+            self._leave(block)
+            self._tell_kv(block)
+        self.evicted_total += len(victims)
         return victims
 
-    def evict_block(self, block_id: int) -> bool:
-        """Evict the state of one block and free its slot; False, and nothing done, if pinned or absent."""
-        slot = self.get_slot(block_id)
-        if slot < 0 or slot in self._pins:
-            return False
-        self._evict_one(block_id)
-        self._push_free(slot)
-        return True
+    def drop_state(self, block_id: int) -> bool:
+        """Free the slot of a state that its owner wants no longer; False, and nothing done, while pinned.
 
-    def _evict_one(self, block: int) -> None:
-        key = self._index.key_of(block)
-        if key > 0:
-            self.ghosts.add(key, "evicted")
-        self._leave(block)
-        self._tell_kv(block)
-        self.evicted_total += 1
+        No eviction: it is not counted as one, and leaves no ghost.
+        """
+        if self.get_slot(block_id) in self._pins:
+            return False
+        self.invalidate_block(block_id)
+        return True
 
     # ---- invalidation
 
@@ -484,9 +489,8 @@ class MambaSlotAllocator:
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
     def _check_reserved(self, slots: list[int]) -> None:
-        for slot in slots:
-            if slot not in self._reserved or slot in self._pins or slots.count(slot) > 1:
-                raise ValueError(f"slots names {slot}; accepted: distinct reserved slots")
+        if len(set(slots)) < len(slots) or not all(map(self.is_reserved, slots)):
+            raise ValueError(f"slots is {slots}; accepted: distinct reserved slots")
 
     def _enter(self, block: int, slot: int) -> None:
         self._index.enter(block, slot)

@@ -1,21 +1,12 @@
 """Where a request can resume: one look-up over KV blocks and states."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...cache_stats import ComputeReason
+from ...cache_stats import ComputeReason, Span
 from ..policies.prefix_hash import PrefixHashChain
-from .kv_block_allocator import KVBlockAllocator
+from .kv_block_allocator import KVBlockAllocator, Parent
 from .mamba_slot_allocator import MambaSlotAllocator
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens [start, stop) of a prompt that must be computed, all for one reason."""
-
-    start: int
-    stop: int
-    reason: ComputeReason
 
 
 @dataclass(frozen=True)
@@ -47,10 +38,13 @@ class PrefixIndex:
         self._kv_blocks = kv_blocks
         self._slots = slots
 
-    def match(self, chain: PrefixHashChain, length: int, resume: bool = True) -> PrefixMatch:
+    def match(
+        self, chain: PrefixHashChain, length: int, held: Sequence[int] = (), resume: bool = True
+    ) -> PrefixMatch:
         """Match the first `length` tokens of the sequence that `chain` hashes (at least their whole blocks).
 
-        `resume` False shares KV but starts from zeros: every token is computed.
+        `held`: the registered blocks of its head that the caller holds already; states within them are not
+        looked for. `resume` False shares KV but starts from zeros: every token is computed.
         """
         slots = self._slots
         if slots is None:
@@ -58,7 +52,10 @@ class PrefixIndex:
         size = self._block_size
         whole = length // size
         keys = chain.keys[:whole]
-        blocks = self._kv_blocks.match_chain(chain.salt, keys, chain.tokens[:whole])
+        first = len(held)
+        parent: Parent = held[-1] if held else chain.salt
+        found = self._kv_blocks.match_chain(parent, keys[first:], chain.tokens[first:whole])
+        blocks = [*held, *found]
         seen = len(blocks)
         while seen < whole and keys[seen] in self._kv_blocks.ghosts:
             seen += 1
@@ -66,10 +63,19 @@ class PrefixIndex:
             return PrefixMatch(tuple(blocks), 0, -1, seen * size, (Span(0, length, "disabled"),))
 
         reachable = min(len(blocks), (length - 1) // size)
-        depth = next((d for d in range(reachable, 0, -1) if slots.has_state(blocks[d - 1])), 0)
+        depth = next((d for d in range(reachable, first, -1) if slots.has_state(blocks[d - 1])), 0)
         slot = slots.get_slot(blocks[depth - 1]) if depth else -1
         spans = tuple(self._spans(keys, depth, reachable, len(blocks), seen, length))
         return PrefixMatch(tuple(blocks), depth * size, slot, seen * size, spans)
+
+    def resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
+        """The KV blocks up to the deepest state of the sequence that `chain` hashes."""
+        if self._slots is None:
+            return []
+        blocks = self._kv_blocks.match_chain(chain.salt, chain.keys, chain.tokens)
+        while blocks and not self._slots.has_state(blocks[-1]):
+            blocks.pop()
+        return blocks
 
     def _spans(
         self, keys: list[int], depth: int, reachable: int, matched: int, seen: int, length: int

@@ -25,6 +25,10 @@ class RequestRows:
         return list(self._requests.values())
 
     @property
+    def count(self) -> int:
+        return len(self._table)
+
+    @property
     def free_count(self) -> int:
         return len(self._free)
 

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from ...cache_stats import TokenLedger
+from ...cache_stats import Span, TokenLedger
 from ...request import DynamicInferenceRequest
 from ..policies.checkpoint_plan import Boundary
-from .prefix_index import Span
 
 
 @dataclass(frozen=True)

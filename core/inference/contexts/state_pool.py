@@ -33,22 +33,28 @@ class StatePool:
         ssm_states_dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        layers = integer("num_mamba_layers", num_mamba_layers, 0)
+        self._layers = integer("num_mamba_layers", num_mamba_layers, 0)
         self.num_live = integer("num_live", num_live, 0)
         self.num_durable = integer("num_durable", num_durable, 0)
-        conv_shape = integers("conv_states_shape", conv_states_shape, 0)
-        ssm_shape = integers("ssm_states_shape", ssm_states_shape, 0)
-        slots = self.num_live + self.num_durable
-        self.conv_states = torch.zeros(
-            layers,
-            slots,
-            *conv_shape,
-            dtype=float_dtype("conv_states_dtype", conv_states_dtype),
-            device=device,
-        )
-        self.ssm_states = torch.zeros(
-            layers, slots, *ssm_shape, dtype=float_dtype("ssm_states_dtype", ssm_states_dtype), device=device
-        )
+        self._conv_shape = integers("conv_states_shape", conv_states_shape, 0)
+        self._ssm_shape = integers("ssm_states_shape", ssm_states_shape, 0)
+        self._conv_dtype = float_dtype("conv_states_dtype", conv_states_dtype)
+        self._ssm_dtype = float_dtype("ssm_states_dtype", ssm_states_dtype)
+        self._device = torch.device(device)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the tensors, as zeros; their addresses are new."""
+        slots = (self._layers, self.num_live + self.num_durable)
+        self.conv_states = torch.zeros(*slots, *self._conv_shape, dtype=self._conv_dtype, device=self._device)
+        self.ssm_states = torch.zeros(*slots, *self._ssm_shape, dtype=self._ssm_dtype, device=self._device)
+        self.allocated = True
+
+    def free(self) -> None:
+        """Let go of the tensors' memory; tensors without slots remain."""
+        self.conv_states = self.conv_states.new_empty(self._layers, 0, *self._conv_shape)
+        self.ssm_states = self.ssm_states.new_empty(self._layers, 0, *self._ssm_shape)
+        self.allocated = False
 
     @property
     def live_conv_states(self) -> Tensor:
@@ -73,16 +79,3 @@ class StatePool:
     def durable_index(self, slot: int) -> int:
         """The pool index of durable slot `slot`."""
         return self.num_live + slot
-
-    @property
-    def bytes_per_state(self) -> int:
-        """Bytes of one state: both tensors, all layers."""
-        return state_bytes(self.conv_states, self.ssm_states)
-
-
-def state_bytes(conv_states: Tensor, ssm_states: Tensor) -> int:
-    """Bytes of one slot of `[layers, slots, ...]` tensors, also of ones without slots."""
-    return sum(
-        t.shape[0] * int(torch.Size(t.shape[2:]).numel()) * t.element_size()
-        for t in (conv_states, ssm_states)
-    )

@@ -26,7 +26,7 @@ class BatchDimensions(NamedTuple):
 def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[ScheduledChunk]) -> StepInputs:
     """The inputs of a step whose chunks are ordered decodes first; mutates nothing.
 
-    Tokens in registered blocks are computed without writing their KV again. A row whose step ends on a
+    Tokens in immutable blocks are computed without writing their KV again. A row whose step ends on a
     reserved boundary has the durable slot as its destination, any other its live slot.
     """
     device = context.spec.device
@@ -40,7 +40,7 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
     token_rows = np.repeat(np.arange(len(chunks)), [chunk.length for chunk in chunks])
     table = context.request_to_kv_block_ids.numpy()[[request.row for request in requests]].astype(np.int64)
     table = table[:, : max(-(-chunk.stop // size) for chunk in chunks)].clip(min=0)
-    immutable = np.array([request.registered_blocks * size for request in requests])
+    immutable = np.array([request.immutable_blocks * size for request in requests])
     writes = np.flatnonzero(positions >= immutable[token_rows])
     blocks = table[token_rows[writes], positions[writes] // size]
 

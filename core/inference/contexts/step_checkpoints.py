@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...request import DynamicInferenceRequest
-from ..policies.checkpoint_plan import Boundary, BoundaryKind
+from ..policies.checkpoint_plan import KINDS_BY_WORTH, Boundary
 from .kv_block_allocator import KVBlockAllocator
 from .mamba_slot_allocator import MambaSlotAllocator
 from .scheduled_chunk import ScheduledChunk
-
-# When slots run short, the first kinds are served first.
-KINDS_BY_WORTH: tuple[BoundaryKind, ...] = ("mark", "tail", "branch", "decode", "chunk_end", "interval")
 
 
 class StepCheckpoints:
@@ -40,29 +37,38 @@ class StepCheckpoints:
         wanted: dict[int, tuple[ScheduledChunk, Boundary]] = {}
         for chunk in chunks:
             for boundary in chunk.boundaries:
-                block = chunk.request.blocks[boundary.position // self._block_size - 1]
-                if not self._slots.has_state(block):
-                    wanted.setdefault(block, (chunk, boundary))
-        for chunk, boundary in wanted.values():
-            if boundary.kind == "decode":
-                self._drop_rolling_state(chunk.request)
-        by_worth = sorted(wanted, key=lambda block: KINDS_BY_WORTH.index(wanted[block][1].kind))
+                key = self._key(chunk, boundary)
+                if key not in self._slots.hash_to_block_id:
+                    wanted.setdefault(key, (chunk, boundary))
+        by_worth = sorted(wanted, key=lambda key: KINDS_BY_WORTH.index(wanted[key][1].kind))
+        self._make_room([wanted[key] for key in by_worth])
         available = self._slots.available_count
-        for block in by_worth[available:]:
-            self._slots.ghosts.add(self._key(*wanted[block]), "capacity")
-        chosen = by_worth[:available]
+        for key in by_worth[available:]:
+            self._slots.ghosts.add(key, "capacity")
+        chosen = [wanted[key] for key in by_worth[:available]]
+        slots = self._slots.reserve([self._block(chunk, boundary) for chunk, boundary in chosen])
         destinations: dict[int, dict[int, int]] = {}
-        for block, slot in zip(chosen, self._slots.reserve(chosen), strict=True):
-            chunk, boundary = wanted[block]
+        for (chunk, boundary), slot in zip(chosen, slots, strict=True):
             destinations.setdefault(chunk.request.row, {})[boundary.position] = slot
         return [replace(chunk, destinations=destinations.get(chunk.request.row, {})) for chunk in chunks]
 
+    def _block(self, chunk: ScheduledChunk, boundary: Boundary) -> int:
+        return chunk.request.blocks[boundary.position // self._block_size - 1]
+
+    def _make_room(self, wanted: list[tuple[ScheduledChunk, Boundary]]) -> None:
+        """Where slots are short, a request's older decode state goes before anybody else's state."""
+        for chunk, boundary in wanted:
+            if self._slots.free_count >= len(wanted):
+                return
+            if boundary.kind == "decode":
+                self._drop_rolling_state(chunk.request)
+
     def _drop_rolling_state(self, request: DynamicInferenceRequest) -> None:
         """The newer state of an answer replaces the older, unless somebody resumed from that."""
-        block, request.rolling_block = request.rolling_block, -1
+        block = request.rolling_block
         slot = self._slots.get_slot(block) if block >= 0 else -1
-        if slot >= 0 and not self._slots.was_used(slot):
-            self._slots.evict_block(block)
+        if slot < 0 or self._slots.was_used(slot) or self._slots.drop_state(block):
+            request.rolling_block = -1
 
     def commit(self, chunk: ScheduledChunk) -> dict[int, int]:
         """Make the states of a launched chunk findable; its request's blocks are registered already.
@@ -74,15 +80,16 @@ class StepCheckpoints:
         committed: dict[int, int] = {}
         for position, slot in chunk.destinations.items():
             depth = position // self._block_size
-            if depth > request.registered_blocks:
+            if depth > request.immutable_blocks:
                 self._slots.release_reservation([slot])
                 committed[position] = -1
                 continue
             block = request.blocks[depth - 1]
             (committed[position],) = self._slots.commit([slot], [block])
-            rolls = chunk.decoding and not request.plan.keeps_decode_state(position)
-            if rolls and committed[position] == slot:
-                request.rolling_block = block
+            if chunk.decoding:
+                self._drop_rolling_state(request)
+                if committed[position] == slot and not request.plan.keeps_decode_state(position):
+                    request.rolling_block = block
         return committed
 
     def release(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -96,11 +103,11 @@ class StepCheckpoints:
         most = request.plan.max_states_per_path
         if most is None:
             return
-        path = request.blocks[: request.registered_blocks]
+        path = request.blocks[: request.immutable_blocks]
         states = [block for block in path if self._slots.has_state(block)]
         excess = len(states) - most
         for block in states[:-1]:
             if excess <= 0:
                 return
-            if self._kv_blocks.child_count(block) < 2 and self._slots.evict_block(block):
+            if self._kv_blocks.child_count(block) < 2 and self._slots.drop_state(block):
                 excess -= 1

@@ -1,10 +1,11 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,12 +14,17 @@ from ...config import HybridStateSpec, InferenceConfig, SamplingParams
 from ...request import DynamicInferenceRequest, FinishReason, RequestResult
 from ...validation import integer, integers
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.scheduled_chunk import ScheduledChunk
 from ..contexts.step_inputs import StepInputs
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
-from .sampling import log_softmax, sample
+from .sampling import sample_step
 from .scheduler import Scheduler
+from .token_stream import GeneratedToken, TokenStream
+
+Prompt = Sequence[int] | Tensor
+Salt = bytes | str | None
 
 
 class Model(Protocol):
@@ -28,13 +34,6 @@ class Model(Protocol):
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits [len(inputs.logit_tokens), vocabulary]."""
-
-
-class GeneratedToken(NamedTuple):
-    """One token of an answer; `log_prob` is None unless asked for."""
-
-    token: int
-    log_prob: float | None
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class StepReport:
 class DynamicInferenceEngine:
     """Serves requests with a hybrid model, resuming prompts from the prefix cache of its context.
 
-    Not thread-safe: one thread calls it. `generate` serves a batch to the end; `add_request` and `step`,
-    or `stream`, serve requests as they come.
+    Not thread-safe: one thread calls it, and not from inside its own step (RuntimeError). `generate` serves
+    a batch to the end; `add_request` and `step`, or `stream`, serve requests as they come.
     """
 
     def __init__(self, model: Model, config: InferenceConfig) -> None:
@@ -64,17 +63,21 @@ class DynamicInferenceEngine:
         self._scheduler = Scheduler(self.context)
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._unclaimed: dict[int, RequestResult] = {}
-        self._streams: dict[int, list[GeneratedToken]] = {}
+        self._streams: WeakValueDictionary[int, TokenStream] = WeakValueDictionary()
+        self._abandoned: list[int] = []  # requests of streams let go of during a step
         self._new_ids = count()
+        self._weights_version: object = None
+        self._stepping = False
+        self._broken: BaseException | None = None
 
     # ---- requests
 
     def add_request(
         self,
-        prompt: Sequence[int] | Tensor,
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        cache_salt: bytes | str | None = None,
+        cache_salt: Salt = None,
         checkpoint_plan: CheckpointPlan | None = None,
     ) -> int:
         """Queue a prompt (token ids) and return its request id.
@@ -127,10 +130,14 @@ class DynamicInferenceEngine:
 
     def cancel(self, request_id: int) -> RequestResult:
         """End a request wherever it is and return what it has; ValueError for an unknown or ended one."""
+        self._check_usable("cancel")
+        return self._finish(self._request(request_id), "cancelled")
+
+    def _request(self, request_id: int) -> DynamicInferenceRequest:
         request = self._requests.get(integer("request_id", request_id, 0))
         if request is None:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
-        return self._finish(request, "cancelled")
+        return request
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -138,7 +145,7 @@ class DynamicInferenceEngine:
 
     def computed_tokens(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request whose KV and state exist now (prompt first, then answer)."""
-        request = self._requests[request_id]
+        request = self._request(request_id)
         return request.tokens[: request.computed]
 
     # ---- serving
@@ -147,44 +154,76 @@ class DynamicInferenceEngine:
     def step(self) -> StepReport:
         """Advance every request that can go on by one chunk or one token.
 
-        Raises what the model raises; the requests of the failed step are queued again, and a later `step`
-        restarts them from their last cached states.
+        Raises what the model raises; all running requests are queued again, and a later `step` restarts them
+        from their last cached states. Should even that fail, the engine says so in a RuntimeError, at
+        every call, until `reset`.
         """
+        self._check_usable("step")
         waiting = {request.request_id for request in self._scheduler.waiting}
-        chunks: list[ScheduledChunk] = []
+        self._stepping = True
         try:
-            chunks = self._scheduler.schedule()
-            if not chunks:
-                return StepReport()
-            inputs = self.context.begin_step(chunks)
-            chunks = list(self.context.step_chunks)
-            logits = self.model(inputs)
-            self.context.end_step()
-            generated = self._sample(chunks, logits)
-        except BaseException:
-            self.context.abort_step()
-            for chunk in reversed(chunks):
-                self._scheduler.requeue(chunk.request)
+            chunks, generated = self._run_step()
+        except BaseException as error:
+            self._recover(error)
             raise
+        finally:
+            self._stepping = False
         finished = tuple(
             self._finish(self._requests[request_id], reason)
             for request_id in generated
             if (reason := _finish_reason(self._requests[request_id])) is not None
         )
+        self._cancel_abandoned()
         admitted = tuple(c.request.request_id for c in chunks if c.request.request_id in waiting)
         return StepReport(admitted, generated, finished)
 
+    def _run_step(self) -> tuple[tuple[ScheduledChunk, ...], dict[int, GeneratedToken]]:
+        scheduled = self._scheduler.schedule()
+        if not scheduled:
+            return (), {}
+        inputs = self.context.begin_step(scheduled)
+        chunks = self.context.step_chunks
+        logits = self.model(inputs)
+        self.context.end_step()
+        generated = sample_step(chunks, logits)
+        for request_id, token in generated.items():
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(token)
+        return chunks, generated
+
+    def _recover(self, error: BaseException) -> None:
+        """Nothing a failed step may have written is used: its reservations go back, its requests restart."""
+        try:
+            self.context.abort_step()
+            self._scheduler.requeue_all()
+            self._stepping = False
+            self._cancel_abandoned()
+        except BaseException as second:
+            self._broken = second
+            raise RuntimeError("the engine could not recover from a failed step; call reset()") from error
+
+    def _check_usable(self, call: str) -> None:
+        if self._stepping:
+            raise RuntimeError(
+                f"{call} is called from inside a step of the same engine; call it between steps"
+            )
+        if self._broken is not None:
+            raise RuntimeError(
+                "the engine could not recover from a failed step; call reset()"
+            ) from self._broken
+
     def generate(
         self,
-        prompts: Iterable[Sequence[int] | Tensor],
+        prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache_salt: bytes | str | Sequence[bytes | str | None] | None = None,
+        cache_salt: Salt | Sequence[Salt] = None,
     ) -> list[RequestResult]:
         """Serve prompts to the end and return their results in order.
 
         `sampling_params` and `cache_salt`: one for all, or one a prompt. Requests added before are served
-        along. A bad argument raises ValueError before anything is queued.
+        along. When it raises, for a bad argument or because a step failed, its requests are cancelled.
         """
         prompts = list(prompts)
         params = _one_each("sampling_params", sampling_params, len(prompts))
@@ -193,51 +232,60 @@ class DynamicInferenceEngine:
         try:
             for prompt, param, salt in zip(prompts, params, salts, strict=True):
                 ids.append(self.add_request(prompt, param, cache_salt=salt))
-        except ValueError:
+            self._serve(ids)
+        except BaseException:
             for request_id in ids:
-                self.cancel(request_id)
+                self._forget(request_id)
             raise
+        return [self._unclaimed.pop(request_id) for request_id in ids]
+
+    def _serve(self, ids: list[int]) -> None:
         while any(request_id in self._requests for request_id in ids):
             self._step_and_keep()
-        return [self._unclaimed.pop(request_id) for request_id in ids]
 
     def stream(
         self,
-        prompt: Sequence[int] | Tensor,
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        cache_salt: bytes | str | None = None,
+        cache_salt: Salt = None,
         checkpoint_plan: CheckpointPlan | None = None,
-    ) -> Iterator[GeneratedToken]:
+    ) -> TokenStream:
         """Queue a prompt now and return an iterator over its tokens.
 
-        Asking for a token advances all requests until this one has it. An iterator closed early cancels its
-        request.
+        Asking for a token advances all requests until this one has it. A stream closed early, or let go of,
+        cancels its request.
         """
         request_id = self.add_request(
             prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
         )
-        self._streams[request_id] = []
-        return self._tokens_of(request_id)
 
-    def _tokens_of(self, request_id: int) -> Iterator[GeneratedToken]:
-        arrived = self._streams[request_id]
-        try:
-            while arrived or request_id in self._requests:
-                if not arrived:
-                    self._step_and_keep()
-                while arrived:
-                    yield arrived.pop(0)
-        finally:
+        def advance() -> bool:
             if request_id in self._requests:
-                self.cancel(request_id)
-            self._streams.pop(request_id, None)
-            self._unclaimed.pop(request_id, None)
+                self._step_and_keep()
+            return request_id in self._requests
+
+        stream = TokenStream(advance, lambda: self._forget(request_id))
+        self._streams[request_id] = stream
+        return stream
 
     def _step_and_keep(self) -> None:
         """A step whose report nobody sees: results stay until they are claimed."""
         for result in self.step().finished:
             self._unclaimed[result.request_id] = result
+
+    def _forget(self, request_id: int) -> None:
+        """End a request, if it has not ended, and drop its result."""
+        if self._stepping:
+            self._abandoned.append(request_id)
+            return
+        self._unclaimed.pop(request_id, None)
+        if request_id in self._requests and self._broken is None:
+            self._finish(self._requests[request_id], "cancelled")
+
+    def _cancel_abandoned(self) -> None:
+        while self._abandoned:
+            self._forget(self._abandoned.pop())
 
     def take_result(self, request_id: int) -> RequestResult | None:
         """Claim, once, the result of a request that ended while `generate` or `stream` served others.
@@ -246,60 +294,82 @@ class DynamicInferenceEngine:
         """
         return self._unclaimed.pop(request_id, None)
 
+    # ---- the cache
+
+    def warm(self, tokens: Prompt, *, cache_salt: Salt = None) -> int:
+        """Compute a prefix, so that later prompts resume from it; how many of its tokens they can resume.
+
+        Takes the state at its last block boundary. Requests under way are served along.
+        """
+        prefix = integers("tokens", tokens, 0, self.context.spec.vocab_size - 1)
+        salt = _salt_bytes(cache_salt)
+        whole = len(prefix) // self.config.block_size_tokens * self.config.block_size_tokens
+        if self.context.resumable_tokens(prefix, salt) < whole:
+            once = SamplingParams(num_tokens_to_generate=1)
+            plan = CheckpointPlan(marks=(whole,))
+            request_id = self.add_request(prefix[:whole], once, cache_salt=salt, checkpoint_plan=plan)
+            try:
+                self._serve([request_id])
+            finally:
+                self._forget(request_id)
+        return self.context.resumable_tokens(prefix, salt)
+
+    def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:
+        """Keep the deepest cached state of a prefix, and its KV, until `unpin` or the next reset.
+
+        Raises ValueError where none of its boundaries has a state; `warm` it first.
+        """
+        self._check_usable("pin")
+        prefix = integers("tokens", tokens, 0, self.context.spec.vocab_size - 1)
+        return self.context.pin_prefix(prefix, _salt_bytes(cache_salt))
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """Let go of a pinned prefix; ValueError if it is not pinned (any more)."""
+        self._check_usable("unpin")
+        self.context.unpin_prefix(prefix)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix and pin. Requests under way go on, and leave nothing in the cache."""
+        self._check_usable("reset_prefix_cache")
+        self.context.reset_prefix_cache()
+
+    @property
+    def weights_version(self) -> object:
+        """Whatever names the model's weights; a different one makes every older state unreachable."""
+        return self._weights_version
+
+    @weights_version.setter
+    def weights_version(self, version: object) -> None:
+        if version != self._weights_version:
+            self.reset_prefix_cache()
+            self._weights_version = version
+
+    def suspend(self) -> None:
+        """Free the memory of all pools. Running requests are queued again, and every prefix is forgotten.
+
+        Until `resume`, requests can be added and cancelled, and `step` raises RuntimeError.
+        """
+        self._check_usable("suspend")
+        if not self.context.suspended:
+            self._scheduler.requeue_all()
+            self.context.suspend()
+
+    def resume(self) -> None:
+        """Allocate the pools again, empty; queued requests start from their first token."""
+        self._check_usable("resume")
+        self.context.resume()
+
     def reset(self) -> None:
-        """Drop every request, result and cached prefix."""
-        for request in list(self._requests.values()):
-            self._scheduler.remove(request)
+        """Drop every request, result, prefix and count; also mends an engine that could not recover."""
+        if self._stepping:
+            self._check_usable("reset")
+        self._broken = None
+        self.context.reset()
+        self._scheduler = Scheduler(self.context)
         self._requests.clear()
         self._unclaimed.clear()
+        self._abandoned.clear()
         self._streams.clear()
-        self.context.reset()
-
-    # ---- after the forward
-
-    def _sample(self, chunks: list[ScheduledChunk], logits: Tensor) -> dict[int, GeneratedToken]:
-        last_rows: list[int] = []
-        sampled: list[DynamicInferenceRequest] = []
-        first = 0
-        for chunk in chunks:
-            wanted = chunk.logit_positions
-            if chunk.request.sampling.returns_prompt_log_probs:
-                self._record_prompt_log_probs(chunk, logits[first : first + len(wanted)])
-            first += len(wanted)
-            if chunk.completes:
-                last_rows.append(first - 1)
-                sampled.append(chunk.request)
-        if not sampled:
-            return {}
-        last = logits[last_rows]
-        tokens = sample(last, [r.sampling for r in sampled], [r.num_generated for r in sampled])
-        chosen: list[float] = []
-        if any(request.sampling.return_log_probs for request in sampled):
-            chosen = log_softmax(last)[range(len(tokens)), tokens].tolist()
-        now = time.perf_counter()
-        generated: dict[int, GeneratedToken] = {}
-        for i, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
-            log_prob = chosen[i] if request.sampling.return_log_probs else None
-            request.tokens.append(token)
-            if log_prob is not None:
-                request.log_probs.append(log_prob)
-            if request.ttft_s is None:
-                request.ttft_s = now - request.arrival_s
-            generated[request.request_id] = GeneratedToken(token, log_prob)
-            if request.request_id in self._streams:
-                self._streams[request.request_id].append(generated[request.request_id])
-        return generated
-
-    def _record_prompt_log_probs(self, chunk: ScheduledChunk, logits: Tensor) -> None:
-        """The logits at position p are of the token at p + 1."""
-        prompt = chunk.request.prompt_tokens
-        rows = [(row, p) for row, p in enumerate(chunk.logit_positions) if p + 1 < len(prompt)]
-        if not rows:
-            return
-        log_probs = log_softmax(logits[: len(rows)])
-        values = log_probs[range(len(rows)), [prompt[p + 1] for _, p in rows]].tolist()
-        for (_, p), value in zip(rows, values, strict=True):
-            chunk.request.prompt_log_probs[p] = value
 
     def _finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
         self._scheduler.remove(request)
@@ -324,7 +394,7 @@ def _finish_reason(request: DynamicInferenceRequest) -> FinishReason | None:
     sampling = request.sampling
     if request.tokens[-1] in (sampling.termination_id, *sampling.stop_token_ids):
         return "stop"
-    return "length" if len(request.tokens) == request.max_length else None
+    return "length" if len(request.tokens) >= request.max_length else None
 
 
 def _salt_bytes(salt: object) -> bytes:

@@ -13,8 +13,8 @@ class Scheduler:
 
     Decodes go first, then prefills under way, then waiting requests. A request that gets no block is
     *paused*: it keeps its row, blocks and state, and nobody new is admitted until it goes on. When nobody
-    can go on, the request admitted last is evicted and waits at the head of the queue, so the oldest always
-    finishes.
+    can go on, the request admitted last is evicted and waits at the head of the queue, so the oldest
+    always finishes.
     """
 
     def __init__(self, context: DynamicInferenceContext) -> None:
@@ -37,6 +37,11 @@ class Scheduler:
         """Evict a running request; it restarts, before all that wait, from its deepest cached state."""
         self.remove(request)
         self.waiting.appendleft(request)
+
+    def requeue_all(self) -> None:
+        """Evict every running request, keeping their order."""
+        for request in reversed(self.running.copy()):
+            self.requeue(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """The chunks of the next step; empty only when there is nothing to do."""
@@ -63,11 +68,14 @@ class Scheduler:
 
     def _admit(self, chunks: list[ScheduledChunk]) -> None:
         budget = self._context.max_tokens - sum(chunk.length for chunk in chunks)
+        if not (self.waiting and budget):
+            return
+        soon_stored = set[int]().union(*map(self._context.boundary_keys, chunks))
         for request in list(self.waiting):
             if budget <= 0 or not self._context.has_free_row:
                 return
             match = self._context.match(request)
-            if self._soon_deeper(request, match, chunks):
+            if self._soon_deeper(request, match, soon_stored):
                 continue
             chunk = self._context.schedule(request, budget, match)
             if chunk is None:
@@ -76,9 +84,10 @@ class Scheduler:
             self.running.append(request)
             chunks.append(chunk)
             budget -= chunk.length
+            soon_stored |= self._context.boundary_keys(chunk)
 
     def _soon_deeper(
-        self, request: DynamicInferenceRequest, match: PrefixMatch, chunks: list[ScheduledChunk]
+        self, request: DynamicInferenceRequest, match: PrefixMatch, soon_stored: set[int]
     ) -> bool:
         """Whether this very step stores a state of the request's prefix, deeper than what it matches now.
 
@@ -88,5 +97,4 @@ class Scheduler:
             return False
         size = self._context.block_size_tokens
         first, last = match.resume_tokens // size, (len(request.tokens) - 1) // size
-        keys = request.hashes.keys[first:last]
-        return any(self._context.boundary_keys(chunk).intersection(keys) for chunk in chunks)
+        return not soon_stored.isdisjoint(request.hashes.keys[first:last])

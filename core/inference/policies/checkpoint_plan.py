@@ -1,12 +1,14 @@
 """At which block boundaries a request's state is taken."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
-from ...validation import boolean, integers, optional_integer
+from ...validation import boolean, integer, integers, optional_integer
 
-BoundaryKind = Literal["mark", "tail", "branch", "chunk_end", "interval", "decode"]
+BoundaryKind = Literal["mark", "tail", "branch", "decode", "chunk_end", "interval"]
+KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
+"""Where slots run short, the first kinds are served first."""
 
 
 class Boundary(NamedTuple):
@@ -30,8 +32,8 @@ class CheckpointPlan:
         decode: "rolling" keeps the state of the last boundary crossed while decoding; an integer (a
             multiple of the block) also keeps those at its multiples; "off" takes none.
         prefill_interval: also every so many prompt tokens (a multiple of the block).
-        offsets_from_start, offsets_from_end: also these distances from the prompt's two ends.
-        marks: also these positions (for example where a system prompt ends).
+        offsets_from_start, offsets_from_end: also these distances from the prompt's two ends, within it.
+        marks: also these prompt positions (for example where a system prompt ends).
         max_states_per_path: cap on the cached states of one request's path; the shallowest go first;
             the request's deepest state, forks and pinned states are exempt.
     """
@@ -49,12 +51,10 @@ class CheckpointPlan:
     def __post_init__(self) -> None:
         for name in ("tail", "branch", "chunk_ends"):
             boolean(name, getattr(self, name))
-        if self.decode not in ("rolling", "off") and (
-            isinstance(self.decode, (bool, str)) or not isinstance(self.decode, int) or self.decode < 1
-        ):
-            raise ValueError(f"decode is {self.decode!r}; accepted: 'rolling', 'off' or an integer >= 1")
-        optional_integer("prefill_interval", self.prefill_interval, 1)
-        optional_integer("max_states_per_path", self.max_states_per_path, 1)
+        if self.decode not in ("rolling", "off"):
+            object.__setattr__(self, "decode", integer("decode", self.decode, 1, also="'rolling' or 'off'"))
+        for name in ("prefill_interval", "max_states_per_path"):
+            object.__setattr__(self, name, optional_integer(name, getattr(self, name), 1))
         for name in ("offsets_from_start", "offsets_from_end", "marks"):
             object.__setattr__(self, name, tuple(integers(name, getattr(self, name), 0)))
 
@@ -62,9 +62,6 @@ class CheckpointPlan:
     def every_block(cls, block_size_tokens: int) -> "CheckpointPlan":
         """The state at every block boundary, of prompts and of answers."""
         return cls(decode=block_size_tokens, prefill_interval=block_size_tokens)
-
-    def with_marks(self, marks: tuple[int, ...]) -> "CheckpointPlan":
-        return replace(self, marks=(*self.marks, *marks))
 
     def check_useful(self) -> None:
         """Raise a ValueError if this plan takes no state at all."""
@@ -93,10 +90,11 @@ class CheckpointPlan:
 
         `prompt_tokens`: where prefill ends and decoding begins; a step is one or the other, told by
         `start`. `seen_tokens`: how far the sequence follows one seen before (KV matched, or evicted since).
-        Each position appears once, in order of worth: marks, tail, branch, chunk end, interval.
+        Each position appears once, for its worthiest kind, in order of worth.
         """
         first: dict[int, BoundaryKind] = {}
-        for position, kind in self._wanted(start, stop, prompt_tokens, block_size_tokens, seen_tokens):
+        wanted = self._wanted(start, stop, prompt_tokens, block_size_tokens, seen_tokens)
+        for position, kind in sorted(wanted, key=lambda boundary: KINDS_BY_WORTH.index(boundary.kind)):
             boundary = position - position % block_size_tokens
             if start < boundary <= stop:
                 first.setdefault(boundary, kind)

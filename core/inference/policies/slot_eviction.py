@@ -48,20 +48,11 @@ class LRUEviction:
 
 
 class RefZeroEviction(LRUEviction):
-    """States whose KV block nobody references go first, then the least recently used.
+    """The state committed first goes first, used or not.
 
-    In a host whose KV blocks leave with their last reference the first kind does not arise: deregistration
-    has already freed those slots.
+    Under this policy a state leaves with the last reference to its KV block (the host deregisters the
+    block), so what competes for slots is all in use, and recency says nothing.
     """
 
-    def __init__(self, is_referenced: Callable[[int], bool]) -> None:
-        super().__init__()
-        self._is_referenced = is_referenced
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        unreferenced = super().victims(count, lambda slot: evictable(slot) and not self._is_referenced(slot))
-        missing = count - len(unreferenced)
-        if missing == 0:
-            return unreferenced
-        chosen = set(unreferenced)
-        return unreferenced + super().victims(missing, lambda slot: evictable(slot) and slot not in chosen)
+    def use(self, slot: int) -> None:
+        pass

@@ -1,0 +1,57 @@
+"""Prefixes that a user keeps in the cache, whatever else comes."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from .kv_block_allocator import KVBlockAllocator
+from .mamba_slot_allocator import MambaSlotAllocator
+
+
+@dataclass(frozen=True)
+class PinnedPrefix:
+    """A prefix whose state and KV stay until it is unpinned, or the cache is reset.
+
+    `tokens`: its length, the deepest boundary with a state when it was pinned.
+    """
+
+    pin_id: int
+    tokens: int
+
+
+class PinnedPrefixes:
+    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix."""
+
+    def __init__(self, slots: MambaSlotAllocator, kv_blocks: KVBlockAllocator) -> None:
+        self._slots = slots
+        self._kv_blocks = kv_blocks
+        self._held: dict[int, tuple[list[int], int]] = {}
+        self._next_id = 0
+
+    def pin(self, blocks: list[int], tokens: int) -> PinnedPrefix:
+        """Pin the prefix stored by registered `blocks`, the last of which has a state."""
+        slot = self._slots.get_slot(blocks[-1])
+        self._slots.pin(slot)
+        self._kv_blocks.add_references(blocks)
+        pinned = PinnedPrefix(self._next_id, tokens)
+        self._held[pinned.pin_id] = (blocks, slot)
+        self._next_id += 1
+        return pinned
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        if not isinstance(prefix, PinnedPrefix) or prefix.pin_id not in self._held:
+            raise ValueError(f"prefix is {prefix!r}; accepted: a prefix that is pinned (a reset unpins all)")
+        blocks, slot = self._held.pop(prefix.pin_id)
+        self._slots.unpin(slot)
+        self._kv_blocks.release_memory_blocks(blocks)
+
+    def unpin_all(self) -> None:
+        for pin_id in list(self._held):
+            self.unpin(PinnedPrefix(pin_id, 0))
+
+    @property
+    def slot_pins(self) -> Counter[int]:
+        return Counter(slot for _, slot in self._held.values())
+
+    @property
+    def block_references(self) -> Counter[int]:
+        return Counter(block for blocks, _ in self._held.values() for block in blocks)
