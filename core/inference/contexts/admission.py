@@ -38,7 +38,7 @@ class Admission:
         """What the cache knows of all tokens of a request; changes nothing but its hash chain."""
         length = len(request.tokens)
         if request.row >= 0 and not request.shares_cache:
-            return PrefixMatch((), 0, -1, 0, (Span(0, length, "disabled"),))
+            return PrefixMatch((), 0, -1, 0, (Span(0, length, "disabled"),), self._index.version)
         if self._config.enable_prefix_caching:
             request.hashes.extend_to(request.tokens)
         held = request.blocks[: request.immutable_blocks]
@@ -52,7 +52,8 @@ class Admission:
             return self._schedule_decode(request)
         if request.row < 0 and not self._rows.free_count:
             raise RequestOverflowError(self._rows.count + 1, self._rows.count)
-        match = match or self.match(request)
+        if match is None or match.version != self._index.version:
+            match = self.match(request)
         ahead = match.resume_tokens > request.computed
         start = match.resume_tokens if ahead else request.computed
         stop = self._chunk_stop(start, len(request.tokens), token_budget)

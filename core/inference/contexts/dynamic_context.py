@@ -154,7 +154,8 @@ class DynamicInferenceContext:
 
         A request without a row is admitted: it gets a row and a live slot, references to the KV blocks
         it shares, and its resume state pinned. A later prefill chunk is matched again by the same rule,
-        and may jump ahead to what others have computed since. `match` saves matching again.
+        and may jump ahead to what others have computed since. `match` saves matching again;
+        one that no longer holds is made anew.
 
         None, and nothing changed, when too few KV blocks or tokens are left; RequestOverflowError when
         no row is.

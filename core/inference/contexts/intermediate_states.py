@@ -85,7 +85,7 @@ class IntermediateStates:
         )
         blocks = context.request_to_kv_block_ids[row]
         inside = [b.position for b in boundaries if b.position < stop]
-        room = min(self.offsets_cpu.shape[1], self.max_count - int(self.counts_cpu.sum()))
+        room = max(0, min(self.offsets_cpu.shape[1], self.max_count - int(self.counts_cpu.sum())))
         kept = sorted([position for position in inside if (position - start) % self._grid == 0][:room])
         self.dropped += len(inside) - len(kept)
         for column, position in enumerate(kept):

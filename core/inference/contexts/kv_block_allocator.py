@@ -34,6 +34,7 @@ class KVBlockAllocator:
         block_timestamps: [total_count] int64; a counter of uses.
         kv_hash_to_block_id: dict from prefix hash to registered block.
         ghosts: hashes of evicted blocks.
+        departures: blocks deregistered since the beginning; a match made before may not hold.
         holds_state: callable(block_id) -> bool; cached leaves without a state are evicted first.
         on_blocks_deregistered: megatron-core's single observer; `observe_deregistration` adds more.
     """
@@ -53,6 +54,7 @@ class KVBlockAllocator:
         self.block_hashes = torch.full((total_count,), -1, dtype=torch.int64)
         self.block_timestamps = torch.zeros(total_count, dtype=torch.int64)
         self.kv_hash_to_block_id: dict[int, int] = {}
+        self.departures = 0
         self.ghosts = GhostList(2 * self.total_count)
         self.holds_state: Callable[[int], bool] = lambda block_id: False
         self.on_blocks_deregistered: DeregistrationObserver | None = None
@@ -321,6 +323,7 @@ class KVBlockAllocator:
         return bool(self._refs[block] == 0) and block in self._content and not self._child_count[block]
 
     def _deregister(self, block: int) -> None:
+        self.departures += 1
         parent, _ = self._content.pop(block)
         key = int(self._hashes[block])
         del self.kv_hash_to_block_id[key]
@@ -351,6 +354,7 @@ class KVBlockAllocator:
     def deregister_all(self) -> None:
         """Forget every prefix and ghost: cached blocks become free, held ones stay with their holders."""
         registered = list(self._content)
+        self.departures += len(registered)
         hashes = set(self.kv_hash_to_block_id)
         cached = [block for block in registered if self._refs[block] == 0]
         self.kv_hash_to_block_id.clear()
@@ -362,6 +366,7 @@ class KVBlockAllocator:
 
     def reset(self) -> None:
         """Forget every reference and prefix. Observers are not called: their owner resets them too."""
+        self.departures += len(self._content)
         self.block_ref_counts.zero_()
         self.block_hashes.fill_(-1)
         self.block_timestamps.zero_()

@@ -146,6 +146,11 @@ class MambaSlotAllocator:
         return len(self._index)
 
     @property
+    def departures(self) -> int:
+        """States that have left; a slot looked up before another departure may hold another state."""
+        return self._index.departures
+
+    @property
     def available_count(self) -> int:
         """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
         pinned = sum(1 for slot in self._pins if slot not in self._reserved)
@@ -321,8 +326,8 @@ class MambaSlotAllocator:
         `hashes_to_delete` is not needed: the keys are remembered here, because newer hosts call after
         clearing `block_hashes`.
         """
-        listed = set(self._checked(block_ids_list))
-        self._invalidate_blocks_batch(block_ids_list)
+        listed = self._checked(block_ids_list)
+        self._invalidate_blocks_batch(listed)
         for slot, block in self._reserved.items():
             if block in listed:
                 self._reserved[slot] = -1

@@ -18,6 +18,7 @@ class PrefixMatch:
         resume_tokens: the deepest boundary <= N-1 within them that has a state; 0 = start from zeros.
         resume_slot: the durable slot of that state, or -1.
         seen_tokens: how far the sequence follows a known path, evicted blocks included.
+        version: of the index; the match holds as long as `PrefixIndex.version` is this.
         spans: why each token from `resume_tokens` to N is computed, in order and without gaps.
     """
 
@@ -26,6 +27,7 @@ class PrefixMatch:
     resume_slot: int
     seen_tokens: int
     spans: tuple[Span, ...]
+    version: tuple[int, int] = (0, 0)
 
 
 class PrefixIndex:
@@ -38,6 +40,11 @@ class PrefixIndex:
         self._kv_blocks = kv_blocks
         self._slots = slots
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with every departure of a block or a state."""
+        return self._kv_blocks.departures, self._slots.departures if self._slots else 0
+
     def match(
         self, chain: PrefixHashChain, length: int, held: Sequence[int] = (), resume: bool = True
     ) -> PrefixMatch:
@@ -48,7 +55,7 @@ class PrefixIndex:
         """
         slots = self._slots
         if slots is None:
-            return PrefixMatch((), 0, -1, 0, (Span(0, length, "disabled"),))
+            return PrefixMatch((), 0, -1, 0, (Span(0, length, "disabled"),), self.version)
         size = self._block_size
         whole = length // size
         keys = chain.keys[:whole]
@@ -60,13 +67,15 @@ class PrefixIndex:
         while seen < whole and keys[seen] in self._kv_blocks.ghosts:
             seen += 1
         if not resume:
-            return PrefixMatch(tuple(blocks), 0, -1, seen * size, (Span(0, length, "disabled"),))
+            return PrefixMatch(
+                tuple(blocks), 0, -1, seen * size, (Span(0, length, "disabled"),), self.version
+            )
 
         reachable = min(len(blocks), (length - 1) // size)
         depth = next((d for d in range(reachable, first, -1) if slots.has_state(blocks[d - 1])), 0)
         slot = slots.get_slot(blocks[depth - 1]) if depth else -1
         spans = tuple(self._spans(keys, depth, reachable, len(blocks), seen, length))
-        return PrefixMatch(tuple(blocks), depth * size, slot, seen * size, spans)
+        return PrefixMatch(tuple(blocks), depth * size, slot, seen * size, spans, self.version)
 
     def resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest state of the sequence that `chain` hashes."""

@@ -16,6 +16,7 @@ class RequestRows:
     def __init__(self, max_requests: int, blocks_per_row: int, metadata: MambaMetadata) -> None:
         self.block_table = torch.full((max_requests, blocks_per_row), -1, dtype=torch.int32)
         self._table = self.block_table.numpy()
+        self._live_slots = metadata.request_to_mamba_state_idx.numpy()  # the same memory
         self._metadata = metadata
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free = list(range(max_requests - 1, -1, -1))
@@ -37,12 +38,12 @@ class RequestRows:
         live = self._metadata.allocate_slot()
         request.row = self._free.pop()
         self._requests[request.row] = request
-        self._metadata.request_to_mamba_state_idx[request.row] = live
+        self._live_slots[request.row] = live
 
     def give_back(self, request: DynamicInferenceRequest) -> None:
         """Free the row and the live slot; the request's blocks are the caller's to release."""
         self._metadata.free_slot(self.live_slot(request))
-        self._metadata.request_to_mamba_state_idx[request.row] = -1
+        self._live_slots[request.row] = -1
         self._table[request.row] = -1
         del self._requests[request.row]
         self._free.append(request.row)
@@ -50,7 +51,7 @@ class RequestRows:
         request.blocks = []
 
     def live_slot(self, request: DynamicInferenceRequest) -> int:
-        return int(self._metadata.request_to_mamba_state_idx[request.row])
+        return int(self._live_slots[request.row])
 
     def append_blocks(self, request: DynamicInferenceRequest, blocks: list[int]) -> None:
         first = len(request.blocks)

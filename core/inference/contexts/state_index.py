@@ -12,6 +12,7 @@ class StateIndex:
         block_to_slot: [blocks] int32, -1 for blocks without a state.
         slot_to_block: [slots] int32, -1 for slots without one.
         hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
+        departures: states that have left since the beginning; what was looked up before may not hold.
     """
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
@@ -23,6 +24,7 @@ class StateIndex:
         self._slot_to_block = self.slot_to_block.numpy()
         self._slot_of: dict[int, int] = {}
         self._key_of: dict[int, int] = {}
+        self.departures = 0
 
     def __contains__(self, block: int) -> bool:
         return block in self._slot_of
@@ -60,6 +62,7 @@ class StateIndex:
     def leave(self, block: int) -> int:
         """Forget the block's state and its hash; the slot it was in."""
         slot = self._slot_of.pop(block)
+        self.departures += 1
         self._block_to_slot[block] = -1
         self._slot_to_block[slot] = -1
         key = self._key_of.pop(block, None)
@@ -71,6 +74,7 @@ class StateIndex:
         self.block_to_slot.fill_(-1)
         self.slot_to_block.fill_(-1)
         self.hash_to_block_id.clear()
+        self.departures += len(self._slot_of)
         self._slot_of.clear()
         self._key_of.clear()
 

@@ -1,0 +1,81 @@
+"""Exceptions at chosen calls inside an engine: before a call has done its work, or after."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import mambaslots as ms
+from mambaslots.inference.contexts import dynamic_context
+from mambaslots.inference.engines import dynamic_engine, sampling
+
+Owner = Callable[[ms.DynamicInferenceEngine], object]
+
+
+class Injected(Exception):
+    """What a failing allocator, kernel or sampler raises."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Control-C, in the middle of whatever runs."""
+
+
+POINTS: dict[str, tuple[Owner, str]] = {
+    "scheduling": (lambda e: e._scheduler, "schedule"),
+    "matching": (lambda e: e.context._index, "match"),
+    "admission": (lambda e: e.context._admission, "schedule"),
+    "admitted": (lambda e: e.context, "schedule"),
+    "row": (lambda e: e.context._rows, "take"),
+    "block table": (lambda e: e.context._rows, "append_blocks"),
+    "KV allocation": (lambda e: e.context.kv_block_allocator, "allocate_memory_blocks"),
+    "KV references": (lambda e: e.context.kv_block_allocator, "add_references"),
+    "KV release": (lambda e: e.context.kv_block_allocator, "release_memory_blocks"),
+    "resume": (lambda e: e.context._states, "resume"),
+    "slot pin": (lambda e: e.context.mamba_slot_allocator, "pin"),
+    "slot unpin": (lambda e: e.context.mamba_slot_allocator, "unpin"),
+    "slot reservation": (lambda e: e.context.mamba_slot_allocator, "reserve"),
+    "planned slots": (lambda e: e.context._checkpoints, "reserve"),
+    "inputs": (lambda e: dynamic_context, "build_step_inputs"),
+    "begin": (lambda e: e.context, "begin_step"),
+    "forward": (lambda e: e, "model"),
+    "register_chain": (lambda e: e.context.kv_block_allocator, "register_chain"),
+    "commit": (lambda e: e.context.mamba_slot_allocator, "commit"),
+    "advance": (lambda e: e.context._states, "advance"),
+    "trim": (lambda e: e.context._checkpoints, "trim_path"),
+    "end": (lambda e: e.context, "end_step"),
+    "sample": (lambda e: sampling, "sample"),
+    "log_softmax": (lambda e: sampling, "log_softmax"),
+    "sampled": (lambda e: dynamic_engine, "sample_step"),
+    "leaving": (lambda e: e.context, "release"),
+}
+
+
+@contextmanager
+def failing(
+    engine: ms.DynamicInferenceEngine,
+    point: str,
+    *,
+    after: bool = False,
+    calls: Collection[int] = (0,),
+    error: type[BaseException] = Injected,
+) -> Iterator[Counter[str]]:
+    """The calls numbered `calls` of a point raise; the counter says how often calls came and failed."""
+    owner_of, name = POINTS[point]
+    owner = owner_of(engine)
+    real, seen = getattr(owner, name), Counter[str]()
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        number = seen["calls"]
+        seen["calls"] += 1
+        if number in calls and not after:
+            seen["failed"] += 1
+            raise error(point)
+        result = real(*args, **kwargs)
+        if number in calls:
+            seen["failed"] += 1
+            raise error(point)
+        return result
+
+    with patch.object(owner, name, wrapped):
+        yield seen

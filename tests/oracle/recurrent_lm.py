@@ -1,0 +1,143 @@
+"""A `HybridLM` computed one token at a time in float64 numpy, straight from its definition.
+
+Independent of the package: of the model only `config` and `state_dict()` are read.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+Array = NDArray[np.float64]
+
+
+class RecurrentLM:
+    """One sequence. `step(token)` advances it and returns the logits after that token.
+
+    `logits`, `generate_greedy` and `states_after` begin a new sequence each, and leave the object at its end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config = model.config
+        self.weights: dict[str, Array] = {
+            name: weight.detach().double().cpu().numpy() for name, weight in model.state_dict().items()
+        }
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new sequence."""
+        c = self.config
+        mamba, attention = c.pattern.count("M"), c.pattern.count("*")
+        conv_dim = c.mamba_num_heads * c.mamba_head_dim + 2 * c.mamba_num_groups * c.mamba_state_dim
+        self.conv = np.zeros((mamba, conv_dim, c.conv_kernel - 1))
+        self.ssm = np.zeros((mamba, c.mamba_num_heads, c.mamba_head_dim, c.mamba_state_dim))
+        self.keys = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
+        self.values = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
+        self.position = 0
+
+    def step(self, token: int) -> Array:
+        """Take one token; logits [vocab_size] for the next one."""
+        c, w = self.config, self.weights
+        hidden = w["embedding"][token]
+        seen = {"M": 0, "*": 0, "-": 0}
+        for index, kind in enumerate(c.pattern):
+            layer = {
+                name.removeprefix(f"layers.{index}."): value
+                for name, value in w.items()
+                if name.startswith(f"layers.{index}.")
+            }
+            x = rms_norm(hidden, w[f"norms.{index}"], c.norm_eps)
+            block = {"M": self._mamba, "*": self._attention, "-": self._mlp}[kind]
+            hidden = hidden + block(layer, seen[kind], x)
+            seen[kind] += 1
+        self.position += 1
+        return w["lm_head"] @ rms_norm(hidden, w["final_norm"], c.norm_eps)
+
+    def logits(self, tokens: Iterable[int]) -> Tensor:
+        """[n, vocab_size] float64: after each token."""
+        self.reset()
+        return torch.from_numpy(np.stack([self.step(int(token)) for token in tokens]))
+
+    def generate_greedy(self, prompt: Iterable[int], n: int) -> tuple[list[int], list[float]]:
+        """n tokens after the prompt, and their log-probs."""
+        self.reset()
+        for token in prompt:
+            logits = self.step(int(token))
+        tokens, log_probs = [], []
+        for _ in range(n):
+            token = int(logits.argmax())
+            tokens.append(token)
+            log_probs.append(float(logits[token] - log_sum_exp(logits)))
+            if len(tokens) < n:
+                logits = self.step(token)
+        return tokens, log_probs
+
+    def states_after(self, tokens: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Windows of raw inputs [layers, conv_dim, kernel - 1] and SSM states [layers, H, P, N]."""
+        self.reset()
+        for token in tokens:
+            self.step(int(token))
+        return torch.from_numpy(self.conv.copy()), torch.from_numpy(self.ssm.copy())
+
+    def _mamba(self, w: dict[str, Array], layer: int, x: Array) -> Array:
+        c = self.config
+        inner, groups = c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups
+        projected = w["in_proj"] @ x
+        gate, raw, dt = np.split(projected, [inner, projected.size - c.mamba_num_heads])
+
+        window = np.concatenate([self.conv[layer], raw[:, None]], axis=1)
+        self.conv[layer] = window[:, 1:]
+        xBC = silu((window * w["conv_weight"]).sum(axis=1) + w["conv_bias"])
+
+        x_heads = xBC[:inner].reshape(c.mamba_num_heads, c.mamba_head_dim)
+        B, C = xBC[inner:].reshape(2, groups, c.mamba_state_dim)
+        dt = np.logaddexp(0.0, dt + w["dt_bias"])
+        y = np.empty_like(x_heads)
+        for head in range(c.mamba_num_heads):
+            group = head * groups // c.mamba_num_heads
+            h = self.ssm[layer, head]
+            h *= np.exp(dt[head] * -np.exp(w["A_log"][head]))
+            h += dt[head] * np.outer(x_heads[head], B[group])
+            y[head] = h @ C[group] + w["D"][head] * x_heads[head]
+
+        gated = (y.reshape(-1) * silu(gate)).reshape(groups, -1)
+        normed = np.stack([rms_norm(part, np.ones(part.size), c.norm_eps) for part in gated]).reshape(-1)
+        return w["out_proj"] @ (normed * w["norm"])
+
+    def _attention(self, w: dict[str, Array], layer: int, x: Array) -> Array:
+        c = self.config
+        query = self._rotate((w["q_proj"] @ x).reshape(-1, c.head_dim))
+        key = self._rotate((w["k_proj"] @ x).reshape(-1, c.head_dim))
+        value = (w["v_proj"] @ x).reshape(-1, c.head_dim)
+        self.keys[layer] = np.concatenate([self.keys[layer], key[None]])
+        self.values[layer] = np.concatenate([self.values[layer], value[None]])
+        out = np.empty_like(query)
+        for head in range(c.num_attention_heads):
+            kv_head = head * c.num_kv_heads // c.num_attention_heads
+            scores = self.keys[layer][:, kv_head] @ query[head] / np.sqrt(c.head_dim)
+            out[head] = np.exp(scores - log_sum_exp(scores)) @ self.values[layer][:, kv_head]
+        return w["o_proj"] @ out.reshape(-1)
+
+    def _mlp(self, w: dict[str, Array], layer: int, x: Array) -> Array:
+        return w["down_proj"] @ np.maximum(w["up_proj"] @ x, 0.0) ** 2
+
+    def _rotate(self, x: Array) -> Array:
+        """Each pair (i, i + head_dim / 2) as a complex number, turned by its angle at this position."""
+        half = x.shape[1] // 2
+        turn = np.exp(1j * self.position * self.config.rotary_base ** (-np.arange(half) / half))
+        turned = (x[:, :half] + 1j * x[:, half:]) * turn
+        return np.concatenate([turned.real, turned.imag], axis=1)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt(np.mean(x**2) + eps) * weight
+
+
+def silu(x: Array) -> Array:
+    return x / (1.0 + np.exp(-x))
+
+
+def log_sum_exp(x: Array) -> float:
+    return float(x.max() + np.log(np.exp(x - x.max()).sum()))

@@ -1,0 +1,76 @@
+"""Engines under test beside the token-by-token model: what every request must answer."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import mambaslots as ms
+import numpy as np
+import torch
+from oracle.recurrent_lm import RecurrentLM
+
+TOLERANCE = 1e-9  # of log-probs, float64
+
+
+@cache
+def small_model(ssd_chunk_size: int = 4, dtype: torch.dtype = torch.float64) -> ms.models.HybridLM:
+    """A float64 model with short SSD chunks, so that short prompts cross many boundaries."""
+    config = ms.models.HybridConfig.tiny(
+        dtype=dtype, hidden_size=32, mamba_num_heads=4, mamba_num_groups=2, mamba_state_dim=8,
+        mamba_head_dim=8, mlp_hidden_size=32, pattern="M*-M", ssd_chunk_size=ssd_chunk_size,
+    )  # fmt: skip
+    return ms.models.HybridLM(config, seed=3)
+
+
+def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
+    settings: dict[str, object] = {
+        "block_size_tokens": 8,
+        "max_requests": 4,
+        "max_tokens": 64,
+        "max_sequence_length": 256,
+        "num_kv_blocks": 128,
+        "num_mamba_slots": 64,
+    } | overrides
+    if not settings.get("enable_prefix_caching", True):
+        settings["num_mamba_slots"] = None
+    return ms.DynamicInferenceEngine(small_model(), ms.InferenceConfig(**settings))  # type: ignore[arg-type]
+
+
+@cache
+def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and log-probs of the recurrence, token by token, in float64."""
+    tokens, log_probs = RecurrentLM(small_model()).generate_greedy(list(prompt), length)
+    return list(map(int, tokens)), list(map(float, log_probs))
+
+
+def assert_answers(prompt: Sequence[int], result: ms.RequestResult) -> None:
+    """The greedy result of a request that asked for log-probs is the recurrence's."""
+    tokens, log_probs = expected_answer(tuple(prompt), len(result.tokens))
+    assert result.tokens == tokens
+    assert result.log_probs is not None
+    np.testing.assert_allclose(result.log_probs, log_probs, rtol=0, atol=TOLERANCE)
+
+
+def run_checked(engine: ms.DynamicInferenceEngine) -> dict[int, ms.RequestResult]:
+    """Step to the end, checking integrity after every step; results by request."""
+    results: dict[int, ms.RequestResult] = {}
+    while engine.has_unfinished_requests:
+        for result in engine.step().finished:
+            results[result.request_id] = result
+        engine.context.check_integrity()
+    return results
+
+
+def serve_checked(
+    engine: ms.DynamicInferenceEngine, prompts: Sequence[Sequence[int]], length: int = 5
+) -> list[ms.RequestResult]:
+    """Serve prompts at once and hold every answer against the recurrence."""
+    params = ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True)
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    results = run_checked(engine)
+    for prompt, request_id in zip(prompts, ids, strict=True):
+        assert_answers(prompt, results[request_id])
+    return [results[request_id] for request_id in ids]
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()

@@ -1,0 +1,142 @@
+"""`StepInputs` by the simplest loops there are: for tests of kernels, and of the context's own builder."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from mambaslots.config import HybridStateSpec
+from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part of a step.
+
+    tokens: new tokens; start: tokens computed before. decode: a decode row (one token).
+    source, destination: pool indices. blocks: KV blocks in order, from the sequence's first.
+    checkpoints: absolute position (a multiple of the SSD chunk inside the new tokens) -> pool index.
+    kv_from: keys and values of tokens before this absolute position are not written again.
+    logits: "last", "all" or "none".
+    """
+
+    tokens: Sequence[int]
+    start: int = 0
+    source: int = -1
+    destination: int = -1
+    blocks: Sequence[int] = ()
+    decode: bool = False
+    checkpoints: Mapping[int, int] = field(default_factory=dict)
+    kv_from: int = 0
+    logits: str = "last"
+
+
+def make_caches(
+    spec: HybridStateSpec, slots: int, blocks: int, block_size: int, fill: float = 0.0
+) -> tuple[StatePool, Tensor]:
+    """A pool of `slots` live states and a KV cache, full of `fill`; NaN shows reads of what is no one's."""
+    pool = StatePool(
+        spec.num_mamba_layers,
+        slots,
+        0,
+        spec.conv_states_shape,
+        spec.ssm_states_shape,
+        spec.conv_states_dtype,
+        spec.ssm_states_dtype,
+        spec.device,
+    )
+    pool.conv_states.fill_(fill)
+    pool.ssm_states.fill_(fill)
+    shape = (spec.num_attention_layers, 2, blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    return pool, torch.full(shape, fill, dtype=spec.kv_dtype, device=spec.device)
+
+
+def prefill_chunks(
+    starts: Sequence[int], lengths: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
+) -> PrefillChunks:
+    """The absolute grid: rows of `lengths` new tokens after `starts` computed ones, cut at every multiple."""
+    cu, seq_idx, last, token_rows = [], [], [], []
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for offset in range(length):
+            if offset == 0 or (start + offset) % chunk_size == 0:
+                cu.append(len(token_rows))
+                seq_idx.append(row)
+            token_rows.append(row)
+        last.append(len(cu) - 1 if length else -1)
+    cu.append(len(token_rows))
+    return PrefillChunks(
+        *(torch.tensor(values, dtype=torch.int32, device=device) for values in (cu, seq_idx, last)),
+        token_rows=torch.tensor(token_rows, dtype=torch.int64, device=device),
+    )
+
+
+def build_step(
+    spec: HybridStateSpec, pool: StatePool, kv_cache: Tensor, block_size: int, rows: Sequence[Row]
+) -> StepInputs:
+    """The step of `rows`, which must hold decode rows first."""
+    chunk_size = spec.ssd_chunk_size
+    decodes = [row for row in rows if row.decode]
+    prefills = [row for row in rows if not row.decode]
+    assert list(rows) == decodes + prefills
+    assert all(len(row.tokens) == 1 for row in decodes)
+
+    token_ids, positions, starts, kv_tokens, kv_positions, logit_tokens = [], [], [0], [], [], []
+    for row in rows:
+        for offset, token in enumerate(row.tokens):
+            position = row.start + offset
+            if position >= row.kv_from:
+                kv_tokens.append(len(token_ids))
+                block = row.blocks[position // block_size]
+                kv_positions.append(block * block_size + position % block_size)
+            is_last = offset == len(row.tokens) - 1
+            if row.logits == "all" or (row.logits == "last" and is_last):
+                logit_tokens.append(len(token_ids))
+            token_ids.append(int(token))
+            positions.append(position)
+        starts.append(len(token_ids))
+
+    chunks = prefill_chunks(
+        [row.start for row in prefills], [len(row.tokens) for row in prefills], chunk_size, spec.device
+    )
+    cp_rows, cp_chunks, cp_ends, cp_destinations = [], [], [], []
+    packed = 0
+    for index, row in enumerate(prefills):
+        for position, destination in sorted(row.checkpoints.items()):
+            assert position % chunk_size == 0
+            assert row.start < position < row.start + len(row.tokens)
+            end = packed + position - row.start
+            cp_rows.append(index)
+            cp_chunks.append(chunks.cu_chunk_seqlens.tolist().index(end) - 1)
+            cp_ends.append(end)
+            cp_destinations.append(destination)
+        packed += len(row.tokens)
+
+    most_blocks = max(len(row.blocks) for row in rows)
+    table = [[*row.blocks, *[0] * (most_blocks - len(row.blocks))] for row in rows]
+    lengths = [row.start + len(row.tokens) for row in rows]
+
+    def int64(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=spec.device)
+
+    return StepInputs(
+        token_ids=int64(token_ids),
+        positions=int64(positions),
+        num_decodes=len(decodes),
+        num_prefills=len(prefills),
+        query_lengths=tuple(len(row.tokens) for row in rows),
+        sequence_lengths=tuple(lengths),
+        query_start_loc=int64(starts),
+        kv_lengths=int64(lengths),
+        block_table=torch.tensor(table, dtype=torch.int64, device=spec.device).view(len(rows), most_blocks),
+        kv_write_tokens=int64(kv_tokens),
+        kv_write_positions=int64(kv_positions),
+        state_sources=int64([row.source for row in rows]),
+        state_destinations=int64([row.destination for row in rows]),
+        prefill_has_initial_state=any(row.source != -1 for row in prefills),
+        chunks=chunks,
+        checkpoints=Checkpoints(int64(cp_rows), int64(cp_chunks), int64(cp_ends), int64(cp_destinations)),
+        logit_tokens=int64(logit_tokens),
+        kv_cache=kv_cache,
+        state_pool=pool,
+    )

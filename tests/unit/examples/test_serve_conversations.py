@@ -1,0 +1,133 @@
+"""The main job, small, as a user starts it; and the oracle that it measures the cache with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mambaslots as ms
+import pytest
+import torch
+from conversation_texts import SYSTEM_PROMPTS, conversations
+from ideal_resume import IdealResume
+
+ROOT = Path(__file__).parents[3]
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("plan", ["default", "every-block"])
+def test_a_small_run(plan: str, tmp_path: Path) -> None:
+    figures_path, plot_path = tmp_path / "figures.json", tmp_path / "plot.png"
+    command = [sys.executable, "examples/serve_conversations.py", "--conversations", "2", "--turns", "2"]
+    command += ["--plan", plan, "--json", str(figures_path), "--plot", str(plot_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith("mambaslots: live states")
+    assert lines[-1] == "outputs identical: yes"
+    assert plot_path.read_bytes().startswith(PNG_SIGNATURE)
+
+    figures = json.loads(figures_path.read_text())
+    assert figures["outputs_identical"] is True
+    assert figures["plan"] == plan
+    assert figures["max_log_prob_difference"] < 1e-9
+    assert len(figures["turns"]) == 4
+    assert set(figures["computed_by_reason"]) == set(ms.COMPUTE_REASONS)
+    assert figures["versions"]["torch"] == torch.__version__
+    for part in (figures, *figures["turns"]):
+        computed = sum(part["computed_by_reason"].values())
+        assert part["prompt_tokens"] == part["resumed_tokens"] + computed
+    for name in ("prompt_tokens", "resumed_tokens", "ideal_resumed_tokens"):
+        assert figures[name] == sum(turn[name] for turn in figures["turns"])
+    assert 0 < 0.92 * figures["ideal_resumed_tokens"] <= figures["resumed_tokens"]
+    for run_name in ("without_cache", "with_cache"):
+        assert figures["ttft_ms"][run_name]["mean"] > 0
+
+
+def test_arguments_are_checked() -> None:
+    command = [sys.executable, "examples/serve_conversations.py", "--turns", "0"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    assert "accepted: an integer >= 1" in run.stderr
+
+
+def test_conversations_are_deterministic_and_varied() -> None:
+    users = conversations(20, 8, seed=3)
+    assert users == conversations(20, 8, seed=3)
+    assert users != conversations(20, 8, seed=4)
+    assert {user.system_prompt for user in users} == set(SYSTEM_PROMPTS)
+    assert len({turn.text for user in users for turn in user.turns}) > 80
+    assert {turn.temperature is None for user in users for turn in user.turns} == {True, False}
+
+
+def test_nothing_computed_nothing_to_resume() -> None:
+    assert IdealResume(4).ideal(range(20)) == 0
+
+
+@pytest.mark.parametrize(
+    ("computed", "prompt", "ideal"),
+    [
+        (range(20), range(20), 16),  # a repeat: the last token is computed again
+        (range(16), range(17), 16),
+        (range(16), range(16), 12),  # N is a boundary, and N-1 is before it
+        (range(15), range(20), 12),  # 15 tokens are known, three whole blocks
+        ([*range(9), 99, *range(10, 20)], range(20), 8),  # they fork in the third block
+        ([99, *range(1, 20)], range(20), 0),
+        (range(3), range(20), 0),
+        (range(20), [0], 0),
+    ],
+)
+def test_deepest_boundary_of_the_common_prefix(
+    computed: list[int] | range, prompt: list[int] | range, ideal: int
+) -> None:
+    oracle = IdealResume(4)
+    oracle.computed("a", computed)
+    assert oracle.ideal(prompt) == ideal
+
+
+def test_the_best_of_all_sequences_counts() -> None:
+    oracle = IdealResume(4)
+    oracle.computed("a", range(8))
+    oracle.computed("b", [*range(13), 99])
+    oracle.computed("c", [99, *range(13)])
+    assert oracle.ideal(range(20)) == 12
+
+
+def test_a_request_grows_and_never_shrinks() -> None:
+    oracle = IdealResume(4)
+    oracle.computed("a", range(5))
+    assert oracle.ideal(range(20)) == 4
+    oracle.computed("a", range(13))
+    assert oracle.ideal(range(20)) == 12
+    oracle.computed("a", range(4))  # evicted, and started again
+    assert oracle.ideal(range(20)) == 12
+
+
+def test_salts_are_kept_apart() -> None:
+    oracle = IdealResume(4)
+    oracle.computed("a", range(12), "tenant")
+    assert oracle.ideal(range(20)) == 0
+    assert oracle.ideal(range(20), b"other") == 0
+    assert oracle.ideal(range(20), b"tenant") == 12
+    oracle.computed("b", range(8), None)
+    assert oracle.ideal(range(20), b"") == 8
+
+
+def test_the_oracle_agrees_with_the_engine() -> None:
+    """A repeat after its first way through resumes exactly what the oracle allows."""
+    model = ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float64))
+    config = ms.InferenceConfig(
+        block_size_tokens=32,
+        max_requests=2,
+        max_tokens=64,
+        max_sequence_length=256,
+        num_kv_blocks=16,
+        num_mamba_slots=16,
+    )
+    engine, oracle = ms.DynamicInferenceEngine(model, config), IdealResume(32)
+    prompt = list(range(150))
+    answer = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=20))[0].tokens
+    oracle.computed(0, [*prompt, *answer[:-1]])
+    for longer in (prompt, [*prompt, *answer], [*prompt, *answer, 1, 2, 3]):
+        assert engine.generate([longer])[0].resumed_tokens == oracle.ideal(longer) > 0

@@ -1,0 +1,1561 @@
+"""Durable slots, by every name a host calls."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mambaslots.errors import MambaSlotCapacityError
+from mambaslots.inference.contexts.kv_block_allocator import KVBlockAllocator
+from mambaslots.inference.contexts.mamba_slot_allocator import (
+    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
+    MambaSlotAllocator,
+)
+from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.policies.checkpoint_plan import CheckpointPlan
+from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest, durable, same_bytes
+
+
+def make(max_slots=3, **host):
+    fake = FakeHost(**host)
+    return fake, fake.allocator(max_slots, MambaSlotAllocator)
+
+
+def committed(host, slots, *blocks):
+    """States of these blocks, registered in KV under hash 100 + block, through a reservation."""
+    host.kv_block_allocator.register(blocks, [100 + block for block in blocks])
+    return slots.commit(slots.reserve(blocks))
+
+
+def picture(slots):
+    """Everything a host can see, to show that a failed call changed nothing."""
+    return (
+        slots.block_to_slot.tolist(),
+        slots.slot_to_block.tolist(),
+        slots.free_slots[: slots.free_count].tolist(),
+        dict(slots.hash_to_block_id),
+        slots.reserved_count,
+        slots.reserved_blocks,
+        [slots.is_reserved(slot) for slot in range(slots.max_slots)],
+        slots.pins,
+        [slots.was_used(slot) for slot in range(slots.max_slots)],
+        len(slots.ghosts),
+        slots.conv_states.tolist(),
+        slots.ssm_states.tolist(),
+        slots._intermediate_offsets_cpu.tolist(),
+        slots._intermediate_counts_cpu.tolist(),
+        slots._intermediate_block_ids_cpu.tolist(),
+        slots._eos_cache_block_id_cpu.tolist(),
+        slots.dropped_checkpoints,
+    )
+
+
+def tokens(count):
+    return list(range(count))
+
+
+# ---- construction
+
+
+@pytest.mark.parametrize("names", ["0.19", "0.20"])
+def test_a_new_pool_is_all_free_for_either_host(names):
+    host, slots = make(3, names=names)
+    assert (slots.max_slots, slots.num_mamba_layers, slots.free_count) == (3, 2, 3)
+    assert slots.block_to_slot.tolist() == [-1] * host.num_blocks
+    assert slots.slot_to_block.tolist() == [-1] * 3
+    assert slots.free_slots.tolist() == [0, 1, 2]
+    assert (slots.block_to_slot.dtype, slots.slot_to_block.dtype, slots.free_slots.dtype) == (
+        torch.int32,
+    ) * 3
+    assert slots.hash_to_block_id == {}
+    assert not slots._has_intermediates
+    slots.check_integrity()
+
+
+def test_tensors_have_the_shapes_of_the_arguments():
+    host, slots = make(3, dtype=torch.float64)
+    assert slots.conv_states.shape == (2, 3, *CONV_SHAPE)
+    assert slots.ssm_states.shape == (2, 3, *SSM_SHAPE)
+    scratch = host.max_mamba_intermediate_states_per_step
+    assert slots.max_intermediate_count == scratch
+    assert slots.intermediate_conv_out.shape == (2, scratch, *CONV_SHAPE)
+    assert slots.intermediate_ssm_out.shape == (2, scratch, *SSM_SHAPE)
+    assert {t.dtype for t in (slots.conv_states, slots.ssm_states, slots.intermediate_ssm_out)} == {
+        host.dtype
+    }
+    assert slots.intermediate_conv_out[1].is_contiguous()
+    assert slots.intermediate_ssm_out[1].is_contiguous()
+
+
+def test_offset_rows_are_three_wide_unless_the_host_says_otherwise():
+    assert MAX_INTERMEDIATE_OFFSETS_PER_REQUEST == 3
+    _, slots = make()
+    assert slots._intermediate_offsets_cpu.shape == slots._intermediate_block_ids_cpu.shape == (4, 3)
+    assert slots._intermediate_counts_cpu.shape == slots._eos_cache_block_id_cpu.shape == (4,)
+    _, slots = make(optional={"max_intermediate_offsets_per_request": 5})
+    assert slots._intermediate_offsets_cpu.shape == slots._intermediate_block_ids_cpu.shape == (4, 5)
+
+
+def test_rows_that_hosts_index_are_int32_on_the_cpu_and_start_empty():
+    _, slots = make()
+    for rows, empty in (
+        (slots._intermediate_offsets_cpu, 0),
+        (slots._intermediate_counts_cpu, 0),
+        (slots._intermediate_block_ids_cpu, -1),
+        (slots._eos_cache_block_id_cpu, -1),
+    ):
+        assert rows.dtype == torch.int32
+        assert rows.device.type == "cpu"
+        assert (rows == empty).all()
+
+
+def test_a_state_pool_of_the_host_holds_the_states():
+    pool = StatePool(2, 4, 3, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
+    _, slots = make(3, optional={"state_pool": pool})
+    slots.allocate_slots_batch([7])
+    slots.store_from_tensors(7, 0, torch.ones(SSM_SHAPE), torch.ones(CONV_SHAPE))
+    index = pool.durable_index(slots.get_slot(7))
+    assert pool.ssm_states[0, index].eq(1).all()
+    assert pool.conv_states[0, index].eq(1).all()
+
+
+def test_a_state_pool_of_another_size_is_refused():
+    pool = StatePool(2, 4, 2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
+    with pytest.raises(ValueError, match="state_pool"):
+        make(3, optional={"state_pool": pool})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_slots", -1),
+        ("max_slots", 1.5),
+        ("num_mamba_layers", "2"),
+        ("conv_states_shape", (0, 4)),
+        ("ssm_states_shape", 3),
+        ("conv_states_dtype", torch.int32),
+        ("ssm_states_dtype", "float32"),
+    ],
+)
+def test_a_bad_constructor_argument_is_refused_by_name(name, value):
+    arguments = {
+        "context": FakeHost(),
+        "max_slots": 2,
+        "num_mamba_layers": 2,
+        "conv_states_shape": CONV_SHAPE,
+        "ssm_states_shape": SSM_SHAPE,
+        "conv_states_dtype": torch.float32,
+        "ssm_states_dtype": torch.float32,
+    }
+    with pytest.raises(ValueError, match=rf"{name}.* is .*accepted"):
+        MambaSlotAllocator(**{**arguments, name: value})
+
+
+# ---- allocate_slots_batch, get_slot, has_state
+
+
+def test_allocated_blocks_have_distinct_slots_at_once():
+    _, slots = make(3)
+    got = slots.allocate_slots_batch([5, 2])
+    assert len(set(got)) == 2
+    assert [slots.get_slot(5), slots.get_slot(2)] == got
+    assert slots.slot_to_block[got].tolist() == [5, 2]
+    assert slots.has_state(5)
+    assert not slots.has_state(3)
+    assert slots.get_slot(3) == -1
+    assert slots.free_count == 1
+
+
+def test_a_block_named_twice_gets_one_slot():
+    _, slots = make(3)
+    first, second, third = slots.allocate_slots_batch([5, 2, 5])
+    assert first == third != second
+    assert slots.free_count == 1
+
+
+def test_a_block_that_has_a_slot_keeps_it():
+    _, slots = make(3)
+    (first,) = slots.allocate_slots_batch([5])
+    assert slots.allocate_slots_batch([5]) == [first]
+    assert slots.allocate_slots_batch([]) == []
+
+
+def test_a_full_pool_evicts_the_state_used_longest_ago():
+    host, slots = make(2)
+    host.kv_block_allocator.register([1, 2], [11, 12])
+    first, second = slots.allocate_slots_batch([1, 2])
+    slots.register_block_hashes_batch([1, 2], [11, 12])
+    slots.restore_to_live(0, 1)
+    assert slots.allocate_slots_batch([3]) == [second]
+    assert slots.hash_to_block_id == {11: 1}
+    assert not slots.has_state(2)
+    assert slots.get_slot(1) == first
+    slots.check_integrity()
+
+
+def test_states_of_blocks_in_use_can_be_evicted():
+    host, slots = make(1)
+    host.kv_block_allocator.block_ref_counts[:] = 1
+    (slot,) = slots.allocate_slots_batch([1])
+    assert slots.allocate_slots_batch([2]) == [slot]
+
+
+def test_a_batch_does_not_evict_its_own_blocks():
+    _, slots = make(2)
+    first, second = slots.allocate_slots_batch([1, 2])
+    assert slots.allocate_slots_batch([1, 3]) == [first, second]
+    before = picture(slots)
+    with pytest.raises(MambaSlotCapacityError):
+        slots.allocate_slots_batch([1, 3, 4])
+    assert picture(slots) == before
+
+
+def test_a_batch_that_does_not_fit_changes_nothing():
+    host, slots = make(3)
+    committed(host, slots, 1)
+    slots.pin(slots.get_slot(1))
+    before = picture(slots)
+    with pytest.raises(MambaSlotCapacityError, match="3 Mamba state slots required, 2 available") as error:
+        slots.allocate_slots_batch([4, 5, 6])
+    assert isinstance(error.value, RuntimeError)
+    assert (error.value.required, error.value.available) == (3, 2)
+    assert picture(slots) == before
+
+
+def test_a_pool_without_slots_has_no_room():
+    _, slots = make(0)
+    slots.check_integrity()
+    assert slots.allocate_slots_batch([]) == []
+    with pytest.raises(MambaSlotCapacityError):
+        slots.allocate_slots_batch([1])
+    slots.reset()
+    slots.check_integrity()
+
+
+def test_the_caller_of_a_batched_eviction_owns_the_slots():
+    host, slots = make(3)
+    one, two, _ = committed(host, slots, 1, 2, 3)
+    assert slots._evict_lru_slots_batch(2) == [one, two]
+    assert slots.free_count == 0
+    assert slots.slot_to_block[[one, two]].tolist() == [-1, -1]
+    assert slots.hash_to_block_id == {103: 3}
+    assert slots._evict_lru_slots_batch(0) == []
+
+
+def test_slots_of_a_batched_eviction_are_reserved_for_no_block_until_released():
+    host, slots = make(3)
+    one, two, _ = committed(host, slots, 1, 2, 3)
+    slots._evict_lru_slots_batch(2)
+    assert [slots.is_reserved(slot) for slot in (one, two)] == [True, True]
+    assert slots.reserved_blocks == set()
+    slots.check_integrity()
+    slots.store_from_live_batch([one, two], [0, 1])
+    slots.release_reservation([one, two])
+    assert (slots.free_count, slots.reserved_count) == (2, 0)
+    slots.check_integrity()
+
+
+@pytest.mark.parametrize("blocks", [[4], [5, 4], [4, 4]])
+def test_a_block_that_a_reservation_will_commit_is_not_allocated(blocks):
+    host, slots = make(3)
+    host.kv_block_allocator.register([4], [104])
+    reserved = slots.reserve([4])
+    before = picture(slots)
+    with pytest.raises(ValueError, match="block_ids names 4; accepted: blocks that no reservation"):
+        slots.allocate_slots_batch(blocks)
+    assert picture(slots) == before
+    assert slots.commit(reserved) == reserved
+    assert slots.allocate_slots_batch([4]) == reserved
+
+
+# ---- reservations
+
+
+def test_a_reserved_slot_is_in_no_map():
+    host, slots = make(3)
+    host.kv_block_allocator.register([4], [104])
+    (slot,) = slots.reserve([4])
+    assert not slots.has_state(4)
+    assert int(slots.slot_to_block[slot]) == -1
+    assert slots.hash_to_block_id == {}
+    assert slots.is_reserved(slot)
+    assert (slots.free_count, slots.reserved_count, slots.committed_count) == (2, 1, 0)
+    slots.check_integrity()
+
+
+def test_commit_makes_a_state_findable_under_its_kv_hash():
+    host, slots = make(3)
+    host.kv_block_allocator.register([4], [104])
+    reserved = slots.reserve([4])
+    assert slots.commit(reserved) == reserved
+    assert slots.hash_to_block_id == {104: 4}
+    assert slots.get_slot(4) == reserved[0]
+    assert not slots.is_reserved(reserved[0])
+    assert (slots.reserved_count, slots.committed_count) == (0, 1)
+
+
+def test_commit_may_name_the_blocks_that_took_the_place_of_the_reserved_ones():
+    host, slots = make(3)
+    host.kv_block_allocator.register([9], [109])
+    reserved = slots.reserve([4])
+    assert slots.commit(reserved, [9]) == reserved
+    assert slots.get_slot(9) == reserved[0]
+    assert not slots.has_state(4)
+    slots.check_integrity()
+
+
+def test_a_second_state_of_a_block_is_freed_for_the_first():
+    host, slots = make(3)
+    reserved = slots.reserve([4])
+    (first,) = committed(host, slots, 9)
+    assert slots.commit(reserved, [9]) == [first]
+    assert slots.free_count == 2
+    slots.check_integrity()
+
+
+def test_a_state_nobody_could_find_is_freed():
+    _, slots = make(3)
+    assert slots.commit(slots.reserve([4])) == [-1]
+    assert (slots.free_count, slots.committed_count) == (3, 0)
+
+
+def test_a_released_reservation_is_free():
+    _, slots = make(3)
+    reserved = slots.reserve([4, 5])
+    slots.release_reservation(reserved[:1])
+    assert (slots.free_count, slots.reserved_count) == (2, 1)
+    assert [slots.is_reserved(slot) for slot in reserved] == [False, True]
+
+
+def test_a_reservation_evicts_states_but_no_other_reservation():
+    host, slots = make(2)
+    committed(host, slots, 1)
+    (reserved,) = slots.reserve([2])
+    (evicting,) = slots.reserve([3])
+    assert evicting != reserved
+    assert not slots.has_state(1)
+    before = picture(slots)
+    with pytest.raises(MambaSlotCapacityError) as error:
+        slots.reserve([4])
+    assert (error.value.required, error.value.available) == (1, 0)
+    assert picture(slots) == before
+
+
+def test_available_slots_are_free_ones_and_unpinned_states():
+    host, slots = make(4)
+    slots.pin(committed(host, slots, 1, 2)[0])
+    slots.reserve([3])
+    assert slots.available_count == 2
+    assert len(slots.reserve([4, 5])) == 2
+    assert slots.available_count == 0
+
+
+def test_an_evicted_state_leaves_a_ghost_until_it_is_taken_again():
+    host, slots = make(1)
+    committed(host, slots, 1)
+    committed(host, slots, 2)
+    assert slots.ghosts.reason(101) == "evicted"
+    committed(host, slots, 1)
+    assert 101 not in slots.ghosts
+
+
+# ---- pins and use
+
+
+def test_a_pinned_state_is_not_evicted_until_its_last_unpin():
+    host, slots = make(1)
+    (slot,) = committed(host, slots, 1)
+    slots.pin(slot)
+    slots.pin(slot)
+    slots.unpin(slot)
+    assert slots.pins == {slot: 1}
+    assert not slots.drop_state(1)
+    with pytest.raises(MambaSlotCapacityError):
+        slots.reserve([2])
+    slots.unpin(slot)
+    assert slots.pins == {}
+    assert slots.reserve([2]) == [slot]
+
+
+def test_only_use_of_a_state_refreshes_it():
+    host, slots = make(3)
+    one, two, three = committed(host, slots, 1, 2, 3)
+    slots.get_slot(1)
+    slots.has_state(1)
+    slots.pin(one)
+    slots.unpin(one)
+    host.kv_block_allocator.block_timestamps[1] = 10**6
+    slots.note_use(two)
+    slots.restore_to_live(0, 3)
+    assert slots._evict_lru_slots_batch(3) == [one, two, three]
+
+
+def test_whether_a_state_was_ever_used_is_known_until_it_leaves():
+    host, slots = make(1)
+    (slot,) = committed(host, slots, 1)
+    assert not slots.was_used(slot)
+    slots.note_use(slot)
+    assert slots.was_used(slot)
+    committed(host, slots, 2)
+    assert not slots.was_used(slot)
+
+
+def test_a_state_that_is_dropped_frees_its_slot_and_was_not_evicted():
+    host, slots = make(2)
+    committed(host, slots, 1)
+    assert slots.drop_state(1)
+    assert slots.drop_state(1)  # there is nothing left to drop
+    assert (slots.free_count, slots.hash_to_block_id) == (2, {})
+    assert 101 not in slots.ghosts
+    assert slots.evicted_total == 0
+
+
+@pytest.mark.parametrize("policy", ["ref_zero", SimpleNamespace(value="ref_zero")])
+def test_under_ref_zero_the_state_committed_first_goes_first_used_or_not(policy):
+    host, slots = make(3, policy=policy)
+    one, two, three = committed(host, slots, 1, 2, 3)
+    slots.note_use(one)
+    assert slots._evict_lru_slots_batch(1) == [one]
+    assert slots._evict_lru_slots_batch(2) == [two, three]
+
+
+def test_the_kv_side_hears_of_every_state_that_comes_or_goes():
+    host, slots = make(1)
+    heard = []
+    host.kv_block_allocator.note_state_changed = lambda block: heard.append((block, slots.has_state(block)))
+    committed(host, slots, 1)
+    committed(host, slots, 2)
+    slots.invalidate_block(2)
+    assert heard == [(1, True), (1, False), (2, True), (2, False)]
+
+
+def test_with_our_kv_allocator_leaves_whose_state_is_evicted_go_first():
+    kv = KVBlockAllocator(8)
+    host = FakeHost(num_blocks=8)
+    host.kv_block_allocator = kv
+    slots = host.allocator(2, MambaSlotAllocator)
+    kv.on_blocks_deregistered = slots.on_kv_blocks_deregistered
+    kv.holds_state = slots.has_state
+    blocks = kv.allocate_memory_blocks(3)
+    for block in blocks:
+        kv.register_chain(b"%d" % block, [block], [block + 1], [b"x"])
+    slots.commit(slots.reserve(blocks[:2]))
+    for block in blocks:
+        kv.release_memory_blocks([block])
+    slots.drop_state(blocks[1])
+    assert kv.evict_lru_blocks(3) == [blocks[1], blocks[2], blocks[0]]
+    assert slots.free_count == 2
+    slots.check_integrity()
+
+
+# ---- invalidation and deregistration
+
+
+def test_invalidating_a_block_removes_its_key_as_well():
+    host, slots = make(2)
+    (slot,) = committed(host, slots, 1)
+    slots.invalidate_block(1)
+    slots.invalidate_block(1)
+    slots.invalidate_block(5)
+    assert slots.hash_to_block_id == {}
+    assert not slots.has_state(1)
+    assert int(slots.slot_to_block[slot]) == -1
+    assert slots.free_count == 2
+    slots.check_integrity()
+
+
+def test_blocks_are_invalidated_in_batches_too():
+    host, slots = make(3)
+    committed(host, slots, 1, 2, 3)
+    slots._invalidate_blocks_batch([3, 1, 3, 9])
+    assert slots.free_count == 2
+    assert slots.hash_to_block_id == {102: 2}
+    slots.check_integrity()
+
+
+@pytest.mark.parametrize("clear_first", [False, True])
+def test_deregistration_frees_every_listed_slot_in_either_order(clear_first):
+    host, slots = make(4)
+    committed(host, slots, 1, 2)
+    slots.allocate_slots_batch([3])
+    host.kv_block_allocator.deregister([1, 3, 9], slots.on_kv_blocks_deregistered, clear_first)
+    assert slots.hash_to_block_id == {102: 2}
+    assert slots.free_count == 3
+    slots.check_integrity()
+
+
+def test_deregistration_frees_slots_without_any_hash():
+    _, slots = make(2)
+    slots.allocate_slots_batch([3])
+    slots.on_kv_blocks_deregistered([3], set())
+    assert slots.free_count == 2
+
+
+def test_hashes_of_a_deregistration_alone_free_nothing():
+    host, slots = make(2)
+    committed(host, slots, 1)
+    slots.on_kv_blocks_deregistered([], {101})
+    assert slots.has_state(1)
+
+
+@pytest.mark.parametrize("leave", ["deregister", "invalidate"])
+def test_a_pinned_slot_whose_block_leaves_is_free_only_after_the_last_unpin(leave):
+    host, slots = make(1)
+    (slot,) = committed(host, slots, 1)
+    slots.pin(slot)
+    slots.pin(slot)
+    if leave == "deregister":
+        host.kv_block_allocator.deregister([1], slots.on_kv_blocks_deregistered, True)
+    else:
+        slots.invalidate_block(1)
+    slots.check_integrity()
+    assert not slots.has_state(1)
+    assert not slots.is_reserved(slot)
+    assert (slots.free_count, slots.available_count) == (0, 0)
+    with pytest.raises(MambaSlotCapacityError):
+        slots.reserve([2])
+    for refused in (slots.release_reservation, slots.commit):
+        with pytest.raises(ValueError, match="accepted"):
+            refused([slot])
+    slots.unpin(slot)
+    assert slots.free_count == 0
+    slots.unpin(slot)
+    assert slots.free_count == 1
+    slots.check_integrity()
+
+
+def test_a_pinned_slot_whose_block_left_is_being_read_not_reserved():
+    host, slots = make(1)
+    (slot,) = committed(host, slots, 1)
+    slots.pin(slot)
+    slots.invalidate_block(1)
+    assert not slots.is_reserved(slot)
+    assert slots.reserved_blocks == set()
+
+
+@pytest.mark.parametrize("clear_first", [False, True])
+def test_a_reservation_whose_block_left_commits_nothing(clear_first):
+    host, slots = make(2)
+    host.kv_block_allocator.register([1], [101])
+    reserved = slots.reserve([1])
+    host.kv_block_allocator.deregister([1], slots.on_kv_blocks_deregistered, clear_first)
+    host.kv_block_allocator.register([1], [999])  # other tokens in the same block
+    assert slots.commit(reserved) == [-1]
+    assert slots.free_count == 2
+    assert slots.hash_to_block_id == {}
+    slots.check_integrity()
+
+
+@pytest.mark.parametrize("clear_first", [False, True])
+def test_naming_another_block_does_not_save_a_reservation_whose_block_left(clear_first):
+    host, slots = make(4)
+    host.kv_block_allocator.register([1, 2, 8, 9], [101, 102, 108, 109])
+    (left, kept) = slots.reserve([1, 2])
+    host.kv_block_allocator.deregister([1], slots.on_kv_blocks_deregistered, clear_first)
+    assert slots.commit([left, kept], [9, 8]) == [-1, kept]
+    assert slots.hash_to_block_id == {108: 8}
+    assert (slots.free_count, slots.reserved_count) == (3, 0)
+    slots.check_integrity()
+
+
+def test_a_reservation_whose_block_left_is_reported_gone_even_where_the_named_block_has_a_state():
+    host, slots = make(2)
+    committed(host, slots, 9)
+    reserved = slots.reserve([1])
+    slots.on_kv_blocks_deregistered([1], set())
+    assert slots.commit(reserved, [9]) == [-1]
+    assert slots.has_state(9)
+    assert slots.free_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_deregistered_blocks_may_come_as_a_tensor(dtype):
+    host, slots = make(3)
+    committed(host, slots, 1, 2)
+    host.kv_block_allocator.register([3], [103])
+    reserved = slots.reserve([3])
+    host.kv_block_allocator.block_hashes[[1, 3]] = -1
+    slots.on_kv_blocks_deregistered(torch.tensor([1, 3], dtype=dtype), {101, 103})
+    assert slots.hash_to_block_id == {102: 2}
+    assert slots.reserved_blocks == set()
+    slots.check_integrity()
+    host.kv_block_allocator.register([3], [999])  # other tokens in the same block
+    assert slots.commit(reserved) == [-1]
+    assert slots.free_count == 2
+
+
+def test_a_reservation_whose_block_left_can_be_released_and_the_block_reserved_anew():
+    host, slots = make(2)
+    host.kv_block_allocator.register([1], [101])
+    old = slots.reserve([1])
+    host.kv_block_allocator.deregister([1], slots.on_kv_blocks_deregistered, True)
+    new = slots.reserve([1])
+    slots.check_integrity()
+    slots.release_reservation(old)
+    assert new != old
+    assert slots.is_reserved(new[0])
+
+
+# ---- states
+
+
+def patterned(shape, dtype):
+    """Random bytes: NaNs with payloads, infinities, denormals."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_states_stored_layer_by_layer_come_back_to_the_bit(dtype):
+    host, slots = make(2, dtype=dtype)
+    (slot,) = slots.allocate_slots_batch([1])
+    conv, ssm = patterned((2, *CONV_SHAPE), dtype), patterned((2, *SSM_SHAPE), dtype)
+    for layer in range(2):
+        slots.store_from_tensors(1, layer, ssm[layer], conv[layer])
+    assert same_bytes(durable(slots, slot), (conv, ssm))
+    assert slots.restore_to_live(2, 1)
+    assert same_bytes(host.live(2), (conv, ssm))
+    assert same_bytes(durable(slots, slot), (conv, ssm))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_live_states_are_stored_to_the_bit_and_nothing_else_is_written(dtype):
+    host, slots = make(3, dtype=dtype)
+    live = [(patterned((2, *CONV_SHAPE), dtype), patterned((2, *SSM_SHAPE), dtype)) for _ in range(4)]
+    for row, state in enumerate(live):
+        host.set_live(row, state)
+    slots.conv_states.fill_(7)
+    slots.ssm_states.fill_(7)
+    first, second = slots.allocate_slots_batch([1, 2])
+    slots.store_from_live_batch([first, second], [3, 0])
+    assert same_bytes(durable(slots, first), live[3])
+    assert same_bytes(durable(slots, second), live[0])
+    (other,) = {0, 1, 2} - {first, second}
+    assert all(part.eq(7).all() for part in durable(slots, other))
+    assert all(same_bytes(host.live(row), state) for row, state in enumerate(live))
+
+
+def test_nothing_is_restored_of_a_block_without_a_state():
+    host, slots = make(2)
+    host.set_live(0, host.state_after(FakeRequest(1, []), 5))
+    before = [part.clone() for part in host.live(0)]
+    assert slots.restore_to_live(0, 1) is False
+    assert same_bytes(host.live(0), before)
+
+
+def slots_that_nobody_may_write():
+    """A host, its allocator, and one slot of each kind whose state is, or may be being, read."""
+    host, slots = make(5)
+    registered, left = committed(host, slots, 1, 2)
+    (pinned,) = slots.allocate_slots_batch([3])
+    slots.pin(left)
+    slots.pin(pinned)
+    slots.on_kv_blocks_deregistered([2], set())
+    return host, slots, {"registered": registered, "pinned": pinned, "pinned, block left": left}
+
+
+@pytest.mark.parametrize("kind", ["registered", "pinned", "pinned, block left", "free"])
+def test_live_states_are_stored_only_where_nobody_can_read(kind):
+    host, slots, by_kind = slots_that_nobody_may_write()
+    (reserved,) = slots.reserve([4])
+    by_kind["free"] = int(slots.free_slots[0])
+    host.set_live(0, host.state_after(FakeRequest(1, []), 5))
+    before = picture(slots)
+    with pytest.raises(ValueError, match=f"slot is {by_kind[kind]}; accepted"):
+        slots.store_from_live_batch([reserved, by_kind[kind]], [0, 0])
+    assert picture(slots) == before
+
+
+@pytest.mark.parametrize(("kind", "block"), [("registered", 1), ("pinned", 3)])
+def test_tensors_are_stored_only_where_nobody_can_read(kind, block):
+    _, slots, by_kind = slots_that_nobody_may_write()
+    before = picture(slots)
+    with pytest.raises(ValueError, match=f"slot is {by_kind[kind]}; accepted"):
+        slots.store_from_tensors(block, 0, torch.ones(SSM_SHAPE), torch.ones(CONV_SHAPE))
+    assert picture(slots) == before
+
+
+def test_one_batch_writes_a_slot_once():
+    host, slots = make(2)
+    (slot,) = slots.reserve([1])
+    host.set_live(0, host.state_after(FakeRequest(1, []), 5))
+    before = picture(slots)
+    with pytest.raises(ValueError, match="distinct slots"):
+        slots.store_from_live_batch([slot, slot], [0, 1])
+    assert picture(slots) == before
+
+
+def test_reserved_slots_and_those_allocated_without_a_hash_may_be_written_again():
+    host, slots = make(2)
+    (reserved,), (allocated,) = slots.reserve([1]), slots.allocate_slots_batch([2])
+    for position in (4, 8):
+        state = host.state_after(FakeRequest(1, []), position)
+        host.set_live(0, state)
+        slots.store_from_live_batch([reserved, allocated], [0, 0])
+        assert same_bytes(durable(slots, reserved), state)
+        assert same_bytes(durable(slots, allocated), state)
+    slots.pin(allocated)
+    slots.unpin(allocated)
+    slots.store_from_tensors(2, 0, torch.ones(SSM_SHAPE), torch.ones(CONV_SHAPE))
+    assert slots.ssm_states[0, allocated].eq(1).all()
+
+
+def test_storing_no_live_states_is_nothing():
+    _, slots = make(2)
+    before = picture(slots)
+    slots.store_from_live_batch([], [])
+    assert picture(slots) == before
+
+
+# ---- hashes
+
+
+def test_a_registered_hash_names_the_block_with_the_state():
+    host, slots = make(3)
+    host.kv_block_allocator.register([1, 2], [11, 12])
+    slots.allocate_slots_batch([1, 2, 3])
+    slots.register_block_hashes_batch([1, 2, 3, 3], [11, 12, -1, 0])
+    assert slots.hash_to_block_id == {11: 1, 12: 2}
+    slots.register_block_hashes_batch([], [])
+    slots.check_integrity()
+
+
+def test_a_duplicate_hash_keeps_naming_the_first_block():
+    host, slots = make(3)
+    host.kv_block_allocator.register([1, 2], [11, 11])
+    slots.allocate_slots_batch([1, 2])
+    slots.register_block_hashes_batch([1, 2], [11, 11])
+    assert slots.hash_to_block_id == {11: 1}
+    slots.invalidate_block(2)
+    assert slots.hash_to_block_id == {11: 1}
+    slots.check_integrity()
+
+
+def test_a_block_registered_under_a_new_hash_leaves_the_old_one():
+    host, slots = make(2)
+    slots.allocate_slots_batch([1])
+    for key in (11, 12):
+        host.kv_block_allocator.register([1], [key])
+        slots.register_block_hashes_batch([1], [key])
+        slots.check_integrity()
+    assert slots.hash_to_block_id == {12: 1}
+    slots.invalidate_block(1)
+    assert slots.hash_to_block_id == {}
+
+
+# ---- offsets of a prefill chunk
+
+
+def planned(slots, row=0):
+    count = int(slots._intermediate_counts_cpu[row])
+    return (
+        slots._intermediate_offsets_cpu[row, :count].tolist(),
+        slots._intermediate_block_ids_cpu[row, :count].tolist(),
+        int(slots._eos_cache_block_id_cpu[row]),
+    )
+
+
+def plan_of(prompt, length=None, skip=0, finished=0, matched=0, width=None, **host):
+    """Offsets, blocks and chunk-end block of one chunk; block i of the request is block 10 + i."""
+    optional = host.pop("optional", {})
+    if width is not None:
+        optional["max_intermediate_offsets_per_request"] = width
+    fake, slots = make(num_blocks=32, optional=optional, **host)
+    request = FakeRequest(1, tokens(prompt), finished_chunk_token_count=finished)
+    chunk = Chunk(request, 0, skip, prompt - finished if length is None else length)
+    fake.plan(slots, chunk, [10 + i for i in range(-(-chunk.stop // 4))], matched)
+    return planned(slots), slots
+
+
+def test_the_tail_of_a_prompt_is_its_deepest_boundary():
+    assert plan_of(11)[0] == ([8], [11], -1)
+
+
+def test_a_prompt_that_ends_on_a_boundary_keeps_the_one_before_and_its_end():
+    assert plan_of(12)[0] == ([8], [11], 12)
+
+
+def test_the_branch_is_where_kv_matched_further_than_the_state():
+    assert plan_of(23, skip=4, matched=3)[0] == ([8, 16], [12, 14], -1)
+
+
+def test_no_branch_is_taken_where_the_state_was():
+    assert plan_of(23, skip=12, matched=3)[0] == ([8], [14], -1)
+
+
+def test_offsets_count_from_the_first_token_a_continuation_chunk_computes():
+    assert plan_of(23, finished=10)[0] == ([10], [14], -1)
+    assert plan_of(23, finished=12)[0] == ([8], [14], -1)
+
+
+def test_the_branch_of_a_continuation_chunk_lies_behind_earlier_blocks():
+    assert plan_of(31, finished=8, matched=2)[0] == ([8, 20], [13, 16], -1)
+
+
+def test_a_chunk_that_ends_on_a_boundary_keeps_its_end():
+    assert plan_of(31, length=12)[0] == ([], [], 12)
+    assert plan_of(31, length=11)[0] == ([], [], -1)
+
+
+def test_only_multiples_of_the_ssm_chunk_are_extracted():
+    assert plan_of(14, finished=3, chunk=1)[0] == ([9], [12], -1)
+    kept, slots = plan_of(14, finished=3, chunk=2)
+    assert kept == ([], [], -1)
+    assert slots.dropped_checkpoints == 1
+
+
+@pytest.mark.parametrize("names", ["0.19", "0.20"])
+def test_either_name_of_the_ssm_chunk_is_read(names):
+    assert plan_of(14, finished=2, chunk=2, names=names)[0] == ([10], [12], -1)
+
+
+def test_requests_without_hashes_take_nothing():
+    host, slots = make()
+    for hashes in ([], None):
+        chunk = Chunk(FakeRequest(1, tokens(12), precomputed_block_hashes=hashes), 0, 0, 12)
+        host.plan(slots, chunk, [1, 2, 3])
+        assert planned(slots) == ([], [], -1)
+        assert not slots._has_intermediates
+
+
+def test_a_row_planned_anew_forgets_its_last_plan():
+    host, slots = make()
+    host.plan(slots, Chunk(FakeRequest(1, tokens(12)), 0, 0, 12), [1, 2, 3])
+    host.plan(slots, Chunk(FakeRequest(2, tokens(3)), 0, 0, 3), [4])
+    assert planned(slots) == ([], [], -1)
+    assert (slots._intermediate_block_ids_cpu[0] == -1).all()
+    assert (slots._intermediate_offsets_cpu[0] == 0).all()
+
+
+def test_a_long_plan_is_cut_in_the_order_marks_tail_branch_and_the_cut_is_counted():
+    plan = {"checkpoint_plan": CheckpointPlan(marks=(4, 20), prefill_interval=4)}
+    kept, slots = plan_of(31, matched=3, width=4, optional=dict(plan))
+    assert kept == ([4, 12, 20, 28], [10, 12, 14, 16], -1)
+    assert slots.dropped_checkpoints == 3
+    assert plan_of(31, matched=3, width=3, optional=dict(plan))[0][0] == [4, 20, 28]
+    assert plan_of(31, matched=3, width=2, optional=dict(plan))[0][0] == [4, 20]
+
+
+def test_the_row_must_be_one_of_the_hosts():
+    _, slots = make()
+    with pytest.raises(ValueError, match="current_id"):
+        slots.compute_and_store_offsets(FakeRequest(1, tokens(5)), 4, 0, 5, 0, [], 2)
+
+
+# ---- the step's rows
+
+
+def test_without_prefills_or_checkpoints_there_is_no_step_data():
+    host, slots = make()
+    host.batch_dimensions.prefill_req_count = 2
+    assert slots.get_intermediate_cpu_data() == (None, None)
+    assert slots.get_intermediate_gpu_data() == (None, None)
+    host.plan(slots, Chunk(FakeRequest(1, tokens(12)), 0, 0, 12), [1, 2, 3])
+    host.batch_dimensions.prefill_req_count = 0
+    assert slots.get_intermediate_cpu_data() == (None, None)
+    assert slots.get_intermediate_gpu_data() == (None, None)
+
+
+@pytest.mark.parametrize("name", ["get_intermediate_cpu_data", "get_intermediate_gpu_data"])
+def test_step_data_are_the_rows_of_this_steps_prefills(name):
+    host, slots = make()
+    host.paused_request_count, host.batch_dimensions.decode_req_count = 1, 1
+    host.batch_dimensions.prefill_req_count = 2
+    host.plan(slots, Chunk(FakeRequest(1, tokens(11)), 2, 0, 11), [1, 2, 3])
+    host.plan(slots, Chunk(FakeRequest(2, tokens(3)), 3, 0, 3), [4])
+    offsets, counts = getattr(slots, name)()
+    assert offsets.tolist() == [[8, 0, 0], [0, 0, 0]]
+    assert counts.tolist() == [1, 0]
+    assert offsets.dtype == counts.dtype == torch.int32
+    assert offsets.device == counts.device == slots.ssm_states.device
+
+
+def test_rows_are_transferred_into_buffers_that_never_move():
+    host, slots = make()
+    host.plan(slots, Chunk(FakeRequest(1, tokens(11)), 1, 0, 11), [1, 2, 3])
+    offsets, counts = slots.transfer_intermediate_to_gpu(1, 2)
+    assert (offsets.tolist(), counts.tolist()) == ([[8, 0, 0], [0, 0, 0]], [1, 0])
+    assert offsets.data_ptr() != slots._intermediate_offsets_cpu[1:].data_ptr()
+    again = slots.transfer_intermediate_to_gpu(1, 2)
+    assert [t.data_ptr() for t in again] == [offsets.data_ptr(), counts.data_ptr()]
+    assert slots.transfer_intermediate_to_gpu(1, 0) == (None, None)
+    with pytest.raises(ValueError, match="prefill_count"):
+        slots.transfer_intermediate_to_gpu(3, 2)
+
+
+# ---- commit_intermediate_states
+
+
+def served(host, slots, chunks, blocks, matched=None):
+    """One step: plan, register in KV what the step computes, forward, commit."""
+    for chunk in chunks:
+        mine = blocks[chunk.request.number]
+        host.plan(slots, chunk, mine[: -(-chunk.stop // 4)], (matched or {}).get(chunk.request.number, 0))
+        whole = mine[: chunk.stop // 4]
+        host.kv_block_allocator.register(whole, [1000 + block for block in whole])
+    host.forward(slots, chunks)
+    slots.commit_intermediate_states()
+    for chunk in chunks:
+        chunk.request.finished_chunk_token_count += chunk.length
+
+
+def test_a_step_commits_scratch_and_chunk_ends_where_planned():
+    host, slots = make(8)
+    one, two = FakeRequest(1, tokens(11)), FakeRequest(2, tokens(12))
+    blocks = {1: [1, 2, 3], 2: [4, 5, 6]}
+    served(host, slots, [Chunk(one, 0, 0, 11), Chunk(two, 1, 0, 12)], blocks)
+    assert slots.hash_to_block_id == {1002: 2, 1005: 5, 1006: 6}
+    for request, block, position in ((one, 2, 8), (two, 5, 8), (two, 6, 12)):
+        assert same_bytes(durable(slots, slots.get_slot(block)), host.state_after(request, position))
+    assert not slots._has_intermediates
+    assert slots.get_intermediate_cpu_data() == (None, None)
+    slots.check_integrity()
+
+
+def test_rows_are_empty_after_a_commit_and_a_second_commit_does_nothing():
+    host, slots = make(8)
+    served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
+    before = picture(slots)
+    host.mamba_metadata.per_request_intermediate_counts, host.mamba_metadata.intermediate_count = [], 0
+    slots.commit_intermediate_states()
+    assert picture(slots) == before
+    assert planned(slots) == ([], [], -1)
+
+
+def test_a_state_taken_in_one_step_is_restored_in_the_next():
+    host, slots = make(8)
+    served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
+    assert slots.restore_to_live(3, 3)
+    assert same_bytes(host.live(3), host.state_after(FakeRequest(1, []), 12))
+
+
+def test_chunks_of_one_prompt_keep_what_each_crosses():
+    host, slots = make(8)
+    request = FakeRequest(1, tokens(23))
+    blocks = {1: [1, 2, 3, 4, 5, 6]}
+    for length in (8, 8, 7):
+        served(host, slots, [Chunk(request, 0, 0, length)], blocks)
+    assert slots.hash_to_block_id == {1002: 2, 1004: 4, 1005: 5}
+    for block, position in ((2, 8), (4, 16), (5, 20)):
+        assert same_bytes(durable(slots, slots.get_slot(block)), host.state_after(request, position))
+
+
+def test_a_block_two_requests_of_a_step_share_is_committed_once():
+    host, slots = make(8)
+    one, two = FakeRequest(1, tokens(11)), FakeRequest(2, tokens(11))
+    served(host, slots, [Chunk(one, 0, 0, 11), Chunk(two, 1, 0, 11)], {1: [1, 2, 3], 2: [1, 2, 4]})
+    assert slots.committed_count == 1
+    assert same_bytes(durable(slots, slots.get_slot(2)), host.state_after(one, 8))
+
+
+def test_a_block_that_has_a_state_keeps_it():
+    host, slots = make(8)
+    served(host, slots, [Chunk(FakeRequest(1, tokens(11)), 0, 0, 11)], {1: [1, 2, 3]})
+    served(host, slots, [Chunk(FakeRequest(2, tokens(11)), 0, 0, 11)], {2: [1, 2, 4]})
+    state = FakeHost().state_after(FakeRequest(1, []), 8)
+    assert same_bytes(durable(slots, slots.get_slot(2)), state)
+    assert slots.committed_count == 1
+
+
+def test_blocks_that_kv_does_not_know_are_passed_over():
+    host, slots = make(8)
+    chunk = Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)
+    host.plan(slots, chunk, [1, 2, 3])
+    host.forward(slots, [chunk])
+    slots.commit_intermediate_states()
+    assert (slots.committed_count, slots.free_count) == (0, 8)
+    assert not slots._has_intermediates
+
+
+def test_a_duplicate_prefix_is_not_stored_twice():
+    host, slots = make(8)
+    served(host, slots, [Chunk(FakeRequest(1, tokens(11)), 0, 0, 11)], {1: [1, 2, 3]})
+    chunk = Chunk(FakeRequest(2, tokens(11)), 0, 0, 11)
+    host.plan(slots, chunk, [4, 5, 6])
+    host.kv_block_allocator.register([4, 5], [1001, 1002])
+    host.forward(slots, [chunk])
+    slots.commit_intermediate_states()
+    assert slots.hash_to_block_id == {1002: 2}
+    assert slots.committed_count == 1
+
+
+@pytest.mark.parametrize("max_slots", [0, 1, 2])
+def test_a_full_pool_costs_states_never_the_step(max_slots):
+    host, slots = make(max_slots)
+    one, two = FakeRequest(1, tokens(12)), FakeRequest(2, tokens(12))
+    served(host, slots, [Chunk(one, 0, 0, 12), Chunk(two, 1, 0, 12)], {1: [1, 2, 3], 2: [4, 5, 6]})
+    assert slots.committed_count == max_slots
+    assert not slots._has_intermediates
+    for key, block in slots.hash_to_block_id.items():
+        request, position = (one, 4 * block) if block <= 3 else (two, 4 * (block - 3))
+        assert same_bytes(durable(slots, slots.get_slot(block)), host.state_after(request, position))
+        assert key not in slots.ghosts
+    for key in {1002, 1003, 1005, 1006} - slots.hash_to_block_id.keys():
+        if max_slots:
+            assert slots.ghosts.reason(key) == "capacity"
+    slots.check_integrity()
+
+
+def test_a_pool_full_of_pinned_states_costs_the_new_states():
+    host, slots = make(1)
+    slots.pin(committed(host, slots, 9)[0])
+    served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
+    assert slots.hash_to_block_id == {109: 9}
+    assert slots.ghosts.reason(1003) == "capacity"
+    slots.check_integrity()
+
+
+def test_rows_a_host_cleared_commit_nothing():
+    host, slots = make(8)
+    chunks = [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12), Chunk(FakeRequest(2, tokens(12)), 1, 0, 12)]
+    for chunk, blocks in zip(chunks, ([1, 2, 3], [4, 5, 6]), strict=True):
+        host.plan(slots, chunk, blocks)
+    host.kv_block_allocator.register(range(16), range(1000, 1016))
+    rows = torch.tensor([0])
+    slots._intermediate_counts_cpu[rows] = 0
+    slots._intermediate_offsets_cpu[rows] = 0
+    slots._intermediate_block_ids_cpu[rows] = -1
+    slots._eos_cache_block_id_cpu[rows] = -1
+    host.forward(slots, chunks)
+    slots.commit_intermediate_states()
+    assert slots.hash_to_block_id == {1005: 5, 1006: 6}
+    slots.check_integrity()
+
+
+def test_rows_a_host_clears_after_the_forward_commit_nothing():
+    host, slots = make(8)
+    chunk = Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)
+    host.plan(slots, chunk, [1, 2, 3])
+    host.kv_block_allocator.register(range(16), range(1000, 1016))
+    host.forward(slots, [chunk])
+    slots._intermediate_counts_cpu[:1] = 0
+    slots._intermediate_block_ids_cpu[:1] = -1
+    slots._eos_cache_block_id_cpu[:1] = -1
+    slots.commit_intermediate_states()
+    assert slots.committed_count == 0
+    slots.check_integrity()
+
+
+def test_a_copy_that_fails_leaves_no_reservation():
+    host, slots = make(8)
+    chunk = Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)
+    host.plan(slots, chunk, [1, 2, 3])
+    host.kv_block_allocator.register([1, 2, 3], [1, 2, 3])
+    host.forward(slots, [chunk])
+    del host.mamba_conv_states
+    with pytest.raises(AttributeError):
+        slots.commit_intermediate_states()
+    assert (slots.free_count, slots.reserved_count, slots.committed_count) == (8, 0, 0)
+    slots.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), names=st.sampled_from(["0.19", "0.20"]), max_slots=st.integers(0, 10))
+def test_whatever_is_committed_is_the_state_after_the_tokens_of_its_block(data, names, max_slots):
+    """Random prompts in random chunks, several a step, rows behind paused and decoding ones."""
+    scratch = {"max_mamba_intermediate_states_per_step": data.draw(st.integers(0, 6))}
+    chunk = data.draw(st.sampled_from([1, 2, 4]))
+    host = FakeHost(num_blocks=24, names=names, chunk=chunk, optional=scratch)
+    host.optional["checkpoint_plan"] = host.checkpoint_plan = data.draw(
+        st.builds(
+            CheckpointPlan,
+            tail=st.booleans(),
+            branch=st.booleans(),
+            chunk_ends=st.booleans(),
+            prefill_interval=st.sampled_from([None, 4, 8]),
+            marks=st.lists(st.integers(0, 40), max_size=2).map(tuple),
+        )
+    )
+    host.paused_request_count = data.draw(st.integers(0, 2))
+    slots = host.allocator(max_slots, MambaSlotAllocator)
+    requests = [FakeRequest(n, tokens(data.draw(st.integers(1, 40)))) for n in (1, 2)]
+    blocks = {1: list(range(10)), 2: list(range(10, 20))}
+    unsalted = {block: (n, 4 * (i + 1)) for n, mine in blocks.items() for i, block in enumerate(mine)}
+    wanted = Counter()
+    while requests:
+        chunks = []
+        for row, request in enumerate(requests, start=host.paused_request_count):
+            left = len(request.prompt_tokens) - request.finished_chunk_token_count
+            chunks.append(Chunk(request, row, 0, data.draw(st.integers(1, left))))
+        served(host, slots, chunks, blocks)
+        slots.check_integrity()
+        wanted.update(chunk.stop for chunk in chunks)
+        for key, block in slots.hash_to_block_id.items():
+            number, position = unsalted[block]
+            assert key == 1000 + block
+            expected = host.state_after(FakeRequest(number, []), position)
+            assert same_bytes(durable(slots, slots.get_slot(block)), expected)
+        requests = [r for r in requests if r.finished_chunk_token_count < len(r.prompt_tokens)]
+    assert slots.reserved_count == 0
+
+
+# ---- reset
+
+
+def test_reset_forgets_states_reservations_pins_plans_and_ghosts():
+    host, slots = make(3)
+    slots.pin(committed(host, slots, 1)[0])
+    slots.reserve([2])
+    committed(host, slots, 3)
+    committed(host, slots, 4)
+    host.plan(slots, Chunk(FakeRequest(1, tokens(12)), 0, 0, 12), [5, 6, 7])
+    slots.intermediate_ssm_out.fill_(1)
+    slots.intermediate_conv_out.fill_(1)
+    slots.reset()
+    assert (slots.free_count, slots.reserved_count, slots.committed_count, slots.pins) == (3, 0, 0, {})
+    assert slots.hash_to_block_id == {}
+    assert len(slots.ghosts) == 0
+    assert not slots._has_intermediates
+    assert planned(slots) == ([], [], -1)
+    assert not slots.intermediate_ssm_out.any()
+    assert not slots.intermediate_conv_out.any()
+    assert sorted(slots.reserve([1, 2, 3])) == [0, 1, 2]
+    slots.check_integrity()
+
+
+def test_pending_rows_can_be_cleared_alone():
+    host, slots = make(3)
+    host.plan(slots, Chunk(FakeRequest(1, tokens(12)), 0, 0, 12), [5, 6, 7])
+    host.batch_dimensions.prefill_req_count = 1
+    assert slots._has_intermediates
+    slots._clear_intermediate_state()
+    assert not slots._has_intermediates
+    assert planned(slots) == ([], [], -1)
+
+
+# ---- bad arguments
+
+
+def bad_calls():
+    """Of a pool of 5: slot of block 1 pinned, of 2 committed, of 4 unnamed, one reserved for 3, one free."""
+    ssm, conv = torch.zeros(SSM_SHAPE), torch.zeros(CONV_SHAPE)
+    free, reserved, known, pinned = "free", "reserved", "known", "pinned"
+    return [
+        ("allocate_slots_batch", [16]),
+        ("allocate_slots_batch", [5, -1]),
+        ("allocate_slots_batch", [1.0]),
+        ("allocate_slots_batch", 1),
+        ("allocate_slots_batch", [5, 3]),
+        ("_evict_lru_slots_batch", -1),
+        ("get_slot", 16),
+        ("get_slot", -1),
+        ("has_state", "1"),
+        ("reserve", [1]),
+        ("reserve", [3]),
+        ("reserve", [5, 5]),
+        ("reserve", [5, 16]),
+        ("commit", [free]),
+        ("commit", [known]),
+        ("commit", [reserved, reserved]),
+        ("commit", [5]),
+        ("commit", [reserved], [5, 6]),
+        ("commit", [reserved], [-1]),
+        ("release_reservation", [free]),
+        ("release_reservation", [pinned]),
+        ("release_reservation", [reserved, reserved]),
+        ("pin", free),
+        ("pin", reserved),
+        ("pin", 5),
+        ("pin", [1]),
+        ("unpin", known),
+        ("unpin", free),
+        ("unpin", [1]),
+        ("note_use", free),
+        ("note_use", reserved),
+        ("note_use", 5),
+        ("invalidate_block", 16),
+        ("invalidate_block", -1),
+        ("_invalidate_blocks_batch", [1, 16]),
+        ("store_from_tensors", 5, 0, ssm, conv),
+        ("store_from_tensors", 1, 0, ssm, conv),
+        ("store_from_tensors", 2, 0, ssm, conv),
+        ("store_from_tensors", 4, 2, ssm, conv),
+        ("store_from_tensors", 4, 0, conv, ssm),
+        ("store_from_tensors", 4, 0, ssm, conv[0]),
+        ("store_from_live_batch", [reserved], [0, 1]),
+        ("store_from_live_batch", [5], [0]),
+        ("store_from_live_batch", [free], [0]),
+        ("store_from_live_batch", [pinned], [0]),
+        ("store_from_live_batch", [reserved, known], [0, 1]),
+        ("store_from_live_batch", [reserved, reserved], [0, 1]),
+        ("store_from_live_batch", [reserved], [4]),
+        ("store_from_live_batch", [reserved], [-1]),
+        ("store_from_live_batch", [reserved], [3]),
+        ("restore_to_live", 4, 2),
+        ("restore_to_live", 3, 2),
+        ("restore_to_live", 0, 16),
+        ("register_block_hashes_batch", [5], [7]),
+        ("register_block_hashes_batch", [2], [7, 8]),
+        ("register_block_hashes_batch", [2], [1.5]),
+        ("transfer_intermediate_to_gpu", -1, 1),
+    ]
+
+
+@pytest.mark.parametrize("call", bad_calls(), ids=lambda call: f"{call[0]}-{call[1]}")
+def test_a_bad_call_is_a_value_error_and_changes_nothing(call):
+    host, slots = make(5)
+    pinned, known = committed(host, slots, 1, 2)
+    slots.pin(pinned)
+    (reserved,) = slots.reserve([3])
+    slots.allocate_slots_batch([4])
+    slots.ssm_states.fill_(7)
+    slots.conv_states.fill_(7)
+    names = {"pinned": pinned, "known": known, "reserved": reserved, "free": int(slots.free_slots[0])}
+    host.mamba_metadata.request_to_mamba_state_idx[3] = -1  # row 3 has no live slot
+
+    def slot_of(value):
+        return names.get(value, value) if isinstance(value, str) else value
+
+    method, *arguments = call
+    arguments = [[slot_of(v) for v in a] if isinstance(a, list) else slot_of(a) for a in arguments]
+    before = picture(slots)
+    with pytest.raises(ValueError, match="accepted"):
+        getattr(slots, method)(*arguments)
+    assert picture(slots) == before
+    slots.check_integrity()
+
+
+# ---- check_integrity
+
+
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+def test_the_eviction_policy_orders_exactly_the_committed_slots(policy):
+    host, slots = make(3, policy=policy)
+    (slot,) = committed(host, slots, 1)
+    (reserved,) = slots.reserve([2])
+    slots.check_integrity()
+    slots._eviction.remove(slot)
+    with pytest.raises(AssertionError, match="eviction policy"):
+        slots.check_integrity()
+    slots._eviction.insert(slot)
+    slots.check_integrity()
+    slots._eviction.insert(reserved)
+    with pytest.raises(AssertionError, match="eviction policy"):
+        slots.check_integrity()
+
+
+# ---- any order of calls, against a model
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """A host does anything, in any order; the model scans dicts and lists.
+
+    The model knows of each slot who has it: a committed block, a reservation (for a block or, once that left,
+    for none), or nobody; the committed slots in order of use; and a number that stands for the state in it.
+    """
+
+    num_blocks = 10
+
+    @initialize(
+        max_slots=st.integers(0, 6),
+        policy=st.sampled_from(["lru", "ref_zero"]),
+        names=st.sampled_from(["0.19", "0.20"]),
+    )
+    def start(self, max_slots, policy, names):
+        self.host = FakeHost(num_blocks=self.num_blocks, policy=policy, names=names, layers=1)
+        self.kv = self.host.kv_block_allocator
+        self.kv.note_state_changed = lambda block: self.told.add(block)
+        self.slots = self.host.allocator(max_slots, MambaSlotAllocator)
+        self.told = set()
+        self.next_key = 1
+        self.next_state = 1
+        self.forget()
+
+    def forget(self):
+        self.block_in = {}  # committed slot -> block
+        self.reserved = {}  # slot -> block or None
+        self.pins = Counter()
+        self.keys = {}  # key -> block
+        self.order = []  # committed slots, least recently used first
+        self.used = set()
+        self.state = dict.fromkeys(range(self.slots.max_slots), None)  # None: anything
+
+    # ---- the model
+
+    def slot_of(self, block):
+        return next((slot for slot, other in self.block_in.items() if other == block), -1)
+
+    def free(self):
+        return set(range(self.slots.max_slots)) - self.block_in.keys() - self.reserved.keys()
+
+    def victims(self, keep=()):
+        return [slot for slot in self.order if not self.pins[slot] and slot not in keep]
+
+    def take(self, call, count, keep=()):
+        """`call` must return `count` slots: free ones, then victims; or fail and change nothing."""
+        free, victims = self.free(), self.victims(keep)
+        if count > len(free) + len(victims):
+            before = picture(self.slots)
+            with pytest.raises(MambaSlotCapacityError) as error:
+                call()
+            assert (error.value.required, error.value.available) == (count, len(free) + len(victims))
+            assert picture(self.slots) == before
+            return None
+        got = call()
+        evicted = victims[: max(0, count - len(free))]
+        for slot in evicted:
+            self.leave(slot)
+        return got, free, evicted
+
+    def leave(self, slot):
+        block = self.block_in.pop(slot)
+        self.order.remove(slot)
+        self.used.discard(slot)
+        self.keys = {key: other for key, other in self.keys.items() if other != block}
+
+    def enter(self, slot, block):
+        self.block_in[slot] = block
+        self.order.append(slot)
+
+    def remove(self, block):
+        slot = self.slot_of(block)
+        if slot >= 0:
+            self.leave(slot)
+            if self.pins[slot]:
+                self.reserved[slot] = None
+
+    def own_reservations(self):
+        return sorted(slot for slot in self.reserved if not self.pins[slot])
+
+    def named(self):
+        return {self.slot_of(block) for block in self.keys.values()}
+
+    def writable(self):
+        unread = {slot for slot in self.block_in if not self.pins[slot]} - self.named()
+        return unread.union(self.own_reservations())
+
+    def some(self, data, of, **size):
+        return data.draw(st.lists(st.sampled_from(sorted(of)), unique=True, **size)) if of else []
+
+    # ---- what a host does
+
+    @rule(data=st.data())
+    def blocks_are_registered_in_kv(self, data):
+        for block in self.some(data, range(self.num_blocks), max_size=4):
+            if self.kv.block_hashes[block] < 0:
+                self.kv.register([block], [self.next_key])
+                self.kv.block_ref_counts[block] = 1
+                self.next_key += 1
+
+    @rule(data=st.data())
+    def references_change(self, data):
+        block = data.draw(st.integers(0, self.num_blocks - 1))
+        self.kv.block_ref_counts[block] ^= 1
+
+    @rule(data=st.data(), clear_first=st.booleans(), kind=st.sampled_from([list, torch.tensor]))
+    def blocks_are_deregistered(self, data, clear_first, kind):
+        blocks = self.some(data, range(self.num_blocks), min_size=1, max_size=4)
+        heard = self.slots.on_kv_blocks_deregistered
+        self.kv.deregister(blocks, lambda left, hashes: heard(kind(left), hashes), clear_first)
+        for block in blocks:
+            self.remove(block)
+            self.reserved = {slot: None if b == block else b for slot, b in self.reserved.items()}
+
+    @rule(data=st.data())
+    def blocks_are_invalidated(self, data):
+        blocks = self.some(data, range(self.num_blocks), max_size=2)
+        for block in blocks:
+            self.slots.invalidate_block(block)
+            self.remove(block)
+
+    @rule(blocks=st.lists(st.integers(0, 9), max_size=4))
+    def slots_are_allocated(self, blocks):
+        blocks = [block for block in blocks if block not in self.reserved.values()]
+        new = [block for block in dict.fromkeys(blocks) if self.slot_of(block) < 0]
+        keep = {self.slot_of(block) for block in blocks}
+        taken = self.take(lambda: self.slots.allocate_slots_batch(blocks), len(new), keep)
+        if taken is None:
+            return
+        got, free, evicted = taken
+        fresh = [got[blocks.index(block)] for block in new]
+        assert set(evicted) <= set(fresh) <= free | set(evicted)
+        assert len(set(fresh)) == len(new)
+        for block, slot in zip(new, fresh, strict=True):
+            self.enter(slot, block)
+        assert got == [self.slot_of(block) for block in blocks]
+        self.fill(fresh)
+
+    def fill(self, slots):
+        """The caller writes a new state into each, one way or another."""
+        for i, slot in enumerate(slots):
+            row = i % self.host.max_requests
+            number = self.next_state
+            self.next_state += 1
+            state = self.host.state_after(FakeRequest(0, []), number)
+            if slot in self.block_in and number % 2:
+                conv, ssm = state
+                self.slots.store_from_tensors(self.block_in[slot], 0, ssm[0], conv[0])
+            else:
+                self.host.set_live(row, state)
+                self.slots.store_from_live_batch([slot], [row])
+            self.state[slot] = number
+
+    @rule(data=st.data())
+    def unread_slots_are_written_again(self, data):
+        self.fill(self.some(data, self.writable()))
+
+    @precondition(lambda self: self.block_in)
+    @rule(data=st.data())
+    def hashes_are_registered(self, data):
+        blocks = self.some(data, self.block_in.values(), max_size=4)
+        hashes = self.kv.block_hashes[blocks].tolist()
+        self.slots.register_block_hashes_batch(blocks, hashes)
+        self.keys.update({key: block for key, block in zip(hashes, blocks, strict=True) if key > 0})
+
+    @rule(data=st.data())
+    def slots_are_reserved(self, data):
+        able = set(range(self.num_blocks)) - set(self.block_in.values()) - set(self.reserved.values())
+        blocks = self.some(data, able, max_size=4)
+        taken = self.take(lambda: self.slots.reserve(blocks), len(blocks))
+        if taken is None:
+            return
+        got, free, evicted = taken
+        assert set(evicted) <= set(got) <= free | set(evicted)
+        assert len(set(got)) == len(blocks)
+        self.reserved.update(zip(got, blocks, strict=True))
+        self.fill(got)
+
+    @precondition(lambda self: self.own_reservations())
+    @rule(data=st.data(), explicit=st.booleans())
+    def reservations_are_committed(self, data, explicit):
+        chosen = self.some(data, self.own_reservations(), min_size=1)
+        blocks = [self.reserved[slot] for slot in chosen]
+        if explicit:
+            blocks = [data.draw(st.integers(0, self.num_blocks - 1)) for _ in chosen]
+            results = self.slots.commit(chosen, blocks)
+        else:
+            results = self.slots.commit(chosen)
+        for slot, block, result in zip(chosen, blocks, results, strict=True):
+            if self.reserved.pop(slot) is None:
+                assert result == -1
+                continue
+            key, earlier = int(self.kv.block_hashes[block]), self.slot_of(block)
+            if earlier >= 0 or key < 0:
+                assert result == earlier
+                continue
+            assert result == slot
+            self.enter(slot, block)
+            self.keys[key] = block
+
+    @precondition(lambda self: self.own_reservations())
+    @rule(data=st.data())
+    def reservations_are_released(self, data):
+        for slot in self.some(data, self.own_reservations()):
+            self.slots.release_reservation([slot])
+            del self.reserved[slot]
+
+    @precondition(lambda self: self.block_in)
+    @rule(data=st.data())
+    def a_state_is_pinned(self, data):
+        slot = data.draw(st.sampled_from(self.order))
+        self.slots.pin(slot)
+        self.pins[slot] += 1
+
+    @precondition(lambda self: +self.pins)
+    @rule(data=st.data())
+    def a_state_is_unpinned(self, data):
+        slot = data.draw(st.sampled_from(sorted(+self.pins)))
+        self.slots.unpin(slot)
+        self.pins[slot] -= 1
+        if not self.pins[slot]:
+            self.reserved.pop(slot, None)
+
+    @precondition(lambda self: self.block_in)
+    @rule(data=st.data(), restore=st.booleans())
+    def a_state_is_used(self, data, restore):
+        slot = data.draw(st.sampled_from(self.order))
+        if restore:
+            assert self.slots.restore_to_live(1, self.block_in[slot])
+            expected = self.host.state_after(FakeRequest(0, []), self.state[slot])
+            assert same_bytes(self.host.live(1), expected)
+        else:
+            self.slots.note_use(slot)
+        if self.host.policy == "lru":
+            self.order.remove(slot)
+            self.order.append(slot)
+        self.used.add(slot)
+
+    @rule(block=st.integers(0, 9))
+    def one_state_is_dropped(self, block):
+        slot = self.slot_of(block)
+        pinned = slot >= 0 and bool(self.pins[slot])
+        assert self.slots.drop_state(block) == (not pinned)
+        if slot >= 0 and not pinned:
+            self.leave(slot)
+
+    @rule(count=st.integers(0, 3))
+    def slots_are_evicted_for_a_caller(self, count):
+        victims = self.victims()
+        if count > len(victims):
+            before = picture(self.slots)
+            with pytest.raises(MambaSlotCapacityError) as error:
+                self.slots._evict_lru_slots_batch(count)
+            assert (error.value.required, error.value.available) == (count, len(victims))
+            assert picture(self.slots) == before
+            return
+        assert self.slots._evict_lru_slots_batch(count) == victims[:count]
+        for slot in victims[:count]:
+            self.leave(slot)
+            self.reserved[slot] = None
+
+    @rule(data=st.data())
+    def a_bad_call_changes_nothing(self, data):
+        slots = self.slots
+        calls = [
+            (slots.reserve, [self.num_blocks]),
+            (slots.allocate_slots_batch, [0, -1]),
+            (slots.on_kv_blocks_deregistered, [0, self.num_blocks], set()),
+            (slots.pin, slots.max_slots),
+            (slots.unpin, [0]),
+        ]
+        unwritable = set(range(slots.max_slots)) - self.writable()
+        calls += [(slots.store_from_live_batch, [slot], [0]) for slot in unwritable]
+        calls += [(slots.store_from_live_batch, [slot, slot], [0, 1]) for slot in self.writable()]
+        calls += [(slots.allocate_slots_batch, [b]) for b in self.reserved.values() if b is not None]
+        calls += [(slots.reserve, [block]) for block in self.block_in.values()]
+        calls += [(slots.reserve, [block]) for block in self.reserved.values() if block is not None]
+        calls += [(slots.commit, [slot]) for slot in self.block_in]
+        calls += [(slots.release_reservation, [slot]) for slot in self.free()]
+        calls += [(slots.release_reservation, [slot]) for slot in self.reserved if self.pins[slot]]
+        calls += [(slots.pin, slot) for slot in self.reserved]
+        calls += [(slots.unpin, slot) for slot in self.free()]
+        call, *arguments = data.draw(st.sampled_from(calls))
+        before = picture(slots)
+        with pytest.raises(ValueError, match="accepted"):
+            call(*arguments)
+        assert picture(slots) == before
+
+    @rule()
+    def all_is_reset(self):
+        self.slots.reset()
+        self.forget()
+
+    @invariant()
+    def the_allocator_agrees_with_the_model(self):
+        if not hasattr(self, "slots"):
+            return
+        slots = self.slots
+        slots.check_integrity()
+        assert slots.hash_to_block_id == self.keys
+        assert slots.free_count == len(self.free())
+        assert slots.reserved_count == len(self.reserved)
+        assert slots.reserved_blocks == set(self.reserved.values()) - {None}
+        assert slots.committed_count == len(self.block_in)
+        assert slots.available_count == len(self.free()) + len(self.victims())
+        assert slots.pins == +self.pins
+        assert set(slots.free_slots[: slots.free_count].tolist()) == self.free()
+        for block in range(self.num_blocks):
+            assert slots.get_slot(block) == int(slots.block_to_slot[block]) == self.slot_of(block)
+        for slot, number in self.state.items():
+            assert slots.was_used(slot) == (slot in self.used)
+            assert slots.is_reserved(slot) == (slot in self.reserved and not self.pins[slot])
+            if number is not None:
+                expected = self.host.state_after(FakeRequest(0, []), number)
+                assert same_bytes(durable(slots, slot), expected)
+
+
+TestSlotsInAnyOrder = SlotMachine.TestCase
+TestSlotsInAnyOrder.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)

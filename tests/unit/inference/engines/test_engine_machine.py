@@ -1,0 +1,123 @@
+"""Any sequence of requests, steps and cancellations gives the recurrence's tokens and leaks nothing."""
+
+import mambaslots as ms
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from oracle.serving import assert_answers, random_tokens, small_engine
+
+BLOCK = 8
+ALPHABET = [random_tokens(60, seed) for seed in range(3)]
+
+plans = st.builds(
+    ms.CheckpointPlan,
+    chunk_ends=st.booleans(),
+    branch=st.booleans(),
+    decode=st.sampled_from(["rolling", "off", BLOCK, 2 * BLOCK]),
+    prefill_interval=st.sampled_from([None, BLOCK, 2 * BLOCK]),
+    marks=st.lists(st.integers(0, 60), max_size=2).map(tuple),
+    offsets_from_start=st.lists(st.integers(0, 60), max_size=1).map(tuple),
+    offsets_from_end=st.lists(st.integers(0, 60), max_size=1).map(tuple),
+    max_states_per_path=st.sampled_from([None, 1, 3]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Prompts are heads of a few texts, of earlier sequences, or forks of them; the pools are small."""
+
+    @initialize(
+        slots=st.sampled_from([1, 2, 3, 40]),
+        kv_blocks=st.sampled_from([13, 20, 100]),
+        max_tokens=st.sampled_from([8, 13, 32]),
+        policy=st.sampled_from(["lru", "ref_zero"]),
+        plan=plans,
+    )
+    def start(
+        self, slots: int, kv_blocks: int, max_tokens: int, policy: str, plan: ms.CheckpointPlan
+    ) -> None:
+        self.engine = small_engine(
+            num_mamba_slots=slots, num_kv_blocks=kv_blocks, max_tokens=max_tokens, max_requests=3,
+            max_sequence_length=100, prefix_caching_eviction_policy=policy, checkpoint_plan=plan,
+        )  # fmt: skip
+        self.prompts: dict[int, list[int]] = {}
+        self.known = list(ALPHABET)
+        self.prompt_tokens_of_finished = 0
+
+    @rule(
+        source=st.integers(0, 1000),
+        head=st.integers(1, 60),
+        tail=st.lists(st.integers(0, 255), max_size=5),
+        answer=st.integers(1, 25),
+        salt=st.sampled_from([None, None, b"tenant"]),
+        prompt_log_probs=st.sampled_from([False, False, False, True]),
+        plan=st.none() | plans,
+    )
+    def add(
+        self,
+        source: int,
+        head: int,
+        tail: list[int],
+        answer: int,
+        salt: bytes | None,
+        prompt_log_probs: bool,
+        plan: ms.CheckpointPlan | None,
+    ) -> None:
+        prompt = self.known[source % len(self.known)][:head] + tail
+        params = ms.SamplingParams(
+            num_tokens_to_generate=answer, return_log_probs=True, skip_prompt_log_probs=not prompt_log_probs
+        )
+        request_id = self.engine.add_request(prompt, params, cache_salt=salt, checkpoint_plan=plan)
+        self.prompts[request_id] = prompt
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for result in self.engine.step().finished:
+                self.check_result(result)
+            self.engine.context.check_integrity()
+
+    @rule(which=st.integers(0, 1000))
+    def cancel(self, which: int) -> None:
+        if self.prompts:
+            request_id = list(self.prompts)[which % len(self.prompts)]
+            result = self.engine.cancel(request_id)
+            self.check_tokens(self.prompts.pop(request_id), result)
+
+    @rule(which=st.integers(0, 1000))
+    def evict(self, which: int) -> None:
+        running = self.engine.context.requests
+        if running:
+            self.engine._scheduler.requeue(running[which % len(running)])
+
+    def check_result(self, result: ms.RequestResult) -> None:
+        prompt = self.prompts.pop(result.request_id)
+        self.check_tokens(prompt, result)
+        self.known.append((prompt + result.tokens)[:60])
+        computed = sum(result.computed_by_reason.values())
+        assert result.prompt_tokens == len(prompt) == result.resumed_tokens + computed
+        if result.prompt_log_probs is not None:
+            assert result.resumed_tokens == 0
+            assert None not in result.prompt_log_probs
+
+    def check_tokens(self, prompt: list[int], result: ms.RequestResult) -> None:
+        if result.tokens:
+            assert_answers(prompt, result)
+
+    @invariant()
+    def nothing_contradicts_itself(self) -> None:
+        self.engine.context.check_integrity()
+        stats = self.engine.context.cache_stats()
+        assert stats.computed_tokens == sum(stats.computed_by_reason.values())
+        assert stats.prompt_tokens == stats.resumed_tokens + stats.computed_tokens
+
+    def teardown(self) -> None:
+        while self.engine.has_unfinished_requests:
+            self.step(1)
+        assert self.engine.context.kv_block_allocator.held_count == 0
+        assert self.engine.context.requests == []
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEngineMachine = EngineMachine.TestCase

@@ -1,0 +1,70 @@
+"""Sampling: what temperature, top-k and top-p leave of a distribution, and reproducible draws from it."""
+
+from collections import Counter
+
+import mambaslots as ms
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.engines.sampling import log_softmax, sample, token_distribution
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
+
+
+def test_without_temperature_top_k_and_top_p_decoding_is_greedy() -> None:
+    assert sample(LOGITS[None], [ms.SamplingParams()], [0]) == [1]
+    assert sample(LOGITS[None], [ms.SamplingParams(temperature=0.0, top_p=0.5)], [0]) == [1]
+    assert sample(LOGITS[None], [ms.SamplingParams(temperature=5.0, top_k=1)], [0]) == [1]
+
+
+def test_temperature_divides_the_logits() -> None:
+    expected = torch.softmax(LOGITS / 2.0, dim=-1)
+    torch.testing.assert_close(token_distribution(LOGITS, ms.SamplingParams(temperature=2.0)), expected)
+
+
+def test_top_k_keeps_the_k_most_likely() -> None:
+    kept = token_distribution(LOGITS, ms.SamplingParams(top_k=2))
+    torch.testing.assert_close(kept[[1, 2]], torch.softmax(LOGITS[[1, 2]], dim=-1))
+    assert kept[[0, 3, 4]].sum() == 0
+
+
+@given(p=st.floats(0.01, 1.0), logits=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_top_p_keeps_the_smallest_head_that_reaches_p(p: float, logits: list[float]) -> None:
+    values = torch.tensor(logits, dtype=torch.float64)
+    full = torch.softmax(values, dim=-1)
+    kept = token_distribution(values, ms.SamplingParams(top_p=p, temperature=1.0))
+    chosen = kept > 0
+    assert full[chosen].sum() >= p - 1e-12
+    assert full[chosen].sum() - full[chosen].min() < p + 1e-12
+    assert full[chosen].min() >= full[~chosen].max() if (~chosen).any() else True
+    torch.testing.assert_close(kept.sum(), torch.ones((), dtype=torch.float64))
+
+
+def test_draws_follow_the_distribution() -> None:
+    params = ms.SamplingParams(temperature=1.0, seed=7)
+    n = 20_000
+    counts = Counter(sample(LOGITS.expand(n, -1), [params] * n, range(n)))
+    for token, probability in enumerate(torch.softmax(LOGITS.double(), dim=-1).tolist()):
+        deviation = (probability * (1 - probability) / n) ** 0.5
+        assert abs(counts[token] / n - probability) < 5 * deviation
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    params = [ms.SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2, 1)]
+    alone = [sample(LOGITS[None], [param], [5])[0] for param in params]
+    together = sample(LOGITS.expand(3, -1), params, [5, 5, 5])
+    assert alone == together
+    many = [sample(LOGITS[None], [params[0]], [position])[0] for position in range(50)]
+    assert len(set(many)) > 1
+
+
+def test_log_probs_of_half_precision_logits_are_computed_in_float32() -> None:
+    assert log_softmax(LOGITS.bfloat16()).dtype is torch.float32
+    assert log_softmax(LOGITS.double()).dtype is torch.float64
+
+
+def test_unequal_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="logits has 1 rows"):
+        sample(LOGITS[None], [], [0])

@@ -1,0 +1,60 @@
+"""A bounded memory of what is gone."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.policies.ghost_list import GhostList
+
+
+def test_a_ghost_remembers_why_it_is_gone():
+    ghosts = GhostList(2)
+    ghosts.add(5, "evicted")
+    assert 5 in ghosts
+    assert ghosts.reason(5) == "evicted"
+    assert 6 not in ghosts
+    assert ghosts.reason(6) is None
+
+
+def test_the_latest_reason_counts():
+    ghosts = GhostList(2)
+    ghosts.add(5, "evicted")
+    ghosts.add(5, "capacity")
+    assert (ghosts.reason(5), len(ghosts)) == ("capacity", 1)
+
+
+def test_the_oldest_ghost_is_forgotten_first():
+    ghosts = GhostList(2)
+    for key in (1, 2, 1, 3):
+        ghosts.add(key, "evicted")
+    assert [key in ghosts for key in (1, 2, 3)] == [True, False, True]
+
+
+def test_ghosts_can_be_discarded_and_cleared():
+    ghosts = GhostList(3)
+    ghosts.add(1, "evicted")
+    ghosts.add(2, "evicted")
+    ghosts.discard(1)
+    ghosts.discard(9)
+    assert len(ghosts) == 1
+    ghosts.clear()
+    assert len(ghosts) == 0
+
+
+def test_a_list_without_room_remembers_nothing():
+    ghosts = GhostList(0)
+    ghosts.add(1, "evicted")
+    assert 1 not in ghosts
+
+
+@settings(max_examples=100, deadline=None)
+@given(capacity=st.integers(0, 4), calls=st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30))
+def test_the_most_recent_are_remembered(capacity, calls):
+    ghosts, recent = GhostList(capacity), []
+    for add, key in calls:
+        recent = [other for other in recent if other != key]
+        if add:
+            ghosts.add(key, "evicted")
+            recent = [*recent, key][-capacity:] if capacity else []
+        else:
+            ghosts.discard(key)
+        assert len(ghosts) == len(recent)
+        assert {k for k in range(7) if k in ghosts} == set(recent)

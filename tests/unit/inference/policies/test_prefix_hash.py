@@ -1,0 +1,112 @@
+"""Hashes of whole blocks, each standing for all before it."""
+
+import hashlib
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.policies import prefix_hash
+from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+
+
+def by_hand(tokens, block, salt=b""):
+    digest = hashlib.sha256(b"mambaslots.root\0" + salt).digest()
+    keys, contents = [], []
+    for first in range(0, len(tokens) - block + 1, block):
+        content = b"".join(struct.pack("<I", token) for token in tokens[first : first + block])
+        digest = hashlib.sha256(digest + content).digest()
+        keys.append(int("".join(f"{byte:08b}" for byte in digest)[:63], 2))
+        contents.append(content)
+    return keys, contents
+
+
+def chain_of(tokens, block=4, salt=b""):
+    chain = PrefixHashChain(block, salt)
+    chain.extend_to(tokens)
+    return chain
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=token_lists, block=st.integers(1, 5), salt=st.binary(max_size=8))
+def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, salt):
+    chain = chain_of(tokens, block, salt)
+    assert (chain.keys, chain.tokens) == by_hand(tokens, block, salt)
+    assert all(0 < key < 2**63 for key in chain.keys)
+    assert chain.salt == salt
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
+def test_growing_a_chain_gives_what_hashing_at_once_gives(tokens, block, data):
+    chain = PrefixHashChain(block)
+    for length in sorted(data.draw(st.lists(st.integers(0, len(tokens) + 6), max_size=4))):
+        chain.extend_to(tokens, length)
+        assert chain.keys == by_hand(tokens[:length], block)[0]
+    chain.extend_to(tokens)
+    assert (chain.keys, chain.tokens) == by_hand(tokens, block)
+
+
+def test_a_chain_never_shrinks():
+    chain = chain_of([1, 2, 3, 4, 5, 6, 7, 8])
+    chain.extend_to([1, 2, 3, 4], 4)
+    assert len(chain.keys) == 2
+
+
+def test_a_length_past_the_sequence_hashes_nothing_past_it():
+    tokens = list(range(12))
+    chain = PrefixHashChain(4)
+    chain.extend_to(tokens[:10], 40)
+    assert (chain.keys, chain.tokens) == by_hand(tokens[:10], 4)
+    chain.extend_to(tokens, 40)
+    assert (chain.keys, chain.tokens) == by_hand(tokens, 4)
+
+
+def test_a_partial_block_has_no_hash():
+    assert chain_of([1, 2, 3]).keys == []
+    assert len(chain_of([1, 2, 3, 4, 5]).keys) == 1
+
+
+def test_one_other_token_changes_all_hashes_from_there_on():
+    left, right = (
+        chain_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+        chain_of([1, 2, 3, 4, 0, 6, 7, 8, 9, 10, 11, 12]),
+    )
+    assert [a == b for a, b in zip(left.keys, right.keys, strict=True)] == [True, False, False]
+    assert left.tokens[2] == right.tokens[2]
+
+
+def test_equal_tokens_under_other_salts_share_no_hash():
+    salts = [b"", b"\0", b"a", b"ab", bytes(range(256))]
+    assert len({chain_of([1, 2, 3, 4], salt=salt).keys[0] for salt in salts}) == len(salts)
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
+def test_any_sequence_of_token_ids_hashes_alike(kind):
+    tokens = [7, 0, 255, 50_000]
+    assert chain_of(kind(tokens)).keys == chain_of(tokens).keys
+
+
+def test_only_new_tokens_are_hashed(monkeypatch):
+    hashed = []
+
+    def sha256(content):
+        hashed.append(len(content))
+        return hashlib.sha256(content)
+
+    monkeypatch.setattr(prefix_hash, "hashlib", SimpleNamespace(sha256=sha256))
+    chain = chain_of(list(range(400)))
+    hashed.clear()
+    chain.extend_to(list(range(408)))
+    assert hashed == [32 + 16] * 2
+
+
+def test_a_hash_of_zero_becomes_one(monkeypatch):
+    zeros = SimpleNamespace(digest=lambda: bytes(32))
+    monkeypatch.setattr(prefix_hash, "hashlib", SimpleNamespace(sha256=lambda content: zeros))
+    assert chain_of([1, 2, 3, 4]).keys == [1]

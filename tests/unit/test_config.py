@@ -1,0 +1,110 @@
+"""Configurations that make no sense are refused, naming the argument, the value and what is accepted."""
+
+import math
+
+import mambaslots as ms
+import pytest
+from oracle.serving import small_model
+
+VALID: dict[str, object] = {"block_size_tokens": 8, "num_kv_blocks": 16, "num_mamba_slots": 4}
+
+
+def config(**overrides: object) -> ms.InferenceConfig:
+    return ms.InferenceConfig(**(VALID | overrides))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"block_size_tokens": 0}, "block_size_tokens is 0; accepted: an integer >= 1"),
+        ({"block_size_tokens": 8.0}, "block_size_tokens is 8.0"),
+        ({"max_requests": True}, "max_requests is True"),
+        ({"max_requests": 5000}, "max_tokens is 2048; accepted: at least max_requests"),
+        ({"num_kv_blocks": None}, "num_kv_blocks is None and buffer_size_gb is None"),
+        ({"num_mamba_slots": None}, "num_mamba_slots is None and prefix_caching_mamba_gb is None"),
+        ({"buffer_size_gb": 1.0}, "num_kv_blocks is 16 and buffer_size_gb is 1.0; accepted: one of the two"),
+        ({"prefix_caching_mamba_gb": 1.0}, "accepted: one of the two"),
+        ({"num_kv_blocks": -1}, "num_kv_blocks is -1"),
+        ({"num_kv_blocks": None, "buffer_size_gb": math.nan}, "buffer_size_gb is nan"),
+        ({"num_kv_blocks": None, "buffer_size_gb": math.inf}, "buffer_size_gb is inf"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; accepted: True or False"),
+        ({"prefix_caching_eviction_policy": "fifo"}, "'fifo'; accepted: one of 'lru', 'ref_zero'"),
+        ({"block_size_tokens": 4096, "max_tokens": 8192}, "no prompt ever holds a whole block"),
+        (
+            {"max_tokens": 40, "block_size_tokens": 64},
+            "max_tokens is 40; accepted: at least block_size_tokens",
+        ),
+        ({"checkpoint_plan": "tail"}, "checkpoint_plan is 'tail'"),
+        ({"checkpoint_plan": ms.CheckpointPlan(prefill_interval=12)}, "prefill_interval is 12"),
+        ({"checkpoint_plan": ms.CheckpointPlan(decode=12)}, "decode is 12"),
+        (
+            {"checkpoint_plan": ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")},
+            "takes no state can resume nothing",
+        ),
+    ],
+)
+def test_a_bad_configuration_is_refused(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_tokens_to_generate": 0}, "num_tokens_to_generate is 0"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0; accepted: greater than 0, at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"termination_id": -2}, "termination_id is -2"),
+        ({"stop_token_ids": (3, "x")}, r"stop_token_ids\[1\] is 'x'"),
+        ({"return_log_probs": 1}, "return_log_probs is 1"),
+    ],
+)
+def test_bad_sampling_parameters_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ms.SamplingParams(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["tail", "branch", "chunk_ends"])
+def test_bad_plans_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 3"):
+        ms.CheckpointPlan(**{field: 3})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="decode is 'sometimes'"):
+        ms.CheckpointPlan(decode="sometimes")  # type: ignore[arg-type]
+
+
+def test_zero_slots_with_prefix_caching_are_refused_and_without_it_fine() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="num_mamba_slots is 0"):
+        ms.DynamicInferenceEngine(model, config(num_mamba_slots=0))
+    ms.DynamicInferenceEngine(model, config(num_mamba_slots=0, enable_prefix_caching=False))
+
+
+def test_budgets_in_gigabytes_buy_what_fits() -> None:
+    spec = small_model().state_spec()
+    gb = 1 << 30
+    sized = config(
+        num_kv_blocks=None, num_mamba_slots=None,
+        buffer_size_gb=10.5 * spec.kv_block_bytes(8) / gb,
+        prefix_caching_mamba_gb=3.5 * spec.state_bytes / gb,
+    )  # fmt: skip
+    assert (sized.kv_block_count(spec), sized.mamba_slot_count(spec)) == (10, 3)
+    with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 0\.0; accepted: at least"):
+        config(num_mamba_slots=None, prefix_caching_mamba_gb=0.0).mamba_slot_count(spec)
+
+
+def test_the_state_bytes_of_nemotron_h_8b_are_those_of_the_table() -> None:
+    """specs/economy.md: 24 layers, 128 x 64 x 128 fp32, conv 10240 x 3 bf16: 97 MiB."""
+    import torch
+
+    spec = ms.HybridStateSpec(
+        num_mamba_layers=24, conv_states_shape=(10240, 3), ssm_states_shape=(128, 64, 128),
+        conv_states_dtype=torch.bfloat16, ssm_states_dtype=torch.float32, num_attention_layers=4,
+        num_kv_heads=8, head_dim=128, kv_dtype=torch.bfloat16, ssd_chunk_size=128, vocab_size=131072,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    assert round(spec.state_bytes / 2**20) == 97
+    assert spec.kv_block_bytes(256) == 4 * 2**20

@@ -1,0 +1,86 @@
+"""The package: what it imports, in which direction, and what it promises to be."""
+
+import ast
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import mambaslots as ms
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "core"
+# From the top down; a room imports only from itself and from those after it. Files count as rooms.
+ROOMS = (
+    "__init__", "mcore", "replay", "distributed", "models", "inference.engines", "inference.contexts",
+    "inference.kernels", "request", "config", "cache_stats", "inference.policies", "errors", "validation",
+)  # fmt: skip
+
+
+def room_of(module: str) -> str:
+    return next(room for room in ROOMS if module == room or module.startswith(room + "."))
+
+
+def relative_imports(path: Path) -> list[str]:
+    """Dotted names within the package that a source file imports."""
+    package = path.relative_to(CORE).parts[:-1]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found += [".".join((*base, name)) for name in names if name]
+    return found
+
+
+SOURCES = sorted(path for path in CORE.rglob("*.py") if path.stem != "__init__" or path.parent == CORE)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CORE)))
+def test_imports_point_only_down(path: Path) -> None:
+    own = room_of(".".join(path.relative_to(CORE).with_suffix("").parts))
+    for imported in relative_imports(path):
+        assert ROOMS.index(room_of(imported)) >= ROOMS.index(own), f"{own} imports {imported}"
+
+
+def test_nothing_imports_the_source_folder_by_its_name() -> None:
+    files = [
+        p for folder in ("core", "tests", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")
+    ]
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert (node.module or "").split(".")[0] != "core", path
+            if isinstance(node, ast.Import):
+                assert all(alias.name.split(".")[0] != "core" for alias in node.names), path
+
+
+def test_examples_import_only_the_public_api() -> None:
+    for path in (ROOT / "examples").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("mambaslots."), path
+
+
+@pytest.mark.parametrize("module", ["triton", "megatron", "transformers"])
+def test_importing_mambaslots_does_not_import(module: str) -> None:
+    code = f"import sys, mambaslots; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_exists_and_the_package_is_typed() -> None:
+    for name in ms.__all__:
+        assert hasattr(ms, name)
+    assert (resources.files("mambaslots") / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    "error", [ms.KVBlockCapacityError, ms.MambaSlotCapacityError, ms.RequestOverflowError]
+)
+def test_capacity_errors_say_what_was_required_and_available(error: type) -> None:
+    raised = error(5, 3)
+    assert isinstance(raised, RuntimeError)
+    assert (raised.required, raised.available) == (5, 3)
+    assert "5" in str(raised)
+    assert "3" in str(raised)
