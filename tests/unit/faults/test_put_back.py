@@ -1,0 +1,349 @@
+"""Each fault of the stock cache, put back into a copy of the package, makes its test fail.
+
+    python -m pytest tests/unit/faults/test_put_back.py -m long -v       # the table: fault, and PASSED
+
+A fault is put back by replacing a piece of source; a piece that is no longer there fails, too, so that this
+table follows the code.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CONTEXTS = "inference/contexts/"
+POLICIES = "inference/policies/"
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """Replacements (file, right, faulty) that bring a fault back; `test` picks its tests."""
+
+    test: str
+    replacements: tuple[tuple[str, str, str], ...]
+
+
+FAULTS = {
+    "01 the skip is rounded down to a boundary without a state": PutBack(
+        "fault_01",
+        (
+            (
+                CONTEXTS + "prefix_index.py",
+                "reachable = min(len(blocks), (length - 1) // size)",
+                "reachable = min(len(blocks), max(0, length - 2) // size)",
+            ),
+        ),
+    ),
+    "02 a continuation chunk skips on the KV match alone": PutBack(
+        "fault_02",
+        (
+            (
+                CONTEXTS + "admission.py",
+                "start = match.resume_tokens if ahead else request.computed",
+                "start = max(request.computed, (match.seen_tokens - 1) // self._block_size * self._block_size"
+                " if request.computed else match.resume_tokens)",
+            ),
+        ),
+    ),
+    "03 a short suffix loses the convolution window": PutBack(
+        "fault_03",
+        (
+            (
+                "inference/kernels/reference.py",
+                "    packed[window_starts[:, None] + taps] = "
+                "_read(conv_states, sources).transpose(1, 2).to(x.dtype)\n",
+                "    packed[window_starts[:, None] + taps] = "
+                "_read(conv_states, sources).transpose(1, 2).to(x.dtype)\n"
+                "    short = query_start_loc[1:] - query_start_loc[:-1] < width\n"
+                "    packed[window_starts[short][:, None] + taps] = 0\n",
+            ),
+        ),
+    ),
+    "04 a state that is gone is resumed from all the same": PutBack(
+        "fault_04",
+        (
+            (
+                CONTEXTS + "admission.py",
+                "if match is None or match.version != self._index.version:",
+                "if match is None:",
+            ),
+            (
+                CONTEXTS + "mamba_slot_allocator.py",
+                'if self._index.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:',
+                "if False:",
+            ),
+            (CONTEXTS + "mamba_slot_allocator.py", "self._eviction.use(slot)", "pass"),
+        ),
+    ),
+    "05 a second registration re-points the prefix": PutBack(
+        "fault_05",
+        ((CONTEXTS + "kv_block_allocator.py", "            if twin is None:\n", "            if True:\n"),),
+    ),
+    "06 the KV index is cleared and the state index is not": PutBack(
+        "fault_06",
+        (
+            (CONTEXTS + "kv_block_allocator.py", "        self._notify(registered, hashes)\n", ""),
+            (
+                CONTEXTS + "dynamic_context.py",
+                "        if self.mamba_slot_allocator is not None:\n"
+                "            self.mamba_slot_allocator.reset()\n",
+                "",
+            ),
+        ),
+    ),
+    "07 a reset leaves pending work": PutBack(
+        "fault_07",
+        (
+            (
+                CONTEXTS + "dynamic_context.py",
+                "aborted, self._step = self._step, []",
+                "aborted = []; self._kept, self._step = self._step, []",
+            ),
+            (
+                CONTEXTS + "dynamic_context.py",
+                "        self._requests_seen = 0\n\n    def _check",
+                "        self._requests_seen = 0; self._step = self._kept\n\n    def _check",
+            ),
+        ),
+    ),
+    "08 a live slot is a view of the free stack": PutBack(
+        "fault_08",
+        (
+            (
+                CONTEXTS + "mamba_metadata.py",
+                "        return self._free.popitem()[0]\n",
+                "        self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
+                "        self._stack[0] = self._free.popitem()[0]\n        return self._stack[0]\n",
+            ),
+        ),
+    ),
+    "09 slots are freed only if a hash of the batch is known": PutBack(
+        "fault_09",
+        (
+            (
+                CONTEXTS + "mamba_slot_allocator.py",
+                "        listed = self._checked(block_ids_list)\n",
+                "        listed = self._checked(block_ids_list)\n"
+                "        if not hashes_to_delete & self.hash_to_block_id.keys():\n            return\n",
+            ),
+        ),
+    ),
+    "10 requests without hashes take states": PutBack(
+        "fault_10",
+        (
+            (
+                CONTEXTS + "intermediate_states.py",
+                'if not getattr(req, "precomputed_block_hashes", True) or stop <= start:',
+                "if stop <= start:",
+            ),
+        ),
+    ),
+    "11 evicting a duplicate removes the other's entry": PutBack(
+        "fault_11",
+        (
+            (
+                CONTEXTS + "state_index.py",
+                "        if self.hash_to_block_id.setdefault(key, block) != block:\n"
+                "            return False\n",
+                "        if self.hash_to_block_id.setdefault(key, block) != block:\n"
+                "            self._key_of[block] = key\n            return False\n",
+            ),
+        ),
+    ),
+    "12a a failing allocation has consumed the free slots": PutBack(
+        "fault_12_a_failing",
+        (
+            (
+                CONTEXTS + "mamba_slot_allocator.py",
+                "        evicted = self._evict(count - from_free, keep, free=from_free)\n"
+                "        cut = self.free_count - from_free\n",
+                "        cut = self.free_count - from_free\n        self.free_count = cut\n"
+                "        evicted = self._evict(count - from_free, keep, free=from_free)\n",
+            ),
+        ),
+    ),
+    "12b states of blocks in use count as pinned": PutBack(
+        "fault_12_states_of",
+        (
+            (
+                CONTEXTS + "mamba_slot_allocator.py",
+                "lambda slot: slot not in self._pins and slot not in kept",
+                "lambda slot: "
+                "self.context.kv_block_allocator.block_ref_counts[self._index.block_of(slot)] == 0",
+            ),
+        ),
+    ),
+    "12c a commit larger than the pool raises": PutBack(
+        "fault_12_a_pool",
+        (
+            (
+                CONTEXTS + "intermediate_states.py",
+                "chosen = list(wanted)[-allocator.available_count :] if allocator.available_count else []",
+                "chosen = list(wanted)",
+            ),
+        ),
+    ),
+    "13 a failing admission keeps references": PutBack(
+        "fault_13",
+        (
+            (
+                CONTEXTS + "admission.py",
+                "if stop <= start or not self._affordable(request, stop, kept, shared):",
+                "if shared: self._kv_blocks.add_references(shared)\n"
+                "        if stop <= start or not self._affordable(request, stop, kept, shared):",
+            ),
+        ),
+    ),
+    "14 suspending frees no pool": PutBack(
+        "fault_14",
+        (
+            (
+                CONTEXTS + "dynamic_context.py",
+                "        self.state_pool.free()\n",
+                "        self.state_pool.allocated = False\n",
+            ),
+        ),
+    ),
+    "16a chunk ends are not captured": PutBack(
+        "fault_16",
+        ((POLICIES + "checkpoint_plan.py", "if self.chunk_ends and stop % block == 0:", "if False:"),),
+    ),
+    "16b a host's chunk ends are not captured": PutBack(
+        "fault_16",
+        (
+            (
+                CONTEXTS + "intermediate_states.py",
+                "if any(b.position == stop for b in boundaries):",
+                "if False:",
+            ),
+        ),
+    ),
+    "17 the divergence ignores the blocks of earlier chunks": PutBack(
+        "fault_17",
+        (
+            (
+                CONTEXTS + "intermediate_states.py",
+                "(-(-finished // block) + num_matched_blocks) * block",
+                "num_matched_blocks * block",
+            ),
+        ),
+    ),
+    "18 nothing is taken while decoding": PutBack(
+        "fault_18",
+        ((POLICIES + "checkpoint_plan.py", 'if self.decode != "off":', "if False:"),),
+    ),
+    "19 a KV match refreshes states nobody used": PutBack(
+        "fault_19",
+        (
+            (
+                CONTEXTS + "admission.py",
+                "        request.seen_tokens = match.seen_tokens\n",
+                "        for block in match.blocks:\n"
+                "            if self._index._slots and self._index._slots.has_state(block):\n"
+                "                self._index._slots.note_use(self._index._slots.get_slot(block))\n"
+                "        request.seen_tokens = match.seen_tokens\n",
+            ),
+        ),
+    ),
+    "20a a block that the SSD chunk does not divide is accepted": PutBack(
+        "fault_20",
+        (
+            (
+                CONTEXTS + "dynamic_context.py",
+                "if config.enable_prefix_caching and config.block_size_tokens % spec.ssd_chunk_size:",
+                "if False:",
+            ),
+        ),
+    ),
+    "20b a foreign host's is passed over in silence": PutBack(
+        "fault_20",
+        ((CONTEXTS + "intermediate_states.py", "if block and grid and block % grid:", "if False:"),),
+    ),
+    "21a a resumed state is copied first": PutBack(
+        "fault_21_resuming",
+        (
+            (
+                CONTEXTS + "request_states.py",
+                "            self._slots.note_use(slot)\n",
+                "            self._slots.note_use(slot)\n        self.move_to_live(request)\n",
+            ),
+        ),
+    ),
+    "21b a commit copies one state at a time": PutBack(
+        "fault_21_a_hosts",
+        (
+            (
+                "inference/kernels/state_copy.py",
+                "    for of, to in zip(source, destination, strict=True):\n"
+                "        to[:, write] = of[:, read]\n",
+                "    for i in range(len(source_indices)):\n"
+                "        for of, to in zip(source, destination, strict=True):\n"
+                "            to[:, write[i]] = of[:, read[i]]\n",
+            ),
+        ),
+    ),
+    "22 step metadata reads a tensor back": PutBack(
+        "fault_22",
+        (
+            (
+                CONTEXTS + "step_builder.py",
+                "prefill_has_initial_state=any(source >= 0 for source in sources[decodes:])",
+                "prefill_has_initial_state=bool((tensor(sources)[decodes:] >= 0).any())",
+            ),
+        ),
+    ),
+    "23 eviction scans the KV blocks": PutBack(
+        "fault_23",
+        (
+            (
+                CONTEXTS + "mamba_slot_allocator.py",
+                "        kept = set(keep)\n",
+                "        kept = set(keep)\n        torch.nonzero(self.block_to_slot >= 0)\n",
+            ),
+        ),
+    ),
+}
+
+
+def run_fault_tests(test: str, package: Path | None = None) -> int:
+    """pytest's exit status for the tests of a fault, on the repository's package or a copy."""
+    environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    if package is not None:
+        environment["PYTHONPATH"] = str(package.parent)
+    command = [
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", "-k", test,
+        "tests/unit/faults/test_stock_faults.py",
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False).returncode
+
+
+@pytest.mark.long
+def test_every_fault_test_passes_on_a_plain_copy(tmp_path: Path) -> None:
+    """So that a failure below is the fault's, and not the copying's."""
+    package = shutil.copytree(ROOT / "core", tmp_path / "mambaslots")
+    assert run_fault_tests("fault", package) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_putting_the_fault_back_is_noticed(fault: str, tmp_path: Path) -> None:
+    package = shutil.copytree(ROOT / "core", tmp_path / "mambaslots")
+    for file, right, faulty in FAULTS[fault].replacements:
+        source = (package / file).read_text()
+        assert right in source, f"{file} has changed: {right!r} is not in it"
+        (package / file).write_text(source.replace(right, faulty))
+    assert run_fault_tests(FAULTS[fault].test, package) == 1, "the fault went unnoticed (or no test ran)"
+
+
+def test_every_fault_that_can_exist_here_is_listed() -> None:
+    """Quick: runs in `make test`, and checks that each replaced piece is still in the source."""
+    numbers = {int(name[:2]) for name in FAULTS}
+    assert numbers == set(range(1, 24)) - {15}
+    for put_back in FAULTS.values():
+        for file, right, _ in put_back.replacements:
+            assert right in (ROOT / "core" / file).read_text(), f"{file} has changed: {right!r} is not in it"
