@@ -1,11 +1,23 @@
 """Settings of a context, of a request's sampling, and what a context must know of a model."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
 from .inference.policies.checkpoint_plan import CheckpointPlan
-from .validation import boolean, float_dtype, integer, integers, one_of, optional_integer, real
+from .validation import (
+    INT32_MAX,
+    boolean,
+    device,
+    float_dtype,
+    instance,
+    integer,
+    integers,
+    one_of,
+    optional_integer,
+    real,
+)
 
 GIGABYTE = 1 << 30
 EVICTION_POLICIES = ("lru", "ref_zero")
@@ -41,25 +53,26 @@ class HybridStateSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_mamba_layers", "num_attention_layers"):
-            integer(name, getattr(self, name), 0)
+            _keep(self, name, integer(name, getattr(self, name), 0, INT32_MAX))
         for name in ("num_kv_heads", "head_dim", "ssd_chunk_size", "vocab_size"):
-            integer(name, getattr(self, name), 1)
+            _keep(self, name, integer(name, getattr(self, name), 1, INT32_MAX))
         for name in ("conv_states_dtype", "ssm_states_dtype", "kv_dtype"):
             float_dtype(name, getattr(self, name))
         for name in ("conv_states_shape", "ssm_states_shape"):
-            integers(name, getattr(self, name), 1)
+            _keep(self, name, tuple(integers(name, getattr(self, name), 1, INT32_MAX)))
+        _keep(self, "device", device("device", self.device))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's recurrent state, all layers."""
-        conv = torch.Size(self.conv_states_shape).numel() * self.conv_states_dtype.itemsize
-        ssm = torch.Size(self.ssm_states_shape).numel() * self.ssm_states_dtype.itemsize
+        conv = math.prod(self.conv_states_shape) * self.conv_states_dtype.itemsize
+        ssm = math.prod(self.ssm_states_shape) * self.ssm_states_dtype.itemsize
         return self.num_mamba_layers * (conv + ssm)
 
     def kv_block_bytes(self, block_size_tokens: int) -> int:
         """Bytes of one KV block of `block_size_tokens` tokens, all layers."""
         numbers = self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim
-        return numbers * block_size_tokens * self.kv_dtype.itemsize
+        return numbers * integer("block_size_tokens", block_size_tokens, 1) * self.kv_dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +108,9 @@ class InferenceConfig:
     checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
 
     def __post_init__(self) -> None:
-        integer("block_size_tokens", self.block_size_tokens, 1)
-        integer("max_requests", self.max_requests, 1)
-        integer("max_tokens", self.max_tokens, 1)
-        integer("max_sequence_length", self.max_sequence_length, 2)
+        for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
+            minimum = 2 if name == "max_sequence_length" else 1
+            _keep(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
         boolean("enable_prefix_caching", self.enable_prefix_caching)
         boolean("enable_chunked_prefill", self.enable_chunked_prefill)
         one_of("prefix_caching_eviction_policy", self.prefix_caching_eviction_policy, EVICTION_POLICIES)
@@ -109,16 +121,16 @@ class InferenceConfig:
             )
         self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
         self._check_budget("num_mamba_slots", "prefix_caching_mamba_gb", self.enable_prefix_caching)
-        if not isinstance(self.checkpoint_plan, CheckpointPlan):
-            raise ValueError(f"checkpoint_plan is {self.checkpoint_plan!r}; accepted: a CheckpointPlan")
+        instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 
     def _check_budget(self, count_name: str, gb_name: str, required: bool) -> None:
-        count, gb = getattr(self, count_name), getattr(self, gb_name)
-        optional_integer(count_name, count, 0)
+        count = optional_integer(count_name, getattr(self, count_name), 0, INT32_MAX)
+        _keep(self, count_name, count)
+        gb = getattr(self, gb_name)
         if gb is not None:
-            real(gb_name, gb, 0.0)
+            _keep(self, gb_name, real(gb_name, gb, 0.0))
         if count is not None and gb is not None:
             raise ValueError(f"{count_name} is {count} and {gb_name} is {gb}; accepted: one of the two")
         if required and count is None and gb is None:
@@ -140,6 +152,7 @@ class InferenceConfig:
 
     def kv_block_count(self, spec: HybridStateSpec) -> int:
         """KV blocks the budget buys for this model; a ValueError where it buys none."""
+        instance("spec", spec, HybridStateSpec)
         return _count(
             "num_kv_blocks", self.num_kv_blocks,
             "buffer_size_gb", self.buffer_size_gb, spec.kv_block_bytes(self.block_size_tokens),
@@ -147,6 +160,7 @@ class InferenceConfig:
 
     def mamba_slot_count(self, spec: HybridStateSpec) -> int:
         """Durable slots the budget buys, 0 without prefix caching; a ValueError where it buys none."""
+        instance("spec", spec, HybridStateSpec)
         if not self.enable_prefix_caching:
             return 0
         return _count(
@@ -185,15 +199,16 @@ class SamplingParams:
     skip_prompt_log_probs: bool = True
 
     def __post_init__(self) -> None:
-        integer("num_tokens_to_generate", self.num_tokens_to_generate, 1)
+        length = integer("num_tokens_to_generate", self.num_tokens_to_generate, 1, INT32_MAX)
+        _keep(self, "num_tokens_to_generate", length)
         if self.temperature is not None:
-            real("temperature", self.temperature, 0.0)
-        optional_integer("top_k", self.top_k, 0)
+            _keep(self, "temperature", real("temperature", self.temperature, 0.0))
+        _keep(self, "top_k", optional_integer("top_k", self.top_k, 0))
         if self.top_p is not None and real("top_p", self.top_p, 0.0, 1.0) == 0.0:
             raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
-        integer("seed", self.seed, 0, (1 << 63) - 1)
-        optional_integer("termination_id", self.termination_id, -1)
-        object.__setattr__(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
+        _keep(self, "seed", integer("seed", self.seed, 0, (1 << 63) - 1))
+        _keep(self, "termination_id", optional_integer("termination_id", self.termination_id, -1))
+        _keep(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
         boolean("return_log_probs", self.return_log_probs)
         boolean("skip_prompt_log_probs", self.skip_prompt_log_probs)
 
@@ -208,15 +223,23 @@ class SamplingParams:
         return not self.skip_prompt_log_probs
 
 
+def _keep(settings: object, name: str, value: object) -> None:
+    """Set a field of a frozen dataclass: numpy integers become ints, which neither wrap around nor raise."""
+    object.__setattr__(settings, name, value)
+
+
 def _count(count_name: str, count: int | None, gb_name: str, gb: float | None, unit_bytes: int) -> int:
     if count is None and gb is not None:
         if unit_bytes == 0:
             raise ValueError(
                 f"{gb_name} is {gb}; accepted: {count_name} instead, for a model whose units are empty"
             )
-        count = int(gb * GIGABYTE) // unit_bytes
+        count = int(min(gb * GIGABYTE, (INT32_MAX + 1) * unit_bytes)) // unit_bytes
         if count < 1:
             raise ValueError(f"{gb_name} is {gb}; accepted: at least {unit_bytes / GIGABYTE:.3g}, one unit")
+        if count > INT32_MAX:
+            most = INT32_MAX * unit_bytes / GIGABYTE
+            raise ValueError(f"{gb_name} is {gb}; accepted: at most {most:.3g}, {INT32_MAX} units")
     if count is None or count < 1:
         raise ValueError(
             f"{count_name} is {count}; accepted: an integer >= 1, or {gb_name} (without state slots, set "

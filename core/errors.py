@@ -1,5 +1,7 @@
 """Errors of capacity. Bad arguments and configurations raise `ValueError` instead."""
 
+from .validation import shown
+
 
 class _CapacityError(RuntimeError):
     """Something countable ran out; nothing was changed by the call that raised."""
@@ -7,7 +9,7 @@ class _CapacityError(RuntimeError):
     what = "units"
 
     def __init__(self, required: int, available: int) -> None:
-        super().__init__(f"{required} {self.what} required, {available} available")
+        super().__init__(f"{shown(required)} {self.what} required, {available} available")
         self.required = required
         self.available = available
 

@@ -23,7 +23,7 @@ from ..inference.kernels.reference import (
     ssd_chunk_scan,
     write_kv,
 )
-from ..validation import float_dtype, integer, real
+from ..validation import INT32_MAX, float_dtype, instance, integer, real, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,15 @@ class HybridConfig:
         for name in (
             "vocab_size", "hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
             "mamba_state_dim", "ssd_chunk_size", "num_attention_heads", "num_kv_heads", "head_dim",
-            "mlp_hidden_size",
+            "mlp_hidden_size", "conv_kernel",
         ):  # fmt: skip
-            integer(name, getattr(self, name), 1)
-        integer("conv_kernel", self.conv_kernel, 2)
-        real("rotary_base", self.rotary_base, 1.0)
-        real("norm_eps", self.norm_eps, 0.0)
+            minimum = 2 if name == "conv_kernel" else 1
+            object.__setattr__(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
+        for name, least in (("rotary_base", 1.0), ("norm_eps", 0.0)):
+            object.__setattr__(self, name, real(name, getattr(self, name), least))
         float_dtype("dtype", self.dtype)
         if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("M*-"):
-            raise ValueError(f"pattern is {self.pattern!r}; accepted: one or more of 'M', '*' and '-'")
+            raise ValueError(f"pattern is {shown(self.pattern)}; accepted: one or more of 'M', '*' and '-'")
         for name, divisor in (
             ("mamba_num_heads", "mamba_num_groups"),
             ("num_attention_heads", "num_kv_heads"),
@@ -128,8 +128,8 @@ class HybridLM(nn.Module):
 
     def __init__(self, config: HybridConfig, seed: int = 0) -> None:
         super().__init__()
-        self.config = config
-        draw = _Weights(config, integer("seed", seed, 0))
+        self.config = instance("config", config, HybridConfig)
+        draw = _Weights(config, integer("seed", seed, 0, (1 << 63) - 1))
         self.embedding = draw.normal(config.vocab_size, config.hidden_size, std=1.0)
         layers: list[nn.Module] = []
         for index, kind in enumerate(config.pattern):

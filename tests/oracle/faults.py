@@ -13,7 +13,7 @@ from mambaslots.inference.engines import dynamic_engine, sampling
 Owner = Callable[[ms.DynamicInferenceEngine], object]
 
 
-class Injected(Exception):
+class InjectedError(Exception):
     """What a failing allocator, kernel or sampler raises."""
 
 
@@ -58,7 +58,7 @@ def failing(
     *,
     after: bool = False,
     calls: Collection[int] = (0,),
-    error: type[BaseException] = Injected,
+    error: type[BaseException] = InjectedError,
 ) -> Iterator[Counter[str]]:
     """The calls numbered `calls` of a point raise; the counter says how often calls came and failed."""
     owner_of, name = POINTS[point]

@@ -16,7 +16,7 @@ def config(**overrides: object) -> ms.InferenceConfig:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"block_size_tokens": 0}, "block_size_tokens is 0; accepted: an integer >= 1"),
+        ({"block_size_tokens": 0}, "block_size_tokens is 0; accepted: an integer from 1"),
         ({"block_size_tokens": 8.0}, "block_size_tokens is 8.0"),
         ({"max_requests": True}, "max_requests is True"),
         ({"max_requests": 5000}, "max_tokens is 2048; accepted: at least max_requests"),

@@ -110,8 +110,8 @@ class Admission:
         return -(-tokens // self._block_size)
 
     def _plan(self, request: DynamicInferenceRequest, start: int, stop: int) -> tuple[Boundary, ...]:
-        if not request.shares_cache:
-            return ()
+        if not request.shares_cache or start // self._block_size == stop // self._block_size:
+            return ()  # no boundary in (start, stop]
         return request.plan.boundaries(
             start=start,
             stop=stop,

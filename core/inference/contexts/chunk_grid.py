@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...validation import integer
+from ...validation import INT32_MAX, integer, integers, shown
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
+MAX_POSITION = 2**48
+"""Longest chunk, and most tokens before a row: far beyond any sequence, and safe from int64's end."""
 
 
 class Chunks(NamedTuple):
@@ -70,14 +72,19 @@ def chunk_grid(
         ValueError: a negative count, `chunk_size` < 1, sequences of unequal lengths, or a checkpoint at
             which no chunk of its row ends: not a multiple of `chunk_size` in (computed, computed + length].
     """
-    integer("chunk_size", chunk_size, 1)
+    chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
     before = _integer_array("computed", computed)
     counts = _integer_array("lengths", lengths)
     _require_equal_sizes("computed", before, "lengths", counts)
-    if counts.size and counts.min() < 0:
-        raise ValueError(f"lengths has {counts.min()} at index {counts.argmin()}; accepted: integers >= 0")
+    if counts.size and counts.view(np.uint64).max() > INT32_MAX:  # negative ones are huge in this view
+        at = int(counts.view(np.uint64).argmax())
+        raise ValueError(
+            f"lengths has {counts[at]} at index {at}; accepted: integers >= 0, together at most {INT32_MAX}"
+        )
     starts = np.zeros(counts.size + 1, np.int64)
     counts.cumsum(out=starts[1:])
+    if starts[-1] > INT32_MAX:
+        raise ValueError(f"lengths has {starts[-1]} tokens in all; accepted: at most {INT32_MAX}")
     chunks = absolute_chunks(before, starts, chunk_size)
 
     rows = _integer_array("checkpoint_rows", checkpoint_rows)
@@ -146,8 +153,8 @@ def row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
     """[rows] int64: the tokens of each row of a packed stream.
 
     Raises:
-        ValueError: `starts` has not one entry more than `computed`, does not start at 0 or decreases; a
-            negative `computed`.
+        ValueError: `starts` has not one entry more than `computed`, does not start at 0, decreases or
+            ends beyond int32; a `computed` that is negative or beyond `MAX_POSITION`.
     """
     if starts.size != computed.size + 1 or starts[0] != 0:
         raise ValueError(
@@ -156,20 +163,26 @@ def row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
         )
     lengths = starts[1:] - starts[:-1]
     if lengths.size:
-        row = lengths.argmin()
+        # Seen as unsigned, negative numbers are the largest: one look for both ends.
+        row = lengths.view(np.uint64).argmax()
         if lengths[row] < 0:
             raise ValueError(f"query_start_loc falls by {-lengths[row]} after row {row}; accepted: no fall")
-        row = computed.argmin()
-        if computed[row] < 0:
-            raise ValueError(f"computed is {computed[row]} in row {row}; accepted: integers >= 0")
+        if lengths[row] > INT32_MAX or starts[-1] > INT32_MAX:
+            raise ValueError(f"query_start_loc has {starts[-1]} tokens; accepted: at most {INT32_MAX}")
+        row = computed.view(np.uint64).argmax()
+        if not 0 <= computed[row] <= MAX_POSITION:
+            raise ValueError(
+                f"computed is {computed[row]} in row {row}; accepted: integers from 0 to {MAX_POSITION}"
+            )
     return lengths
 
 
 def _integer_array(name: str, values: Integers) -> Int64Array:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{name} is {values!r}; accepted: a 1-D sequence of integers")
-    return array.astype(np.int64)
+    if not isinstance(values, np.ndarray):
+        return np.array(integers(name, values, -(2**63), 2**63 - 1), dtype=np.int64)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise ValueError(f"{name} is {shown(values)}; accepted: a 1-D sequence of integers")
+    return values.astype(np.int64)
 
 
 def _require_equal_sizes(name: str, array: Int64Array, other_name: str, other: Int64Array) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...cache_stats import CacheStats, TokenLedger
 from ...config import HybridStateSpec, InferenceConfig
 from ...request import DynamicInferenceRequest
+from ...validation import addressable, instance, integer, integers, shown
 from ..policies.prefix_hash import PrefixHashChain
 from .admission import Admission
 from .kv_block_allocator import KVBlockAllocator, Parent
@@ -44,6 +45,8 @@ class DynamicInferenceContext:
     """
 
     def __init__(self, spec: HybridStateSpec, config: InferenceConfig) -> None:
+        instance("spec", spec, HybridStateSpec)
+        instance("config", config, InferenceConfig)
         if config.enable_prefix_caching and config.block_size_tokens % spec.ssd_chunk_size:
             raise ValueError(
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of the model's SSD "
@@ -75,13 +78,7 @@ class DynamicInferenceContext:
             self._connect_slots()
         self._index = PrefixIndex(self.block_size_tokens, self.kv_block_allocator, self.mamba_slot_allocator)
 
-        blocks_per_row = min(num_blocks, -(-config.max_sequence_length // self.block_size_tokens))
-        self._rows = RequestRows(self.max_requests, blocks_per_row, self.mamba_metadata)
-        self.request_to_kv_block_ids = self._rows.block_table
-        self._states = RequestStates(self.state_pool, self._rows, self.mamba_slot_allocator)
-        self._admission = Admission(
-            config, spec.ssd_chunk_size, self._index, self.kv_block_allocator, self._rows, self._states
-        )
+        self._empty_rows()
         self.batch_dimensions = BatchDimensions(0, 0)
         self._step: list[ScheduledChunk] = []
         self._ledger = TokenLedger()
@@ -100,11 +97,23 @@ class DynamicInferenceContext:
         self._checkpoints = StepCheckpoints(slots, kv, self.block_size_tokens)
         self._pinned = PinnedPrefixes(slots, kv)
 
+    def _empty_rows(self) -> None:
+        config, kv = self.config, self.kv_block_allocator
+        blocks_per_row = min(kv.total_count, -(-config.max_sequence_length // self.block_size_tokens))
+        self.mamba_metadata.reset()
+        self._rows = RequestRows(self.max_requests, blocks_per_row, self.mamba_metadata)
+        self.request_to_kv_block_ids = self._rows.block_table
+        self._states = RequestStates(self.state_pool, self._rows, self.mamba_slot_allocator)
+        self._admission = Admission(
+            config, self.spec.ssd_chunk_size, self._index, kv, self._rows, self._states
+        )
+
     def _new_kv_cache(self) -> Tensor:
         spec, blocks = self.spec, self.config.kv_block_count(self.spec)
         shape = (
             spec.num_attention_layers, 2, blocks, self.block_size_tokens, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip
+        addressable("num_kv_blocks", blocks, shape, spec.kv_dtype)
         return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
 
     @property
@@ -145,6 +154,7 @@ class DynamicInferenceContext:
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What the cache knows of all tokens of a request; changes nothing but its hash chain."""
+        self._check_request(request)
         return self._admission.match(request)
 
     def schedule(
@@ -161,6 +171,10 @@ class DynamicInferenceContext:
         no row is.
         """
         self._check_between_steps("schedule")
+        self._check_request(request)
+        token_budget = integer("token_budget", token_budget, 0)
+        if match is not None:
+            instance("match", match, PrefixMatch)
         new = request.row < 0
         try:
             return self._admission.schedule(request, token_budget, match)
@@ -169,8 +183,15 @@ class DynamicInferenceContext:
                 self.release(request)
             raise
 
+    def blocks_to_admit(self, request: DynamicInferenceRequest) -> tuple[int, int]:
+        """How many KV blocks that nobody holds a waiting request needs, and how many there are."""
+        kv, shared = self.kv_block_allocator, self.match(request).blocks
+        needed = -(-len(request.tokens) // self.block_size_tokens) - len(shared) + kv.count_cached(shared)
+        return needed, kv.total_count - kv.held_count
+
     def boundary_keys(self, chunk: ScheduledChunk) -> set[int]:
         """The hashes under which the states that a chunk takes will be found."""
+        self._check_chunk(chunk)
         return self._checkpoints.boundary_keys(chunk) if self._checkpoints else set()
 
     def release(self, request: DynamicInferenceRequest) -> None:
@@ -178,6 +199,7 @@ class DynamicInferenceContext:
 
         RuntimeError while a step under way computes it.
         """
+        self._check_request(request)
         if request.row < 0:
             return
         if any(chunk.request is request for chunk in self._step):
@@ -185,11 +207,10 @@ class DynamicInferenceContext:
                 f"request {request.request_id} is part of the step under way; end or abort it first"
             )
         self._states.unpin(request)
-        self.kv_block_allocator.release_memory_blocks(request.blocks)
+        blocks = request.blocks
         self._rows.give_back(request)
-        request.state_index = request.rolling_block = -1
-        request.immutable_blocks = request.computed = request.seen_tokens = 0
-        request.paused = request.shares_cache = False
+        _hold_nothing(request)
+        self.kv_block_allocator.release_memory_blocks(blocks)  # last: it calls observers
 
     # ---- one step
 
@@ -199,9 +220,13 @@ class DynamicInferenceContext:
         The inputs' index tensors are copied to the device without synchronising.
         """
         self._check_between_steps("begin_step")
-        if not chunks or any(chunk.request.row < 0 for chunk in chunks):
+        if not isinstance(chunks, Sequence):
+            raise ValueError(f"chunks is {shown(chunks)}; accepted: a list of scheduled chunks")
+        ready = {chunk.request.row for chunk in chunks if self._is_ready(chunk)}
+        if not chunks or len(ready) < len(chunks):
             raise ValueError(
-                f"chunks has {len(chunks)} entries; accepted: one or more, of requests with a row"
+                f"chunks has {len(chunks)} entries, {len(ready)} of them ready; accepted: one or more, as "
+                "`schedule` gave them, each for another request, to which nothing has happened since"
             )
         ordered = sorted(chunks, key=lambda chunk: not chunk.decoding)
         self._step = self._checkpoints.reserve(ordered) if self._checkpoints else ordered
@@ -216,6 +241,7 @@ class DynamicInferenceContext:
 
     def state_destination(self, chunk: ScheduledChunk) -> int:
         """The pool index where the last state of a chunk of this step goes."""
+        self._check_chunk(chunk)
         return self._states.destination(chunk)
 
     def end_step(self) -> None:
@@ -239,8 +265,9 @@ class DynamicInferenceContext:
         Every request of the step is released; scheduled again, it restarts from its last cached state.
         """
         aborted, self._step = self._step, []
-        if self._checkpoints is not None:
-            self._checkpoints.release(aborted)
+        slots = self.mamba_slot_allocator
+        if slots is not None:  # also what `begin_step` reserved before it failed
+            slots.release_reservation([s for s in range(slots.max_slots) if slots.is_reserved(s)])
         for chunk in aborted:
             self.release(chunk.request)
 
@@ -287,12 +314,12 @@ class DynamicInferenceContext:
     def unpin_prefix(self, prefix: PinnedPrefix) -> None:
         """Let go of a pinned prefix; ValueError if it is not pinned (any more)."""
         if self._pinned is None:
-            raise ValueError(f"prefix is {prefix!r}; accepted: none, there is no prefix caching")
+            raise ValueError(f"prefix is {shown(prefix)}; accepted: none, there is no prefix caching")
         self._pinned.unpin(prefix)
 
     def _hashed(self, tokens: Sequence[int], salt: bytes) -> PrefixHashChain:
-        chain = PrefixHashChain(self.block_size_tokens, salt)
-        chain.extend_to(tokens)
+        chain = PrefixHashChain(self.block_size_tokens, instance("salt", salt, bytes))
+        chain.extend_to(integers("tokens", tokens, 0, self.spec.vocab_size - 1))
         return chain
 
     # ---- the whole
@@ -334,17 +361,49 @@ class DynamicInferenceContext:
             self.kv_cache = self._new_kv_cache()
 
     def reset(self) -> None:
-        """Drop every request, prefix, state, reservation and count, also in the middle of a step."""
-        self.abort_step()
+        """Drop every request, prefix, state, pin, reservation and count, also in the middle of a step.
+
+        Relies on nothing being consistent: whatever a failure left behind is gone afterwards.
+        """
+        self._step = []
         for request in self.requests:
-            self.release(request)
-        if not self.suspended:
-            self.reset_prefix_cache()
+            request.row, request.blocks = -1, []
+            _hold_nothing(request)
+        self._empty_rows()
+        if self._pinned is not None:
+            self._pinned.clear()
         if self.mamba_slot_allocator is not None:
             self.mamba_slot_allocator.committed_total = self.mamba_slot_allocator.evicted_total = 0
+            self.mamba_slot_allocator.reset()
+        try:
+            self.kv_block_allocator.deregister_all()  # tells observers
+        finally:
+            self.kv_block_allocator.reset()
         self.batch_dimensions = BatchDimensions(0, 0)
         self._ledger = TokenLedger()
         self._requests_seen = 0
+
+    def _check_request(self, request: DynamicInferenceRequest) -> None:
+        if not isinstance(request, DynamicInferenceRequest):
+            raise ValueError(f"request is {shown(request)}; accepted: a DynamicInferenceRequest")
+        if request.row >= 0 and not self._rows.holds(request):
+            raise ValueError(
+                f"request has id {request.request_id} and row {request.row}; accepted: one without a row, or "
+                "in a row of this context"
+            )
+
+    def _is_ready(self, chunk: ScheduledChunk) -> bool:
+        return (
+            isinstance(chunk, ScheduledChunk)
+            and self._rows.holds(chunk.request)
+            and chunk.start == chunk.request.computed
+        )
+
+    def _check_chunk(self, chunk: ScheduledChunk) -> None:
+        if not isinstance(chunk, ScheduledChunk) or not self._rows.holds(chunk.request):
+            raise ValueError(
+                f"chunk is {shown(chunk)}; accepted: a ScheduledChunk of a request with a row of this context"
+            )
 
     def _check_between_steps(self, call: str) -> None:
         if self._step:
@@ -390,5 +449,13 @@ class DynamicInferenceContext:
         assert references == {block: n for block, n in enumerate(counts) if n}, "a KV reference leaked"
         if self.mamba_slot_allocator is not None:
             self.mamba_slot_allocator.check_integrity()
+            findable = len(self.mamba_slot_allocator.hash_to_block_id)
+            assert findable == self.mamba_slot_allocator.committed_count, "a state that nobody can find"
             assert pins == self.mamba_slot_allocator.pins, "a pin leaked"
             assert self._step or not self.mamba_slot_allocator.reserved_count, "a reservation leaked"
+
+
+def _hold_nothing(request: DynamicInferenceRequest) -> None:
+    request.state_index = request.pinned_slot = request.rolling_block = -1
+    request.immutable_blocks = request.computed = request.seen_tokens = 0
+    request.paused = request.shares_cache = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...validation import integer
+from ...validation import INT32_MAX, instance, integer, shown
 from ..policies.checkpoint_plan import CheckpointPlan
 
 if TYPE_CHECKING:
@@ -35,14 +35,22 @@ class IntermediateStates:
     ) -> None:
         context = allocator.context
         self._allocator = allocator
-        self._plan: CheckpointPlan = getattr(context, "checkpoint_plan", None) or CheckpointPlan()
-        rows = int(getattr(context, "max_requests", 0))
-        default_width = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
-        width = int(getattr(context, "max_intermediate_offsets_per_request", default_width))
-        self.max_count = int(getattr(context, "max_mamba_intermediate_states_per_step", 0))
+        plan = getattr(context, "checkpoint_plan", None)
+        self._plan = CheckpointPlan() if plan is None else plan
+        instance("context.checkpoint_plan", self._plan, CheckpointPlan)
+
+        def size(name: str, missing: int, minimum: int = 0) -> int:
+            """A size that the host states, or may state."""
+            value = getattr(context, name, None)
+            return missing if value is None else integer(f"context.{name}", value, minimum, INT32_MAX)
+
+        rows = size("max_requests", 0)
+        width = size("max_intermediate_offsets_per_request", MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
+        self.max_count = size("max_mamba_intermediate_states_per_step", 0)
         self.pending = False
         self.dropped = 0
-        block, grid = getattr(context, "block_size_tokens", None), self._grid
+        block = size("block_size_tokens", 0, minimum=1)
+        grid = size("ssm_chunk_alignment", 0) or size("mamba_chunk_size", 1) or 1
         if block and grid and block % grid:
             warnings.warn(
                 f"block_size_tokens is {block}, no multiple of the SSD chunk ({grid}): most block boundaries "
@@ -71,11 +79,18 @@ class IntermediateStates:
         (`req.precomputed_block_hashes` empty) take no state: nobody could find it.
         """
         context = self._allocator.context
-        integer("current_id", row, 0, len(self.counts_cpu) - 1)
+        row = integer("current_id", row, 0, len(self.counts_cpu) - 1)
         block = int(context.block_size_tokens)
-        finished = int(req.finished_chunk_token_count)
-        start, stop = finished + skip_tokens, finished + prefill_chunk_length
-        prompt = len(req.prompt_tokens)
+        try:
+            finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"req is {shown(req)}; accepted: what has prompt_tokens and finished_chunk_token_count"
+            ) from error
+        most = context.request_to_kv_block_ids.shape[1] * block - finished
+        start = finished + integer("skip_tokens", skip_tokens, 0)
+        stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, most)
+        num_matched_blocks = integer("num_matched_blocks", num_matched_blocks, 0)
         self._clear_rows(slice(row, row + 1))
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return

@@ -9,13 +9,14 @@ import torch
 
 from ...config import EVICTION_POLICIES
 from ...errors import KVBlockCapacityError
-from ...validation import boolean, integer, integers, one_of
+from ...validation import INT32_MAX, boolean, integer, integers, one_of, shown
 from ..policies.ghost_list import GhostList
 
 logger = logging.getLogger(__name__)
 
 DeregistrationObserver = Callable[[list[int], set[int]], None]
 MAX_HASH = (1 << 63) - 1
+LeafEntry = tuple[bool, int, int]  # holds a state, when it was used last, block
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the salt for a prefix's first block."""
 
@@ -45,7 +46,7 @@ class KVBlockAllocator:
         enable_prefix_caching: bool = True,
         prefix_caching_eviction_policy: str = "lru",
     ) -> None:
-        self.total_count = integer("total_count", total_count, 1)
+        self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self.enable_prefix_caching = boolean("enable_prefix_caching", enable_prefix_caching)
         self.prefix_caching_eviction_policy = one_of(
             "prefix_caching_eviction_policy", prefix_caching_eviction_policy, EVICTION_POLICIES
@@ -59,10 +60,13 @@ class KVBlockAllocator:
         self.holds_state: Callable[[int], bool] = lambda block_id: False
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
-        # Numpy views of the tensors: the same memory, an order of magnitude cheaper to index.
-        self._refs = self.block_ref_counts.numpy()
-        self._hashes = self.block_hashes.numpy()
-        self._timestamps = self.block_timestamps.numpy()
+        # Views of the tensors' memory: a list of blocks at once through numpy, one block through a
+        # memoryview, which costs a fortieth of indexing the tensor.
+        self._hashes_of = self.block_hashes.numpy()
+        self._refs_of = self.block_ref_counts.numpy()
+        self._refs = memoryview(self._refs_of)
+        self._hashes = memoryview(self._hashes_of)
+        self._timestamps = memoryview(self.block_timestamps.numpy())
         self._clear_maps()
 
     def _clear_maps(self) -> None:
@@ -72,9 +76,11 @@ class KVBlockAllocator:
 
     def _forget_content(self) -> None:
         self._content: dict[int, tuple[Parent, bytes]] = {}
-        self._child_count: Counter[int] = Counter()
-        self._held_child_count: Counter[int] = Counter()
-        self._leaves: list[tuple[bool, int, int]] = []
+        self._child_count = [0] * self.total_count
+        self._held_child_count = [0] * self.total_count
+        # The eviction order: a heap, and of each cached leaf its entry in it that counts.
+        self._leaves: list[LeafEntry] = []
+        self._leaf_entry: dict[int, LeafEntry] = {}
         self._cached_count = 0
 
     # ---- how much there is
@@ -95,11 +101,13 @@ class KVBlockAllocator:
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
         """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held."""
-        return len(self._free) + self._cached_count - potential_matched_count >= num_blocks
+        needed = integer("num_blocks", num_blocks, 0)
+        matched = integer("potential_matched_count", potential_matched_count, 0)
+        return len(self._free) + self._cached_count - matched >= needed
 
     def count_cached(self, block_ids: Sequence[int]) -> int:
         """How many of these registered blocks nobody holds."""
-        return sum(1 for block in block_ids if self._refs[block] == 0)
+        return sum(1 for block in self._checked(block_ids) if self._refs[block] == 0)
 
     # ---- allocation and references
 
@@ -108,14 +116,14 @@ class KVBlockAllocator:
 
         Raises KVBlockCapacityError, with nothing evicted, when too few are free or cached.
         """
-        integer("num_blocks", num_blocks, 0)
+        num_blocks = integer("num_blocks", num_blocks, 0)
         if not self.is_memory_available(num_blocks):
             raise KVBlockCapacityError(num_blocks, len(self._free) + self._cached_count)
         self.evict_lru_blocks(num_blocks - len(self._free))
         cut = len(self._free) - num_blocks
         blocks = self._free[cut:][::-1]
         del self._free[cut:]
-        self._refs[blocks] = 1
+        self._refs_of[blocks] = 1
         return blocks
 
     def add_references(self, block_ids: Sequence[int]) -> None:
@@ -138,13 +146,11 @@ class KVBlockAllocator:
         for block in blocks:
             if self._refs[block] == 0:
                 self._cached_count -= 1
-                self._count_held_child(block, 1)
+                self._leaf_entry.pop(block, None)
+                parent = self._content[block][0]
+                if isinstance(parent, int):
+                    self._held_child_count[parent] += 1
             self._refs[block] += 1
-
-    def _count_held_child(self, block: int, change: int) -> None:
-        parent = self._content[block][0]
-        if isinstance(parent, int):
-            self._held_child_count[parent] += change
 
     def release_memory_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one reference of each block, a sequence's blocks in order.
@@ -155,39 +161,49 @@ class KVBlockAllocator:
         blocks = self._checked(block_ids)
         self._check_release(Counter(blocks))
         self._clock += 1
-        dropped = []
+        cached = []
+        refs, content_of, held_children = self._refs, self._content, self._held_child_count
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            if self._refs[block]:
+            refs[block] = left = refs[block] - 1
+            if left:
                 continue
-            if block not in self._content:
+            content = content_of.get(block)
+            if content is None:
                 self._free.append(block)
                 continue
-            self._cached_count += 1
-            self._count_held_child(block, -1)
-            if self.prefix_caching_eviction_policy == "ref_zero":
-                dropped.append(block)
-            else:
-                self._timestamps[block] = self._clock
+            cached.append(block)
+            if isinstance(content[0], int):
+                held_children[content[0]] -= 1
+        self._cached_count += len(cached)
+        if self.prefix_caching_eviction_policy == "ref_zero":
+            for block in cached:
+                self._detach(block)
+            self._deregister(cached)
+            return
+        for block in cached:
+            self._timestamps[block] = self._clock
+            if not self._child_count[block]:
                 self._offer_leaf(block)
-        if dropped:
-            for block in dropped:
-                self._deregister(block)
-            self._free_and_notify(dropped)
 
     def _check_release(self, counts: Counter[int]) -> None:
         """Enough references, and no parent let go while a child of it stays held."""
-        leaving: Counter[Parent] = Counter()
+        refs, content_of, held_children = self._refs, self._content, self._held_child_count
+        leaving: dict[Parent, int] = {}  # children that leave, by parent
+        parents = []
         for block, count in counts.items():
-            if self._refs[block] < count:
+            held = refs[block]
+            if held < count:
                 raise ValueError(
                     f"block_ids names {block} {count} times; accepted: at most as often as it has "
-                    f"references ({self._refs[block]})"
+                    f"references ({held})"
                 )
-            if self._refs[block] == count and block in self._content:
-                leaving[self._content[block][0]] += 1
-        for block, count in counts.items():
-            if self._refs[block] == count and self._held_child_count[block] > leaving[block]:
+            if held == count and block in content_of:
+                parent = content_of[block][0]
+                leaving[parent] = leaving.get(parent, 0) + 1
+                if held_children[block]:
+                    parents.append(block)
+        for block in parents:
+            if held_children[block] > leaving.get(block, 0):
                 raise ValueError(f"block_ids names {block}; accepted: with the held blocks that continue it")
 
     # ---- prefixes
@@ -197,10 +213,24 @@ class KVBlockAllocator:
 
         Token ids are compared, not only hashes.
         """
+        if not isinstance(parent, bytes):
+            parent = integer("parent", parent, 0, self.total_count - 1)
+        keys = hashes if type(hashes) is list else integers("hashes", hashes, 1, MAX_HASH)
+        contents = tokens if type(tokens) is list else _checked_contents(tokens)
+        if len(keys) != len(contents):
+            raise ValueError(
+                f"hashes has {len(keys)} entries and tokens {len(contents)}; accepted: equally many"
+            )
         matched: list[int] = []
-        for key, content in zip(hashes, tokens, strict=True):
+        for key, content in zip(keys, contents, strict=True):  # checked as far as it is looked at
+            if type(key) is not int or type(content) is not bytes:
+                key = integer(f"hashes[{len(matched)}]", key, 1, MAX_HASH)
+                content = _checked_contents([content])[0]
             block = self.kv_hash_to_block_id.get(key, -1)
-            if block < 0 or self._content[block] != (parent, content):
+            if block < 0:
+                integer(f"hashes[{len(matched)}]", key, 1, MAX_HASH)
+                break
+            if self._content[block] != (parent, content):
                 break
             matched.append(block)
             parent = block
@@ -221,13 +251,15 @@ class KVBlockAllocator:
             )
         blocks = self._checked(block_ids)
         keys = integers("hashes", hashes, 1, MAX_HASH)
+        tokens = _checked_contents(tokens)
         if not len(blocks) == len(keys) == len(tokens):
             raise ValueError(
                 f"block_ids, hashes and tokens have {len(blocks)}, {len(keys)} and {len(tokens)} entries; "
                 "accepted: equally many"
             )
         parent = self._checked_parent(parent)
-        if len(set(blocks)) < len(blocks) or any(not self._refs[b] or b in self._content for b in blocks):
+        registered = not self._content.keys().isdisjoint(blocks)
+        if registered or len(set(blocks)) < len(blocks) or not all(map(self._refs.__getitem__, blocks)):
             raise ValueError(
                 f"block_ids is {blocks}; accepted: distinct, held blocks that are not registered yet"
             )
@@ -260,11 +292,12 @@ class KVBlockAllocator:
         if isinstance(parent, int):
             self._child_count[parent] += 1
             self._held_child_count[parent] += 1
+            self._leaf_entry.pop(parent, None)  # it may be a twin that nobody holds yet
         self.ghosts.discard(key)
 
     def child_count(self, block_id: int) -> int:
         """Registered blocks that continue this one; two or more make it a fork."""
-        return self._child_count[block_id]
+        return self._child_count[integer("block_id", block_id, 0, self.total_count - 1)]
 
     # ---- eviction
 
@@ -274,74 +307,76 @@ class KVBlockAllocator:
         Only leaves go, so no chain loses its middle: those that hold no state first (nothing can resume
         there), then by last use. Raises KVBlockCapacityError with nothing changed.
         """
-        if integer("num_blocks", num_blocks) <= 0:
+        num_blocks = integer("num_blocks", num_blocks)
+        if num_blocks <= 0:
             return []
         if num_blocks > self._cached_count:
             raise KVBlockCapacityError(num_blocks, self._cached_count)
         victims: list[int] = []
+        entry_of, holds_state = self._leaf_entry, self.holds_state
         while len(victims) < num_blocks:
-            held_state, timestamp, block = heapq.heappop(self._leaves)
-            if not self._is_evictable_leaf(block) or self._timestamps[block] != timestamp:
+            entry = heapq.heappop(self._leaves)
+            held_state, _, block = entry
+            if entry_of.get(block) is not entry:
                 continue
-            if self.holds_state(block) != held_state:
+            if holds_state(block) != held_state:
                 self._offer_leaf(block)
                 continue
+            del entry_of[block]
             victims.append(block)
-            self._deregister(block)
-        self._free_and_notify(victims)
+            parent = self._detach(block)
+            if parent >= 0 and not self._refs[parent]:
+                self._offer_leaf(parent)
+        self._deregister(victims)
         return victims
 
     def note_state_changed(self, block_id: int) -> None:
         """A cached block gained or lost its state: its place in the eviction order follows."""
-        self._offer_leaf(block_id)
+        if integer("block_id", block_id, 0, self.total_count - 1) in self._leaf_entry:
+            self._offer_leaf(block_id)
 
     def observe_deregistration(self, observer: DeregistrationObserver) -> None:
         """Have `observer(block_ids, hashes)` called after each deregistration, before blocks are reused.
 
         One that raises is logged; the others are called and the blocks are freed all the same.
         """
+        if not callable(observer):
+            raise ValueError(f"observer is {shown(observer)}; accepted: a callable of blocks and hashes")
         self._observers.append(observer)
 
     def _offer_leaf(self, block: int) -> None:
-        if not self._is_evictable_leaf(block):
-            return
-        heapq.heappush(self._leaves, (self.holds_state(block), int(self._timestamps[block]), block))
-        if len(self._leaves) > 2 * self._cached_count + 64:
-            self._drop_stale_leaves()
+        """Give a cached block without children its place in the eviction order, in place of an older one."""
+        entry = (self.holds_state(block), self._timestamps[block], block)
+        self._leaf_entry[block] = entry
+        heapq.heappush(self._leaves, entry)
+        if len(self._leaves) > 2 * len(self._leaf_entry) + 64:
+            self._leaves = list(self._leaf_entry.values())  # without those that count no longer
+            heapq.heapify(self._leaves)
 
-    def _drop_stale_leaves(self) -> None:
-        """Stale entries are skipped when popped; this keeps them from outnumbering the blocks."""
-        current = {
-            (self.holds_state(block), timestamp, block)
-            for _, timestamp, block in self._leaves
-            if self._is_evictable_leaf(block) and self._timestamps[block] == timestamp
-        }
-        self._leaves = list(current)
-        heapq.heapify(self._leaves)
-
-    def _is_evictable_leaf(self, block: int) -> bool:
-        return bool(self._refs[block] == 0) and block in self._content and not self._child_count[block]
-
-    def _deregister(self, block: int) -> None:
-        self.departures += 1
+    def _detach(self, block: int) -> int:
+        """Take a block out of its chain; its parent if that is left without children, else -1."""
         parent, _ = self._content.pop(block)
-        key = int(self._hashes[block])
-        del self.kv_hash_to_block_id[key]
-        self.ghosts.add(key, "evicted")
-        self._cached_count -= 1
-        if isinstance(parent, int):
-            self._child_count[parent] -= 1
-            if not self._child_count[parent]:
-                del self._child_count[parent]
-                self._held_child_count.pop(parent, None)
-                self._offer_leaf(parent)
+        if not isinstance(parent, int):
+            return -1
+        self._child_count[parent] = left = self._child_count[parent] - 1
+        return -1 if left else parent
 
-    def _free_and_notify(self, blocks: list[int]) -> None:
-        """Blocks go to the free list before anyone is told, so a raising observer loses none."""
-        hashes = set(self._hashes[blocks].tolist())
-        self._hashes[blocks] = -1
+    def _deregister(self, blocks: list[int]) -> None:
+        """Forget the hashes of detached blocks and free them.
+
+        They go to the free list before anyone is told, so a raising observer loses none.
+        """
+        if not blocks:
+            return
+        keys: list[int] = self._hashes_of[blocks].tolist()
+        for key in keys:
+            del self.kv_hash_to_block_id[key]
+            self.ghosts.add(key, "evicted")
+        self._hashes_of[blocks] = -1
+        self.departures += len(blocks)
+        self._cached_count -= len(blocks)
         self._free.extend(reversed(blocks))
-        self._notify(blocks, hashes)
+        self._notify(blocks, set(keys))
 
     def _notify(self, blocks: list[int], hashes: set[int]) -> None:
         observers = [self.on_blocks_deregistered] if self.on_blocks_deregistered else []
@@ -359,7 +394,7 @@ class KVBlockAllocator:
         cached = [block for block in registered if self._refs[block] == 0]
         self.kv_hash_to_block_id.clear()
         self.ghosts.clear()
-        self._hashes[registered] = -1
+        self._hashes_of[registered] = -1
         self._forget_content()
         self._free.extend(cached)
         self._notify(registered, hashes)
@@ -387,17 +422,26 @@ class KVBlockAllocator:
         assert all(self._refs[block] == 0 for block in free), "a free block is held"
         held = {block for block in range(self.total_count) if self._refs[block] > 0}
         cached = registered - held
-        assert (self._refs >= 0).all(), "a reference count is negative"
+        assert (self._refs_of >= 0).all(), "a reference count is negative"
         assert len(free) + len(held | registered) == self.total_count, "a block is nowhere"
         assert len(cached) == self._cached_count, "the count of cached blocks is off"
-        assert {int(self._hashes[b]): b for b in registered} == self.kv_hash_to_block_id
+        assert {self._hashes[b]: b for b in registered} == self.kv_hash_to_block_id
         assert all(self._hashes[b] == -1 for b in range(self.total_count) if b not in registered)
         children = Counter(parent for parent, _ in self._content.values() if isinstance(parent, int))
-        assert children == +self._child_count, "a child count is off"
+        assert [children[b] for b in range(self.total_count)] == self._child_count, "a child count is off"
         assert set(children) <= registered, "a registered block's parent is not registered"
         held_children = Counter(p for b, (p, _) in self._content.items() if isinstance(p, int) and b in held)
-        assert held_children == +self._held_child_count, "a count of held children is off"
+        counts = [held_children[b] for b in range(self.total_count)]
+        assert counts == self._held_child_count, "a count of held children is off"
         assert set(held_children) <= held, "a block is held, its parent is not"
-        offered = {(block, time) for _, time, block in self._leaves}
-        leaves = {(b, int(self._timestamps[b])) for b in cached if not children[b]}
-        assert leaves <= offered, "an evictable leaf is not offered"
+        assert cached - set(children) == self._leaf_entry.keys(), "the cached leaves are others"
+        offered = set(map(id, self._leaves))
+        for block, entry in self._leaf_entry.items():
+            assert id(entry) in offered, "an evictable leaf is not offered"
+            assert entry[1:] == (self._timestamps[block], block), "a leaf is offered under another time"
+
+
+def _checked_contents(tokens: Sequence[bytes]) -> Sequence[bytes]:
+    if not isinstance(tokens, Sequence) or set(map(type, tokens)) - {bytes}:
+        raise ValueError(f"tokens is {shown(tokens)}; accepted: a list of bytes, the token ids of each block")
+    return tokens

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...errors import RequestOverflowError
-from ...validation import integer, integers
-from .chunk_grid import Int64Array, absolute_chunks, row_lengths
+from ...validation import INT32_MAX, described, holds_data, integer, integers, shown
+from ...validation import device as checked_device
+from .chunk_grid import MAX_POSITION, Int64Array, absolute_chunks, row_lengths
 
 
 class MambaMetadata:
@@ -26,9 +27,9 @@ class MambaMetadata:
 
     def __init__(self, max_requests: int, num_live_slots: int | None = None) -> None:
         """`num_live_slots` defaults to one a request; speculative decoding needs more."""
-        self.max_requests = integer("max_requests", max_requests, 1)
+        self.max_requests = integer("max_requests", max_requests, 1, INT32_MAX)
         self.num_live_slots = integer(
-            "num_live_slots", max_requests if num_live_slots is None else num_live_slots, 1
+            "num_live_slots", max_requests if num_live_slots is None else num_live_slots, 1, INT32_MAX
         )
         self.request_to_mamba_state_idx = torch.empty(self.max_requests, dtype=torch.int32)
         self.reset()
@@ -53,7 +54,7 @@ class MambaMetadata:
         Raises:
             ValueError: `slot` is out of range or free already; nothing is changed.
         """
-        self._release([integer("slot", slot, 0, self.num_live_slots - 1)])
+        self._release("slot", [integer("slot", slot, 0, self.num_live_slots - 1)])
 
     def free_slots(self, request_indices: Iterable[int] | Tensor) -> None:
         """Give back the slots of these rows and clear the rows; rows without a slot are passed over.
@@ -64,7 +65,7 @@ class MambaMetadata:
         """
         rows = integers("request_indices", request_indices, 0, self.max_requests - 1)
         slots = self.request_to_mamba_state_idx[rows].tolist()
-        self._release([slot for slot in slots if slot != -1])
+        self._release("request_indices", [slot for slot in slots if slot != -1])
         self.request_to_mamba_state_idx[rows] = -1
 
     def reset(self) -> None:
@@ -82,11 +83,11 @@ class MambaMetadata:
         assert len(set(named)) == len(named), "two rows name one slot"
         assert self._free.keys().isdisjoint(named), "a row names a free slot"
 
-    def _release(self, slots: list[int]) -> None:
+    def _release(self, named_by: str, slots: list[int]) -> None:
         released = dict.fromkeys(slots)
         if len(released) < len(slots) or not released.keys().isdisjoint(self._free):
             raise ValueError(
-                f"slots are {slots}, some free or named twice; accepted: slots in use, once each"
+                f"{named_by} names slots {slots}, some free or named twice; accepted: slots in use, once each"
             )
         self._free.update(released)
 
@@ -168,10 +169,13 @@ class Mamba2AttentionMetadataBuilder:
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = layer_names
         self.vllm_config = vllm_config
-        self.device = torch.device(device)
-        self.chunk_size = integer(
-            "model_config.get_mamba_chunk_size()", vllm_config.model_config.get_mamba_chunk_size(), 1
-        )
+        self.device = checked_device("device", device)
+        get_chunk_size = getattr(getattr(vllm_config, "model_config", None), "get_mamba_chunk_size", None)
+        if not callable(get_chunk_size):
+            raise ValueError(
+                f"vllm_config is {shown(vllm_config)}; accepted: what has model_config.get_mamba_chunk_size()"
+            )
+        self.chunk_size = integer("model_config.get_mamba_chunk_size()", get_chunk_size(), 1, MAX_POSITION)
 
     def build(
         self,
@@ -191,8 +195,14 @@ class Mamba2AttentionMetadataBuilder:
             ValueError: `query_start_loc_cpu` is not 1-D, not on the CPU, does not start at 0 or
                 decreases; the computed counts are not as many, or negative.
         """
+        compute = getattr(common_attn_metadata, "compute_num_computed_tokens", None)
+        if not callable(compute) or not hasattr(common_attn_metadata, "query_start_loc_cpu"):
+            raise ValueError(
+                f"common_attn_metadata is {shown(common_attn_metadata)}; accepted: what has "
+                "query_start_loc_cpu and compute_num_computed_tokens()"
+            )
         query_start_loc = common_attn_metadata.query_start_loc_cpu
-        computed = common_attn_metadata.compute_num_computed_tokens().cpu()
+        computed = _on_host(compute())
         starts = _host_integers("query_start_loc_cpu", query_start_loc)
         before = _host_integers("compute_num_computed_tokens()", computed)
         lengths = row_lengths(before, starts)
@@ -202,6 +212,12 @@ class Mamba2AttentionMetadataBuilder:
         num_prefills = before.size - num_decodes
         num_decode_tokens = int(starts[num_decodes])
         block_table: Tensor | None = getattr(common_attn_metadata, "block_table_tensor", None)
+        if block_table is not None and not (
+            isinstance(block_table, Tensor) and block_table.dim() == 2 and block_table.shape[1]
+        ):
+            raise ValueError(
+                f"block_table_tensor {described(block_table)}; accepted: a tensor [requests, blocks], or None"
+            )
         metadata = Mamba2AttentionMetadata(
             num_prefills=num_prefills,
             num_prefill_tokens=int(starts[-1]) - num_decode_tokens,
@@ -250,9 +266,9 @@ class Mamba2AttentionMetadataBuilder:
         """
         computed = _host_integers("num_computed_tokens_p_cpu", num_computed_tokens_p_cpu)
         starts = _host_integers("query_start_loc_p_cpu", query_start_loc_p_cpu)
-        if computed.size != num_prefills:
+        if computed.size != integer("num_prefills", num_prefills, 0):
             raise ValueError(
-                f"num_prefills is {num_prefills!r}; accepted: {computed.size}, the computed counts"
+                f"num_prefills is {shown(num_prefills)}; accepted: {computed.size}, the computed counts"
             )
         cu_chunk_seqlen, seq_idx, last_chunk_indices = absolute_chunks(computed, starts, self.chunk_size)
         return (
@@ -275,8 +291,8 @@ def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> t
     Raises:
         ValueError: `query_start_loc` is not 1-D, does not start at 0 or decreases; `chunk_size` < 1.
     """
-    integer("chunk_size", chunk_size, 1)
-    starts = _host_integers("query_start_loc", query_start_loc.cpu())
+    chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
+    starts = _host_integers("query_start_loc", _on_host(query_start_loc))
     cu_chunk_seqlens, seq_idx, last_chunk_indices = absolute_chunks(starts[:-1], starts, chunk_size)
     return (
         torch.from_numpy(cu_chunk_seqlens).to(query_start_loc.device),
@@ -285,11 +301,20 @@ def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> t
     )
 
 
+_SIGNED_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """On the CPU, if it is a tensor that holds data on a device; whatever else it is, unchanged."""
+    return tensor.cpu() if isinstance(tensor, Tensor) and holds_data(tensor) else tensor
+
+
 def _host_integers(name: str, tensor: Tensor) -> Int64Array:
-    array = tensor.numpy() if tensor.is_cpu else None
-    if array is None or array.ndim != 1 or array.dtype.kind != "i":
-        raise ValueError(
-            f"{name} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}; "
-            "accepted: a 1-D integer tensor on the CPU"
-        )
-    return array.astype(np.int64)
+    if (
+        not isinstance(tensor, Tensor)
+        or not (tensor.is_cpu and holds_data(tensor))
+        or tensor.dim() != 1
+        or tensor.dtype not in _SIGNED_INTEGERS
+    ):
+        raise ValueError(f"{name} {described(tensor)}; accepted: a 1-D integer tensor on the CPU")
+    return tensor.numpy().astype(np.int64)

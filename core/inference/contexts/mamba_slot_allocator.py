@@ -6,12 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config import EVICTION_POLICIES
 from ...errors import MambaSlotCapacityError
-from ...validation import float_dtype, integer, integers
+from ...validation import (
+    INT32_MAX,
+    addressable,
+    described,
+    float_dtype,
+    holds_data,
+    integer,
+    integers,
+    numbers,
+    one_of,
+    shown,
+)
 from ..kernels.state_copy import StateTensors, copy_states
 from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
+from .kv_block_allocator import MAX_HASH
 from .state_index import StateIndex
 from .state_pool import StatePool
 
@@ -56,26 +69,31 @@ class MambaSlotAllocator:
         ssm_states_dtype: torch.dtype,
     ) -> None:
         self.context = context
-        self.max_slots = integer("max_slots", max_slots, 0)
-        self.num_mamba_layers = integer("num_mamba_layers", num_mamba_layers, 0)
-        conv_shape = tuple(integers("conv_states_shape", conv_states_shape, 1))
-        ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1))
+        self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
+        self.num_mamba_layers = integer("num_mamba_layers", num_mamba_layers, 0, INT32_MAX)
+        conv_shape = tuple(integers("conv_states_shape", conv_states_shape, 1, INT32_MAX))
+        ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1, INT32_MAX))
         float_dtype("conv_states_dtype", conv_states_dtype)
         float_dtype("ssm_states_dtype", ssm_states_dtype)
-        kv = context.kv_block_allocator
-        self.num_blocks: int = kv.total_count if hasattr(kv, "total_count") else kv.pool_size
+        slots = (self.num_mamba_layers, self.max_slots)
+        addressable("conv_states_shape", conv_shape, (*slots, *conv_shape), conv_states_dtype)
+        addressable("ssm_states_shape", ssm_shape, (*slots, *ssm_shape), ssm_states_dtype)
+        self.num_blocks = _block_count(context)
 
         self._pool: StatePool | None = getattr(context, "state_pool", None)
         if self._pool is not None:
-            expected = [(self.num_mamba_layers, self.max_slots, *shape) for shape in (conv_shape, ssm_shape)]
-            if [tuple(self.conv_states.shape), tuple(self.ssm_states.shape)] != expected:
-                raise ValueError(
-                    f"context.state_pool has durable states {tuple(self.conv_states.shape)} and "
-                    f"{tuple(self.ssm_states.shape)}; accepted: {expected[0]} and {expected[1]}"
-                )
+            _check_pool(
+                self._pool,
+                [((*slots, *conv_shape), conv_states_dtype), ((*slots, *ssm_shape), ssm_states_dtype)],
+            )
         else:
-            device = context.mamba_ssm_states.device
-            slots = (self.num_mamba_layers, self.max_slots)
+            live = getattr(context, "mamba_ssm_states", None)
+            if not isinstance(live, Tensor) or not holds_data(live):
+                raise ValueError(
+                    f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that "
+                    "holds data"
+                )
+            device = live.device
             self._own_conv = torch.zeros(*slots, *conv_shape, dtype=conv_states_dtype, device=device)
             self._own_ssm = torch.zeros(*slots, *ssm_shape, dtype=ssm_states_dtype, device=device)
 
@@ -85,7 +103,7 @@ class MambaSlotAllocator:
         self.hash_to_block_id = self._index.hash_to_block_id
         self.free_slots = torch.arange(self.max_slots, dtype=torch.int32)
         self.free_count = self.max_slots
-        self._free_slots = self.free_slots.numpy()  # the same memory, cheaper to index
+        self._free_slots = memoryview(self.free_slots.numpy())  # the same memory, cheaper to index
         self.ghosts = GhostList(8 * self.max_slots)
         self._reserved: dict[int, int] = {}  # slot -> the block it is reserved for, -1 once that block left
         self._pins: dict[int, int] = {}
@@ -104,9 +122,11 @@ class MambaSlotAllocator:
         self._eos_cache_block_id_cpu = self._intermediate.eos_block_id_cpu
 
     def _make_policy(self) -> SlotEvictionPolicy:
-        name = getattr(self.context, "prefix_caching_eviction_policy", "lru")
-        ref_zero = str(getattr(name, "value", name)).lower() == "ref_zero"
-        return RefZeroEviction() if ref_zero else LRUEviction()
+        policy = getattr(self.context, "prefix_caching_eviction_policy", "lru")
+        policy = getattr(policy, "value", policy)  # an enumeration, in some hosts
+        policy = policy.lower() if isinstance(policy, str) else policy
+        name = one_of("context.prefix_caching_eviction_policy", policy, EVICTION_POLICIES)
+        return RefZeroEviction() if name == "ref_zero" else LRUEviction()
 
     @property
     def conv_states(self) -> Tensor:
@@ -122,7 +142,9 @@ class MambaSlotAllocator:
 
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
-        return block_id in self._index or self.get_slot(block_id) >= 0
+        if type(block_id) is int and 0 <= block_id < self.num_blocks:
+            return block_id in self._index.slot_by_block
+        return self.get_slot(block_id) >= 0
 
     def get_slot(self, block_id: int) -> int:
         """The committed slot of `block_id`, or -1."""
@@ -130,6 +152,7 @@ class MambaSlotAllocator:
 
     def is_reserved(self, slot: int) -> bool:
         """Whether a step under way may write `slot`."""
+        slot = integer("slot", slot, 0, self.max_slots - 1)
         return slot in self._reserved and slot not in self._pins
 
     @property
@@ -198,8 +221,8 @@ class MambaSlotAllocator:
             )  # the block was deregistered since: its id may mean another prefix
             key = -1 if gone or block < 0 else int(hashes[block])
             if key > 0 and block not in self._index:
-                self._enter(block, slot)
-                self._name(block, key)
+                self._enter([block], [slot])
+                self._name([(block, key)])
             else:
                 self._push_free(slot)
             results.append(-1 if gone else self._index.slot_of(block))
@@ -236,7 +259,7 @@ class MambaSlotAllocator:
 
     def was_used(self, slot: int) -> bool:
         """Whether a request ever resumed from what this slot holds now."""
-        return slot in self._used
+        return integer("slot", slot, 0, self.max_slots - 1) in self._used
 
     @property
     def pins(self) -> dict[int, int]:
@@ -252,16 +275,18 @@ class MambaSlotAllocator:
         changed.
         """
         blocks = self._checked(block_ids)
-        reserved = self.reserved_blocks.intersection(blocks)
+        reserved = self.reserved_blocks.intersection(blocks) if self._reserved else None
         if reserved:
             raise ValueError(
                 f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
             )
-        new = [block for block in dict.fromkeys(blocks) if block not in self._index]
-        keep = [self._index.slot_of(block) for block in blocks if block in self._index]
-        for block, slot in zip(new, self._take_slots(len(new), keep), strict=True):
-            self._enter(block, slot)
-        return [self._index.slot_of(block) for block in blocks]
+        slot_by_block = self._index.slot_by_block
+        new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
+        all_new = len(new) == len(blocks)
+        keep = () if all_new else [slot_by_block[block] for block in blocks if block in slot_by_block]
+        slots = self._take_slots(len(new), keep)
+        self._enter(new, slots)
+        return slots if all_new else [slot_by_block[block] for block in blocks]
 
     def _evict_lru_slots_batch(self, num_needed: int) -> list[int]:
         """Evict states; the caller owns the returned slots, as reserved ones, until `release_reservation`."""
@@ -273,7 +298,7 @@ class MambaSlotAllocator:
         from_free = min(count, self.free_count)
         evicted = self._evict(count - from_free, keep, free=from_free)
         cut = self.free_count - from_free
-        taken: list[int] = self._free_slots[cut : self.free_count].tolist()
+        taken = self._free_slots[cut : self.free_count].tolist() if from_free else []
         self.free_count = cut
         return taken + evicted
 
@@ -284,12 +309,11 @@ class MambaSlotAllocator:
         victims = self._eviction.victims(count, lambda slot: slot not in self._pins and slot not in kept)
         if len(victims) < count:
             raise MambaSlotCapacityError(count + free, len(victims) + free)
-        for slot in victims:
-            block = self._index.block_of(slot)
-            if self._index.key_of(block) > 0:
-                self.ghosts.add(self._index.key_of(block), "evicted")
-            self._leave(block)
-            self._tell_kv(block)
+        blocks = self._index.blocks_of(victims)
+        for key in self._index.keys_of(blocks):
+            self.ghosts.add(key, "evicted")
+        self._leave(blocks)
+        self._tell_kv(blocks)
         self.evicted_total += len(victims)
         return victims
 
@@ -307,18 +331,19 @@ class MambaSlotAllocator:
 
     def invalidate_block(self, block_id: int) -> None:
         """Free the slot of `block_id`, if any, and drop its index key."""
-        self._invalidate_blocks_batch([block_id])
+        self._invalidate([integer("block_id", block_id, 0, self.num_blocks - 1)])
 
     def _invalidate_blocks_batch(self, block_ids_list: list[int]) -> None:
-        for block in self._checked(block_ids_list):
-            if block not in self._index:
-                continue
-            slot = self._leave(block)
+        self._invalidate(self._checked(block_ids_list, "block_ids_list"))
+
+    def _invalidate(self, blocks: list[int]) -> None:
+        leaving = [block for block in dict.fromkeys(blocks) if block in self._index.slot_by_block]
+        for slot in self._leave(leaving):
             if slot in self._pins:
                 self._reserved[slot] = -1  # still being read: free when unpinned
             else:
                 self._push_free(slot)
-            self._tell_kv(block)
+        self._tell_kv(leaving)
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         """Free the slot of every listed block, with a registered hash or without.
@@ -326,10 +351,11 @@ class MambaSlotAllocator:
         `hashes_to_delete` is not needed: the keys are remembered here, because newer hosts call after
         clearing `block_hashes`.
         """
-        listed = self._checked(block_ids_list)
-        self._invalidate_blocks_batch(listed)
+        listed = self._checked(block_ids_list, "block_ids_list")
+        self._invalidate(listed)
+        gone = set(listed)
         for slot, block in self._reserved.items():
-            if block in listed:
+            if block in gone:
                 self._reserved[slot] = -1
 
     # ---- states
@@ -343,18 +369,15 @@ class MambaSlotAllocator:
             raise ValueError(f"block_id is {block_id}; accepted: a block with a slot")
         self._check_writable(slot)
         integer("layer_idx", layer_idx, 0, self.num_mamba_layers - 1)
-        for name, state, pool in (
-            ("ssm_state", ssm_state, self.ssm_states),
-            ("conv_state", conv_state, self.conv_states),
-        ):
-            if state.shape != pool.shape[2:]:
-                raise ValueError(f"{name} has shape {tuple(state.shape)}; accepted: {tuple(pool.shape[2:])}")
+        numbers("ssm_state", ssm_state, self.ssm_states.shape[2:])
+        numbers("conv_state", conv_state, self.conv_states.shape[2:])
         self.ssm_states[layer_idx, slot].copy_(ssm_state)
         self.conv_states[layer_idx, slot].copy_(conv_state)
 
     def store_from_live_batch(self, slots: list[int], request_indices: list[int]) -> None:
         """Copy the live states of context requests into slots, all layers, in one batched copy."""
         slots = integers("slots", slots, 0, self.max_slots - 1)
+        request_indices = integers("request_indices", request_indices, 0)
         if len(slots) != len(request_indices):
             raise ValueError(
                 f"request_indices has {len(request_indices)} entries; accepted: {len(slots)}, as slots"
@@ -372,6 +395,8 @@ class MambaSlotAllocator:
         Counts as a use of the state.
         """
         slot = self.get_slot(block_id)
+        rows = self.context.mamba_metadata.request_to_mamba_state_idx
+        integer("request_idx", request_idx, 0, len(rows) - 1)
         if slot < 0:
             return False
         live = self._live_index(request_idx)
@@ -400,15 +425,14 @@ class MambaSlotAllocator:
         A hash that names another block's state already keeps naming it.
         """
         blocks = self._checked(block_ids)
-        keys = integers("hashes", hashes)
+        keys = integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH)
         if len(blocks) != len(keys):
             raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
         wanted = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
         for block, _ in wanted:
-            if block not in self._index:
+            if block not in self._index.slot_by_block:
                 raise ValueError(f"block_ids names {block}; accepted: blocks with a slot")
-        for block, key in wanted:
-            self._name(block, key)
+        self._name(wanted)
 
     # ---- intermediate states of hosts whose kernels write scratch
 
@@ -474,14 +498,14 @@ class MambaSlotAllocator:
 
     def reset(self) -> None:
         """Forget every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
-        self._free_slots[:] = range(self.max_slots)
+        torch.arange(self.max_slots, out=self.free_slots)
         self.free_count = self.max_slots
         for part in (self._index, self.ghosts, self._reserved, self._pins, self._used, self._eviction):
             part.clear()
         self._intermediate.reset()
 
-    def _checked(self, block_ids: Sequence[int]) -> list[int]:
-        return integers("block_ids", block_ids, 0, self.num_blocks - 1)
+    def _checked(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
+        return integers(name, block_ids, 0, self.num_blocks - 1)
 
     def _check_committed(self, slot: int) -> None:
         if self._index.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
@@ -497,30 +521,37 @@ class MambaSlotAllocator:
         if len(set(slots)) < len(slots) or not all(map(self.is_reserved, slots)):
             raise ValueError(f"slots is {slots}; accepted: distinct reserved slots")
 
-    def _enter(self, block: int, slot: int) -> None:
-        self._index.enter(block, slot)
-        self._eviction.insert(slot)
-        self.committed_total += 1
-        self._tell_kv(block)
+    def _enter(self, blocks: list[int], slots: list[int]) -> None:
+        self._index.enter(blocks, slots)
+        insert = self._eviction.insert
+        for slot in slots:
+            insert(slot)
+        self.committed_total += len(blocks)
+        self._tell_kv(blocks)
 
-    def _name(self, block: int, key: int) -> None:
-        if self._index.name(block, key):
-            self.ghosts.discard(key)
+    def _name(self, blocks_and_keys: list[tuple[int, int]]) -> None:
+        named = [key for block, key in blocks_and_keys if self._index.name(block, key)]
+        if self.ghosts:
+            for key in named:
+                self.ghosts.discard(key)
 
-    def _leave(self, block: int) -> int:
-        slot = self._index.leave(block)
-        self._eviction.remove(slot)
-        self._used.discard(slot)
-        return slot
+    def _leave(self, blocks: list[int]) -> list[int]:
+        slots = self._index.leave(blocks)
+        remove = self._eviction.remove
+        for slot in slots:
+            remove(slot)
+        self._used.difference_update(slots)
+        return slots
 
     def _push_free(self, slot: int) -> None:
         self._free_slots[self.free_count] = slot
         self.free_count += 1
 
-    def _tell_kv(self, block: int) -> None:
+    def _tell_kv(self, blocks: list[int]) -> None:
         note = getattr(self.context.kv_block_allocator, "note_state_changed", None)
         if note is not None:
-            note(block)
+            for block in blocks:
+                note(block)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
@@ -539,3 +570,29 @@ class MambaSlotAllocator:
         )
         assert self._pins.keys() <= committed | reserved, "a free slot is pinned"
         assert self._used <= committed, "a slot without a state counts as used"
+
+
+def _block_count(context: object) -> int:
+    """The KV blocks of a host; a ValueError for what is no host."""
+    kv = getattr(context, "kv_block_allocator", None)
+    if kv is None:
+        raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")
+    name = next((name for name in ("total_count", "pool_size") if hasattr(kv, name)), "")
+    if not name or not hasattr(kv, "block_hashes"):
+        raise ValueError(
+            f"context.kv_block_allocator is {shown(kv)}; accepted: what has block_hashes, and total_count or "
+            "pool_size"
+        )
+    return integer(f"context.kv_block_allocator.{name}", getattr(kv, name), 0, INT32_MAX)
+
+
+def _check_pool(pool: object, expected: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    if not isinstance(pool, StatePool):
+        raise ValueError(f"context.state_pool is {shown(pool)}; accepted: a StatePool")
+    durable = (pool.durable_conv_states, pool.durable_ssm_states)
+    found = [(tuple(states.shape), states.dtype) for states in durable]
+    if found != expected:
+        raise ValueError(
+            f"context.state_pool has durable states {found[0]} and {found[1]}; accepted: {expected[0]} and "
+            f"{expected[1]}"
+        )

@@ -3,13 +3,16 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from ...validation import shown
 from .kv_block_allocator import KVBlockAllocator
 from .mamba_slot_allocator import MambaSlotAllocator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PinnedPrefix:
     """A prefix whose state and KV stay until it is unpinned, or the cache is reset.
+
+    Equal to itself only: one made by hand, or pinned in another context, unpins nothing.
 
     `tokens`: its length, the deepest boundary with a state when it was pinned.
     """
@@ -24,7 +27,7 @@ class PinnedPrefixes:
     def __init__(self, slots: MambaSlotAllocator, kv_blocks: KVBlockAllocator) -> None:
         self._slots = slots
         self._kv_blocks = kv_blocks
-        self._held: dict[int, tuple[list[int], int]] = {}
+        self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
         self._next_id = 0
 
     def pin(self, blocks: list[int], tokens: int) -> PinnedPrefix:
@@ -33,20 +36,26 @@ class PinnedPrefixes:
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
         pinned = PinnedPrefix(self._next_id, tokens)
-        self._held[pinned.pin_id] = (blocks, slot)
+        self._held[pinned] = (blocks, slot)
         self._next_id += 1
         return pinned
 
     def unpin(self, prefix: PinnedPrefix) -> None:
-        if not isinstance(prefix, PinnedPrefix) or prefix.pin_id not in self._held:
-            raise ValueError(f"prefix is {prefix!r}; accepted: a prefix that is pinned (a reset unpins all)")
-        blocks, slot = self._held.pop(prefix.pin_id)
+        if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
+            raise ValueError(
+                f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
+            )
+        blocks, slot = self._held.pop(prefix)
         self._slots.unpin(slot)
         self._kv_blocks.release_memory_blocks(blocks)
 
     def unpin_all(self) -> None:
-        for pin_id in list(self._held):
-            self.unpin(PinnedPrefix(pin_id, 0))
+        for prefix in list(self._held):
+            self.unpin(prefix)
+
+    def clear(self) -> None:
+        """Forget all pins; the allocators are reset by the caller."""
+        self._held.clear()
 
     @property
     def slot_pins(self) -> Counter[int]:

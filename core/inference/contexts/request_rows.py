@@ -33,6 +33,10 @@ class RequestRows:
     def free_count(self) -> int:
         return len(self._free)
 
+    def holds(self, request: DynamicInferenceRequest) -> bool:
+        """Whether the row that the request names is its own, and one of these."""
+        return self._requests.get(request.row) is request
+
     def take(self, request: DynamicInferenceRequest) -> None:
         """Seat a request that has no row; there must be a free one."""
         live = self._metadata.allocate_slot()

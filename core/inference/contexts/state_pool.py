@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...validation import float_dtype, integer, integers
+from ...validation import INT32_MAX, addressable, float_dtype, integer, integers
+from ...validation import device as checked_device
 
 
 class StatePool:
@@ -33,14 +34,17 @@ class StatePool:
         ssm_states_dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._layers = integer("num_mamba_layers", num_mamba_layers, 0)
-        self.num_live = integer("num_live", num_live, 0)
-        self.num_durable = integer("num_durable", num_durable, 0)
-        self._conv_shape = integers("conv_states_shape", conv_states_shape, 0)
-        self._ssm_shape = integers("ssm_states_shape", ssm_states_shape, 0)
+        self._layers = integer("num_mamba_layers", num_mamba_layers, 0, INT32_MAX)
+        self.num_live = integer("num_live", num_live, 0, INT32_MAX)
+        self.num_durable = integer("num_durable", num_durable, 0, INT32_MAX)
+        self._conv_shape = integers("conv_states_shape", conv_states_shape, 0, INT32_MAX)
+        self._ssm_shape = integers("ssm_states_shape", ssm_states_shape, 0, INT32_MAX)
         self._conv_dtype = float_dtype("conv_states_dtype", conv_states_dtype)
         self._ssm_dtype = float_dtype("ssm_states_dtype", ssm_states_dtype)
-        self._device = torch.device(device)
+        self._device = checked_device("device", device)
+        slots = (self._layers, self.num_live + self.num_durable)
+        addressable("conv_states_shape", self._conv_shape, (*slots, *self._conv_shape), self._conv_dtype)
+        addressable("ssm_states_shape", self._ssm_shape, (*slots, *self._ssm_shape), self._ssm_dtype)
         self.allocate()
 
     def allocate(self) -> None:
@@ -78,4 +82,6 @@ class StatePool:
 
     def durable_index(self, slot: int) -> int:
         """The pool index of durable slot `slot`."""
+        if type(slot) is not int or not 0 <= slot < self.num_durable:
+            slot = integer("slot", slot, 0, self.num_durable - 1)
         return self.num_live + slot

@@ -1,6 +1,7 @@
 """From scheduled chunks to the tensors a model reads."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,12 +35,16 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
     requests = [chunk.request for chunk in chunks]
     prefills = [chunk for chunk in chunks if not chunk.decoding]
     decodes = len(chunks) - len(prefills)
-    query_start_loc = np.cumsum([0] + [chunk.length for chunk in chunks])
+    starts = [chunk.start for chunk in chunks]
+    stops = [chunk.stop for chunk in chunks]
+    lengths = np.subtract(stops, starts)
+    query_start_loc = np.zeros(len(chunks) + 1, np.int64)
+    lengths.cumsum(out=query_start_loc[1:])
 
-    positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
-    token_rows = np.repeat(np.arange(len(chunks)), [chunk.length for chunk in chunks])
+    token_rows = np.arange(len(chunks)).repeat(lengths)
+    positions = np.arange(len(token_rows)) + (starts - query_start_loc[:-1])[token_rows]
     table = context.request_to_kv_block_ids.numpy()[[request.row for request in requests]].astype(np.int64)
-    table = table[:, : max(-(-chunk.stop // size) for chunk in chunks)].clip(min=0)
+    table = table[:, : -(-max(stops) // size)].clip(min=0)
     immutable = np.array([request.immutable_blocks * size for request in requests])
     writes = np.flatnonzero(positions >= immutable[token_rows])
     blocks = table[token_rows[writes], positions[writes] // size]
@@ -52,33 +57,32 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
     ]
     rows = [row for row, _, _ in inner]
     grid = chunk_grid(
-        [chunk.start for chunk in prefills],
-        [chunk.length for chunk in prefills],
+        starts[decodes:],
+        lengths[decodes:],
         context.mamba_chunk_size,
         rows,
         [position for _, position, _ in inner],
     )
     sources = [request.state_index if request.computed else -1 for request in requests]
+    token_ids = chain.from_iterable(chunk.request.tokens[chunk.start : chunk.stop] for chunk in chunks)
     logits = [
         first + position - chunk.start
         for first, chunk in zip(query_start_loc[:-1].tolist(), chunks, strict=True)
         for position in chunk.logit_positions
     ]
 
-    def tensor(values: Iterable[int] | npt.NDArray[np.integer], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+    def tensor(values: Sequence[int] | npt.NDArray[np.integer], dtype: type[np.integer] = np.int64) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype)).to(device, non_blocking=True)
 
     return StepInputs(
-        token_ids=tensor(
-            [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.stop]]
-        ),
+        token_ids=tensor(np.fromiter(token_ids, np.int64, len(positions))),
         positions=tensor(positions),
         num_decodes=decodes,
         num_prefills=len(prefills),
-        query_lengths=tuple(chunk.length for chunk in chunks),
-        sequence_lengths=tuple(chunk.stop for chunk in chunks),
+        query_lengths=tuple(lengths.tolist()),
+        sequence_lengths=tuple(stops),
         query_start_loc=tensor(query_start_loc),
-        kv_lengths=tensor([chunk.stop for chunk in chunks]),
+        kv_lengths=tensor(stops),
         block_table=tensor(table),
         kv_write_tokens=tensor(writes),
         kv_write_positions=tensor(blocks * size + positions[writes] % size),
@@ -86,9 +90,9 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
         state_destinations=tensor([context.state_destination(chunk) for chunk in chunks]),
         prefill_has_initial_state=any(source >= 0 for source in sources[decodes:]),
         chunks=PrefillChunks(
-            cu_chunk_seqlens=tensor(grid.cu_chunk_seqlens, torch.int32),
-            seq_idx=tensor(grid.seq_idx, torch.int32),
-            last_chunk_indices=tensor(grid.last_chunk_indices, torch.int32),
+            cu_chunk_seqlens=tensor(grid.cu_chunk_seqlens, np.int32),
+            seq_idx=tensor(grid.seq_idx, np.int32),
+            last_chunk_indices=tensor(grid.last_chunk_indices, np.int32),
             token_rows=tensor(grid.token_rows),
         ),
         checkpoints=Checkpoints(

@@ -50,7 +50,12 @@ class StepCheckpoints:
         destinations: dict[int, dict[int, int]] = {}
         for (chunk, boundary), slot in zip(chosen, slots, strict=True):
             destinations.setdefault(chunk.request.row, {})[boundary.position] = slot
-        return [replace(chunk, destinations=destinations.get(chunk.request.row, {})) for chunk in chunks]
+        return [
+            replace(chunk, destinations=destinations[chunk.request.row])
+            if chunk.request.row in destinations
+            else chunk
+            for chunk in chunks
+        ]
 
     def _block(self, chunk: ScheduledChunk, boundary: Boundary) -> int:
         return chunk.request.blocks[boundary.position // self._block_size - 1]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ...config import HybridStateSpec, InferenceConfig, SamplingParams
 from ...request import DynamicInferenceRequest, FinishReason, RequestResult
-from ...validation import integer, integers
+from ...validation import instance, integer, integers, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.scheduled_chunk import ScheduledChunk
@@ -25,6 +26,7 @@ from .token_stream import GeneratedToken, TokenStream
 
 Prompt = Sequence[int] | Tensor
 Salt = bytes | str | None
+BROKEN = "the engine could not recover from a failed step; call reset()"
 
 
 class Model(Protocol):
@@ -57,8 +59,10 @@ class DynamicInferenceEngine:
     """
 
     def __init__(self, model: Model, config: InferenceConfig) -> None:
+        if not callable(model) or isinstance(model, type) or not callable(getattr(model, "state_spec", None)):
+            raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
         self.model = model
-        self.config = config
+        self.config = instance("config", config, InferenceConfig)
         self.context = DynamicInferenceContext(model.state_spec(), config)
         self._scheduler = Scheduler(self.context)
         self._requests: dict[int, DynamicInferenceRequest] = {}
@@ -86,12 +90,13 @@ class DynamicInferenceEngine:
         in place of the configuration's. Raises ValueError for what can never run: an empty prompt, ids
         outside the vocabulary, a prompt and answer longer than `max_sequence_length` or than the KV pool.
         """
+        self._check_not_broken()
         spec, config = self.context.spec, self.config
         tokens = integers("prompt", prompt, 0, spec.vocab_size - 1)
         sampling = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"sampling_params is {sampling!r}; accepted: a SamplingParams")
+        instance("sampling_params", sampling, SamplingParams)
         plan = self._checked_plan(checkpoint_plan)
+        salt = _salt_bytes(cache_salt)
         if not tokens:
             raise ValueError("prompt is empty; accepted: at least one token")
         length = len(tokens) + sampling.num_tokens_to_generate
@@ -113,7 +118,7 @@ class DynamicInferenceEngine:
             prompt_tokens=tokens,
             sampling=sampling,
             plan=plan,
-            hashes=PrefixHashChain(config.block_size_tokens, _salt_bytes(cache_salt)),
+            hashes=PrefixHashChain(config.block_size_tokens, salt),
             arrival_s=time.perf_counter(),
         )
         self._requests[request.request_id] = request
@@ -123,8 +128,7 @@ class DynamicInferenceEngine:
     def _checked_plan(self, plan: CheckpointPlan | None) -> CheckpointPlan:
         if plan is None:
             return self.config.checkpoint_plan
-        if not isinstance(plan, CheckpointPlan):
-            raise ValueError(f"checkpoint_plan is {plan!r}; accepted: a CheckpointPlan")
+        instance("checkpoint_plan", plan, CheckpointPlan)
         plan.check_block_size(self.config.block_size_tokens)
         return plan
 
@@ -154,27 +158,31 @@ class DynamicInferenceEngine:
     def step(self) -> StepReport:
         """Advance every request that can go on by one chunk or one token.
 
-        Raises what the model raises; all running requests are queued again, and a later `step` restarts them
-        from their last cached states. Should even that fail, the engine says so in a RuntimeError, at
-        every call, until `reset`.
+        Raises what the model raises, and then no request has a new token: all running requests are queued
+        again, and a later `step` restarts them from their last cached states. Should even that fail, the
+        engine says so in a RuntimeError, at every call, until `reset`. Raises KVBlockCapacityError when
+        pinned prefixes leave too few KV blocks for the next request.
         """
         self._check_usable("step")
+        if self.context.suspended:
+            raise RuntimeError("step is called on a suspended engine; resume it first")
         waiting = {request.request_id for request in self._scheduler.waiting}
-        self._stepping = True
+        before = [(request, len(request.tokens)) for request in self._scheduler.requests]
         try:
+            self._stepping = True
             chunks, generated = self._run_step()
+            finished = self._finish_completed(generated)
+            self._cancel_abandoned()
+            admitted = tuple(c.request.request_id for c in chunks if c.request.request_id in waiting)
         except BaseException as error:
-            self._recover(error)
+            self._recover(error, before)
             raise
         finally:
             self._stepping = False
-        finished = tuple(
-            self._finish(self._requests[request_id], reason)
-            for request_id in generated
-            if (reason := _finish_reason(self._requests[request_id])) is not None
-        )
-        self._cancel_abandoned()
-        admitted = tuple(c.request.request_id for c in chunks if c.request.request_id in waiting)
+        for request_id, token in generated.items():
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(token)
         return StepReport(admitted, generated, finished)
 
     def _run_step(self) -> tuple[tuple[ScheduledChunk, ...], dict[int, GeneratedToken]]:
@@ -184,34 +192,59 @@ class DynamicInferenceEngine:
         inputs = self.context.begin_step(scheduled)
         chunks = self.context.step_chunks
         logits = self.model(inputs)
+        wanted = (len(inputs.logit_tokens), self.context.spec.vocab_size)
+        shape = getattr(logits, "shape", None)
+        if shape != wanted:
+            raise ValueError(
+                f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
+                f"{wanted}"
+            )
         self.context.end_step()
-        generated = sample_step(chunks, logits)
-        for request_id, token in generated.items():
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put(token)
-        return chunks, generated
+        return chunks, sample_step(chunks, logits)
 
-    def _recover(self, error: BaseException) -> None:
-        """Nothing a failed step may have written is used: its reservations go back, its requests restart."""
+    def _finish_completed(self, generated: Iterable[int]) -> tuple[RequestResult, ...]:
+        """End the requests whose answer is complete; those nobody wants any more are cancelled instead."""
+        reasons = {
+            request_id: reason
+            for request_id in generated
+            if request_id not in self._abandoned
+            and (reason := _finish_reason(self._requests[request_id])) is not None
+        }
+        return tuple(
+            self._finish(self._requests[request_id], reason) for request_id, reason in reasons.items()
+        )
+
+    def _recover(self, error: BaseException, before: list[tuple[DynamicInferenceRequest, int]]) -> None:
+        """Undo a failed step; nothing it may have written is used.
+
+        `before`: the requests there were, in the order they restart in, and how many tokens they had.
+        """
         try:
+            for request, length in before:
+                del request.tokens[length:]
+                del request.log_probs[request.num_generated :]
+                request.ttft_s = request.ttft_s if request.num_generated else None
+                request.hashes = PrefixHashChain(self.config.block_size_tokens, request.hashes.salt)
+            known = {request.request_id: request for request, _ in before}
+            self._requests = known | self._requests  # those added during the step wait behind the others
             self.context.abort_step()
-            self._scheduler.requeue_all()
-            self._stepping = False
+            self._scheduler.restart(self._requests.values())
             self._cancel_abandoned()
+            self.context.check_integrity()
         except BaseException as second:
             self._broken = second
-            raise RuntimeError("the engine could not recover from a failed step; call reset()") from error
+            raise RuntimeError(BROKEN) from error
 
     def _check_usable(self, call: str) -> None:
         if self._stepping:
             raise RuntimeError(
                 f"{call} is called from inside a step of the same engine; call it between steps"
             )
+        self._check_not_broken()
+
+    def _check_not_broken(self) -> None:
         if self._broken is not None:
-            raise RuntimeError(
-                "the engine could not recover from a failed step; call reset()"
-            ) from self._broken
+            raise RuntimeError(BROKEN) from self._broken
 
     def generate(
         self,
@@ -225,7 +258,10 @@ class DynamicInferenceEngine:
         `sampling_params` and `cache_salt`: one for all, or one a prompt. Requests added before are served
         along. When it raises, for a bad argument or because a step failed, its requests are cancelled.
         """
-        prompts = list(prompts)
+        try:
+            prompts = list(prompts)
+        except TypeError as error:
+            raise ValueError(f"prompts is {shown(prompts)}; accepted: a list of prompts") from error
         params = _one_each("sampling_params", sampling_params, len(prompts))
         salts = _one_each("cache_salt", cache_salt, len(prompts))
         ids: list[int] = []
@@ -285,14 +321,17 @@ class DynamicInferenceEngine:
 
     def _cancel_abandoned(self) -> None:
         while self._abandoned:
-            self._forget(self._abandoned.pop())
+            request_id = self._abandoned[-1]
+            if request_id in self._requests:
+                self._finish(self._requests[request_id], "cancelled")
+            self._abandoned.remove(request_id)
 
     def take_result(self, request_id: int) -> RequestResult | None:
         """Claim, once, the result of a request that ended while `generate` or `stream` served others.
 
         A `step` that the caller makes reports its results itself; None for those and while it runs.
         """
-        return self._unclaimed.pop(request_id, None)
+        return self._unclaimed.pop(integer("request_id", request_id, 0), None)
 
     # ---- the cache
 
@@ -301,6 +340,7 @@ class DynamicInferenceEngine:
 
         Takes the state at its last block boundary. Requests under way are served along.
         """
+        self._check_usable("warm")
         prefix = integers("tokens", tokens, 0, self.context.spec.vocab_size - 1)
         salt = _salt_bytes(cache_salt)
         whole = len(prefix) // self.config.block_size_tokens * self.config.block_size_tokens
@@ -331,7 +371,8 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, and leave nothing in the cache."""
         self._check_usable("reset_prefix_cache")
-        self.context.reset_prefix_cache()
+        if not self.context.suspended:  # else there is none
+            self.context.reset_prefix_cache()
 
     @property
     def weights_version(self) -> object:
@@ -340,7 +381,14 @@ class DynamicInferenceEngine:
 
     @weights_version.setter
     def weights_version(self, version: object) -> None:
-        if version != self._weights_version:
+        try:
+            changed = bool(version != self._weights_version)
+            bool(version == version)  # so that the next one can be compared with it
+        except Exception as error:  # of an array, for one
+            raise ValueError(
+                f"weights_version is {shown(version)}; accepted: what compares with the one before as a whole"
+            ) from error
+        if changed:
             self.reset_prefix_cache()
             self._weights_version = version
 
@@ -351,7 +399,7 @@ class DynamicInferenceEngine:
         """
         self._check_usable("suspend")
         if not self.context.suspended:
-            self._scheduler.requeue_all()
+            self._scheduler.restart(self._scheduler.requests)
             self.context.suspend()
 
     def resume(self) -> None:
@@ -363,17 +411,21 @@ class DynamicInferenceEngine:
         """Drop every request, result, prefix and count; also mends an engine that could not recover."""
         if self._stepping:
             self._check_usable("reset")
-        self._broken = None
-        self.context.reset()
         self._scheduler = Scheduler(self.context)
         self._requests.clear()
         self._unclaimed.clear()
         self._abandoned.clear()
         self._streams.clear()
+        try:
+            self.context.reset()
+        except BaseException as error:
+            self._broken = error
+            raise
+        self._broken = None
 
     def _finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
-        self._scheduler.remove(request)
         del self._requests[request.request_id]
+        self._scheduler.remove(request)
         sampling, ledger = request.sampling, request.ledger
         prompt_log_probs: list[Any] = request.prompt_log_probs
         return RequestResult(
@@ -400,11 +452,12 @@ def _finish_reason(request: DynamicInferenceRequest) -> FinishReason | None:
 def _salt_bytes(salt: object) -> bytes:
     if salt is None:
         return b""
+    if isinstance(salt, bytes):
+        return salt
     if isinstance(salt, str):
-        return salt.encode()
-    if not isinstance(salt, bytes):
-        raise ValueError(f"cache_salt is {salt!r}; accepted: bytes, a str or None")
-    return salt
+        with suppress(UnicodeEncodeError):  # half a surrogate pair is text that has no bytes
+            return salt.encode()
+    raise ValueError(f"cache_salt is {shown(salt)}; accepted: bytes, a str or None")
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...config import SamplingParams
 from ...request import DynamicInferenceRequest
+from ...validation import described, holds_data, integers, shown
 from ..contexts.scheduled_chunk import ScheduledChunk
 from .token_stream import GeneratedToken
 
@@ -71,6 +72,16 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     `positions[i]` is how many tokens row i's request has generated so far: a request's random number for its
     n-th token depends on its seed and n alone. Synchronises once for all greedy rows, once for each other.
     """
+    if (
+        not isinstance(logits, Tensor)
+        or not (logits.is_floating_point() and holds_data(logits))
+        or logits.dim() != 2
+        or not logits.shape[1]
+    ):
+        raise ValueError(f"logits {described(logits)}; accepted: floating-point logits [rows, vocabulary]")
+    if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
+        raise ValueError(f"params is {shown(params)}; accepted: a list of SamplingParams")
+    positions = integers("positions", positions, 0)
     if not len(params) == len(positions) == logits.shape[0]:
         raise ValueError(
             f"logits has {logits.shape[0]} rows, params {len(params)} entries and positions "
@@ -86,7 +97,9 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
 def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities [vocabulary] after temperature, then top-k, then top-p."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = (scores - scores.max()) / (1.0 if params.temperature is None else params.temperature)
+    smallest = torch.finfo(scores.dtype).tiny  # a temperature that rounds to 0 would make NaNs of ties
+    temperature = 1.0 if params.temperature is None else max(params.temperature, smallest)
+    scores = (scores - scores.max()) / temperature
     if params.top_k and params.top_k < scores.numel():
         kept = torch.topk(scores, params.top_k).indices
         scores = torch.full_like(scores, float("-inf")).index_copy(0, kept, scores[kept])

@@ -1,7 +1,9 @@
 """Which requests advance in the next step, and which wait."""
 
 from collections import deque
+from collections.abc import Iterable
 
+from ...errors import KVBlockCapacityError
 from ...request import DynamicInferenceRequest
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.prefix_index import PrefixMatch
@@ -27,30 +29,46 @@ class Scheduler:
 
     def remove(self, request: DynamicInferenceRequest) -> None:
         """Forget a request, wherever it is; what it holds in the context is released."""
+        self._leave_queue(request)
+        self._context.release(request)  # last: whoever watches the freed blocks may raise
+
+    def requeue(self, request: DynamicInferenceRequest) -> None:
+        """Evict a running request; it restarts, before all that wait, from its deepest cached state."""
+        self._leave_queue(request)
+        self.waiting.appendleft(request)
         self._context.release(request)
+
+    def _leave_queue(self, request: DynamicInferenceRequest) -> None:
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def requeue(self, request: DynamicInferenceRequest) -> None:
-        """Evict a running request; it restarts, before all that wait, from its deepest cached state."""
-        self.remove(request)
-        self.waiting.appendleft(request)
+    @property
+    def requests(self) -> list[DynamicInferenceRequest]:
+        """All requests: those that run, then those that wait, in order."""
+        return [*self.running, *self.waiting]
 
-    def requeue_all(self) -> None:
-        """Evict every running request, keeping their order."""
-        for request in reversed(self.running.copy()):
-            self.requeue(request)
+    def restart(self, requests: Iterable[DynamicInferenceRequest]) -> None:
+        """Queue these requests, in this order, and no others; whatever any request holds is released."""
+        self.waiting = deque(requests)
+        self.running = []
+        for request in self._context.requests:
+            self._context.release(request)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step; empty only when there is nothing to do."""
+        """The chunks of the next step; empty only when there is nothing to do.
+
+        Raises KVBlockCapacityError when pinned prefixes leave too few KV blocks for the next request alone.
+        """
         while True:
             chunks = self._advance_running()
             if not any(request.paused for request in self.running):
                 self._admit(chunks)
-            if chunks or not self.running:
+            if chunks or not (self.running or self.waiting):
                 return chunks
+            if not self.running:
+                raise KVBlockCapacityError(*self._context.blocks_to_admit(self.waiting[0]))
             self.requeue(self.running[-1])
 
     def _advance_running(self) -> list[ScheduledChunk]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from ...validation import boolean, integer, integers, optional_integer
+from ...validation import INT32_MAX, boolean, integer, integers, optional_integer
 
 BoundaryKind = Literal["mark", "tail", "branch", "decode", "chunk_end", "interval"]
 KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
@@ -51,17 +51,19 @@ class CheckpointPlan:
     def __post_init__(self) -> None:
         for name in ("tail", "branch", "chunk_ends"):
             boolean(name, getattr(self, name))
-        if self.decode not in ("rolling", "off"):
-            object.__setattr__(self, "decode", integer("decode", self.decode, 1, also="'rolling' or 'off'"))
+        if not isinstance(self.decode, str) or self.decode not in ("rolling", "off"):
+            every = integer("decode", self.decode, 1, INT32_MAX, also="'rolling' or 'off'")
+            object.__setattr__(self, "decode", every)
         for name in ("prefill_interval", "max_states_per_path"):
-            object.__setattr__(self, name, optional_integer(name, getattr(self, name), 1))
+            object.__setattr__(self, name, optional_integer(name, getattr(self, name), 1, INT32_MAX))
         for name in ("offsets_from_start", "offsets_from_end", "marks"):
-            object.__setattr__(self, name, tuple(integers(name, getattr(self, name), 0)))
+            object.__setattr__(self, name, tuple(integers(name, getattr(self, name), 0, INT32_MAX)))
 
     @classmethod
     def every_block(cls, block_size_tokens: int) -> "CheckpointPlan":
         """The state at every block boundary, of prompts and of answers."""
-        return cls(decode=block_size_tokens, prefill_interval=block_size_tokens)
+        every = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
+        return cls(decode=every, prefill_interval=every)
 
     def check_useful(self) -> None:
         """Raise a ValueError if this plan takes no state at all."""
@@ -77,6 +79,7 @@ class CheckpointPlan:
 
     def check_block_size(self, block_size_tokens: int) -> None:
         """Raise a ValueError unless the intervals are multiples of the block."""
+        integer("block_size_tokens", block_size_tokens, 1)
         for name, interval in (("decode", self.decode), ("prefill_interval", self.prefill_interval)):
             if isinstance(interval, int) and interval % block_size_tokens:
                 raise ValueError(
@@ -92,6 +95,10 @@ class CheckpointPlan:
         `start`. `seen_tokens`: how far the sequence follows one seen before (KV matched, or evicted since).
         Each position appears once, for its worthiest kind, in order of worth.
         """
+        start, stop = integer("start", start, 0), integer("stop", stop, 0)
+        prompt_tokens = integer("prompt_tokens", prompt_tokens, 0)
+        block_size_tokens = integer("block_size_tokens", block_size_tokens, 1)
+        seen_tokens = integer("seen_tokens", seen_tokens, 0)
         first: dict[int, BoundaryKind] = {}
         wanted = self._wanted(start, stop, prompt_tokens, block_size_tokens, seen_tokens)
         for position, kind in sorted(wanted, key=lambda boundary: KINDS_BY_WORTH.index(boundary.kind)):
@@ -102,7 +109,7 @@ class CheckpointPlan:
 
     def keeps_decode_state(self, position: int) -> bool:
         """Whether the state a request took at `position` while decoding outlives its next one."""
-        return isinstance(self.decode, int) and position % self.decode == 0
+        return isinstance(self.decode, int) and integer("position", position, 0) % self.decode == 0
 
     def _wanted(self, start: int, stop: int, prompt: int, block: int, seen: int) -> Iterator[Boundary]:
         if start >= prompt:

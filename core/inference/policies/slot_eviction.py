@@ -44,7 +44,7 @@ class LRUEviction:
         self._order.clear()
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return list(islice(filter(evictable, self._order), count))
+        return list(islice(filter(evictable, self._order), min(count, len(self._order))))
 
 
 class RefZeroEviction(LRUEviction):

@@ -127,8 +127,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "        listed = self._checked(block_ids_list)\n",
-                "        listed = self._checked(block_ids_list)\n"
+                '        listed = self._checked(block_ids_list, "block_ids_list")\n',
+                '        listed = self._checked(block_ids_list, "block_ids_list")\n'
                 "        if not hashes_to_delete & self.hash_to_block_id.keys():\n            return\n",
             ),
         ),

@@ -336,3 +336,49 @@ def test_float32_is_equal_or_nearly_tied() -> None:
         at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y)
         best = _oracle_logits(prompt + b.tokens[:at])[-1].topk(2).values
         assert float(best[0] - best[1]) < 1e-4
+
+
+@pytest.mark.parametrize("max_tokens", [8, 13, 64])
+def test_why_tokens_are_computed_does_not_depend_on_the_chunks(max_tokens: int) -> None:
+    engine = small_engine(max_tokens=max_tokens)
+    for prompt, reasons in (
+        (random_tokens(20, seed=1), {"never_seen": 20}),
+        (random_tokens(20, seed=1), {"partial_block": 4}),
+    ):
+        (result,) = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=1))
+        assert {reason: n for reason, n in result.computed_by_reason.items() if n} == reasons
+
+
+def test_a_state_that_a_newer_one_of_the_answer_replaces_is_not_evicted() -> None:
+    engine = small_engine(num_mamba_slots=3)
+    engine.generate([random_tokens(9, seed=1)], ms.SamplingParams(num_tokens_to_generate=60))
+    stats = engine.context.cache_stats()
+    assert stats.states_evicted_total == 0
+    assert stats.states_committed_total > 3
+    engine.reset()
+    stats = engine.context.cache_stats()
+    assert (stats.states_committed_total, stats.states_evicted_total) == (0, 0)
+
+
+def test_a_repeated_prompt_takes_no_second_slot_and_evicts_nobody() -> None:
+    engine = small_engine(num_mamba_slots=3)
+    other, repeated = random_tokens(9, seed=2), random_tokens(9, seed=1)
+    engine.generate([other], ms.SamplingParams(num_tokens_to_generate=1))
+    for _ in range(3):
+        engine.generate([repeated], ms.SamplingParams(num_tokens_to_generate=10))
+    assert engine.context.cache_stats().states_evicted_total == 0
+    assert serve_checked(engine, [other])[0].resumed_tokens == 8
+
+
+def test_blocks_of_one_token_keep_one_state_of_the_answer() -> None:
+    config = ms.InferenceConfig(
+        block_size_tokens=1, max_requests=2, max_tokens=8, max_sequence_length=100, num_kv_blocks=200,
+        num_mamba_slots=64,
+    )  # fmt: skip
+    engine = ms.DynamicInferenceEngine(small_model(1), config)
+    (result,) = engine.generate([[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=30))
+    engine.context.check_integrity()
+    stats = engine.context.cache_stats()
+    assert (stats.slots_committed, stats.states_evicted_total) == (3, 0)
+    (again,) = engine.generate([[1, 2, 3, *result.tokens]], ms.SamplingParams(num_tokens_to_generate=1))
+    assert again.resumed_tokens == 32

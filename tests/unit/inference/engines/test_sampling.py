@@ -68,3 +68,20 @@ def test_log_probs_of_half_precision_logits_are_computed_in_float32() -> None:
 def test_unequal_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="logits has 1 rows"):
         sample(LOGITS[None], [], [0])
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-300, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_temperature_that_rounds_to_zero_is_greedy(temperature: float, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        param = ms.SamplingParams(temperature=temperature, seed=seed)
+        assert sample(LOGITS.to(dtype)[None], [param], [0]) == [1]
+
+
+def test_seeds_that_agree_in_32_bits_draw_differently() -> None:
+    flat = torch.zeros(1, 1000)
+    first, second = (
+        [sample(flat, [ms.SamplingParams(temperature=1.0, seed=seed)], [i])[0] for i in range(8)]
+        for seed in (1, 1 + 2**32)
+    )
+    assert first != second

@@ -1,0 +1,204 @@
+"""megatron-core's inference classes on a machine without a GPU, and the hosts that its allocators need.
+
+`cpu_as_gpu` replaces the few `torch.cuda` entry points that the context and its allocators touch; whoever
+compares them with ours runs both sides under it. The builders make a host for the two slot allocators, and
+a real stock `DynamicInferenceContext` without a model. Nothing here launches a kernel.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+with warnings.catch_warnings():  # of optional packages that are not here
+    warnings.simplefilter("ignore")
+    from megatron.core.inference.config import (
+        InferenceConfig,
+        MambaInferenceStateConfig,
+        PrefixCachingEvictionPolicy,
+    )
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+    from megatron.core.inference.contexts.mamba_slot_allocator import (
+        MambaSlotAllocator as MambaSlotAllocator,
+    )
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
+    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+CPU = torch.device("cpu")
+GIGABYTE = 1 << 30
+LRU = PrefixCachingEvictionPolicy.LRU
+
+
+class _Done:
+    """A stream or an event of a device that has always finished."""
+
+    device = CPU
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def nothing(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    record = wait = wait_event = wait_stream = synchronize = nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+def _pageable(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same factory, deaf to `pin_memory`, which needs a CUDA runtime."""
+
+    @functools.wraps(make)
+    def pageable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return make(*args, **kwargs)
+
+    return pageable
+
+
+@contextmanager
+def cpu_as_gpu() -> Iterator[None]:
+    """Within it, `torch.cuda` has one device, which is the CPU, and pinned memory is ordinary memory."""
+    replaced: list[tuple[Any, dict[str, Any]]] = [
+        (
+            torch.cuda,
+            {
+                "current_device": lambda: CPU,
+                "device_count": lambda: 1,
+                "set_device": lambda device: None,
+                "synchronize": lambda device=None: None,
+                "current_stream": lambda device=None: _Done(),
+                "Event": _Done,
+                "Stream": _Done,
+            },
+        ),
+        (torch, {name: _pageable(getattr(torch, name)) for name in ("full", "empty", "zeros", "empty_like")}),
+        (torch.Tensor, {"pin_memory": lambda tensor, *args: tensor}),
+    ]
+    with ExitStack() as stack:
+        for owner, names in replaced:
+            stack.enter_context(mock.patch.multiple(owner, **names))
+        yield
+
+
+class SlotHost:
+    """What either slot allocator reads of its host, with stock's own KV allocator; tiny states, one layer."""
+
+    block_size_tokens = 64
+    mamba_chunk_size = 16
+    max_requests = 16
+    max_mamba_intermediate_states_per_step = 0
+    prefix_cache_lru_clock = 0
+
+    def __init__(self, num_kv_blocks: int, policy: PrefixCachingEvictionPolicy = LRU) -> None:
+        """`num_kv_blocks` counts stock's dummy block, the last one."""
+        self.prefix_caching_eviction_policy = policy
+        self.kv_block_allocator: Any = KVBlockAllocator(self, num_kv_blocks, 0, True, policy)
+        self.mamba_conv_states = torch.zeros(1, self.max_requests, 2)
+        self.mamba_ssm_states = torch.zeros(1, self.max_requests, 2)
+
+    def slot_allocator(self, allocator: type[Any], max_slots: int) -> Any:
+        """An allocator of that class, told of deregistrations as stock's context does it."""
+        slots = allocator(
+            context=self,
+            max_slots=max_slots,
+            num_mamba_layers=1,
+            conv_states_shape=(2,),
+            ssm_states_shape=(2,),
+            conv_states_dtype=torch.float32,
+            ssm_states_dtype=torch.float32,
+        )
+        self.kv_block_allocator.on_blocks_deregistered = slots.on_kv_blocks_deregistered
+        return slots
+
+
+@dataclass(frozen=True)
+class ContextSizes:
+    """What stock's context and ours are both built from: one Mamba layer, one attention layer, float32."""
+
+    block_size_tokens: int
+    ssd_chunk_size: int
+    max_requests: int
+    max_tokens: int
+    max_sequence_length: int
+    num_kv_blocks: int
+    num_mamba_slots: int
+    conv_states_shape: tuple[int, ...] = (8, 4)
+    ssm_states_shape: tuple[int, ...] = (2, 4, 4)
+    num_heads: int = 1
+    head_dim: int = 4
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * (torch.Size(self.conv_states_shape).numel() + torch.Size(self.ssm_states_shape).numel())
+
+    @property
+    def kv_block_bytes(self) -> int:
+        return 4 * 2 * self.block_size_tokens * self.num_heads * self.head_dim
+
+
+def stock_context(sizes: ContextSizes) -> DynamicInferenceContext:
+    """megatron-core's context for an "M*-" model, with LRU, without chunked prefill; within `cpu_as_gpu`.
+
+    It takes budgets in GB, out of which come a dummy KV block and scratch for the states of one step; here
+    they are chosen so that `num_kv_blocks` and `num_mamba_slots` are left.
+    """
+    scratch = min(-(-sizes.max_tokens // sizes.block_size_tokens), 3 * sizes.max_requests)
+    kv_bytes = (sizes.num_kv_blocks + 1) * sizes.kv_block_bytes
+    live_bytes = sizes.max_requests * sizes.state_bytes
+    model = TransformerConfig(
+        num_layers=3,
+        hidden_size=sizes.num_heads * sizes.head_dim,
+        num_attention_heads=sizes.num_heads,
+        params_dtype=torch.float32,
+        is_hybrid_model=True,
+        use_cpu_initialization=True,
+    )
+    context = DynamicInferenceContext(
+        model,
+        InferenceConfig(
+            block_size_tokens=sizes.block_size_tokens,
+            max_requests=sizes.max_requests,
+            max_tokens=sizes.max_tokens,
+            max_sequence_length=sizes.max_sequence_length,
+            buffer_size_gb=(kv_bytes + live_bytes + sizes.kv_block_bytes // 2) / GIGABYTE,  # type: ignore[arg-type]
+            prefix_caching_mamba_gb=(sizes.num_mamba_slots + scratch + 0.5) * sizes.state_bytes / GIGABYTE,
+            mamba_inference_state_config=MambaInferenceStateConfig(
+                layer_type_list=["M", "*", "-"],
+                conv_states_shape=sizes.conv_states_shape,
+                ssm_states_shape=sizes.ssm_states_shape,
+                conv_states_dtype=torch.float32,
+                ssm_states_dtype=torch.float32,
+                mamba_chunk_size=sizes.ssd_chunk_size,
+            ),
+            enable_prefix_caching=True,
+            prefix_caching_eviction_policy=LRU,
+            use_cuda_graphs_for_non_decode_steps=False,
+        ),
+    )
+    built = (context.kv_block_allocator.total_count - 1, context.mamba_slot_allocator.max_slots)
+    if built != (sizes.num_kv_blocks, sizes.num_mamba_slots):
+        raise RuntimeError(f"stock made {built} blocks and slots of the budget for {sizes}")
+    return context
+
+
+def stock_request(request_id: int, tokens: list[int], sizes: ContextSizes) -> DynamicInferenceRequest:
+    """A request of a stock context, its prompt's blocks hashed; it never ends of itself."""
+    return DynamicInferenceRequest(
+        request_id=request_id,
+        prompt_tokens=torch.tensor(tokens),
+        sampling_params=SamplingParams(num_tokens_to_generate=sizes.max_sequence_length, termination_id=-1),
+        block_size_tokens=sizes.block_size_tokens,
+        enable_prefix_caching=True,
+    )

@@ -1,0 +1,386 @@
+"""Bad calls of the pools' bookkeeping: refused by name, with nothing changed."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mambaslots as ms
+import pytest
+import torch
+from oracle import bad_values as bad
+from oracle.bad_values import INT32_MAX, UNPRINTABLE, Bad, meta, refuse, refuse_all
+from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest
+from oracle.picture import picture
+
+MAX_HASH = 2**63 - 1
+
+
+def unchanged_of(*things: Any) -> Callable[[], None]:
+    before = picture(things)
+
+    def unchanged() -> None:
+        assert picture(things) == before
+        for thing in things:
+            thing.check_integrity()
+
+    return unchanged
+
+
+def with_argument(
+    method: Callable[..., object], good: tuple[Any, ...], place: int
+) -> Callable[[Any], object]:
+    return lambda value: method(*good[:place], value, *good[place + 1 :])
+
+
+# ---- MambaSlotAllocator
+
+
+class Slots:
+    """7 slots for 16 blocks: 1's is pinned, 2's findable, 4's unnamed, 3's reserved; row 0 has a plan."""
+
+    def __init__(self) -> None:
+        self.host = FakeHost()
+        self.slots = self.host.allocator(7, ms.MambaSlotAllocator)
+        self.host.kv_block_allocator.register([1, 2], [11, 12])
+        self.pinned, self.known, self.unnamed = self.slots.allocate_slots_batch([1, 2, 4])
+        self.slots.register_block_hashes_batch([1, 2], [11, 12])
+        self.slots.pin(self.pinned)
+        (self.reserved,) = self.slots.reserve([3])
+        self.free = int(self.slots.free_slots[0])
+        self.host.plan(self.slots, Chunk(FakeRequest(1, range(12)), 0, 0, 12), [5, 6, 7])
+        self.host.mamba_metadata.request_to_mamba_state_idx[3] = -1  # row 3 has no live slot
+        self.slots.ssm_states.fill_(7)
+        self.slots.conv_states.fill_(7)
+        self.unchanged = unchanged_of(self.slots)
+
+
+_pool = Slots()
+_block, _slot, _row = bad.integer(0, 15), bad.integer(0, 6), bad.integer(0, 3)
+_request = FakeRequest(1, range(12))
+_ssm, _conv = torch.zeros(SSM_SHAPE), torch.zeros(CONV_SHAPE)
+_plan = (_request, 1, 0, 12, 0, [], 3)
+
+SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
+    ("has_state", (0,), 0, _block, "block_id"),
+    ("get_slot", (0,), 0, _block, "block_id"),
+    ("is_reserved", (0,), 0, _slot, "slot"),
+    ("was_used", (0,), 0, _slot, "slot"),
+    ("reserve", ([5],), 0, bad.ids(0, 15, good=(5,)).also([1], [4], [3], [5, 5], [5, 1]), "block_ids"),
+    (
+        "commit",
+        ([_pool.reserved],),
+        0,
+        bad.ids(0, 6, good=(_pool.reserved,)).also(
+            [_pool.free], [_pool.known], [_pool.pinned], [_pool.unnamed], [_pool.reserved] * 2
+        ),
+        "slots",
+    ),
+    (
+        "commit",
+        ([_pool.reserved], [3]),
+        1,
+        bad.ids(0, 15).also([], [3, 4]).only(lambda value: value is None),
+        "block_ids",
+    ),
+    (
+        "release_reservation",
+        ([_pool.reserved],),
+        0,
+        bad.ids(0, 6, good=(_pool.reserved,)).also(
+            [_pool.free], [_pool.known], [_pool.pinned], [_pool.reserved] * 2
+        ),
+        "slots",
+    ),
+    ("pin", (_pool.known,), 0, _slot.also(_pool.free, _pool.reserved), "slot"),
+    ("unpin", (_pool.pinned,), 0, _slot.also(_pool.free, _pool.reserved, _pool.known), "slot"),
+    ("note_use", (_pool.known,), 0, _slot.also(_pool.free, _pool.reserved), "slot"),
+    ("allocate_slots_batch", ([5],), 0, bad.ids(0, 15, good=(5,)).also([3], [5, 3]), "block_ids"),
+    ("_evict_lru_slots_batch", (1,), 0, bad.integer(0), "num_needed"),
+    ("drop_state", (4,), 0, _block, "block_id"),
+    ("invalidate_block", (4,), 0, _block, "block_id"),
+    ("_invalidate_blocks_batch", ([4],), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
+    ("on_kv_blocks_deregistered", ([4], {1}), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
+    # Not of blocks without a slot, nor whose state somebody may read.
+    ("store_from_tensors", (4, 0, _ssm, _conv), 0, _block.also(1, 2, 3, 5), "block_id|slot"),
+    ("store_from_tensors", (4, 0, _ssm, _conv), 1, bad.integer(0, 1), "layer_idx"),
+    ("store_from_tensors", (4, 0, _ssm, _conv), 2, bad.tensor(SSM_SHAPE), "ssm_state"),
+    ("store_from_tensors", (4, 0, _ssm, _conv), 3, bad.tensor(CONV_SHAPE), "conv_state"),
+    (
+        "store_from_live_batch",
+        ([_pool.reserved], [0]),
+        0,
+        bad.ids(0, 6).also([_pool.free], [_pool.pinned], [_pool.known], [_pool.reserved] * 2),
+        "slots?|request_indices",
+    ),
+    (
+        "store_from_live_batch",
+        ([_pool.reserved], [0]),
+        1,
+        bad.ids(0, 3).also([], [0, 1], [3]),
+        "request_indices|request_idx",
+    ),
+    ("restore_to_live", (0, 2), 0, _row.also(3), "request_idx"),
+    ("restore_to_live", (0, 5), 0, _row, "request_idx"),
+    ("restore_to_live", (0, 2), 1, _block, "block_id"),
+    ("register_block_hashes_batch", ([4], [7]), 0, bad.ids(0, 15).also([5], [3]), "block_ids|hashes"),
+    (
+        "register_block_hashes_batch",
+        ([4], [7]),
+        1,
+        bad.ids(-(2**63), MAX_HASH).also([], [7, 8]),
+        "hashes",
+    ),
+    ("compute_and_store_offsets", _plan, 0, bad.anything().also(FakeRequest(1, 5)), "req"),
+    ("compute_and_store_offsets", _plan, 1, _row, "current_id"),
+    ("compute_and_store_offsets", _plan, 2, bad.integer(0), "skip_tokens"),
+    ("compute_and_store_offsets", _plan, 3, bad.integer(0).also(65, 2**40), "prefill_chunk_length"),
+    ("compute_and_store_offsets", _plan, 4, bad.integer(0), "num_matched_blocks"),
+    ("transfer_intermediate_to_gpu", (0, 1), 0, bad.integer(0, 4), "prefill_start"),
+    ("transfer_intermediate_to_gpu", (0, 1), 1, bad.integer(0, 4), "prefill_count"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "good", "place", "bad_values", "named"),
+    SLOT_CALLS,
+    ids=[f"{call[0]}-{call[2]}" for call in SLOT_CALLS],
+)
+def test_a_bad_call_of_the_slots(method: str, good: tuple[Any, ...], place: int, bad_values: Bad, named: str):
+    pool = Slots()
+    call = with_argument(getattr(pool.slots, method), good, place)
+    refuse_all("MambaSlotAllocator", bad_values, call, f"({named})", pool.unchanged)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("reserve", list(range(5, 16))),
+        ("allocate_slots_batch", list(range(4, 16))),
+        ("_evict_lru_slots_batch", 3),
+        ("_evict_lru_slots_batch", 10**30),
+        ("_evict_lru_slots_batch", UNPRINTABLE),
+    ],
+    ids=lambda call: call[0],
+)
+def test_more_slots_than_can_be_had(call: tuple[str, Any]):
+    pool = Slots()
+    refuse("MambaSlotAllocator", lambda: getattr(pool.slots, call[0])(call[1]), "", ms.MambaSlotCapacityError)
+    pool.unchanged()
+
+
+def test_a_pool_without_slots_refuses_every_slot():
+    slots = FakeHost().allocator(0, ms.MambaSlotAllocator)
+    for method in (slots.pin, slots.unpin, slots.note_use, slots.is_reserved, slots.was_used):
+        refuse("MambaSlotAllocator", partial(method, 0), "slot")
+    refuse("MambaSlotAllocator", lambda: slots.commit([0]), "slots")
+
+
+SLOTS = {
+    "max_slots": 4, "num_mamba_layers": 2, "conv_states_shape": CONV_SHAPE, "ssm_states_shape": SSM_SHAPE,
+    "conv_states_dtype": torch.float32, "ssm_states_dtype": torch.float32,
+}  # fmt: skip
+SLOTS_ARGUMENTS = {
+    "max_slots": bad.integer(0, INT32_MAX),
+    "num_mamba_layers": bad.integer(0, INT32_MAX),
+    "conv_states_shape": bad.shape(1).also((INT32_MAX,) * 3),
+    "ssm_states_shape": bad.shape(1).also((INT32_MAX,) * 3),
+    "conv_states_dtype": bad.dtype(),
+    "ssm_states_dtype": bad.dtype(),
+}
+
+
+@pytest.mark.parametrize("name", SLOTS_ARGUMENTS)
+def test_bad_sizes_of_the_slots(name: str):
+    host = FakeHost()
+    refuse_all(
+        "MambaSlotAllocator",
+        SLOTS_ARGUMENTS[name],
+        lambda value: ms.MambaSlotAllocator(host, **SLOTS | {name: value}),
+        name,
+    )
+
+
+def test_slots_are_made_for_a_host():
+    refuse_all(
+        "MambaSlotAllocator",
+        bad.anything(),
+        lambda value: ms.MambaSlotAllocator(value, **SLOTS),
+        "context",
+    )
+
+
+_pools = [
+    ms.StatePool(2, 4, 4, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64),  # another dtype
+    ms.StatePool(2, 4, 5, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32),
+    ms.StatePool(1, 4, 4, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32),
+]
+HOST_ATTRIBUTES = {
+    "kv_block_allocator": bad.anything(),
+    "mamba_ssm_states": bad.anything(torch.Tensor).also(meta(2, 4, *SSM_SHAPE)),
+    "state_pool": bad.anything(ms.StatePool, type(None)).also(*_pools),
+    "max_requests": bad.integer(0, INT32_MAX, optional=True),
+    "max_intermediate_offsets_per_request": bad.integer(0, INT32_MAX, optional=True),
+    "max_mamba_intermediate_states_per_step": bad.integer(0, INT32_MAX, optional=True),
+    "block_size_tokens": bad.integer(1, INT32_MAX, optional=True),
+    "mamba_chunk_size": bad.integer(0, INT32_MAX, optional=True),
+    "checkpoint_plan": bad.anything(type(None)).also(ms.CheckpointPlan),
+    "prefix_caching_eviction_policy": bad.choice("lru", "ref_zero"),
+}
+
+
+@pytest.mark.parametrize("name", HOST_ATTRIBUTES)
+def test_a_host_says_what_cannot_be(name: str):
+    def construct(value: Any) -> None:
+        host = FakeHost()
+        setattr(host, name, value)
+        host.allocator(4, ms.MambaSlotAllocator)
+
+    refuse_all("MambaSlotAllocator", HOST_ATTRIBUTES[name], construct, rf"context(\.{name})?")
+
+
+# ---- KVBlockAllocator
+
+
+class Blocks:
+    """12 blocks: 0, 1 registered and held, 2, 3 cached below 1, 4 held, the rest free."""
+
+    def __init__(self, policy: str = "lru") -> None:
+        self.kv = ms.KVBlockAllocator(12, prefix_caching_eviction_policy=policy)
+        blocks = self.kv.allocate_memory_blocks(5)
+        assert blocks == [0, 1, 2, 3, 4]
+        self.kv.register_chain(b"salt", blocks[:4], [11, 12, 13, 14], [b"a", b"b", b"c", b"d"])
+        self.kv.release_memory_blocks([2, 3])
+        self.unchanged = unchanged_of(self.kv)
+
+
+_held = bad.ids(0, 11, good=(4,))
+_parent = bad.anything(bytes).also(-1, 12, 2, 4, 5)  # out of range, not held, not registered, free
+_known = (b"salt", [11], [b"a"])
+_new = (1, [4], [15], [b"e"])
+_any_of_three = "block_ids|block_ids, hashes and tokens"
+_contents = (
+    bad.anything(bytes).inside(lambda value: [value]).also([], [b"e", b"f"], None, 1, "e", b"e", [[b"e"]])
+)
+BLOCK_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
+    ("is_memory_available", (1, 0), 0, bad.integer(0), "num_blocks"),
+    ("is_memory_available", (1, 0), 1, bad.integer(0), "potential_matched_count"),
+    ("count_cached", ([2],), 0, bad.ids(0, 11, good=(2,)), "block_ids"),
+    ("allocate_memory_blocks", (1,), 0, bad.integer(0), "num_blocks"),
+    ("add_references", ([4],), 0, _held.also([5], [4, 5], [3], [3, 2]), "block_ids"),
+    ("release_memory_blocks", ([4],), 0, _held.also([5], [4, 4], [2], [0], [4, 0]), "block_ids"),
+    ("match_chain", _known, 0, bad.anything(bytes).also(-1, 12), "parent"),
+    ("match_chain", _known, 1, bad.ids(1, MAX_HASH).also([], [11, 12]), "hashes"),
+    ("match_chain", _known, 2, _contents, "tokens|hashes"),
+    ("register_chain", _new, 0, _parent, "parent"),
+    ("register_chain", _new, 1, bad.ids(0, 11).also([0], [2], [5], [4, 4], []), _any_of_three),
+    ("register_chain", _new, 2, bad.ids(1, MAX_HASH).also([], [15, 16]), f"hashes|{_any_of_three}"),
+    ("register_chain", _new, 3, _contents, f"tokens|{_any_of_three}"),
+    ("child_count", (1,), 0, bad.integer(0, 11), "block_id"),
+    ("evict_lru_blocks", (1,), 0, bad.integer(), "num_blocks"),
+    ("note_state_changed", (2,), 0, bad.integer(0, 11), "block_id"),
+    ("observe_deregistration", (print,), 0, bad.anything().only(callable), "observer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize(
+    ("method", "good", "place", "bad_values", "named"),
+    BLOCK_CALLS,
+    ids=[f"{call[0]}-{call[2]}" for call in BLOCK_CALLS],
+)
+def test_a_bad_call_of_the_blocks(
+    method: str, good: tuple[Any, ...], place: int, bad_values: Bad, named: str, policy: str
+):
+    pool = Blocks(policy)
+    call = with_argument(getattr(pool.kv, method), good, place)
+    refuse_all("KVBlockAllocator", bad_values, call, f"({named})", pool.unchanged)
+
+
+@pytest.mark.parametrize("method", ["allocate_memory_blocks", "evict_lru_blocks"])
+@pytest.mark.parametrize("count", [12, 2**31, 10**30, UNPRINTABLE], ids=["12", "2**31", "10**30", "10**5000"])
+def test_more_blocks_than_can_be_had(method: str, count: int):
+    pool = Blocks()
+    refuse("KVBlockAllocator", lambda: getattr(pool.kv, method)(count), "", ms.KVBlockCapacityError)
+    pool.unchanged()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad_values"),
+    [
+        ("total_count", bad.integer(1, INT32_MAX)),
+        ("enable_prefix_caching", bad.boolean()),
+        ("prefix_caching_eviction_policy", bad.choice("lru", "ref_zero")),
+    ],
+)
+def test_a_bad_pool_of_blocks(name: str, bad_values: Bad):
+    refuse_all(
+        "KVBlockAllocator",
+        bad_values,
+        lambda value: ms.KVBlockAllocator(**{"total_count": 4} | {name: value}),
+        name,
+    )
+
+
+# ---- MambaMetadata
+
+
+def metadata() -> ms.MambaMetadata:
+    """4 rows, 3 slots: rows 0 and 1 have one each, one is free."""
+    made = ms.MambaMetadata(4, 3)
+    made.request_to_mamba_state_idx[0] = made.allocate_slot()
+    made.request_to_mamba_state_idx[1] = made.allocate_slot()
+    return made
+
+
+def test_bad_sizes_of_the_metadata():
+    count = bad.integer(1, INT32_MAX)
+    refuse_all("MambaMetadata", count, ms.MambaMetadata, "max_requests")
+    optional = count.only(lambda value: value is None)
+    refuse_all("MambaMetadata", optional, lambda value: ms.MambaMetadata(4, value), "num_live_slots")
+
+
+def test_bad_slots_and_rows_of_the_metadata():
+    made = metadata()
+    unchanged = unchanged_of(made)
+    (free,) = made._free
+    refuse_all("MambaMetadata", bad.integer(0, 2).also(free), made.free_slot, "slot", unchanged)
+    rows = bad.ids(0, 3, good=(0,)).also([0, 0], (1, 0, 1))
+    refuse_all("MambaMetadata", rows, made.free_slots, "request_indices", unchanged)
+
+
+def test_no_slot_is_left():
+    made = metadata()
+    made.allocate_slot()
+    unchanged = unchanged_of(made)
+    refuse("MambaMetadata", made.allocate_slot, "", ms.RequestOverflowError)
+    unchanged()
+
+
+# ---- StatePool
+
+POOL = {
+    "num_mamba_layers": 2, "num_live": 3, "num_durable": 2, "conv_states_shape": CONV_SHAPE,
+    "ssm_states_shape": SSM_SHAPE, "conv_states_dtype": torch.float32, "ssm_states_dtype": torch.float64,
+}  # fmt: skip
+POOL_ARGUMENTS = {
+    "num_mamba_layers": bad.integer(0, INT32_MAX),
+    "num_live": bad.integer(0, INT32_MAX),
+    "num_durable": bad.integer(0, INT32_MAX),
+    "conv_states_shape": bad.shape(0).also((INT32_MAX,) * 3),
+    "ssm_states_shape": bad.shape(0).also((INT32_MAX,) * 3),
+    "conv_states_dtype": bad.dtype(),
+    "ssm_states_dtype": bad.dtype(),
+    "device": bad.device(),
+}
+
+
+@pytest.mark.parametrize("name", POOL_ARGUMENTS)
+def test_a_bad_pool_of_states(name: str):
+    refuse_all("StatePool", POOL_ARGUMENTS[name], lambda value: ms.StatePool(**POOL | {name: value}), name)
+
+
+def test_the_index_of_a_slot_that_is_none():
+    pool = ms.StatePool(**POOL)
+    before = picture(pool)
+    refuse_all("StatePool", bad.integer(0, 1), pool.durable_index, "slot")
+    assert picture(pool) == before

@@ -1,0 +1,364 @@
+"""Bad calls of a serving engine and its context: refused, with requests, pools and pins as before."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mambaslots as ms
+import numpy as np
+import pytest
+import torch
+from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from oracle import bad_values as bad
+from oracle.bad_values import Bad, refuse, refuse_all
+from oracle.picture import picture
+from oracle.serving import random_tokens, run_checked, small_engine
+
+PREFIX = random_tokens(24, seed=1)
+PROMPTS = ([*PREFIX, 1, 2, 3], random_tokens(40, seed=2), random_tokens(9, seed=3))
+ONE = ms.SamplingParams(num_tokens_to_generate=1)
+_engine_target, _context_target = "DynamicInferenceEngine", "DynamicInferenceContext"
+
+
+class Served:
+    """An engine with a pinned prefix, an unclaimed result, two requests that run and one that waits."""
+
+    def __init__(self, **overrides: Any) -> None:
+        self.engine = small_engine(
+            max_requests=2,
+            max_tokens=24,
+            num_kv_blocks=24,
+            num_mamba_slots=6,
+            max_sequence_length=96,
+            **overrides,
+        )
+        self.context = self.engine.context
+        assert self.engine.warm(PREFIX) == 24
+        self.prefix = self.engine.pin(PREFIX)
+        sampling = ms.SamplingParams(num_tokens_to_generate=20, return_log_probs=True)
+        self.ids = [self.engine.add_request(prompt, sampling) for prompt in PROMPTS]
+        for _ in range(3):
+            self.engine.step()
+        assert len(self.context.requests) == 2
+        self.mark()
+
+    def mark(self) -> None:
+        self.before = picture(self.engine)
+
+    def unchanged(self) -> None:
+        assert picture(self.engine) == self.before
+        self.context.check_integrity()
+
+    def serves_on(self) -> None:
+        """All three requests end, and answer as a new engine does."""
+        results = run_checked(self.engine)
+        sampling = ms.SamplingParams(num_tokens_to_generate=20)
+        expected = small_engine().generate(PROMPTS, sampling)
+        assert [results[i].tokens for i in self.ids] == [result.tokens for result in expected]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One for all tests: every call is refused, so nothing ever happens to it."""
+    made = Served()
+    yield made
+    made.serves_on()
+
+
+# ---- requests
+
+_ids = bad.ids(0, 255, good=(5,), empty=False)
+_too_long = [1] * 96
+_request: dict[str, Bad] = {
+    "sampling_params": bad.sampling(),
+    "cache_salt": bad.salt(),
+    "checkpoint_plan": bad.plan(8),
+}
+
+
+def each_way_in(engine: ms.DynamicInferenceEngine) -> list[Callable[..., object]]:
+    return [engine.add_request, engine.stream]
+
+
+def test_prompts_that_are_none(served: Served) -> None:
+    for add in each_way_in(served.engine):
+        bad_prompts = _ids.also(_too_long, [1] * 10**5, torch.ones(96, dtype=torch.int64))
+        refuse_all(_engine_target, bad_prompts, add, "prompt( and answer)?", served.unchanged)
+
+
+@pytest.mark.parametrize("name", _request)
+def test_bad_arguments_of_a_request(served: Served, name: str) -> None:
+    pattern = "(checkpoint_plan|decode|prefill_interval)" if name == "checkpoint_plan" else name
+    for add in each_way_in(served.engine):
+        refuse_all(
+            _engine_target,
+            _request[name],
+            lambda v, add=add: add([1, 2], **{name: v}),
+            pattern,
+            served.unchanged,
+        )
+
+
+@pytest.mark.parametrize("answer", [96, 95, 2**31 - 1])
+def test_answers_that_can_never_end(served: Served, answer: int) -> None:
+    sampling = ms.SamplingParams(num_tokens_to_generate=answer)
+    for add in each_way_in(served.engine):
+        refuse(_engine_target, lambda a=add: a([1, 2], sampling), "prompt and answer")  # type: ignore[misc]
+        served.unchanged()
+
+
+def test_answers_beyond_the_kv_pool_or_one_step() -> None:
+    small = small_engine(num_kv_blocks=4)
+    refuse(
+        _engine_target,
+        lambda: small.add_request([1] * 30, ms.SamplingParams(num_tokens_to_generate=3)),
+        "prompt and answer",
+    )
+    whole = small_engine(enable_chunked_prefill=False, max_tokens=32)
+    refuse(_engine_target, lambda: whole.add_request([1] * 33, ONE), "prompt and answer")
+    for engine in (small, whole):
+        assert not engine.has_unfinished_requests
+        engine.context.check_integrity()
+
+
+def test_requests_there_are_not(served: Served) -> None:
+    engine = served.engine
+    unknown = bad.integer(0).also(99, 2**70, 0)  # 0 ended: it warmed the prefix
+    refuse_all(_engine_target, unknown, engine.cancel, "request_id", served.unchanged)
+    refuse_all(_engine_target, unknown, engine.computed_tokens, "request_id", served.unchanged)
+    refuse_all(_engine_target, bad.integer(0), engine.take_result, "request_id", served.unchanged)
+
+
+# ---- generate
+
+
+def test_generate_takes_prompts(served: Served) -> None:
+    none = (None, 1, 1.5, float("nan"), len, torch.tensor(1), bad.Nothing(), np.array(3), int, ...)
+    bad_lists = Bad(none, bad.anything().more.filter(lambda value: not np.iterable(value)))
+    refuse_all(_engine_target, bad_lists, served.engine.generate, "prompts", served.unchanged)
+
+
+def test_generate_adds_all_prompts_or_none(served: Served) -> None:
+    """The second prompt is bad: the first is not served either."""
+    refuse_all(
+        _engine_target,
+        _ids.inside(lambda value: [[1, 2], value]),
+        served.engine.generate,
+        "prompt",
+        served.unchanged,
+    )
+
+
+@pytest.mark.parametrize(("name", "good"), [("sampling_params", ONE), ("cache_salt", b"a")])
+def test_generate_takes_one_for_all_or_one_each(served: Served, name: str, good: Any) -> None:
+    engine = served.engine
+
+    def call(value: Any) -> object:
+        return engine.generate([[1, 2], [3, 4]], **{name: value})
+
+    kind = _request[name]
+    refuse_all(
+        _engine_target, kind.only(lambda v: isinstance(v, (list, tuple))), call, name, served.unchanged
+    )
+    refuse_all(_engine_target, kind.inside(lambda v: [good, v]), call, name, served.unchanged)
+    for count in (0, 1, 3):
+        refuse(_engine_target, lambda n=count: call([good] * n), name)  # type: ignore[misc]
+        served.unchanged()
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize("call", ["warm", "pin"])
+def test_prefixes_that_are_none(served: Served, call: str) -> None:
+    method = getattr(served.engine, call)
+    refuse_all(_engine_target, bad.ids(0, 255, good=(5,)), method, "tokens", served.unchanged)
+    refuse_all(
+        _engine_target, bad.salt(), lambda v: method(PREFIX, cache_salt=v), "cache_salt", served.unchanged
+    )
+
+
+@pytest.mark.parametrize("tokens", [[], [1], PREFIX[:7], [9] * 40])
+def test_prefixes_without_a_state_cannot_be_pinned(served: Served, tokens: list[int]) -> None:
+    refuse(_engine_target, lambda: served.engine.pin(tokens), "tokens")
+    served.unchanged()
+    refuse(_engine_target, lambda: served.engine.pin(PREFIX, cache_salt="other"), "tokens")
+    served.unchanged()
+
+
+def test_a_prefix_too_long_for_the_cache_is_not_warmed(served: Served) -> None:
+    refuse(_engine_target, lambda: served.engine.warm(_too_long), "prompt and answer")
+    served.unchanged()
+
+
+def test_only_what_was_pinned_here_is_unpinned(served: Served) -> None:
+    elsewhere = Served().prefix
+    forged = [ms.PinnedPrefix(n, served.prefix.tokens) for n in (served.prefix.pin_id, -1, 99, [1], None)]
+    prefixes = bad.anything().also(elsewhere, *forged, ms.PinnedPrefix, served.prefix.pin_id)
+    refuse_all(_engine_target, prefixes, served.engine.unpin, "prefix", served.unchanged)
+
+
+def test_a_prefix_is_unpinned_once() -> None:
+    served = Served()
+    served.engine.unpin(served.prefix)
+    served.mark()
+    refuse(_engine_target, lambda: served.engine.unpin(served.prefix), "prefix")
+    served.unchanged()
+
+
+@pytest.mark.parametrize("version", [np.array([1, 2]), torch.tensor([1, 2]), torch.ones(2, 2)], ids=repr)
+def test_a_version_that_compares_element_by_element(served: Served, version: Any) -> None:
+    def set_version() -> None:
+        served.engine.weights_version = version
+
+    refuse(_engine_target, set_version, "weights_version")
+    served.unchanged()
+
+
+def test_without_prefix_caching_nothing_can_be_pinned() -> None:
+    engine = small_engine(enable_prefix_caching=False)
+    before = picture(engine)
+    refuse(_engine_target, lambda: engine.pin(PREFIX), "tokens")
+    refuse_all(_engine_target, bad.anything(), engine.unpin, "prefix")
+    assert picture(engine) == before
+
+
+# ---- the context
+
+
+def test_the_context_is_given_requests(served: Served) -> None:
+    context = served.context
+    foreign = Served()
+    requests = bad.anything().also(*foreign.context.requests, ScheduledChunk(context.requests[0], 0, 1))
+    for call in (context.match, context.release, lambda v: context.schedule(v, 8)):
+        refuse_all(_context_target, requests, call, "request", served.unchanged, examples=10)
+    foreign.unchanged()
+
+
+def test_the_context_is_given_a_budget_and_a_match(served: Served) -> None:
+    context, waiting = served.context, served.engine._scheduler.waiting[0]
+    refuse_all(
+        _context_target,
+        bad.integer(0),
+        lambda v: context.schedule(waiting, v),
+        "token_budget",
+        served.unchanged,
+    )
+    matches = bad.anything(type(None))
+    refuse_all(_context_target, matches, lambda v: context.schedule(waiting, 8, v), "match", served.unchanged)
+
+
+def test_more_requests_than_rows(served: Served) -> None:
+    waiting = served.engine._scheduler.waiting[0]
+    refuse(_context_target, lambda: served.context.schedule(waiting, 8), "", ms.RequestOverflowError)
+    served.unchanged()
+
+
+def test_the_context_is_given_chunks_that_are_ready(served: Served) -> None:
+    context = served.context
+    first, second = context.requests
+    good = ScheduledChunk(first, first.computed, first.computed + 1)
+    waiting = served.engine._scheduler.waiting[0]
+    foreign = Served().context.requests[0]
+    stale = [
+        ScheduledChunk(first, first.computed - 1, first.computed),
+        ScheduledChunk(waiting, 0, 4),
+        ScheduledChunk(foreign, foreign.computed, foreign.computed + 1),
+    ]
+    chunks = bad.anything().also([good, good], [good, None], [good, second], *([good, s] for s in stale))
+    refuse_all(_context_target, chunks, context.begin_step, "chunks", served.unchanged)
+    chunk = bad.anything().also(first, stale[1], stale[2])
+    for call in (context.boundary_keys, context.state_destination):
+        refuse_all(_context_target, chunk, call, "chunk", served.unchanged)
+
+
+def test_the_context_is_given_prefixes(served: Served) -> None:
+    context = served.context
+    tokens = bad.ids(0, 255, good=(5,))
+    for call in (context.pin_prefix, context.resumable_tokens):
+        refuse_all(_context_target, tokens, call, "tokens", served.unchanged)
+        salts = bad.anything(bytes).also(bytearray(b"a"))
+        refuse_all(_context_target, salts, lambda v, c=call: c(PREFIX, v), "salt", served.unchanged)  # type: ignore[misc]
+    refuse_all(_context_target, bad.anything(), context.unpin_prefix, "prefix", served.unchanged)
+
+
+# ---- at the wrong time
+
+
+def test_a_suspended_engine_computes_nothing() -> None:
+    served = Served()
+    engine, context = served.engine, served.context
+    waiting = served.ids[0]
+    stream = engine.stream([1, 2, 3])
+    engine.suspend()
+    served.mark()
+    request = engine._requests[waiting]
+    for call in (
+        engine.step,
+        lambda: engine.generate([[1, 2]]),
+        lambda: engine.warm(PREFIX),
+        lambda: next(stream),
+        lambda: context.schedule(request, 8),
+        lambda: context.begin_step([ScheduledChunk(request, 0, 1)]),
+        context.reset_prefix_cache,
+        context.suspend,
+    ):
+        refuse(_engine_target, call, "", RuntimeError)
+        served.unchanged()
+    refuse(_engine_target, lambda: engine.pin(PREFIX), "tokens")
+    refuse(_engine_target, lambda: engine.unpin(served.prefix), "prefix")
+    refuse_all(_engine_target, _ids, engine.add_request, "prompt", served.unchanged, examples=5)
+    stream.close()
+    engine.resume()
+    served.serves_on()
+
+
+def test_nothing_else_is_called_during_a_step_of_the_context() -> None:
+    served = Served()
+    context = served.context
+    first, second = context.requests
+    chunk = context.schedule(first, 8)
+    assert chunk is not None
+    context.begin_step([chunk])
+    served.mark()
+    for call in (
+        lambda: context.begin_step([chunk]),
+        lambda: context.schedule(second, 8),
+        lambda: context.release(first),
+        context.reset_prefix_cache,
+        context.suspend,
+    ):
+        refuse(_context_target, call, "", RuntimeError)
+        served.unchanged()
+    context.abort_step()
+    served.engine._scheduler.running.remove(first)
+    served.engine._scheduler.waiting.appendleft(first)
+    context.check_integrity()
+    served.serves_on()
+
+
+def test_nothing_is_called_from_inside_a_step_of_the_engine() -> None:
+    served = Served()
+    engine, model = served.engine, served.engine.model
+    setter = type(engine).weights_version.__set__
+
+    def model_that_calls(inputs: ms.StepInputs) -> torch.Tensor:
+        served.mark()
+        for call in (
+            engine.step,
+            lambda: engine.cancel(served.ids[0]),
+            lambda: engine.pin(PREFIX),
+            lambda: engine.unpin(served.prefix),
+            engine.reset_prefix_cache,
+            engine.suspend,
+            engine.resume,
+            engine.reset,
+            lambda: setter(engine, "new"),
+        ):
+            refuse(_engine_target, call, "", RuntimeError)
+            served.unchanged()
+        return model(inputs)
+
+    engine.model = model_that_calls
+    engine.step()
+    engine.model = model
+    served.serves_on()

@@ -1,0 +1,184 @@
+"""Bad calls of what describes a step: chunk metadata, the host's builder, sampling."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import mambaslots as ms
+import numpy as np
+import pytest
+import torch
+from mambaslots.inference.contexts.chunk_grid import chunk_grid
+from mambaslots.inference.contexts.mamba_metadata import (
+    Mamba2AttentionMetadataBuilder,
+    compute_varlen_chunk_metadata,
+)
+from mambaslots.inference.engines.sampling import sample
+from oracle import bad_values as bad
+from oracle.bad_values import INT32_MAX, meta, refuse, refuse_all
+from oracle.picture import picture
+
+LONGEST = 2**48
+INT64_MAX = 2**63 - 1
+_chunk_size = bad.integer(1, LONGEST)
+
+# ---- chunk_grid
+
+GRID = {
+    "computed": [8, 0], "lengths": [8, 3], "chunk_size": 8, "checkpoint_rows": [0],
+    "checkpoint_positions": [16],
+}  # fmt: skip
+_arrays = (
+    np.array([0.5, 1.5]), np.array([True, False]), np.array(["1", "2"]), np.array([[1, 2]]),
+    np.array([1, 2], dtype=object), np.array(1), np.array([1j, 2]), np.array([-1, 2]),
+    np.array([1, 2**63], dtype=np.uint64), np.array([INT64_MAX, 1]), np.array([-(2**63), 1]),
+)  # fmt: skip
+_counts = (
+    [8], [8, 3, 1], [8, -1], [8, INT64_MAX], [INT64_MAX, INT64_MAX], [2**62, 2**62], [8, 2**63], *_arrays,
+)  # fmt: skip
+GRID_ARGUMENTS = {
+    "computed": bad.ids(0, LONGEST).also([], *_counts, [8, LONGEST + 1]),
+    "lengths": bad.ids(0, INT32_MAX).also([], *_counts, [2**30, 2**30], [INT32_MAX, 1]),
+    "chunk_size": _chunk_size,
+    "checkpoint_rows": bad.ids(0, 1).also([], [2], [0, 1]),
+    "checkpoint_positions": bad.ids(16, 16).also([], [8], [24], [15], [16, 16], [0], [INT64_MAX]),
+}
+
+
+@pytest.mark.parametrize("name", GRID_ARGUMENTS)
+def test_a_grid_of_what_is_no_step(name: str) -> None:
+    others = {"computed": "|lengths", "lengths": "|computed", "checkpoint_rows": "|checkpoint_positions"}
+    others["checkpoint_positions"] = "|checkpoint_rows"
+    refuse_all(
+        "chunk_grid",
+        GRID_ARGUMENTS[name],
+        lambda value: chunk_grid(**GRID | {name: value}),  # type: ignore[arg-type]
+        f"({name}{others.get(name, '')})",
+    )
+
+
+# ---- compute_varlen_chunk_metadata
+
+_starts = bad.index_tensor().also(
+    torch.tensor([1, 2]), torch.tensor([0, 3, 2]), torch.tensor([-1, 2]), torch.zeros(0, dtype=torch.int64),
+    torch.tensor([0, INT64_MAX]), torch.tensor([0, INT32_MAX + 1]),
+    torch.tensor([0, INT64_MAX, -(2**63), -1, 5]),  # whose differences wrap around to what looks possible
+)  # fmt: skip
+
+
+def test_packed_metadata_of_what_is_no_step() -> None:
+    target = "compute_varlen_chunk_metadata"
+    refuse_all(target, _starts, lambda value: compute_varlen_chunk_metadata(value, 8), "query_start_loc")
+    starts = torch.tensor([0, 3, 9])
+    refuse_all(target, _chunk_size, lambda v: compute_varlen_chunk_metadata(starts, v), "chunk_size")
+
+
+# ---- the builder
+
+
+def vllm(chunk_size: Any = 8) -> Any:
+    return SimpleNamespace(model_config=SimpleNamespace(get_mamba_chunk_size=lambda: chunk_size))
+
+
+def common(**overrides: Any) -> Any:
+    computed = overrides.pop("computed", torch.tensor([5, 0]))
+    fields = {"query_start_loc_cpu": torch.tensor([0, 1, 7], dtype=torch.int32)} | overrides
+    return SimpleNamespace(compute_num_computed_tokens=lambda: computed, **fields)
+
+
+_target = "Mamba2AttentionMetadataBuilder"
+
+
+def test_a_builder_of_what_is_no_host() -> None:
+    def build(config: Any, device: Any = "cpu") -> None:
+        Mamba2AttentionMetadataBuilder(None, [], config, device)
+
+    hosts = bad.anything().also(SimpleNamespace(model_config=None), SimpleNamespace(model_config=3))
+    refuse_all(_target, hosts, build, "vllm_config")
+    refuse_all(_target, _chunk_size, lambda v: build(vllm(v)), r"model_config\.get_mamba_chunk_size\(\)")
+    refuse_all(_target, bad.device(), lambda value: build(vllm(), value), "device")
+
+
+def test_a_step_that_cannot_be_built() -> None:
+    builder = Mamba2AttentionMetadataBuilder(None, [], vllm(), "cpu")
+    before = picture(builder)
+
+    def unchanged() -> None:
+        assert picture(builder) == before
+
+    steps = bad.anything().also(
+        SimpleNamespace(query_start_loc_cpu=torch.tensor([0])), SimpleNamespace(compute_num_computed_tokens=3)
+    )
+    refuse_all(_target, steps, lambda v: builder.build(0, v), "common_attn_metadata", unchanged)
+    refuse_all(
+        _target,
+        _starts.also(torch.tensor([0, 1]), torch.tensor([0, 1, 2, 3])),
+        lambda value: builder.build(0, common(query_start_loc_cpu=value)),
+        "query_start_loc(_cpu)?",
+        unchanged,
+    )
+    refuse_all(
+        _target,
+        bad.index_tensor().also(
+            torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([0, -1]), torch.tensor([INT64_MAX, 0])
+        ),
+        lambda value: builder.build(0, common(computed=value)),
+        r"(compute_num_computed_tokens\(\)|query_start_loc|computed)",
+        unchanged,
+    )
+    tables = bad.anything(type(None), torch.Tensor).also(
+        torch.zeros(2), torch.zeros(2, 0), meta(2), torch.tensor(1)
+    )
+    refuse_all(
+        _target,
+        tables,
+        lambda value: builder.build(0, common(block_table_tensor=value)),
+        "block_table_tensor",
+        unchanged,
+    )
+
+
+def test_chunk_metadata_of_what_are_no_prefills() -> None:
+    compute = Mamba2AttentionMetadataBuilder(None, [], vllm(), "cpu")._compute_chunk_metadata
+    computed, starts = torch.tensor([5, 0]), torch.tensor([0, 1, 7])
+    refuse_all(_target, bad.integer(2, 2), lambda v: compute(v, computed, starts), "num_prefills")
+    names = "(num_computed_tokens_p_cpu|query_start_loc_p_cpu|query_start_loc|computed|num_prefills)"
+    counts = bad.index_tensor().also(torch.tensor([1]), torch.tensor([-1, 0]), torch.tensor([INT64_MAX, 0]))
+    refuse_all(_target, counts, lambda v: compute(2, v, starts), names)
+    refuse_all(_target, _starts.also(torch.tensor([0, 1])), lambda v: compute(2, computed, v), names)
+
+
+# ---- sampling
+
+_params = [ms.SamplingParams(), ms.SamplingParams(temperature=0.5, top_k=2)]
+_logits = torch.zeros(2, 5)
+_bad_logits = bad.anything(torch.Tensor).also(
+    torch.zeros(2, 5, 1), torch.zeros(2, 0), torch.zeros(3, 5), torch.zeros(0, 5), meta(2, 5),
+    torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.bool), np.zeros((2, 5)),
+    torch.zeros(2, 5, dtype=torch.complex64), torch.zeros(2, 5).to_sparse(), torch.zeros(2, 5).tolist(),
+)  # fmt: skip
+
+
+def test_tokens_of_what_are_no_logits() -> None:
+    refuse_all("sample", _bad_logits, lambda value: sample(value, _params, [0, 1]), "logits")
+    each = bad.anything(ms.SamplingParams).inside(lambda value: [_params[0], value])
+    lists = bad.anything().only(lambda value: isinstance(value, ms.SamplingParams))
+    refuse_all("sample", each, lambda value: sample(_logits, value, [0, 1]), "(params|logits)")
+    refuse_all("sample", lists, lambda value: sample(_logits, value, [0, 1]), "(params|logits)")
+    positions = bad.ids(0, good=(0,)).also([], [0], [0, 1, 2])
+    refuse_all("sample", positions, lambda value: sample(_logits, _params, value), "(positions|logits)")
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-38, 1e38, 1e300, 1.7e308])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_any_temperature_there_is_gives_a_token_that_has_a_probability(
+    temperature: float, dtype: torch.dtype
+) -> None:
+    logits = torch.tensor([[1.0, 3.0, -float("inf"), 3.0]], dtype=dtype)
+    for seed in range(8):
+        (token,) = sample(logits, [ms.SamplingParams(temperature=temperature, seed=seed)], [0])
+        assert token in ((1, 3) if temperature < 1 else (0, 1, 3))
+
+
+def test_lists_of_other_lengths_are_refused() -> None:
+    for params, positions in (([], []), (_params[:1], [0, 1]), (_params, [0])):
+        refuse("sample", lambda p=params, n=positions: sample(_logits, p, n), "logits")  # type: ignore[misc]

@@ -1,0 +1,163 @@
+"""Any sequence of requests, steps, failures, cancellations and operations keeps every invariant and token."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from typing import Any
+
+import mambaslots as ms
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
+from mambaslots.inference.engines.token_stream import TokenStream
+from oracle.faults import InjectedError, Interrupted, failing
+from oracle.serving import small_engine
+from oracle.workload import BLOCK, FORKS, HEADS, Asked, Client, answer, engine_settings, plans, requests
+
+prompts = st.sampled_from(HEADS + FORKS)
+
+
+class OperationsMachine(RuleBasedStateMachine):
+    """One client that steps by hand, streams beside it, and an operator who does what he likes."""
+
+    @initialize(sizes=engine_settings)
+    def start(self, sizes: dict[str, Any]) -> None:
+        self.client = Client(small_engine(**sizes))
+        self.engine = self.client.engine
+        self.pins: list[tuple[PinnedPrefix, list[int], str | None]] = []
+        self.streams: list[tuple[TokenStream, list[int], list[int]]] = []
+
+    @property
+    def running(self) -> bool:
+        return not self.engine.context.suspended
+
+    def collect(self) -> None:
+        """After steps that others made: results wait in the engine, and tokens were reported to nobody."""
+        for request_id in list(self.client.asked):
+            result = self.engine.take_result(request_id)
+            if result is None:
+                self.client.arrived[request_id] = list(self.engine._requests[request_id].generated)
+            else:
+                self.client.arrived[request_id] = list(result.tokens)
+                self.client.take(result)
+
+    @rule(several=st.lists(requests, min_size=1, max_size=3), plan=st.none() | plans)
+    def ask(self, several: list[Asked], plan: ms.CheckpointPlan | None) -> None:
+        for asked in several:
+            self.client.ask(asked, plan)
+
+    @precondition(lambda self: self.running)
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            with self.unless_pins_hold_all():
+                self.client.step()
+            self.engine.context.check_integrity()
+
+    @contextmanager
+    def unless_pins_hold_all(self) -> Iterator[None]:
+        try:
+            yield
+        except ms.KVBlockCapacityError:
+            assert self.pins
+
+    @precondition(lambda self: self.running)
+    @rule(
+        point=st.sampled_from(["matching", "slot reservation", "inputs", "forward", "commit", "sampled"]),
+        after=st.booleans(),
+        error=st.sampled_from([InjectedError, Interrupted]),
+    )
+    def failing_step(self, point: str, after: bool, error: type[BaseException]) -> None:
+        with failing(self.engine, point, after=after, error=error), suppress(error, ms.KVBlockCapacityError):
+            self.client.step()
+
+    @rule(which=st.integers(0, 100))
+    def cancel(self, which: int) -> None:
+        if self.client.asked:
+            self.client.cancel(list(self.client.asked)[which % len(self.client.asked)])
+
+    @rule(prompt=prompts, length=st.integers(1, 12))
+    def stream(self, prompt: list[int], length: int) -> None:
+        params = ms.SamplingParams(num_tokens_to_generate=length)
+        self.streams.append((self.engine.stream(prompt, params), answer(tuple(prompt))[0][:length], []))
+
+    @precondition(lambda self: self.streams and self.running)
+    @rule(which=st.integers(0, 100), ends=st.sampled_from(["goes on", "goes on", "closed", "dropped"]))
+    def take(self, which: int, ends: str) -> None:
+        index = which % len(self.streams)
+        stream, expected, arrived = self.streams[index]
+        with self.unless_pins_hold_all():
+            arrived += [token.token for token in islice(stream, 1)]
+        assert arrived == expected[: len(arrived)]
+        if ends != "goes on" or arrived == expected:
+            self.streams.pop(index)
+            if ends == "closed":
+                stream.close()
+        del stream
+        self.collect()
+
+    @precondition(lambda self: self.running)
+    @rule(prompt=prompts, salt=st.sampled_from([None, None, "tenant"]), pin=st.booleans())
+    def warm(self, prompt: list[int], salt: str | None, pin: bool) -> None:
+        with self.unless_pins_hold_all():
+            resumable = self.engine.warm(prompt, cache_salt=salt)
+            assert resumable <= len(prompt)
+            assert resumable % BLOCK == 0
+            if pin and resumable:
+                self.pins.append((self.engine.pin(prompt, cache_salt=salt), prompt, salt))
+                assert self.pins[-1][0].tokens == resumable
+        self.collect()
+
+    @rule(prompt=prompts)
+    def pin(self, prompt: list[int]) -> None:
+        with suppress(ValueError):
+            self.pins.append((self.engine.pin(prompt), prompt, None))
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 100))
+    def unpin(self, which: int) -> None:
+        self.engine.unpin(self.pins.pop(which % len(self.pins))[0])
+
+    @rule(what=st.sampled_from(["reset_prefix_cache", "weights_version", "suspend", "reset"]))
+    def operate(self, what: str) -> None:
+        if what == "weights_version":
+            self.engine.weights_version = object()
+        else:
+            getattr(self.engine, what)()
+        self.pins.clear()
+        if what == "reset":
+            self.client.asked.clear()
+            self.client.arrived.clear()
+            self.streams.clear()
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def resume(self) -> None:
+        self.engine.resume()
+
+    @invariant()
+    def nothing_contradicts_itself(self) -> None:
+        self.engine.context.check_integrity()
+        stats = self.engine.context.cache_stats()
+        assert stats.prompt_tokens == stats.resumed_tokens + stats.computed_tokens
+        for pin, prompt, salt in self.pins:
+            assert self.engine.context.resumable_tokens(prompt, (salt or "").encode()) >= pin.tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "client"):
+            return
+        for pin, _, _ in self.pins:
+            self.engine.unpin(pin)
+        self.engine.resume()
+        self.streams.clear()
+        self.client.finish()
+        assert self.engine.context.kv_block_allocator.held_count == 0
+        assert self.engine.context.requests == []
+        assert not self.engine._unclaimed
+
+
+OperationsMachine.TestCase.settings = settings(
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestOperationsMachine = OperationsMachine.TestCase
