@@ -103,7 +103,7 @@ class MambaSlotAllocator:
         self.hash_to_block_id = self._index.hash_to_block_id
         self.free_slots = torch.arange(self.max_slots, dtype=torch.int32)
         self.free_count = self.max_slots
-        self._free_slots = memoryview(self.free_slots.numpy())  # the same memory, cheaper to index
+        self._free_slots = self.free_slots.numpy()  # the same memory, cheaper to index
         self.ghosts = GhostList(8 * self.max_slots)
         self._reserved: dict[int, int] = {}  # slot -> the block it is reserved for, -1 once that block left
         self._pins: dict[int, int] = {}
@@ -222,9 +222,9 @@ class MambaSlotAllocator:
             key = -1 if gone or block < 0 else int(hashes[block])
             if key > 0 and block not in self._index:
                 self._enter([block], [slot])
-                self._name([(block, key)])
+                self._name([block], [key])
             else:
-                self._push_free(slot)
+                self._push_free([slot])
             results.append(-1 if gone else self._index.slot_of(block))
         return results
 
@@ -234,7 +234,7 @@ class MambaSlotAllocator:
         self._check_reserved(slots)
         for slot in slots:
             del self._reserved[slot]
-            self._push_free(slot)
+            self._push_free([slot])
 
     def pin(self, slot: int) -> None:
         """Keep a committed slot from eviction until `unpin`; pins nest."""
@@ -249,7 +249,7 @@ class MambaSlotAllocator:
             del self._pins[slot]
             if slot in self._reserved:  # its block left while it was being read
                 del self._reserved[slot]
-                self._push_free(slot)
+                self._push_free([slot])
 
     def note_use(self, slot: int) -> None:
         """A request resumes from this committed slot: the only thing that refreshes its recency."""
@@ -338,11 +338,12 @@ class MambaSlotAllocator:
 
     def _invalidate(self, blocks: list[int]) -> None:
         leaving = [block for block in dict.fromkeys(blocks) if block in self._index.slot_by_block]
-        for slot in self._leave(leaving):
-            if slot in self._pins:
-                self._reserved[slot] = -1  # still being read: free when unpinned
-            else:
-                self._push_free(slot)
+        slots = self._leave(leaving)
+        if not self._pins.keys().isdisjoint(slots):
+            pinned = [slot for slot in slots if slot in self._pins]
+            self._reserved.update(dict.fromkeys(pinned, -1))  # still being read: free when unpinned
+            slots = [slot for slot in slots if slot not in self._pins]
+        self._push_free(slots)
         self._tell_kv(leaving)
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
@@ -353,10 +354,9 @@ class MambaSlotAllocator:
         """
         listed = self._checked(block_ids_list, "block_ids_list")
         self._invalidate(listed)
-        gone = set(listed)
-        for slot, block in self._reserved.items():
-            if block in gone:
-                self._reserved[slot] = -1
+        if self._reserved:
+            gone = set(listed)
+            self._reserved = {slot: -1 if block in gone else block for slot, block in self._reserved.items()}
 
     # ---- states
 
@@ -428,11 +428,12 @@ class MambaSlotAllocator:
         keys = integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH)
         if len(blocks) != len(keys):
             raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
-        wanted = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
-        for block, _ in wanted:
-            if block not in self._index.slot_by_block:
-                raise ValueError(f"block_ids names {block}; accepted: blocks with a slot")
-        self._name(wanted)
+        if keys and min(keys) <= 0:
+            wanted = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
+            blocks, keys = [block for block, _ in wanted], [key for _, key in wanted]
+        if not self._index.slot_by_block.keys() >= set(blocks):
+            raise ValueError(f"block_ids is {blocks}; accepted: blocks with a slot")
+        self._name(blocks, keys)
 
     # ---- intermediate states of hosts whose kernels write scratch
 
@@ -529,10 +530,10 @@ class MambaSlotAllocator:
         self.committed_total += len(blocks)
         self._tell_kv(blocks)
 
-    def _name(self, blocks_and_keys: list[tuple[int, int]]) -> None:
-        named = [key for block, key in blocks_and_keys if self._index.name(block, key)]
+    def _name(self, blocks: list[int], keys: list[int]) -> None:
+        self._index.name(blocks, keys)
         if self.ghosts:
-            for key in named:
+            for key in keys:
                 self.ghosts.discard(key)
 
     def _leave(self, blocks: list[int]) -> list[int]:
@@ -543,9 +544,9 @@ class MambaSlotAllocator:
         self._used.difference_update(slots)
         return slots
 
-    def _push_free(self, slot: int) -> None:
-        self._free_slots[self.free_count] = slot
-        self.free_count += 1
+    def _push_free(self, slots: Sequence[int]) -> None:
+        self._free_slots[self.free_count : self.free_count + len(slots)] = slots
+        self.free_count += len(slots)
 
     def _tell_kv(self, blocks: list[int]) -> None:
         note = getattr(self.context.kv_block_allocator, "note_state_changed", None)

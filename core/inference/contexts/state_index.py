@@ -54,33 +54,32 @@ class StateIndex:
         return [self._key_of[block] for block in blocks if block in self._key_of]
 
     def enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        slot_by_block, block_to_slot = self.slot_by_block, self._block_to_slot
-        slot_to_block = self._slot_to_block
+        block_to_slot, slot_to_block = self._block_to_slot, self._slot_to_block
+        self.slot_by_block.update(zip(blocks, slots, strict=True))
         for block, slot in zip(blocks, slots, strict=True):
-            slot_by_block[block] = block_to_slot[block] = slot
+            block_to_slot[block] = slot
             slot_to_block[slot] = block
 
-    def name(self, block: int, key: int) -> bool:
-        """Make the block's state findable; False where the hash names another block's state already."""
-        if self.hash_to_block_id.setdefault(key, block) != block:
-            return False
-        former = self._key_of.get(block, key)
-        if former != key:
-            del self.hash_to_block_id[former]
-        self._key_of[block] = key
-        return True
+    def name(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
+        """Make the blocks' states findable; a hash that names another block's state keeps naming it."""
+        block_named, key_of = self.hash_to_block_id, self._key_of
+        for block, key in zip(blocks, keys, strict=True):
+            if block_named.setdefault(key, block) == block:
+                former = key_of.get(block, key)
+                if former != key:
+                    del block_named[former]
+                key_of[block] = key
 
     def leave(self, blocks: Sequence[int]) -> list[int]:
         """Forget the blocks' states and their hashes; the slots they were in."""
         slots = list(map(self.slot_by_block.pop, blocks))
         self.departures += len(slots)
-        block_to_slot, slot_to_block, key_of = self._block_to_slot, self._slot_to_block, self._key_of
-        for slot in slots:
-            slot_to_block[slot] = -1
-        for block in blocks:
-            block_to_slot[block] = -1
+        block_to_slot, slot_to_block = self._block_to_slot, self._slot_to_block
+        key_of, block_named = self._key_of, self.hash_to_block_id
+        for block, slot in zip(blocks, slots, strict=True):
+            block_to_slot[block] = slot_to_block[slot] = -1
             if block in key_of:
-                del self.hash_to_block_id[key_of.pop(block)]
+                del block_named[key_of.pop(block)]
         return slots
 
     def clear(self) -> None:

@@ -97,12 +97,6 @@ class StepCheckpoints:
                     request.rolling_block = block
         return committed
 
-    def release(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Give back the slots of chunks whose forward did not happen or failed."""
-        for chunk in chunks:
-            slots = [slot for slot in chunk.destinations.values() if self._slots.is_reserved(slot)]
-            self._slots.release_reservation(slots)
-
     def trim_path(self, request: DynamicInferenceRequest) -> None:
         """Hold the request's path to its plan's cap: the shallowest states go, the deepest and forks stay."""
         most = request.plan.max_states_per_path

@@ -10,7 +10,7 @@ class SlotEvictionPolicy(Protocol):
     """Orders the committed slots of a pool; told of every change, it names victims and evicts nothing."""
 
     def insert(self, slot: int) -> None:
-        """A state was committed in `slot`."""
+        """A state was committed in `slot`, which held none."""
 
     def use(self, slot: int) -> None:
         """A request resumed from `slot`. A KV match alone is no use of the state."""
@@ -32,7 +32,6 @@ class LRUEviction:
 
     def insert(self, slot: int) -> None:
         self._order[slot] = None
-        self._order.move_to_end(slot)
 
     def use(self, slot: int) -> None:
         self._order.move_to_end(slot)

@@ -148,10 +148,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "state_index.py",
-                "        if self.hash_to_block_id.setdefault(key, block) != block:\n"
-                "            return False\n",
-                "        if self.hash_to_block_id.setdefault(key, block) != block:\n"
-                "            self._key_of[block] = key\n            return False\n",
+                "            if block_named.setdefault(key, block) == block:\n",
+                "            if block_named.setdefault(key, block):\n",
             ),
         ),
     ),
