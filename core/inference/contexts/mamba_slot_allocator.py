@@ -305,13 +305,12 @@ class MambaSlotAllocator:
     def _evict(self, count: int, keep: Sequence[int], free: int = 0) -> list[int]:
         if count == 0:
             return []
-        kept = set(keep)
-        victims = self._eviction.victims(count, lambda slot: slot not in self._pins and slot not in kept)
+        kept = self._pins.keys() | keep
+        victims = self._eviction.victims(count, lambda slot: slot not in kept)
         if len(victims) < count:
             raise MambaSlotCapacityError(count + free, len(victims) + free)
         blocks = self._index.blocks_of(victims)
-        for key in self._index.keys_of(blocks):
-            self.ghosts.add(key, "evicted")
+        self.ghosts.add_all(self._index.keys_of(blocks), "evicted")
         self._leave(blocks)
         self._tell_kv(blocks)
         self.evicted_total += len(victims)
@@ -524,9 +523,7 @@ class MambaSlotAllocator:
 
     def _enter(self, blocks: list[int], slots: list[int]) -> None:
         self._index.enter(blocks, slots)
-        insert = self._eviction.insert
-        for slot in slots:
-            insert(slot)
+        self._eviction.insert(*slots)
         self.committed_total += len(blocks)
         self._tell_kv(blocks)
 
@@ -538,9 +535,7 @@ class MambaSlotAllocator:
 
     def _leave(self, blocks: list[int]) -> list[int]:
         slots = self._index.leave(blocks)
-        remove = self._eviction.remove
-        for slot in slots:
-            remove(slot)
+        self._eviction.remove(*slots)
         self._used.difference_update(slots)
         return slots
 

@@ -55,9 +55,9 @@ class StateIndex:
 
     def enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         block_to_slot, slot_to_block = self._block_to_slot, self._slot_to_block
-        self.slot_by_block.update(zip(blocks, slots, strict=True))
+        slot_by_block = self.slot_by_block
         for block, slot in zip(blocks, slots, strict=True):
-            block_to_slot[block] = slot
+            slot_by_block[block] = block_to_slot[block] = slot
             slot_to_block[slot] = block
 
     def name(self, blocks: Sequence[int], keys: Sequence[int]) -> None:

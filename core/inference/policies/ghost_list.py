@@ -1,6 +1,7 @@
 """A bounded memory of prefixes that are gone, so that *evicted* can be told from *never seen*."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 
 class GhostList:
@@ -11,10 +12,16 @@ class GhostList:
         self._reasons: OrderedDict[int, str] = OrderedDict()
 
     def add(self, key: int, reason: str) -> None:
-        self._reasons[key] = reason
-        self._reasons.move_to_end(key)
-        if len(self._reasons) > self._capacity:
-            self._reasons.popitem(last=False)
+        self.add_all((key,), reason)
+
+    def add_all(self, keys: Iterable[int], reason: str) -> None:
+        reasons = self._reasons
+        for key in keys:
+            if key in reasons:
+                reasons.move_to_end(key)
+            reasons[key] = reason
+        while len(reasons) > self._capacity:
+            reasons.popitem(last=False)
 
     def discard(self, key: int) -> None:
         self._reasons.pop(key, None)

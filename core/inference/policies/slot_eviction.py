@@ -9,14 +9,14 @@ from typing import Protocol
 class SlotEvictionPolicy(Protocol):
     """Orders the committed slots of a pool; told of every change, it names victims and evicts nothing."""
 
-    def insert(self, slot: int) -> None:
-        """A state was committed in `slot`, which held none."""
+    def insert(self, *slots: int) -> None:
+        """States were committed in these slots, which held none."""
 
     def use(self, slot: int) -> None:
         """A request resumed from `slot`. A KV match alone is no use of the state."""
 
-    def remove(self, slot: int) -> None:
-        """`slot` holds no committed state any more."""
+    def remove(self, *slots: int) -> None:
+        """These slots hold no committed state any more."""
 
     def clear(self) -> None: ...
 
@@ -30,14 +30,18 @@ class LRUEviction:
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def insert(self, slot: int) -> None:
-        self._order[slot] = None
+    def insert(self, *slots: int) -> None:
+        order = self._order
+        for slot in slots:
+            order[slot] = None
 
     def use(self, slot: int) -> None:
         self._order.move_to_end(slot)
 
-    def remove(self, slot: int) -> None:
-        del self._order[slot]
+    def remove(self, *slots: int) -> None:
+        order = self._order
+        for slot in slots:
+            del order[slot]
 
     def clear(self) -> None:
         self._order.clear()

@@ -170,7 +170,7 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "lambda slot: slot not in self._pins and slot not in kept",
+                "lambda slot: slot not in kept",
                 "lambda slot: "
                 "self.context.kv_block_allocator.block_ref_counts[self._index.block_of(slot)] == 0",
             ),
