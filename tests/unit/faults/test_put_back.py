@@ -300,8 +300,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "        kept = set(keep)\n",
-                "        kept = set(keep)\n        torch.nonzero(self.block_to_slot >= 0)\n",
+                "        kept = self._pins.keys() | keep\n",
+                "        kept = self._pins.keys() | keep\n        torch.nonzero(self.block_to_slot >= 0)\n",
             ),
         ),
     ),
