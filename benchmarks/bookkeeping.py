@@ -41,6 +41,7 @@ import reprlib
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -177,7 +178,7 @@ class LookedUpSlots:
 # ---- both allocators together
 
 
-class BlockLives:
+class BlockLives(ABC):
     """64 blocks of one sequence: allocated, registered, given states, released, deregistered.
 
     In a full pool the allocation deregisters the 64 blocks used longest ago. In a free one there is no
@@ -196,12 +197,12 @@ class BlockLives:
             self.prepare()
             self._live()
 
+    @abstractmethod
     def _connect(self, num_kv_blocks: int, policy: str) -> None:
         """Make `_kv` and `_slots`, with a slot for every block."""
-        raise NotImplementedError
 
-    def _live(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _live(self) -> None: ...
 
     def _sequence(self) -> list[int]:
         return [next(self._hashes) for _ in range(self.BLOCKS)]
@@ -284,7 +285,7 @@ class RowStep:
     prompt_states: tuple[int, ...]
 
 
-class Steps:
+class Steps(ABC):
     """A context with 64 decodes under way, of prompts that end anywhere in a block; 16 others come and go.
 
     Everybody's first 128 tokens are the same, and their state is cached.
@@ -326,25 +327,25 @@ class Steps:
     def outcome(self) -> object:
         return self._rows, self._chunk_starts
 
-    def _build(self, sizes: ContextSizes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _build(self, sizes: ContextSizes) -> None: ...
 
+    @abstractmethod
     def _request(self, request_id: int, tokens: list[int]) -> Any:
         """A request with its prompt hashed."""
-        raise NotImplementedError
 
-    def _admit(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _admit(self) -> None: ...
 
-    def _prepare(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _prepare(self) -> None: ...
 
+    @abstractmethod
     def _look(self) -> None:
         """Note `_rows`, by request id, and `_chunk_starts`, the SSD chunks of the prompts."""
-        raise NotImplementedError
 
-    def _finish(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _finish(self) -> None: ...
 
 
 class StockSteps(Steps):

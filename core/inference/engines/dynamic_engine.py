@@ -54,8 +54,9 @@ class StepReport:
 class DynamicInferenceEngine:
     """Serves requests with a hybrid model, resuming prompts from the prefix cache of its context.
 
-    Not thread-safe: one thread calls it, and not from inside its own step (RuntimeError). `generate` serves
-    a batch to the end; `add_request` and `step`, or `stream`, serve requests as they come.
+    Not thread-safe: one thread calls it, and from inside its own step only `add_request` (the others raise
+    RuntimeError). `generate` serves a batch to the end; `add_request` and `step`, or `stream`, serve
+    requests as they come.
     """
 
     def __init__(self, model: Model, config: InferenceConfig) -> None:
