@@ -34,7 +34,9 @@ plans = st.builds(
     decode=st.sampled_from(["rolling", "off", BLOCK, 2 * BLOCK]),
     prefill_interval=st.sampled_from([None, BLOCK, 2 * BLOCK]),
     marks=st.lists(st.integers(0, 60), max_size=2).map(tuple),
-    max_states_per_path=st.sampled_from([None, 1, 2]),
+    offsets_from_start=st.lists(st.integers(0, 60), max_size=1).map(tuple),
+    offsets_from_end=st.lists(st.integers(0, 60), max_size=1).map(tuple),
+    max_states_per_path=st.sampled_from([None, 1, 2, 3]),
 )
 engine_settings = st.fixed_dictionaries(
     {

@@ -216,9 +216,8 @@ class MambaSlotAllocator:
         hashes = self.context.kv_block_allocator.block_hashes
         results = []
         for slot, block in zip(slots, blocks, strict=True):
-            gone = (
-                self._reserved.pop(slot) < 0
-            )  # the block was deregistered since: its id may mean another prefix
+            # Where its block was deregistered since, the same id may mean another prefix by now.
+            gone = self._reserved.pop(slot) < 0
             key = -1 if gone or block < 0 else int(hashes[block])
             if key > 0 and block not in self._index:
                 self._enter([block], [slot])
@@ -234,7 +233,7 @@ class MambaSlotAllocator:
         self._check_reserved(slots)
         for slot in slots:
             del self._reserved[slot]
-            self._push_free([slot])
+        self._push_free(slots)
 
     def pin(self, slot: int) -> None:
         """Keep a committed slot from eviction until `unpin`; pins nest."""

@@ -167,14 +167,14 @@ class DynamicInferenceEngine:
         self._check_usable("step")
         if self.context.suspended:
             raise RuntimeError("step is called on a suspended engine; resume it first")
-        waiting = {request.request_id for request in self._scheduler.waiting}
+        running = {request.request_id for request in self._scheduler.running}
         before = [(request, len(request.tokens)) for request in self._scheduler.requests]
         try:
             self._stepping = True
             chunks, generated = self._run_step()
             finished = self._finish_completed(generated)
             self._cancel_abandoned()
-            admitted = tuple(c.request.request_id for c in chunks if c.request.request_id in waiting)
+            admitted = tuple(c.request.request_id for c in chunks if c.request.request_id not in running)
         except BaseException as error:
             self._recover(error, before)
             raise
@@ -225,7 +225,6 @@ class DynamicInferenceEngine:
                 del request.tokens[length:]
                 del request.log_probs[request.num_generated :]
                 request.ttft_s = request.ttft_s if request.num_generated else None
-                request.hashes = PrefixHashChain(self.config.block_size_tokens, request.hashes.salt)
             known = {request.request_id: request for request, _ in before}
             self._requests = known | self._requests  # those added during the step wait behind the others
             self.context.abort_step()

@@ -23,15 +23,18 @@ class PrefixHashChain:
         self.keys: list[int] = []
         self.tokens: list[bytes] = []
         self._block_size = block_size_tokens
-        self._digest = hashlib.sha256(b"mambaslots.root\0" + salt).digest()
+        self._digests = [hashlib.sha256(b"mambaslots.root\0" + salt).digest()]
 
     def extend_to(self, sequence: Sequence[int], length: int | None = None) -> None:
         """Hash the whole blocks of `sequence[:length]` that are not hashed yet; O(new tokens)."""
         size = self._block_size
         stop = min(len(sequence), len(sequence) if length is None else length) // size
-        for block in range(len(self.keys), stop):
+        whole = len(self._digests) - 1  # a digest comes last, so an interrupted block is hashed anew
+        del self.keys[whole:], self.tokens[whole:]
+        for block in range(whole, stop):
             ids = np.asarray(sequence[block * size : (block + 1) * size], dtype="<u4")
             content = ids.tobytes()
-            self._digest = hashlib.sha256(self._digest + content).digest()
-            self.keys.append(int.from_bytes(self._digest[:8], "big") >> 1 or 1)
+            digest = hashlib.sha256(self._digests[-1] + content).digest()
+            self.keys.append(int.from_bytes(digest[:8], "big") >> 1 or 1)
             self.tokens.append(content)
+            self._digests.append(digest)

@@ -5,21 +5,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from oracle.serving import assert_answers, random_tokens, small_engine
+from oracle.workload import plans
 
 BLOCK = 8
 ALPHABET = [random_tokens(60, seed) for seed in range(3)]
-
-plans = st.builds(
-    ms.CheckpointPlan,
-    chunk_ends=st.booleans(),
-    branch=st.booleans(),
-    decode=st.sampled_from(["rolling", "off", BLOCK, 2 * BLOCK]),
-    prefill_interval=st.sampled_from([None, BLOCK, 2 * BLOCK]),
-    marks=st.lists(st.integers(0, 60), max_size=2).map(tuple),
-    offsets_from_start=st.lists(st.integers(0, 60), max_size=1).map(tuple),
-    offsets_from_end=st.lists(st.integers(0, 60), max_size=1).map(tuple),
-    max_states_per_path=st.sampled_from([None, 1, 3]),
-)
 
 
 class EngineMachine(RuleBasedStateMachine):

@@ -110,3 +110,12 @@ def test_a_hash_of_zero_becomes_one(monkeypatch):
     zeros = SimpleNamespace(digest=lambda: bytes(32))
     monkeypatch.setattr(prefix_hash, "hashlib", SimpleNamespace(sha256=lambda content: zeros))
     assert chain_of([1, 2, 3, 4]).keys == [1]
+
+
+def test_a_block_whose_hashing_was_interrupted_is_hashed_anew():
+    chain, whole = PrefixHashChain(4, b"salt"), PrefixHashChain(4, b"salt")
+    whole.extend_to(range(8))
+    chain.extend_to(range(4))
+    chain.keys.append(17)  # what an interrupt between two of its lists leaves
+    chain.extend_to(range(8))
+    assert (chain.keys, chain.tokens) == (whole.keys, whole.tokens)
