@@ -24,7 +24,7 @@ from ..kernels.state_copy import StateTensors, copy_states
 from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
-from .kv_block_allocator import MAX_HASH
+from .kv_block_allocator import MAX_HASH, all_ints, checked_integers
 from .state_index import StateIndex
 from .state_pool import StatePool
 
@@ -50,7 +50,9 @@ class MambaSlotAllocator:
 
     Attributes (for hosts to read):
         block_to_slot [blocks] int32, slot_to_block [max_slots] int32, free_slots [max_slots] int32 (the
-        first `free_count` are free): CPU tensors.
+        first `free_count` are free): CPU tensors, brought up to date when the attribute is read, in
+        O(blocks + slots) where something changed. Each stays one tensor for ever, but what a host keeps
+        shows the last read of the attribute: index `allocator.block_to_slot[...]` anew, as stock does.
         hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
         conv_states, ssm_states [layers, max_slots, ...]: the durable states.
         intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
@@ -98,12 +100,10 @@ class MambaSlotAllocator:
             self._own_ssm = torch.zeros(*slots, *ssm_shape, dtype=ssm_states_dtype, device=device)
 
         self._index = StateIndex(self.num_blocks, self.max_slots)
-        self.block_to_slot = self._index.block_to_slot
-        self.slot_to_block = self._index.slot_to_block
         self.hash_to_block_id = self._index.hash_to_block_id
-        self.free_slots = torch.arange(self.max_slots, dtype=torch.int32)
-        self.free_count = self.max_slots
-        self._free_slots = self.free_slots.numpy()  # the same memory, cheaper to index
+        self._free = list(range(self.max_slots))
+        self._free_slots = torch.arange(self.max_slots, dtype=torch.int32)
+        self._free_mirrored = True  # `_free_slots` is up to date
         self.ghosts = GhostList(8 * self.max_slots)
         self._reserved: dict[int, int] = {}  # slot -> the block it is reserved for, -1 once that block left
         self._pins: dict[int, int] = {}
@@ -139,6 +139,25 @@ class MambaSlotAllocator:
         return self._own_ssm if self._pool is None else self._pool.durable_ssm_states
 
     # ---- lookup
+
+    @property
+    def block_to_slot(self) -> Tensor:
+        return self._index.block_to_slot
+
+    @property
+    def slot_to_block(self) -> Tensor:
+        return self._index.slot_to_block
+
+    @property
+    def free_slots(self) -> Tensor:
+        if not self._free_mirrored:
+            self._free_slots[: self.free_count] = torch.tensor(self._free, dtype=torch.int32)
+            self._free_mirrored = True
+        return self._free_slots
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
 
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
@@ -221,7 +240,7 @@ class MambaSlotAllocator:
             key = -1 if gone or block < 0 else int(hashes[block])
             if key > 0 and block not in self._index:
                 self._enter([block], [slot])
-                self._name([block], [key])
+                self._name([block], [slot], [key])
             else:
                 self._push_free([slot])
             results.append(-1 if gone else self._index.slot_of(block))
@@ -280,12 +299,14 @@ class MambaSlotAllocator:
                 f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
             )
         slot_by_block = self._index.slot_by_block
+        if slot_by_block.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
+            slots = self._take_slots(len(blocks), keep=())
+            self._enter(blocks, slots)
+            return slots
         new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
-        all_new = len(new) == len(blocks)
-        keep = () if all_new else [slot_by_block[block] for block in blocks if block in slot_by_block]
-        slots = self._take_slots(len(new), keep)
-        self._enter(new, slots)
-        return slots if all_new else [slot_by_block[block] for block in blocks]
+        keep = [slot_by_block[block] for block in blocks if block in slot_by_block]
+        self._enter(new, self._take_slots(len(new), keep))
+        return [slot_by_block[block] for block in blocks]
 
     def _evict_lru_slots_batch(self, num_needed: int) -> list[int]:
         """Evict states; the caller owns the returned slots, as reserved ones, until `release_reservation`."""
@@ -294,11 +315,14 @@ class MambaSlotAllocator:
         return slots
 
     def _take_slots(self, count: int, keep: Sequence[int]) -> list[int]:
-        from_free = min(count, self.free_count)
+        from_free = min(count, len(self._free))
         evicted = self._evict(count - from_free, keep, free=from_free)
-        cut = self.free_count - from_free
-        taken = self._free_slots[cut : self.free_count].tolist() if from_free else []
-        self.free_count = cut
+        if not from_free:
+            return evicted
+        cut = len(self._free) - from_free
+        taken = self._free[cut:]
+        del self._free[cut:]
+        self._free_mirrored = False
         return taken + evicted
 
     def _evict(self, count: int, keep: Sequence[int], free: int = 0) -> list[int]:
@@ -309,7 +333,7 @@ class MambaSlotAllocator:
         if len(victims) < count:
             raise MambaSlotCapacityError(count + free, len(victims) + free)
         blocks = self._index.blocks_of(victims)
-        self.ghosts.add_all(self._index.keys_of(blocks), "evicted")
+        self.ghosts.add_all(self._index.keys_of(victims), "evicted")
         self._leave(blocks)
         self._tell_kv(blocks)
         self.evicted_total += len(victims)
@@ -335,9 +359,11 @@ class MambaSlotAllocator:
         self._invalidate(self._checked(block_ids_list, "block_ids_list"))
 
     def _invalidate(self, blocks: list[int]) -> None:
-        leaving = [block for block in dict.fromkeys(blocks) if block in self._index.slot_by_block]
+        slot_by_block = self._index.slot_by_block
+        distinct = blocks if len(set(blocks)) == len(blocks) else dict.fromkeys(blocks)
+        leaving = [block for block in distinct if block in slot_by_block]
         slots = self._leave(leaving)
-        if not self._pins.keys().isdisjoint(slots):
+        if self._pins and not self._pins.keys().isdisjoint(slots):
             pinned = [slot for slot in slots if slot in self._pins]
             self._reserved.update(dict.fromkeys(pinned, -1))  # still being read: free when unpinned
             slots = [slot for slot in slots if slot not in self._pins]
@@ -422,16 +448,17 @@ class MambaSlotAllocator:
 
         A hash that names another block's state already keeps naming it.
         """
-        blocks = self._checked(block_ids)
-        keys = integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH)
+        blocks = block_ids if all_ints(block_ids) else self._checked(block_ids)
+        keys = checked_integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH)
         if len(blocks) != len(keys):
             raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
         if keys and min(keys) <= 0:
             wanted = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
             blocks, keys = [block for block, _ in wanted], [key for _, key in wanted]
-        if not self._index.slot_by_block.keys() >= set(blocks):
-            raise ValueError(f"block_ids is {blocks}; accepted: blocks with a slot")
-        self._name(blocks, keys)
+        slots = self._index.slots_of(blocks)
+        if len(slots) < len(blocks):
+            raise ValueError(f"block_ids is {self._checked(block_ids)}; accepted: blocks with a slot")
+        self._name(blocks, slots, keys)
 
     # ---- intermediate states of hosts whose kernels write scratch
 
@@ -497,14 +524,14 @@ class MambaSlotAllocator:
 
     def reset(self) -> None:
         """Forget every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
-        torch.arange(self.max_slots, out=self.free_slots)
-        self.free_count = self.max_slots
+        self._free = list(range(self.max_slots))
+        self._free_mirrored = False
         for part in (self._index, self.ghosts, self._reserved, self._pins, self._used, self._eviction):
             part.clear()
         self._intermediate.reset()
 
     def _checked(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
-        return integers(name, block_ids, 0, self.num_blocks - 1)
+        return checked_integers(name, block_ids, 0, self.num_blocks - 1)
 
     def _check_committed(self, slot: int) -> None:
         if self._index.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
@@ -526,32 +553,37 @@ class MambaSlotAllocator:
         self.committed_total += len(blocks)
         self._tell_kv(blocks)
 
-    def _name(self, blocks: list[int], keys: list[int]) -> None:
-        self._index.name(blocks, keys)
-        if self.ghosts:
-            for key in keys:
-                self.ghosts.discard(key)
+    def _name(self, blocks: list[int], slots: list[int], keys: list[int]) -> None:
+        self._index.name(blocks, slots, keys)
+        self.ghosts.discard_all(keys)
 
     def _leave(self, blocks: list[int]) -> list[int]:
         slots = self._index.leave(blocks)
         self._eviction.remove(*slots)
-        self._used.difference_update(slots)
+        if self._used:
+            self._used.difference_update(slots)
         return slots
 
     def _push_free(self, slots: Sequence[int]) -> None:
-        self._free_slots[self.free_count : self.free_count + len(slots)] = slots
-        self.free_count += len(slots)
+        self._free.extend(slots)
+        self._free_mirrored = False
 
     def _tell_kv(self, blocks: list[int]) -> None:
-        note = getattr(self.context.kv_block_allocator, "note_state_changed", None)
-        if note is not None:
+        kv = self.context.kv_block_allocator
+        note = getattr(kv, "note_state_changed", None)
+        if note is None:
+            return
+        leaves = getattr(kv, "evictable_leaves", None)  # ours: the only ones whose place depends on states
+        if leaves is None or (leaves and not leaves.isdisjoint(blocks)):
             for block in blocks:
                 note(block)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
         self._index.check_integrity(self.context.kv_block_allocator.block_hashes)
-        free = set(self._free_slots[: self.free_count].tolist())
+        free = set(self._free)
+        if self._free_mirrored:
+            assert self._free_slots[: self.free_count].tolist() == self._free, "free_slots shows others"
         committed, reserved = set(self._index.slots), set(self._reserved)
         assert len(free) == self.free_count, "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"

@@ -1,39 +1,52 @@
 """A bounded memory of prefixes that are gone, so that *evicted* can be told from *never seen*."""
 
-from collections import OrderedDict
 from collections.abc import Iterable
 
 
 class GhostList:
-    """Hash -> why it is gone, for the `capacity` most recent; O(1) a call."""
+    """Hash -> why it is gone, for the `capacity` most recent and up to as many before them; O(1) a key.
+
+    Two generations: once the younger has `capacity` keys, it becomes the older, and the former older one is
+    forgotten at once. To forget key by key costs three times as much as to remember.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._reasons: OrderedDict[int, str] = OrderedDict()
+        self._young: dict[int, str] = {}
+        self._old: dict[int, str] = {}
 
     def add(self, key: int, reason: str) -> None:
         self.add_all((key,), reason)
 
     def add_all(self, keys: Iterable[int], reason: str) -> None:
-        reasons = self._reasons
+        young = self._young
         for key in keys:
-            if key in reasons:
-                reasons.move_to_end(key)
-            reasons[key] = reason
-        while len(reasons) > self._capacity:
-            reasons.popitem(last=False)
+            young[key] = reason
+        if len(young) >= self._capacity:
+            self._old, self._young = (young if self._capacity else {}), {}
 
     def discard(self, key: int) -> None:
-        self._reasons.pop(key, None)
+        self._young.pop(key, None)
+        self._old.pop(key, None)
+
+    def discard_all(self, keys: list[int]) -> None:
+        for generation in (self._young, self._old):
+            if generation and not generation.keys().isdisjoint(keys):
+                for key in keys:
+                    generation.pop(key, None)
 
     def reason(self, key: int) -> str | None:
-        return self._reasons.get(key)
+        return self._young.get(key) or self._old.get(key)
 
     def clear(self) -> None:
-        self._reasons.clear()
+        self._young.clear()
+        self._old.clear()
 
     def __contains__(self, key: int) -> bool:
-        return key in self._reasons
+        return key in self._young or key in self._old
+
+    def __bool__(self) -> bool:
+        return bool(self._young or self._old)
 
     def __len__(self) -> int:
-        return len(self._reasons)
+        return len(self._young.keys() | self._old.keys())

@@ -208,6 +208,16 @@ def test_a_chain_continues_below_its_twins():
     assert kv.child_count(first[1]) == 1
 
 
+def test_a_block_below_a_twin_that_nobody_took_up_can_be_released():
+    kv = KVBlockAllocator(4)
+    (twin,) = cached(kv, b"", A)
+    mine, below = kv.allocate_memory_blocks(2)
+    assert kv.register_chain(b"", [mine, below], [1, 2], [A, B]) == [twin, below]
+    kv.release_memory_blocks([mine, below])
+    assert (kv.cached_count, kv.total_avail) == (2, 2)
+    kv.check_integrity()
+
+
 def test_registration_ends_before_a_colliding_hash():
     kv = KVBlockAllocator(6)
     written(kv, b"", A)

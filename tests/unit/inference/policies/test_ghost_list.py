@@ -21,7 +21,7 @@ def test_the_latest_reason_counts():
     assert (ghosts.reason(5), len(ghosts)) == ("capacity", 1)
 
 
-def test_the_oldest_ghost_is_forgotten_first():
+def test_the_oldest_ghosts_are_forgotten_first_and_together():
     ghosts = GhostList(2)
     for key in (1, 2, 1, 3):
         ghosts.add(key, "evicted")
@@ -46,15 +46,26 @@ def test_a_list_without_room_remembers_nothing():
 
 
 @settings(max_examples=100, deadline=None)
-@given(capacity=st.integers(0, 4), calls=st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30))
+@given(
+    capacity=st.integers(0, 4),
+    calls=st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(0, 9), max_size=4, unique=True)), max_size=30
+    ),
+)
 def test_the_most_recent_are_remembered(capacity, calls):
-    ghosts, recent = GhostList(capacity), []
-    for add, key in calls:
-        recent = [other for other in recent if other != key]
+    """At least `capacity` of them, however many are added at once, and not many more."""
+    ghosts, recent, known_once, most = GhostList(capacity), [], set(), 0
+    for add, keys in calls:
+        recent = [other for other in recent if other not in keys]
+        known_once -= set(keys)
         if add:
-            ghosts.add(key, "evicted")
-            recent = [*recent, key][-capacity:] if capacity else []
+            ghosts.add_all(keys, "evicted")
+            recent = [*recent, *keys][-capacity:] if capacity else []
+            known_once |= set(keys)
         else:
-            ghosts.discard(key)
-        assert len(ghosts) == len(recent)
-        assert {k for k in range(7) if k in ghosts} == set(recent)
+            ghosts.discard_all(keys)
+        known = {key for key in range(10) if key in ghosts}
+        most = max(most, len(keys))
+        assert len(ghosts) == len(known) <= 2 * (capacity + most)
+        assert bool(ghosts) == bool(known)
+        assert set(recent) <= known <= known_once
