@@ -92,6 +92,10 @@ class InferenceConfig:
         prefix_caching_eviction_policy: "lru" keeps unreferenced blocks until their memory is needed;
             "ref_zero" drops a block, and its state, with its last user.
         checkpoint_plan: which states are taken; a request may bring its own.
+        num_cuda_graphs: most CUDA graphs to capture of decode steps, and most of steps with prefills; None
+            captures none. Without effect on a CPU, and with float64 weights, whose kernels synchronise.
+        use_cuda_graphs_for_non_decode_steps: also capture steps with prefills.
+        cuda_graph_max_tokens: most prefill tokens, padding included, of a step that is captured.
     """
 
     block_size_tokens: int = 256
@@ -106,6 +110,9 @@ class InferenceConfig:
     enable_chunked_prefill: bool = True
     prefix_caching_eviction_policy: str = "lru"
     checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
+    num_cuda_graphs: int | None = None
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    cuda_graph_max_tokens: int = 512
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
@@ -122,6 +129,11 @@ class InferenceConfig:
         self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
         self._check_budget("num_mamba_slots", "prefix_caching_mamba_gb", self.enable_prefix_caching)
         instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
+        graphs = optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
+        _keep(self, "num_cuda_graphs", graphs)
+        boolean("use_cuda_graphs_for_non_decode_steps", self.use_cuda_graphs_for_non_decode_steps)
+        tokens = integer("cuda_graph_max_tokens", self.cuda_graph_max_tokens, 1, INT32_MAX)
+        _keep(self, "cuda_graph_max_tokens", tokens)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 

@@ -7,6 +7,11 @@ follow one schedule, counted in engine steps: when users arrive, and how long th
     python examples/serve_conversations.py --plan every-block --json out.json --plot out.png
 
 The last line says whether the outputs are identical; the exit code is 1 if they are not.
+
+With `--device cuda` both runs are on the GPU, in float32 unless said otherwise, with CUDA graphs, and all
+answers are greedy. A third run, on the CPU and without the cache, says what they must be: the same tokens,
+or, where an answer first differs, one that the CPU's model finds less than 1e-4 below the best. What a
+conversation goes on with after such a tie cannot be compared.
 """
 
 import argparse
@@ -14,11 +19,12 @@ import heapq
 import json
 import math
 import platform
+import re
 import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +38,8 @@ BLOCK = 32
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 PLANS = {"default": ms.CheckpointPlan(), "every-block": ms.CheckpointPlan.every_block(BLOCK)}
 Key = tuple[int, int]  # number of the conversation, number of the turn
+TIE = 1e-4  # between log-probs
+CUDA_GRAPHS = 64
 
 
 @dataclass
@@ -40,6 +48,7 @@ class Run:
 
     name: str
     results: dict[Key, ms.RequestResult] = field(default_factory=dict)
+    prompts: dict[Key, list[int]] = field(default_factory=dict)
     ideal: dict[Key, int] = field(default_factory=dict)
     steps: int = 0
     wall_s: float = 0.0
@@ -109,6 +118,7 @@ class Server:
             seed=turn.seed,
             return_log_probs=True,
         )
+        self.run.prompts[conversation, number] = list(transcript)
         request_id = self.engine.add_request(transcript, sampling)
         self.running[request_id] = (conversation, number)
         self.waiting.add(request_id)
@@ -156,7 +166,7 @@ def make_engine(
     model: ms.models.HybridLM, users: list[Conversation], plan: str | None
 ) -> ms.DynamicInferenceEngine:
     """`plan` None serves without the cache. The pools hold all that is ever computed: nothing is evicted."""
-    longest = max(
+    longest = 2 + max(
         len(user.system_prompt.encode()) + sum(len(said(turn)) + turn.answer_tokens for turn in user.turns)
         for user in users
     )
@@ -170,23 +180,84 @@ def make_engine(
         num_mamba_slots=blocks,
         enable_prefix_caching=plan is not None,
         checkpoint_plan=PLANS[plan or "default"],
+        num_cuda_graphs=CUDA_GRAPHS,
     )
     return ms.DynamicInferenceEngine(model, config)
 
 
-def serve_both_ways(args: argparse.Namespace) -> tuple[Run, Run]:
-    """Run the schedule without the cache and with it."""
+def make_model(args: argparse.Namespace) -> ms.models.HybridLM:
     config = ms.models.HybridConfig.tiny(
         DTYPES[args.dtype], hidden_size=128, mamba_num_heads=16, mamba_state_dim=32, mlp_hidden_size=256
     )
-    model = ms.models.HybridLM(config, seed=args.seed)
+    return ms.models.HybridLM(config, seed=args.seed)
+
+
+def make_users(args: argparse.Namespace) -> list[Conversation]:
     users = conversations(args.conversations, args.turns, args.seed)
+    if args.device == "cpu":
+        return users
+    return [
+        replace(user, turns=tuple(replace(turn, temperature=None) for turn in user.turns)) for user in users
+    ]
+
+
+def serve_both_ways(args: argparse.Namespace) -> tuple[Run, Run]:
+    """Run the schedule without the cache and with it."""
+    model, users = make_model(args).to(args.device), make_users(args)
     for plan in (None, args.plan):  # a process's first steps are slow: neither run shall pay for them
         Server("warm-up", make_engine(model, users[:1], plan), users[:1]).serve(progress=False)
     engine = make_engine(model, users, args.plan)
     print(engine.context.memory_summary())
     without = Server("without cache", make_engine(model, users, None), users).serve()
     return without, Server("with cache", engine, users).serve()
+
+
+@dataclass
+class Comparison:
+    """How a run's answers, turn by turn, stand to the CPU's. `ties`: first differences that are no fault."""
+
+    same: int = 0
+    ties: int = 0
+    faults: int = 0
+    after_a_difference: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same} the same, {self.ties} part where the CPU's model all but ties, {self.faults} part "
+            f"elsewhere, {self.after_a_difference} come after such"
+        )
+
+
+def compare_with_cpu(engine: ms.DynamicInferenceEngine, expected: Run, run: Run) -> Comparison:
+    """`engine`: on the CPU, without the cache, as the one that `expected` comes from."""
+    comparison = Comparison()
+    conversations_of = sorted({conversation for conversation, _ in expected.results})
+    for conversation in conversations_of:
+        keys = sorted(key for key in expected.results if key[0] == conversation)
+        for number, key in enumerate(keys):
+            right, got = expected.results[key].tokens, run.results[key].tokens
+            if right == got:
+                comparison.same += 1
+                continue
+            gap = gap_at_first_difference(engine, expected.prompts[key], right, got)
+            comparison.gaps.append(gap)
+            comparison.ties += gap < TIE
+            comparison.faults += gap >= TIE
+            comparison.after_a_difference += len(keys) - number - 1
+            break
+    return comparison
+
+
+def gap_at_first_difference(
+    engine: ms.DynamicInferenceEngine, prompt: list[int], right: list[int], got: list[int]
+) -> float:
+    """By how much the engine's model prefers the right token: at least its two best logits' difference."""
+    first = next(i for i, (a, b) in enumerate(zip(right, got, strict=True)) if a != b)
+    ask = ms.SamplingParams(num_tokens_to_generate=1, skip_prompt_log_probs=False)
+    both = [[*prompt, *right[:first], token] for token in (right[first], got[first])]
+    log_probs = [result.prompt_log_probs or [] for result in engine.generate(both, ask)]
+    return log_probs[0][-1] - log_probs[1][-1]
 
 
 def outputs_identical(a: Run, b: Run) -> bool:
@@ -249,6 +320,7 @@ def figures(args: argparse.Namespace, without: Run, cached: Run) -> dict[str, An
         "conversations": args.conversations,
         "turns_per_conversation": args.turns,
         "dtype": args.dtype,
+        "device": torch.cuda.get_device_name(args.device) if args.device != "cpu" else "cpu",
         "seed": args.seed,
         "prompt_tokens": cached.prompt_tokens,
         "resumed_tokens": cached.resumed_tokens,
@@ -322,14 +394,34 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plan", choices=PLANS, default="default", help="which states the cache takes")
     parser.add_argument("--conversations", type=positive, default=30, metavar="N")
     parser.add_argument("--turns", type=positive, default=8, metavar="N", help="turns of each conversation")
-    parser.add_argument("--dtype", choices=DTYPES, default="float64")
+    parser.add_argument("--device", default="cpu", help="cpu (default), or cuda, compared with a CPU run")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float64 on a CPU, float32 on a GPU")
     parser.add_argument("--seed", type=integer, default=0, help="of the weights, the texts and the schedule")
     parser.add_argument("--json", type=new_file, metavar="PATH", help="write the figures")
     parser.add_argument("--plot", type=new_file, metavar="PATH", help="draw them turn by turn (PNG)")
     args = parser.parse_args()
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+        parser.error(f"argument --device: {args.device!r}; accepted: cpu, cuda or cuda:N")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"argument --device: {args.device!r}, and torch sees no GPU; accepted: cpu")
+    args.dtype = args.dtype or ("float64" if args.device == "cpu" else "float32")
     if args.plot and not find_spec("matplotlib"):
         parser.error("--plot needs matplotlib: pip install 'mambaslots[plot]'")
     return args
+
+
+def compare_on_cpu(args: argparse.Namespace, *runs: Run) -> dict[str, Comparison]:
+    """Serve on the CPU without the cache, and hold the runs against that."""
+    users = make_users(args)
+    engine = make_engine(make_model(args), users, None)
+    expected = Server("CPU, no cache", engine, users).serve()
+    print("\nanswers beside the CPU's, without the cache:")
+    comparisons = {}
+    for run in runs:
+        comparison = compare_with_cpu(engine, expected, run)
+        print(f"{run.name:>13}: {comparison}")
+        comparisons[f"{run.name} beside the CPU".replace(" ", "_")] = comparison
+    return comparisons
 
 
 def main() -> int:
@@ -339,10 +431,16 @@ def main() -> int:
     print()
     print_table(without, cached)
     results = figures(args, without, cached)
+    comparisons = compare_on_cpu(args, without, cached) if args.device != "cpu" else {}
+    results |= {name: asdict(comparison) for name, comparison in comparisons.items()}
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     if args.plot:
         plot(results, args.plot)
+    if comparisons:
+        good = not any(comparison.faults for comparison in comparisons.values())
+        print(f"the CPU's tokens, by the rule of float32: {'yes' if good else 'no'}")
+        return 0 if good else 1
     identical: bool = results["outputs_identical"]
     print(f"outputs identical: {'yes' if identical else 'no'}")
     return 0 if identical else 1

@@ -1,10 +1,24 @@
+import os
 from collections import Counter
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # read by triton, and by megatron-core's kernels, when they are imported
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
+
 # Several threads help none of these small shapes, and make every test crawl on a busy machine.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where there is no GPU, tests marked `gpu` deselect themselves."""
+    if torch.cuda.is_available():
+        return
+    deselected = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

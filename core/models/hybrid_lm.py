@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,20 +11,10 @@ from torch import Tensor, nn
 
 from ..config import HybridStateSpec
 from ..inference.contexts.step_inputs import StepInputs
-from ..inference.kernels.reference import (
-    apply_rotary,
-    causal_conv1d_prefill,
-    causal_conv1d_update,
-    compute_dtype,
-    gated_rms_norm,
-    paged_attention_decode,
-    paged_attention_prefill,
-    rms_norm,
-    selective_state_update,
-    ssd_chunk_scan,
-    write_kv,
-)
+from ..inference.kernels.kernel_set import kernel_set
+from ..inference.kernels.reference import compute_dtype
 from ..validation import INT32_MAX, float_dtype, instance, integer, real, shown
+from ..validation import device as checked_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +114,15 @@ class HybridLM(nn.Module):
 
     The weights are random. They depend on `seed` alone (drawn in float64, then rounded to `config.dtype`),
     and are made so that the caches matter: the slowest Mamba heads remember hundreds of tokens, the fastest
-    tens, and logits have a standard deviation of a few units. Nothing here needs a gradient.
+    tens, and logits have a standard deviation of a few units. Nothing here needs a gradient. `device`: where
+    they are drawn; a GPU draws large models faster, and other weights than a CPU.
     """
 
-    def __init__(self, config: HybridConfig, seed: int = 0) -> None:
+    def __init__(self, config: HybridConfig, seed: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = instance("config", config, HybridConfig)
-        draw = _Weights(config, integer("seed", seed, 0, (1 << 63) - 1))
+        seed = integer("seed", seed, 0, (1 << 63) - 1)
+        draw = _Weights(config, seed, checked_device("device", device))
         self.embedding = draw.normal(config.vocab_size, config.hidden_size, std=1.0)
         layers: list[nn.Module] = []
         for index, kind in enumerate(config.pattern):
@@ -170,11 +163,13 @@ class HybridLM(nn.Module):
         Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
         """
         config = self.config
+        kernels = kernel_set(self.embedding.device, config.dtype)
         hidden = self.embedding[inputs.token_ids].to(config.compute_dtype)
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            out: Tensor = layer(rms_norm(hidden, norm, config.norm_eps).to(config.dtype), inputs)
+            normed = kernels.rms_norm(hidden, norm, config.norm_eps).to(config.dtype)
+            out: Tensor = layer(normed, inputs, kernels)
             hidden = hidden + out
-        hidden = rms_norm(hidden[inputs.logit_tokens], self.final_norm, config.norm_eps)
+        hidden = kernels.rms_norm(hidden[inputs.logit_tokens], self.final_norm, config.norm_eps)
         return F.linear(hidden, self.lm_head.to(hidden.dtype))
 
 
@@ -199,7 +194,7 @@ class MambaMixer(nn.Module):
         self.norm = draw.ones(config.inner_dim)
         self.out_proj = draw.linear(config.hidden_size, config.inner_dim)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
         config, decodes = self.config, inputs.num_decodes
         conv_states = inputs.state_pool.conv_states[self.layer_index]
         ssm_states = inputs.state_pool.ssm_states[self.layer_index]
@@ -214,43 +209,41 @@ class MambaMixer(nn.Module):
         outputs = []
         if decodes:
             rows = slice(None, decodes)
-            xBC = causal_conv1d_update(
-                raw[rows], self.conv_weight, self.conv_bias, conv_states, sources[rows], destinations[rows]
+            written = destinations[rows, None]
+            xBC = kernels.causal_conv1d_update(
+                raw[rows, None], self.conv_weight, self.conv_bias, conv_states, sources[rows], written
             )
-            outputs.append(
-                selective_state_update(
-                    self._x(xBC), dt[rows], A, *self._BC(xBC), self.D,
-                    ssm_states, sources[rows], destinations[rows],
-                )
-            )  # fmt: skip
+            y = kernels.selective_state_update(
+                self._x(xBC), dt[rows, None], A, *self._BC(xBC), self.D, ssm_states, sources[rows], written
+            )
+            outputs.append(y[:, 0])
         if inputs.num_prefills:
             rows = slice(decodes, None)
             chunks, checkpoints = inputs.chunks, inputs.checkpoints
-            xBC = causal_conv1d_prefill(
+            xBC = kernels.causal_conv1d_prefill(
                 raw[rows], self.conv_weight, self.conv_bias, conv_states, sources[rows], destinations[rows],
-                inputs.query_start_loc[rows] - decodes, chunks.token_rows,
+                chunks.query_start_loc, chunks.token_rows,
                 checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
             )  # fmt: skip
             outputs.append(
-                ssd_chunk_scan(
+                kernels.ssd_chunk_scan(
                     self._x(xBC), dt[rows], A, *self._BC(xBC), self.D,
                     ssm_states, sources[rows], destinations[rows], config.ssd_chunk_size,
-                    chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.last_chunk_indices,
-                    checkpoints.chunks, checkpoints.destinations,
+                    chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
                 )
             )  # fmt: skip
         y = torch.cat(outputs).flatten(1)
-        normed = gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
+        normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
         return F.linear(normed.to(config.dtype), self.out_proj)
 
     def _x(self, xBC: Tensor) -> Tensor:
-        """[tokens, conv_dim] -> x [tokens, H, P], a view."""
-        return torch.unflatten(xBC[:, : self.config.inner_dim], 1, (self.config.mamba_num_heads, -1))
+        """[..., conv_dim] -> x [..., H, P], a view."""
+        return torch.unflatten(xBC[..., : self.config.inner_dim], -1, (self.config.mamba_num_heads, -1))
 
     def _BC(self, xBC: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N802
-        """[tokens, conv_dim] -> B and C [tokens, G, N], views."""
-        both = torch.unflatten(xBC[:, self.config.inner_dim :], 1, (2, self.config.mamba_num_groups, -1))
-        return both[:, 0], both[:, 1]
+        """[..., conv_dim] -> B and C [..., G, N], views."""
+        both = torch.unflatten(xBC[..., self.config.inner_dim :], -1, (2, self.config.mamba_num_groups, -1))
+        return both[..., 0, :, :], both[..., 1, :, :]
 
 
 class Attention(nn.Module):
@@ -268,28 +261,28 @@ class Attention(nn.Module):
         self.v_proj = draw.linear(kv_dim, config.hidden_size)
         self.o_proj = draw.linear(config.hidden_size, query_dim)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
         config, decodes = self.config, inputs.num_decodes
         kv_cache = inputs.kv_cache[self.layer_index]
         query, key, value = (
             torch.unflatten(F.linear(hidden, weight), 1, (-1, config.head_dim))
             for weight in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query = apply_rotary(query, inputs.positions, config.rotary_base)
-        key = apply_rotary(key, inputs.positions, config.rotary_base)
-        write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
+        query = kernels.apply_rotary(query, inputs.positions, config.rotary_base)
+        key = kernels.apply_rotary(key, inputs.positions, config.rotary_base)
+        kernels.write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
         outputs = []
         if decodes:
             outputs.append(
-                paged_attention_decode(
+                kernels.paged_attention_decode(
                     query[:decodes], kv_cache, inputs.block_table[:decodes], inputs.kv_lengths[:decodes]
                 )
             )
         if inputs.num_prefills:
             outputs.append(
-                paged_attention_prefill(
+                kernels.paged_attention_prefill(
                     query[decodes:], kv_cache, inputs.block_table[decodes:],
-                    inputs.query_lengths[decodes:], inputs.sequence_lengths[decodes:],
+                    inputs.chunks.query_start_loc, inputs.kv_lengths[decodes:], inputs.shape.max_query_tokens,
                 )
             )  # fmt: skip
         return F.linear(torch.cat(outputs).flatten(1).to(config.dtype), self.o_proj)
@@ -303,26 +296,27 @@ class MLP(nn.Module):
         self.up_proj = draw.linear(config.mlp_hidden_size, config.hidden_size)
         self.down_proj = draw.linear(config.hidden_size, config.mlp_hidden_size)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
         return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
 
 
 class _Weights:
     """Draws a model's parameters, in order, from one generator; the global one stays as it is."""
 
-    def __init__(self, config: HybridConfig, seed: int) -> None:
+    def __init__(self, config: HybridConfig, seed: int, device: torch.device) -> None:
         self._config = config
-        self._generator = torch.Generator().manual_seed(seed)
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def constant(self, values: Tensor, wide: bool = False) -> nn.Parameter:
         dtype = self._config.compute_dtype if wide else self._config.dtype
-        return nn.Parameter(values.to(dtype), requires_grad=False)
+        return nn.Parameter(values.to(self._device, dtype), requires_grad=False)
 
     def ones(self, size: int) -> nn.Parameter:
         return self.constant(torch.ones(size, dtype=torch.float64))
 
     def normal(self, *shape: int, std: float) -> nn.Parameter:
-        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
+        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device=self._device)
         return self.constant(drawn * std)
 
     def linear(self, out_features: int, in_features: int, gain: float = 1.0) -> nn.Parameter:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from mambaslots.config import HybridStateSpec
 from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs
+from mambaslots.inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 from torch import Tensor
 
 
@@ -56,18 +56,21 @@ def prefill_chunks(
     starts: Sequence[int], lengths: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
 ) -> PrefillChunks:
     """The absolute grid: rows of `lengths` new tokens after `starts` computed ones, cut at every multiple."""
-    cu, seq_idx, last, token_rows = [], [], [], []
+    cu, seq_idx, row_starts, token_rows, query_starts = [], [], [0], [], [0]
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         for offset in range(length):
             if offset == 0 or (start + offset) % chunk_size == 0:
                 cu.append(len(token_rows))
                 seq_idx.append(row)
             token_rows.append(row)
-        last.append(len(cu) - 1 if length else -1)
+        row_starts.append(len(cu))
+        query_starts.append(len(token_rows))
     cu.append(len(token_rows))
+    destinations = [-1] * len(seq_idx)
     return PrefillChunks(
-        *(torch.tensor(values, dtype=torch.int32, device=device) for values in (cu, seq_idx, last)),
-        token_rows=torch.tensor(token_rows, dtype=torch.int64, device=device),
+        *(torch.tensor(v, dtype=torch.int64, device=device) for v in (query_starts, token_rows)),
+        *(torch.tensor(v, dtype=torch.int32, device=device) for v in (cu, seq_idx, row_starts)),
+        destinations=torch.tensor(destinations, dtype=torch.int64, device=device),
     )
 
 
@@ -81,7 +84,7 @@ def build_step(
     assert list(rows) == decodes + prefills
     assert all(len(row.tokens) == 1 for row in decodes)
 
-    token_ids, positions, starts, kv_tokens, kv_positions, logit_tokens = [], [], [0], [], [], []
+    token_ids, positions, kv_tokens, kv_positions, logit_tokens = [], [], [], [], []
     for row in rows:
         for offset, token in enumerate(row.tokens):
             position = row.start + offset
@@ -94,12 +97,11 @@ def build_step(
                 logit_tokens.append(len(token_ids))
             token_ids.append(int(token))
             positions.append(position)
-        starts.append(len(token_ids))
 
     chunks = prefill_chunks(
         [row.start for row in prefills], [len(row.tokens) for row in prefills], chunk_size, spec.device
     )
-    cp_rows, cp_chunks, cp_ends, cp_destinations = [], [], [], []
+    cp_rows, cp_ends, cp_destinations = [], [], []
     packed = 0
     for index, row in enumerate(prefills):
         for position, destination in sorted(row.checkpoints.items()):
@@ -107,7 +109,7 @@ def build_step(
             assert row.start < position < row.start + len(row.tokens)
             end = packed + position - row.start
             cp_rows.append(index)
-            cp_chunks.append(chunks.cu_chunk_seqlens.tolist().index(end) - 1)
+            chunks.destinations[chunks.cu_chunk_seqlens.tolist().index(end) - 1] = destination
             cp_ends.append(end)
             cp_destinations.append(destination)
         packed += len(row.tokens)
@@ -119,24 +121,31 @@ def build_step(
     def int64(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=spec.device)
 
+    shape = StepShape(
+        decodes=len(decodes),
+        prefills=len(prefills),
+        prefill_tokens=len(token_ids) - len(decodes),
+        max_query_tokens=max((len(row.tokens) for row in prefills), default=0),
+        table_blocks=most_blocks,
+        kv_writes=len(kv_tokens),
+        chunks=len(chunks.seq_idx),
+        checkpoints=len(cp_rows),
+        logits=len(logit_tokens),
+    )
     return StepInputs(
+        shape=shape,
         token_ids=int64(token_ids),
         positions=int64(positions),
-        num_decodes=len(decodes),
-        num_prefills=len(prefills),
-        query_lengths=tuple(len(row.tokens) for row in rows),
-        sequence_lengths=tuple(lengths),
-        query_start_loc=int64(starts),
         kv_lengths=int64(lengths),
         block_table=torch.tensor(table, dtype=torch.int64, device=spec.device).view(len(rows), most_blocks),
         kv_write_tokens=int64(kv_tokens),
         kv_write_positions=int64(kv_positions),
         state_sources=int64([row.source for row in rows]),
         state_destinations=int64([row.destination for row in rows]),
-        prefill_has_initial_state=any(row.source != -1 for row in prefills),
         chunks=chunks,
-        checkpoints=Checkpoints(int64(cp_rows), int64(cp_chunks), int64(cp_ends), int64(cp_destinations)),
+        checkpoints=Checkpoints(int64(cp_rows), int64(cp_ends), int64(cp_destinations)),
         logit_tokens=int64(logit_tokens),
+        num_logits=len(logit_tokens),
         kv_cache=kv_cache,
         state_pool=pool,
     )

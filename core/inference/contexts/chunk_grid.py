@@ -44,7 +44,7 @@ class ChunkGrid:
 
     cu_chunk_seqlens: Int32Array  # [chunks + 1]: where each chunk starts; trailing total
     seq_idx: Int32Array  # [chunks]: the row of each chunk
-    last_chunk_indices: Int32Array  # [rows]: each row's last chunk; -1 for a row without tokens
+    row_chunk_starts: Int32Array  # [rows + 1]: each row's first chunk; trailing total
     token_rows: Int64Array  # [tokens]: the row of each token
     checkpoint_chunks: Int64Array  # [checkpoints]: the chunk that ends on the boundary
     checkpoint_token_ends: Int64Array  # [checkpoints]: packed position of the boundary (exclusive end)
@@ -103,7 +103,9 @@ def chunk_grid(
         )
     chunks_after = -(-ends // chunk_size) - positions // chunk_size
     return ChunkGrid(
-        *chunks,
+        chunks.cu_chunk_seqlens,
+        chunks.seq_idx,
+        row_chunk_starts=chunks.seq_idx.searchsorted(np.arange(counts.size + 1)).astype(np.int32),
         token_rows=np.arange(counts.size).repeat(counts),
         checkpoint_chunks=chunks.last_chunk_indices[rows] - chunks_after,
         checkpoint_token_ends=starts[rows] + positions - begins,

@@ -22,9 +22,10 @@ from .request_rows import RequestRows
 from .request_states import RequestStates
 from .scheduled_chunk import ScheduledChunk
 from .state_pool import StatePool
-from .step_builder import BatchDimensions, build_step_inputs
+from .step_buffer import StepBuffer
+from .step_builder import BatchDimensions, Padding, build_step_inputs
 from .step_checkpoints import StepCheckpoints
-from .step_inputs import StepInputs
+from .step_inputs import StepInputs, StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class DynamicInferenceContext:
         self._index = PrefixIndex(self.block_size_tokens, self.kv_block_allocator, self.mamba_slot_allocator)
 
         self._empty_rows()
+        self.step_buffer = StepBuffer(self._largest_step(), spec.device)
         self.batch_dimensions = BatchDimensions(0, 0)
         self._step: list[ScheduledChunk] = []
         self._ledger = TokenLedger()
@@ -106,6 +108,21 @@ class DynamicInferenceContext:
         self._states = RequestStates(self.state_pool, self._rows, self.mamba_slot_allocator)
         self._admission = Admission(
             config, self.spec.ssd_chunk_size, self._index, kv, self._rows, self._states
+        )
+
+    def _largest_step(self) -> StepShape:
+        """No step, padded or not, is larger in any size."""
+        rows, tokens = self.max_requests, self.max_tokens
+        return StepShape(
+            decodes=rows,
+            prefills=rows,
+            prefill_tokens=tokens,
+            max_query_tokens=tokens,
+            table_blocks=self.request_to_kv_block_ids.shape[1],
+            kv_writes=rows + tokens,
+            chunks=-(-tokens // self.mamba_chunk_size) + 2 * rows,
+            checkpoints=-(-tokens // self.mamba_chunk_size) + rows,
+            logits=rows + tokens,
         )
 
     def _new_kv_cache(self) -> Tensor:
@@ -214,10 +231,11 @@ class DynamicInferenceContext:
 
     # ---- one step
 
-    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> StepInputs:
+    def begin_step(self, chunks: Sequence[ScheduledChunk], padding: Padding | None = None) -> StepInputs:
         """Reserve slots for the planned checkpoints and build the model's inputs, decode rows first.
 
-        The inputs' index tensors are copied to the device without synchronising.
+        `padding`: from the step's shape to one, at least as large, that the inputs are padded to. The inputs'
+        index tensors are copied to the device at once, without synchronising.
         """
         self._check_between_steps("begin_step")
         if not isinstance(chunks, Sequence):
@@ -232,7 +250,7 @@ class DynamicInferenceContext:
         self._step = self._checkpoints.reserve(ordered) if self._checkpoints else ordered
         decodes = sum(chunk.decoding for chunk in ordered)
         self.batch_dimensions = BatchDimensions(decodes, len(ordered) - decodes)
-        return build_step_inputs(self, self._step)
+        return build_step_inputs(self, self._step, padding)
 
     @property
     def step_chunks(self) -> tuple[ScheduledChunk, ...]:

@@ -1,20 +1,23 @@
 """From scheduled chunks to the tensors a model reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from .chunk_grid import chunk_grid
 from .scheduled_chunk import ScheduledChunk
-from .step_inputs import Checkpoints, PrefillChunks, StepInputs
+from .step_buffer import checkpoints, prefill_chunks
+from .step_inputs import StepInputs, StepShape
 
 if TYPE_CHECKING:
     from .dynamic_context import DynamicInferenceContext
+
+Array = npt.NDArray[np.integer[Any]]
+Padding = Callable[[StepShape], StepShape]
+"""The shape to pad a step of some shape to: at least as large in everything."""
 
 
 class BatchDimensions(NamedTuple):
@@ -24,13 +27,14 @@ class BatchDimensions(NamedTuple):
     prefill_req_count: int
 
 
-def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[ScheduledChunk]) -> StepInputs:
-    """The inputs of a step whose chunks are ordered decodes first; mutates nothing.
+def build_step_inputs(
+    context: "DynamicInferenceContext", chunks: Sequence[ScheduledChunk], padding: Padding | None = None
+) -> StepInputs:
+    """The inputs of a step whose chunks are ordered decodes first; fills `context.step_buffer`, and sends it.
 
     Tokens in immutable blocks are computed without writing their KV again. A row whose step ends on a
     reserved boundary has the durable slot as its destination, any other its live slot.
     """
-    device = context.spec.device
     size = context.block_size_tokens
     requests = [chunk.request for chunk in chunks]
     prefills = [chunk for chunk in chunks if not chunk.decoding]
@@ -43,11 +47,12 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
 
     token_rows = np.arange(len(chunks)).repeat(lengths)
     positions = np.arange(len(token_rows)) + (starts - query_start_loc[:-1])[token_rows]
-    table = context.request_to_kv_block_ids.numpy()[[request.row for request in requests]].astype(np.int64)
+    table = context.request_to_kv_block_ids.numpy()[[request.row for request in requests]]
     table = table[:, : -(-max(stops) // size)].clip(min=0)
     immutable = np.array([request.immutable_blocks * size for request in requests])
     writes = np.flatnonzero(positions >= immutable[token_rows])
-    blocks = table[token_rows[writes], positions[writes] // size]
+    written = positions[writes]
+    blocks = table[token_rows[writes], written // size].astype(np.int64)
 
     inner = [
         (row, position, slot)
@@ -56,6 +61,7 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
         if position != chunk.stop
     ]
     rows = [row for row, _, _ in inner]
+    slots = [context.state_pool.durable_index(slot) for _, _, slot in inner]
     grid = chunk_grid(
         starts[decodes:],
         lengths[decodes:],
@@ -63,7 +69,8 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
         rows,
         [position for _, position, _ in inner],
     )
-    sources = [request.state_index if request.computed else -1 for request in requests]
+    chunk_destinations = np.full(len(grid.seq_idx), -1)
+    chunk_destinations[grid.checkpoint_chunks] = slots
     token_ids = chain.from_iterable(chunk.request.tokens[chunk.start : chunk.stop] for chunk in chunks)
     logits = [
         first + position - chunk.start
@@ -71,37 +78,91 @@ def build_step_inputs(context: "DynamicInferenceContext", chunks: Sequence[Sched
         for position in chunk.logit_positions
     ]
 
-    def tensor(values: Sequence[int] | npt.NDArray[np.integer], dtype: type[np.integer] = np.int64) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype)).to(device, non_blocking=True)
+    shape = StepShape(
+        decodes=decodes,
+        prefills=len(prefills),
+        prefill_tokens=len(positions) - decodes,
+        max_query_tokens=int(max(lengths[decodes:], default=0)),
+        table_blocks=table.shape[1],
+        kv_writes=len(writes),
+        chunks=len(grid.seq_idx),
+        checkpoints=len(inner),
+        logits=len(logits),
+    )
+    if padding is not None:
+        shape = padding(shape)
+    into = context.step_buffer.arrays(shape)
+    gap = decodes, shape.decodes
+    _fill_around(into["token_ids"], np.fromiter(token_ids, np.int64, len(positions)), gap, 0)
+    _fill_around(into["positions"], positions, gap, 0)
+    _fill(into["kv_write_tokens"], _beyond(gap, writes), 0)
+    _fill(into["kv_write_positions"], blocks * size + written % size, -1)
+    _fill_around(into["kv_lengths"], stops, gap, 0)
+    _fill_table(into["block_table"], table, gap)
+    sources = [request.state_index if request.computed else -1 for request in requests]
+    _fill_around(into["state_sources"], sources, gap, -1)
+    destinations = [context.state_destination(chunk) for chunk in chunks]
+    _fill_around(into["state_destinations"], destinations, gap, -1)
+    _fill(into["logit_tokens"], _beyond(gap, np.array(logits, np.int64)), 0)
+    _fill(into["query_start_loc"], query_start_loc[decodes:] - decodes, len(positions) - decodes)
+    _fill(into["token_rows"], grid.token_rows, -1)
+    _fill(into["cu_chunk_seqlens"], grid.cu_chunk_seqlens, grid.cu_chunk_seqlens[-1])
+    _fill(into["seq_idx"], grid.seq_idx, 0)
+    _fill(into["row_chunk_starts"], grid.row_chunk_starts, len(grid.seq_idx))
+    _fill(into["chunk_destinations"], chunk_destinations, -1)
+    _fill(into["checkpoint_rows"], rows, -1)
+    _fill(into["checkpoint_token_ends"], grid.checkpoint_token_ends, 0)
+    _fill(into["checkpoint_destinations"], slots, -1)
 
+    tensors = context.step_buffer.send(shape)
     return StepInputs(
-        token_ids=tensor(np.fromiter(token_ids, np.int64, len(positions))),
-        positions=tensor(positions),
-        num_decodes=decodes,
-        num_prefills=len(prefills),
-        query_lengths=tuple(lengths.tolist()),
-        sequence_lengths=tuple(stops),
-        query_start_loc=tensor(query_start_loc),
-        kv_lengths=tensor(stops),
-        block_table=tensor(table),
-        kv_write_tokens=tensor(writes),
-        kv_write_positions=tensor(blocks * size + positions[writes] % size),
-        state_sources=tensor(sources),
-        state_destinations=tensor([context.state_destination(chunk) for chunk in chunks]),
-        prefill_has_initial_state=any(source >= 0 for source in sources[decodes:]),
-        chunks=PrefillChunks(
-            cu_chunk_seqlens=tensor(grid.cu_chunk_seqlens, np.int32),
-            seq_idx=tensor(grid.seq_idx, np.int32),
-            last_chunk_indices=tensor(grid.last_chunk_indices, np.int32),
-            token_rows=tensor(grid.token_rows),
-        ),
-        checkpoints=Checkpoints(
-            rows=tensor(rows),
-            chunks=tensor(grid.checkpoint_chunks),
-            token_ends=tensor(grid.checkpoint_token_ends),
-            destinations=tensor([context.state_pool.durable_index(slot) for _, _, slot in inner]),
-        ),
-        logit_tokens=tensor(logits),
+        shape=shape,
+        token_ids=tensors["token_ids"],
+        positions=tensors["positions"],
+        kv_lengths=tensors["kv_lengths"],
+        block_table=tensors["block_table"],
+        kv_write_tokens=tensors["kv_write_tokens"],
+        kv_write_positions=tensors["kv_write_positions"],
+        state_sources=tensors["state_sources"],
+        state_destinations=tensors["state_destinations"],
+        chunks=prefill_chunks(tensors),
+        checkpoints=checkpoints(tensors),
+        logit_tokens=tensors["logit_tokens"],
+        num_logits=len(logits),
         kv_cache=context.kv_cache,
         state_pool=context.state_pool,
     )
+
+
+def _fill(array: Array, values: Sequence[int] | Array, padding: int) -> None:
+    array[: len(values)] = values
+    if len(values) < len(array):
+        array[len(values) :] = padding
+
+
+def _fill_around(array: Array, values: Sequence[int] | Array, gap: tuple[int, int], padding: int) -> None:
+    """As `_fill`, with more padding from the first number of `gap` to the second: behind the decodes."""
+    decodes, padded = gap
+    if len(array) == len(values):
+        array[:] = values
+        return
+    array.fill(padding)
+    array[:decodes] = values[:decodes]
+    array[padded : padded + len(values) - decodes] = values[decodes:]
+
+
+def _fill_table(array: Array, table: Array, gap: tuple[int, int]) -> None:
+    decodes, padded = gap
+    if array.shape == table.shape:
+        array[:] = table
+        return
+    array.fill(0)
+    rows, blocks = table.shape
+    array[:decodes, :blocks] = table[:decodes]
+    array[padded : padded + rows - decodes, :blocks] = table[decodes:]
+
+
+def _beyond(gap: tuple[int, int], tokens: Array) -> Array:
+    """Where tokens are once the decode rows are padded."""
+    decodes, padded = gap
+    return tokens if decodes == padded else np.where(tokens < decodes, tokens, tokens + (padded - decodes))

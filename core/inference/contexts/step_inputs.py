@@ -1,10 +1,33 @@
 """What a model reads in one step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .state_pool import StatePool
+
+
+class StepShape(NamedTuple):
+    """The sizes of a step's tensors, padding included: all that a captured graph takes for fixed."""
+
+    decodes: int  # decode rows
+    prefills: int  # prefill rows
+    prefill_tokens: int
+    max_query_tokens: int  # at least the tokens of the longest prefill row
+    table_blocks: int  # columns of the block table
+    kv_writes: int
+    chunks: int  # SSD chunks
+    checkpoints: int
+    logits: int
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prefills
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
 
 
 @dataclass(frozen=True)
@@ -15,21 +38,23 @@ class PrefillChunks:
     rows from the first prefill row.
     """
 
+    query_start_loc: Tensor  # [prefills + 1] int64: where each row's tokens start; trailing total
+    token_rows: Tensor  # [tokens] int64: the prefill row of each token
     cu_chunk_seqlens: Tensor  # [chunks + 1] int32: where each chunk starts; trailing total
     seq_idx: Tensor  # [chunks] int32: the prefill row of each chunk
-    last_chunk_indices: Tensor  # [prefills] int32: each row's last chunk
-    token_rows: Tensor  # [tokens] int64: the prefill row of each token
+    row_chunk_starts: Tensor  # [prefills + 1] int32: each row's first chunk; trailing total
+    destinations: Tensor  # [chunks] int64: pool index for the SSM state after this chunk too; -1 = none
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """States to store at boundaries strictly inside this step's prefill chunks, one entry a state.
+    """Windows to store at boundaries strictly inside this step's prefill rows, one entry a state.
 
-    (A boundary on which a row's step ends needs no entry: that row's `state_destinations` is the slot.)
+    The SSM states of the same boundaries are `PrefillChunks.destinations`. (A boundary on which a row's step
+    ends needs no entry: that row's `state_destinations` is the slot.)
     """
 
     rows: Tensor  # [n] int64: prefill row
-    chunks: Tensor  # [n] int64: the SSD chunk that ends on the boundary
     token_ends: Tensor  # [n] int64: packed prefill token position of the boundary (exclusive end)
     destinations: Tensor  # [n] int64: pool index
 
@@ -40,28 +65,35 @@ class StepInputs:
 
     Index tensors lie on the model's device. Valid until the context prepares its next step. The model
     writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else.
+
+    All may be padded to `shape`, decode rows and prefill rows each behind the real ones, as
+    `kernels.reference` describes; the logits of padding are not wanted.
     """
 
+    shape: StepShape
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64: absolute position of each token in its sequence
-    num_decodes: int
-    num_prefills: int
-    query_lengths: tuple[int, ...]  # R: tokens of each row
-    sequence_lengths: tuple[int, ...]  # R: tokens of each sequence after this step
-    query_start_loc: Tensor  # [R + 1] int64
-    kv_lengths: Tensor  # [R] int64: sequence_lengths, as a tensor
+    kv_lengths: Tensor  # [R] int64: tokens of each sequence after this step
     block_table: Tensor  # [R, most blocks of any row] int64: KV blocks in order, padded with 0
     kv_write_tokens: Tensor  # [W] int64: the tokens whose keys and values are stored
-    kv_write_positions: Tensor  # [W] int64: block * block_size_tokens + offset for each of them
+    kv_write_positions: Tensor  # [W] int64: block * block_size_tokens + offset for each of them; -1 = none
     state_sources: Tensor  # [R] int64: pool index of the state after the tokens before; -1 = zeros
     state_destinations: Tensor  # [R] int64: pool index for the state after this step's tokens
-    prefill_has_initial_state: bool  # any prefill row whose source is not -1
     chunks: PrefillChunks
     checkpoints: Checkpoints
     logit_tokens: Tensor  # [L] int64: the tokens whose logits are wanted, in order
+    num_logits: int  # of them the first; the others are padding
     kv_cache: Tensor  # [attention layers, 2 (K, V), blocks, block_size_tokens, kv heads, head dim]
     state_pool: StatePool
 
     @property
+    def num_decodes(self) -> int:
+        return self.shape.decodes
+
+    @property
+    def num_prefills(self) -> int:
+        return self.shape.prefills
+
+    @property
     def num_decode_tokens(self) -> int:
-        return self.num_decodes
+        return self.shape.decodes

@@ -20,6 +20,7 @@ from ..contexts.scheduled_chunk import ScheduledChunk
 from ..contexts.step_inputs import StepInputs
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
+from .graph_runner import GraphBuckets, GraphRunner
 from .sampling import sample_step
 from .scheduler import Scheduler
 from .token_stream import GeneratedToken, TokenStream
@@ -65,6 +66,7 @@ class DynamicInferenceEngine:
         self.model = model
         self.config = instance("config", config, InferenceConfig)
         self.context = DynamicInferenceContext(model.state_spec(), config)
+        self._graphs = self._graph_runner()
         self._scheduler = Scheduler(self.context)
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._unclaimed: dict[int, RequestResult] = {}
@@ -74,6 +76,12 @@ class DynamicInferenceEngine:
         self._weights_version: object = None
         self._stepping = False
         self._broken: BaseException | None = None
+
+    def _graph_runner(self) -> GraphRunner | None:
+        spec, most = self.context.spec, self.config.num_cuda_graphs
+        if most is None or spec.device.type != "cuda" or spec.ssm_states_dtype == torch.float64:
+            return None
+        return GraphRunner(GraphBuckets.of(self.context), most)
 
     # ---- requests
 
@@ -190,9 +198,10 @@ class DynamicInferenceEngine:
         scheduled = self._scheduler.schedule()
         if not scheduled:
             return (), {}
-        inputs = self.context.begin_step(scheduled)
+        graphs = self._graphs
+        inputs = self.context.begin_step(scheduled, graphs.padded if graphs else None)
         chunks = self.context.step_chunks
-        logits = self.model(inputs)
+        logits = graphs.run(self.model, inputs) if graphs else self.model(inputs)
         wanted = (len(inputs.logit_tokens), self.context.spec.vocab_size)
         shape = getattr(logits, "shape", None)
         if shape != wanted:
@@ -201,7 +210,10 @@ class DynamicInferenceEngine:
                 f"{wanted}"
             )
         self.context.end_step()
-        return chunks, sample_step(chunks, logits)
+        generated = sample_step(chunks, logits[: inputs.num_logits])
+        if graphs:
+            graphs.capture(self.model)
+        return chunks, generated
 
     def _finish_completed(self, generated: Iterable[int]) -> tuple[RequestResult, ...]:
         """End the requests whose answer is complete; those nobody wants any more are cancelled instead."""
@@ -390,6 +402,7 @@ class DynamicInferenceEngine:
             ) from error
         if changed:
             self.reset_prefix_cache()
+            self._drop_graphs()
             self._weights_version = version
 
     def suspend(self) -> None:
@@ -400,7 +413,12 @@ class DynamicInferenceEngine:
         self._check_usable("suspend")
         if not self.context.suspended:
             self._scheduler.restart(self._scheduler.requests)
+            self._drop_graphs()
             self.context.suspend()
+
+    def _drop_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.drop()
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""

@@ -19,28 +19,45 @@ def sample_step(chunks: Sequence[ScheduledChunk], logits: Tensor) -> dict[int, G
 
     `logits` [tokens wanted, vocabulary]: those of each chunk's `logit_positions`, chunk after chunk. Also
     fills in the log-probs that requests asked for. When it raises, no request has a new token.
+
+    Everything is computed where the logits are and comes back in one copy, for which alone it waits; a step
+    from which nobody wants a number waits for nothing.
     """
     last_rows: list[int] = []
     requests: list[DynamicInferenceRequest] = []
+    prompts: list[tuple[DynamicInferenceRequest, slice]] = []
+    columns: list[Tensor] = []
     first = 0
     for chunk in chunks:
         wanted = len(chunk.logit_positions)
         if chunk.request.sampling.returns_prompt_log_probs:
-            _record_prompt_log_probs(chunk, logits[first : first + wanted])
+            asked, log_probs = _prompt_log_probs(chunk, logits[first : first + wanted])
+            prompts.append((chunk.request, asked))
+            columns.append(log_probs)
         first += wanted
         if chunk.completes:
             last_rows.append(first - 1)
             requests.append(chunk.request)
+    if requests:
+        last = logits
+        if last_rows != list(range(len(logits))):
+            last = logits.index_select(0, _on_device(torch.tensor(last_rows), logits.device))
+        tokens = sample(last, [r.sampling for r in requests], [r.num_generated for r in requests])
+        columns.append(tokens)
+        if any(request.sampling.return_log_probs for request in requests):
+            columns.append(log_softmax(last).gather(1, tokens[:, None])[:, 0])
+    numbers = iter(_read(columns))
+
+    for request, asked in prompts:
+        request.prompt_log_probs[asked] = next(numbers)
     if not requests:
         return {}
-    last = logits[last_rows]
-    tokens = sample(last, [r.sampling for r in requests], [r.num_generated for r in requests])
-    log_probs: Sequence[float | None] = [None] * len(tokens)
-    if any(request.sampling.return_log_probs for request in requests):
-        log_probs = log_softmax(last)[range(len(tokens)), tokens].tolist()
+    values: Sequence[float | None] = [None] * len(requests)
+    chosen = [int(token) for token in next(numbers)]
+    values = next(numbers, values)
     now = time.perf_counter()
     generated: dict[int, GeneratedToken] = {}
-    for request, token, value in zip(requests, tokens, log_probs, strict=True):
+    for request, token, value in zip(requests, chosen, values, strict=True):
         log_prob = value if request.sampling.return_log_probs else None
         if log_prob is not None:
             request.log_probs.append(log_prob)
@@ -51,14 +68,13 @@ def sample_step(chunks: Sequence[ScheduledChunk], logits: Tensor) -> dict[int, G
     return generated
 
 
-def _record_prompt_log_probs(chunk: ScheduledChunk, logits: Tensor) -> None:
-    """The logits at position p are of the token at p + 1."""
+def _prompt_log_probs(chunk: ScheduledChunk, logits: Tensor) -> tuple[slice, Tensor]:
+    """Where they belong in the request's list, and the log-probs: logits at p are of the token at p + 1."""
     prompt = chunk.request.prompt_tokens
-    positions = [p for p in chunk.logit_positions if p + 1 < len(prompt)]
-    if positions:
-        log_probs = log_softmax(logits[: len(positions)])
-        values = log_probs[range(len(positions)), [prompt[p + 1] for p in positions]].tolist()
-        chunk.request.prompt_log_probs[positions[0] : positions[-1] + 1] = values
+    start, stop = chunk.logit_positions.start, min(chunk.logit_positions.stop, len(prompt) - 1)
+    following = _on_device(torch.tensor(prompt[start + 1 : stop + 1], dtype=torch.int64), logits.device)
+    log_probs = log_softmax(logits[: len(following)]).gather(1, following[:, None])[:, 0]
+    return slice(start, start + len(following)), log_probs
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -66,11 +82,11 @@ def log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token for each row of `logits` [rows, vocabulary].
+def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """One token for each row of `logits` [rows, vocabulary]: [rows] int64, where the logits are.
 
     `positions[i]` is how many tokens row i's request has generated so far: a request's random number for its
-    n-th token depends on its seed and n alone. Synchronises once for all greedy rows, once for each other.
+    n-th token depends on its seed and n alone. Does not synchronise.
     """
     if (
         not isinstance(logits, Tensor)
@@ -87,15 +103,18 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
             f"logits has {logits.shape[0]} rows, params {len(params)} entries and positions "
             f"{len(positions)}; accepted: equally many"
         )
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    for row, (param, position) in enumerate(zip(params, positions, strict=True)):
-        if not param.greedy:
-            tokens[row] = _draw(token_distribution(logits[row], param), param.seed, position)
+    tokens = logits.argmax(dim=-1)
+    drawn = [row for row, param in enumerate(params) if not param.greedy]
+    if drawn:
+        numbers = [_uniform(params[row].seed, positions[row]) for row in drawn]
+        uniforms = _on_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
+        for row, uniform in zip(drawn, uniforms, strict=True):
+            tokens[row] = _draw(token_distribution(logits[row], params[row]), uniform)
     return tokens
 
 
 def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [vocabulary] after temperature, then top-k, then top-p."""
+    """Probabilities [vocabulary] after temperature, then top-k, then top-p. Does not synchronise."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     smallest = torch.finfo(scores.dtype).tiny  # a temperature that rounds to 0 would make NaNs of ties
     temperature = 1.0 if params.temperature is None else max(params.temperature, smallest)
@@ -107,16 +126,41 @@ def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p is not None and params.top_p < 1.0:
         descending, order = torch.sort(probabilities, descending=True, stable=True)
         # A token stays if those before it have not reached top_p yet, so at least one stays.
-        kept = order[descending.cumsum(0) - descending < params.top_p]
-        probabilities = torch.zeros_like(probabilities).index_copy(0, kept, probabilities[kept])
+        stays = descending.cumsum(0) - descending < params.top_p
+        probabilities = torch.zeros_like(probabilities).index_copy(0, order, descending * stays)
         probabilities = probabilities / probabilities.sum()
     return probabilities
 
 
-def _draw(probabilities: Tensor, seed: int, position: int) -> int:
-    """Inverse transform sampling: the first token at which the cumulative probability passes a uniform."""
+def _uniform(seed: int, position: int) -> float:
+    """In [0, 1), as float64 holds it."""
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
-    uniform = (int.from_bytes(digest[:8], "big") >> 11) / 2**53  # in [0, 1), as float64 holds it
-    cumulative = probabilities.to("cpu", torch.float64).cumsum(0)
-    token = int(torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True))
-    return min(token, int(probabilities.nonzero()[-1]))
+    return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
+
+
+def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse transform sampling: the first token at which the cumulative probability passes a uniform."""
+    cumulative = probabilities.double().cumsum(0)
+    token = torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True)
+    possible = torch.arange(len(probabilities), device=probabilities.device) * (probabilities > 0)
+    return torch.minimum(token, possible.max())
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host's, on the device, without waiting for what runs there."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def _read(columns: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers of 1-D tensors; waits until they are computed. Token ids are exact in float64."""
+    if not columns:
+        return []
+    together = torch.cat([column.double() for column in columns])
+    if together.device.type == "cuda":
+        there = together
+        together = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        together.copy_(there, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        copied.synchronize()
+    return [part.tolist() for part in torch.split(together, [len(column) for column in columns])]

@@ -4,9 +4,12 @@ Every function runs on any device and float dtype and computes in `compute_dtype
 those of one layer, `[slots, ...]`. A kernel reads the state before its tokens at a *source* pool index
 (-1: zeros) and writes the state after them at a *destination* (-1: nowhere); it reads every source before
 it writes any destination, so a row may be updated in place.
-"""
 
-from collections.abc import Sequence
+Inputs may be padded to larger shapes. Padding rows have no tokens, or in decode kernels one, and -1 as source
+and destination; padding tokens have row -1 and lie behind the real ones, and what is returned for them is
+unspecified; padding chunks are empty and lie behind those that `row_chunk_starts` counts; padding
+checkpoints have row -1, end 0 and destination -1; padding positions of KV are -1. They write nothing.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +39,8 @@ def causal_conv1d_prefill(
     Args:
         x: [tokens, conv_dim] raw inputs, rows one after another.
         weight, bias: [conv_dim, kernel], [conv_dim].
-        conv_states: [slots, conv_dim, kernel - 1], the last raw inputs, oldest first. Written at
-            `destinations` and `checkpoint_destinations`, bit for bit.
+        conv_states: [slots, conv_dim, >= kernel - 1], the last raw inputs, oldest first, in the first
+            kernel - 1 places. Written at `destinations` and `checkpoint_destinations`, bit for bit.
         sources, destinations: [rows] pool indices.
         query_start_loc: [rows + 1] where each row's tokens start in `x`.
         token_rows: [tokens] the row of each token.
@@ -52,10 +55,13 @@ def causal_conv1d_prefill(
     taps = torch.arange(width, device=x.device)
 
     # Each row's carried window goes in front of its tokens: all that follows is one gather for any length.
-    packed = x.new_empty(tokens + rows.shape[0] * width, conv_dim)
+    # Padding tokens are of a row behind the last, whose window is zeros.
+    packed = x.new_zeros(tokens + (rows.shape[0] + 1) * width, conv_dim)
     window_starts = query_start_loc[:-1] + rows * width
-    packed[window_starts[:, None] + taps] = _read(conv_states, sources).transpose(1, 2).to(x.dtype)
-    token_windows = torch.arange(tokens, device=x.device) + token_rows * width
+    carried = _read(conv_states[..., :width], sources)
+    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)
+    windows_before = torch.where(token_rows < 0, rows.shape[0], token_rows)
+    token_windows = torch.arange(tokens, device=x.device) + windows_before * width
     packed[token_windows + width] = x
 
     dtype = compute_dtype(x.dtype)
@@ -66,20 +72,27 @@ def causal_conv1d_prefill(
     ends = torch.cat([query_start_loc[1:], checkpoint_ends])
     end_rows = torch.cat([rows, checkpoint_rows])
     windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
-    _write(conv_states, torch.cat([destinations, checkpoint_destinations]), windows)
+    _write(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
     return F.silu(out)
 
 
 def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor, sources: Tensor, destinations: Tensor
 ) -> Tensor:
-    """`causal_conv1d_prefill` for rows of one token: `x` [rows, conv_dim]. Writes `conv_states`."""
+    """`causal_conv1d_prefill` for rows of equally many tokens, with the window after each stored.
+
+    `x`: [rows, T, conv_dim]; `sources`: [rows]; `destinations`: [rows, T], where the window after that token
+    goes. Returns [rows, T, conv_dim] in the compute dtype. Writes `conv_states`.
+    """
     dtype = compute_dtype(x.dtype)
-    window = torch.cat([_read(conv_states, sources).to(x.dtype), x[:, :, None]], dim=2)
+    tokens, width = x.shape[1], weight.shape[1] - 1
+    carried = _read(conv_states[..., :width], sources).transpose(1, 2)
+    packed = torch.cat([carried.to(x.dtype), x], dim=1)
     out = bias.to(dtype).expand(x.shape)
-    for tap in range(weight.shape[1]):
-        out = out + window[:, :, tap].to(dtype) * weight[:, tap].to(dtype)
-    _write(conv_states, destinations, window[:, :, 1:])
+    for tap in range(width + 1):
+        out = out + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
+    windows = packed.unfold(1, width, 1)[:, 1:]  # [rows, T, conv_dim, width]
+    _write(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
     return F.silu(out)
 
 
@@ -96,9 +109,8 @@ def ssd_chunk_scan(
     chunk_size: int,
     cu_chunk_seqlens: Tensor,
     seq_idx: Tensor,
-    last_chunk_indices: Tensor,
-    checkpoint_chunks: Tensor,
-    checkpoint_destinations: Tensor,
+    row_chunk_starts: Tensor,
+    chunk_destinations: Tensor,
 ) -> Tensor:
     """The state space dual form of h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over packed sequences.
 
@@ -110,18 +122,19 @@ def ssd_chunk_scan(
     Args:
         x: [tokens, H, P]. dt: [tokens, H], after bias and softplus. A: [H], negative. D: [H].
         B, C: [tokens, G, N]; head h belongs to group h // (H // G).
-        ssm_states: [slots, H, P, N]. Written at `destinations` and `checkpoint_destinations`.
-        sources, destinations: [rows] pool indices.
-        cu_chunk_seqlens, seq_idx, last_chunk_indices: [chunks + 1], [chunks], [rows], as in `PrefillChunks`;
-            at most `chunk_size` tokens a chunk, a row without tokens has no chunk and last -1.
-        checkpoint_chunks, checkpoint_destinations: [n] also store the state after this chunk here.
+        ssm_states: [slots, H, P, N]. Written at `destinations` and `chunk_destinations`.
+        sources, destinations: [rows] pool indices. A row without tokens passes its state on unchanged.
+        cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
+            `PrefillChunks`; at most `chunk_size` tokens a chunk, no chunk for a row without tokens.
+        chunk_destinations: [chunks] also store the state after this chunk here.
 
     Returns: y, [tokens, H, P] in the compute dtype.
     """
     dtype = compute_dtype(x.dtype)
     tokens, heads = x.shape[:2]
     groups = B.shape[1]
-    cuts = cu_chunk_seqlens.long()
+    chunks = int(row_chunk_starts[-1])
+    cuts = cu_chunk_seqlens[: chunks + 1].long()
     places = cuts[:-1, None] + torch.arange(chunk_size, device=x.device)
     inside = places < cuts[1:, None]
     places = torch.where(inside, places, tokens)
@@ -149,19 +162,21 @@ def ssd_chunk_scan(
         updates.flatten(1, 2),
         log_decay[..., -1].exp().flatten(1, 2),
         _read(ssm_states, sources).to(dtype),
-        seq_idx.long(),
-        last_chunk_indices.long(),
+        seq_idx[:chunks].long(),
+        row_chunk_starts.long(),
     )
     carried = queries[:, :, None] @ torch.unflatten(entering, 1, grouped).mT
     y = y + carried * log_decay.exp()[..., None]
 
     _write(ssm_states, destinations, final)
-    _write(ssm_states, checkpoint_destinations, leaving[checkpoint_chunks])
-    return y.flatten(1, 2).movedim(1, 2)[inside] + x.to(dtype) * D.to(dtype)[:, None]
+    _write(ssm_states, chunk_destinations[:chunks], leaving)
+    out = x.to(dtype) * D.to(dtype)[:, None]
+    out[: int(cuts[-1])] += y.flatten(1, 2).movedim(1, 2)[inside]
+    return out
 
 
 def _pass_states(
-    updates: Tensor, decays: Tensor, initial: Tensor, seq_idx: Tensor, last_chunks: Tensor
+    updates: Tensor, decays: Tensor, initial: Tensor, seq_idx: Tensor, row_chunk_starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence between chunks: leaving = decay * entering + update, in order within each row.
 
@@ -171,10 +186,10 @@ def _pass_states(
     rows that have one are neighbours, and in the order of the ranked states.
     """
     rows = initial.shape[0]
-    counts = torch.bincount(seq_idx, minlength=rows)
+    counts = row_chunk_starts.diff()
     ranked = counts.argsort(descending=True, stable=True)
     rank = ranked.argsort()
-    ordinal = torch.arange(seq_idx.shape[0], device=seq_idx.device) - (counts.cumsum(0) - counts)[seq_idx]
+    ordinal = torch.arange(seq_idx.shape[0], device=seq_idx.device) - row_chunk_starts[seq_idx]
     order = (ordinal * rows + rank[seq_idx]).argsort()
     sizes = torch.bincount(ordinal).tolist()
 
@@ -190,9 +205,8 @@ def _pass_states(
 
     chunk_place = order.argsort()
     left = torch.cat(leaving)[chunk_place]
-    # A row without tokens has last chunk -1, which is no chunk of its own: its state stays what it was.
     own = torch.arange(rows, device=initial.device)
-    last_or_initial = torch.where(last_chunks >= 0, rows + last_chunks, own)
+    last_or_initial = torch.where(counts > 0, rows + row_chunk_starts[1:] - 1, own)
     final = torch.cat([initial, left])[last_or_initial]
     return torch.cat(entering)[chunk_place], left, final
 
@@ -208,43 +222,55 @@ def selective_state_update(
     sources: Tensor,
     destinations: Tensor,
 ) -> Tensor:
-    """`ssd_chunk_scan` for rows of one token (Gu & Dao 2023, arXiv 2312.00752): the recurrence itself.
+    """`ssd_chunk_scan` for rows of equally many tokens (Gu & Dao 2023, arXiv 2312.00752): the recurrence.
 
-    x: [rows, H, P]; dt: [rows, H]; B, C: [rows, G, N]; A, D: [H]; sources, destinations: [rows].
-    Returns y, [rows, H, P], in the compute dtype. Writes `ssm_states`.
+    x: [rows, T, H, P]; dt: [rows, T, H]; B, C: [rows, T, G, N]; A, D: [H]; sources: [rows]; destinations:
+    [rows, T], where the state after that token goes. Returns y, [rows, T, H, P], in the compute dtype.
+    Writes `ssm_states`.
     """
     dtype = compute_dtype(x.dtype)
     x, dt = x.to(dtype), dt.to(dtype)
-    heads_a_group = x.shape[1] // B.shape[1]
-    key = B.to(dtype).repeat_interleave(heads_a_group, dim=1)
-    query = C.to(dtype).repeat_interleave(heads_a_group, dim=1)
+    heads_a_group = x.shape[2] // B.shape[2]
+    key = B.to(dtype).repeat_interleave(heads_a_group, dim=2)
+    query = C.to(dtype).repeat_interleave(heads_a_group, dim=2)
     decay = (dt * A.to(dtype)).exp()[..., None, None]
-    state = decay * _read(ssm_states, sources).to(dtype) + (dt[..., None] * x)[..., None] * key[:, :, None]
-    _write(ssm_states, destinations, state)
-    return (state @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
+    scaled = (dt[..., None] * x)[..., None]
+    state = _read(ssm_states, sources).to(dtype)
+    states = []
+    for t in range(x.shape[1]):
+        state = decay[:, t] * state + scaled[:, t] * key[:, t, :, None]
+        states.append(state)
+    after = torch.stack(states, dim=1)
+    _write(ssm_states, destinations.flatten(), after.flatten(0, 1))
+    return (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
     """Store `keys` and `values` [T, kv heads, head dim] of `tokens` [W] at `positions` [W].
 
-    Writes `kv_cache` [2, blocks, block size, kv heads, head dim]; a position is block * block size + offset.
+    Writes `kv_cache` [2, blocks, block size, kv heads, head dim]; a position is block * block size + offset,
+    or -1 to write nothing.
     """
+    wanted = positions >= 0
+    tokens, positions = tokens[wanted], positions[wanted]
     block_size = kv_cache.shape[2]
     blocks, offsets = positions // block_size, positions % block_size
     kv_cache[0, blocks, offsets] = keys[tokens].to(kv_cache.dtype)
     kv_cache[1, blocks, offsets] = values[tokens].to(kv_cache.dtype)
 
 
-def paged_attention_decode(query: Tensor, kv_cache: Tensor, block_table: Tensor, lengths: Tensor) -> Tensor:
+def paged_attention_decode(
+    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
+) -> Tensor:
     """Attention of one token a row to its whole sequence, itself included.
 
     query: [rows, heads, head dim]; kv_cache: [2, blocks, block size, kv heads, head dim], already written;
-    block_table: [rows, most blocks]; lengths: [rows]. Head h reads kv head h // (heads // kv heads).
-    Returns [rows, heads, head dim] in the compute dtype.
+    block_table: [rows, most blocks]; kv_lengths: [rows], 0 for padding rows. Head h reads kv head
+    h // (heads // kv heads). Returns [rows, heads, head dim] in the compute dtype.
     """
     dtype = compute_dtype(query.dtype)
     kv_heads, head_dim = kv_cache.shape[3:]
-    past = torch.arange(block_table.shape[1] * kv_cache.shape[2], device=query.device) < lengths[:, None]
+    past = torch.arange(block_table.shape[1] * kv_cache.shape[2], device=query.device) < kv_lengths[:, None]
     grouped = torch.unflatten(query.to(dtype), 1, (kv_heads, -1)) * head_dim**-0.5
     # Beyond a row's length lies whatever was in memory, which may be no number, and 0 * NaN is NaN.
     keys, values = (
@@ -260,27 +286,30 @@ def paged_attention_prefill(
     query: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_lengths: Sequence[int],
-    sequence_lengths: Sequence[int],
+    query_start_loc: Tensor,
+    kv_lengths: Tensor,
+    max_query_tokens: int,
 ) -> Tensor:
-    """Causal attention of each row's last `query_lengths[row]` tokens to its first `sequence_lengths[row]`.
+    """Causal attention of each row's tokens, the last of its sequence, to all of the sequence before them.
 
-    As `paged_attention_decode`, with query: [tokens, heads, head dim], packed; one row after another.
+    As `paged_attention_decode`, with query: [tokens, heads, head dim], packed; query_start_loc: [rows + 1]
+    where each row's tokens start in it; max_query_tokens: at least the tokens of the longest row.
     """
     dtype = compute_dtype(query.dtype)
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
     scale = head_dim**-0.5
-    outputs = [query[:0].to(dtype)]
-    start = 0
-    for row, (new, length) in enumerate(zip(query_lengths, sequence_lengths, strict=True)):
-        grouped = torch.unflatten(query[start : start + new].to(dtype), 1, (kv_heads, -1)) * scale
+    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    starts = query_start_loc.tolist()
+    for row, length in enumerate(kv_lengths.tolist()):
+        tokens = slice(starts[row], starts[row + 1])
+        new = tokens.stop - tokens.start
+        grouped = torch.unflatten(query[tokens].to(dtype), 1, (kv_heads, -1)) * scale
         blocks = block_table[row, : -(-length // block_size)]
         keys, values = (cache[blocks].flatten(0, 1)[:length].to(dtype).movedim(0, 1) for cache in kv_cache)
         future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
         scores = (grouped.permute(1, 2, 0, 3) @ keys[:, None].mT).masked_fill(future, float("-inf"))
-        outputs.append((scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2))
-        start += new
-    return torch.cat(outputs)
+        out[tokens] = (scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

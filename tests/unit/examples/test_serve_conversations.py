@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mambaslots as ms
 import pytest
+import serve_conversations
 import torch
 from conversation_texts import SYSTEM_PROMPTS, conversations
 from ideal_resume import IdealResume
+from oracle.recurrent_lm import RecurrentLM
+from serve_conversations import Run, Server, compare_with_cpu, make_engine
 
 ROOT = Path(__file__).parents[3]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -131,3 +135,67 @@ def test_the_oracle_agrees_with_the_engine() -> None:
     oracle.computed(0, [*prompt, *answer[:-1]])
     for longer in (prompt, [*prompt, *answer], [*prompt, *answer, 1, 2, 3]):
         assert engine.generate([longer])[0].resumed_tokens == oracle.ideal(longer) > 0
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[ms.DynamicInferenceEngine, Run]:
+    users = conversations(2, 3, seed=1)
+    users = [replace(u, turns=tuple(replace(t, temperature=None) for t in u.turns)) for u in users]
+    engine = make_engine(ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float32)), users, None)
+    return engine, Server("CPU", engine, users).serve(progress=False)
+
+
+class TestComparisonWithTheCpu:
+    """Answers of a run on another device, held against a CPU run by the rule of float32."""
+
+    def other(self, run: Run, key: tuple[int, int], place: int) -> Run:
+        """As `run`, but for one token of one answer, and all that comes after it in its conversation."""
+        results = dict(run.results)
+        for turn in range(key[1], 3):
+            result = results[key[0], turn]
+            tokens = list(result.tokens)
+            tokens[place] = (tokens[place] + 1) % 256
+            results[key[0], turn] = replace(result, tokens=tokens)
+        return Run("other", results)
+
+    def test_the_same_run_is_the_same(self, served):
+        comparison = compare_with_cpu(*served, served[1])
+        assert asdict(comparison) == {
+            "same": 6, "ties": 0, "faults": 0, "after_a_difference": 0, "gaps": [],
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("place", [0, -1])
+    def test_a_difference_is_a_fault_or_a_tie_by_what_the_model_prefers(self, served, place, monkeypatch):
+        engine, run = served
+        other = self.other(run, (1, 1), place)
+        comparison = compare_with_cpu(engine, run, other)
+        assert (comparison.same, comparison.faults, comparison.ties) == (4, 1, 0)
+        assert comparison.after_a_difference == 1
+        (gap,) = comparison.gaps
+        right, got = run.results[1, 1], other.results[1, 1]
+        context = [*run.prompts[1, 1], *right.tokens][: len(run.prompts[1, 1]) + place % len(right.tokens)]
+        log_probs = RecurrentLM(engine.model).logits(context)[-1].log_softmax(-1)
+        preferred = float(log_probs[right.tokens[place]] - log_probs[got.tokens[place]])
+        assert gap == pytest.approx(preferred, abs=1e-3)
+        monkeypatch.setattr(serve_conversations, "TIE", gap + 1e-3)
+        assert compare_with_cpu(engine, run, other).ties == 1
+
+
+@pytest.mark.gpu
+def test_a_small_run_on_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "examples/serve_conversations.py", "--device", "cuda", "--json", str(path)]
+    run = subprocess.run(
+        [*command, "--conversations", "2", "--turns", "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "the CPU's tokens, by the rule of float32: yes"
+    figures = json.loads(path.read_text())
+    assert figures["dtype"] == "float32"
+    for name in ("without_cache_beside_the_CPU", "with_cache_beside_the_CPU"):
+        assert figures[name]["faults"] == 0
+        assert figures[name]["same"] > 0

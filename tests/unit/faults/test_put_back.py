@@ -55,10 +55,8 @@ FAULTS = {
         (
             (
                 "inference/kernels/reference.py",
-                "    packed[window_starts[:, None] + taps] = "
-                "_read(conv_states, sources).transpose(1, 2).to(x.dtype)\n",
-                "    packed[window_starts[:, None] + taps] = "
-                "_read(conv_states, sources).transpose(1, 2).to(x.dtype)\n"
+                "    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)\n",
+                "    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)\n"
                 "    short = query_start_loc[1:] - query_start_loc[:-1] < width\n"
                 "    packed[window_starts[short][:, None] + taps] = 0\n",
             ),
@@ -158,10 +156,11 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "        evicted = self._evict(count - from_free, keep, free=from_free)\n"
-                "        cut = self.free_count - from_free\n",
-                "        cut = self.free_count - from_free\n        self.free_count = cut\n"
                 "        evicted = self._evict(count - from_free, keep, free=from_free)\n",
+                "        lost = self._free[len(self._free) - from_free :]\n"
+                "        del self._free[len(self._free) - from_free :]\n"
+                "        evicted = self._evict(count - from_free, keep, free=from_free)\n"
+                "        self._free.extend(lost)\n",
             ),
         ),
     ),
@@ -289,9 +288,9 @@ FAULTS = {
         "fault_22",
         (
             (
-                CONTEXTS + "step_builder.py",
-                "prefill_has_initial_state=any(source >= 0 for source in sources[decodes:])",
-                "prefill_has_initial_state=bool((tensor(sources)[decodes:] >= 0).any())",
+                CONTEXTS + "step_buffer.py",
+                "        return self._tensors[key]\n",
+                '        int(self._tensors[key]["kv_lengths"][0])\n        return self._tensors[key]\n',
             ),
         ),
     ),

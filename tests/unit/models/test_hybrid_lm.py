@@ -301,6 +301,19 @@ class TestConfig:
         with pytest.raises(ValueError, match=rf"{override} is .*; accepted: "):
             HybridConfig.tiny(**arguments)
 
+    def test_a_wrong_device_is_refused(self):
+        with pytest.raises(ValueError, match="device is 'nowhere'; accepted: "):
+            HybridLM(HybridConfig.tiny(), device="nowhere")
+
+    @pytest.mark.gpu
+    def test_weights_drawn_on_a_gpu_are_as_wide_as_those_of_a_cpu(self):
+        drawn, usual = HybridLM(HybridConfig.tiny(), device="cuda"), HybridLM(HybridConfig.tiny())
+        for name, weight in drawn.state_dict().items():
+            assert weight.is_cuda
+            torch.testing.assert_close(
+                weight.std().cpu(), usual.state_dict()[name].std(), rtol=0.2, atol=0.02
+            )
+
     def test_a_wrong_seed_is_refused(self):
         with pytest.raises(ValueError, match="seed is -1; accepted: "):
             HybridLM(HybridConfig.tiny(), seed=-1)

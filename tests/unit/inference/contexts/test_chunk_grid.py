@@ -13,8 +13,8 @@ rows = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6)
 
 
 def walk(computed, lengths, chunk_size):
-    """(cu, seq_idx, last, token_rows, ends): `ends` maps (row, absolute position) to (chunk, packed end)."""
-    cu, seq_idx, last, token_rows, ends = [], [], [], [], {}
+    """(cu, seq_idx, row_starts, token_rows, ends); `ends`: (row, position) -> (chunk, packed end)."""
+    cu, seq_idx, row_starts, token_rows, ends = [], [], [0], [], {}
     for row, (before, count) in enumerate(zip(computed, lengths, strict=True)):
         for position in range(before, before + count):
             if position == before or position % chunk_size == 0:
@@ -23,8 +23,8 @@ def walk(computed, lengths, chunk_size):
             token_rows.append(row)
             if (position + 1) % chunk_size == 0:
                 ends[row, position + 1] = (len(cu) - 1, len(token_rows))
-        last.append(len(cu) - 1 if count else -1)
-    return [*cu, len(token_rows)], seq_idx, last, token_rows, ends
+        row_starts.append(len(cu))
+    return [*cu, len(token_rows)], seq_idx, row_starts, token_rows, ends
 
 
 def columns(pairs):
@@ -34,14 +34,14 @@ def columns(pairs):
 @given(rows, chunk_sizes, st.data())
 def test_equals_a_walk_over_the_tokens(rows, chunk_size, data):
     computed, lengths = columns(rows)
-    cu, seq_idx, last, token_rows, ends = walk(computed, lengths, chunk_size)
+    cu, seq_idx, row_starts, token_rows, ends = walk(computed, lengths, chunk_size)
     wanted = data.draw(st.lists(st.sampled_from(sorted(ends)), max_size=8)) if ends else []
 
     grid = chunk_grid(computed, lengths, chunk_size, *columns(wanted))
 
     assert grid.cu_chunk_seqlens.tolist() == cu
     assert grid.seq_idx.tolist() == seq_idx
-    assert grid.last_chunk_indices.tolist() == last
+    assert grid.row_chunk_starts.tolist() == row_starts
     assert grid.token_rows.tolist() == token_rows
     assert grid.checkpoint_chunks.tolist() == [ends[checkpoint][0] for checkpoint in wanted]
     assert grid.checkpoint_token_ends.tolist() == [ends[checkpoint][1] for checkpoint in wanted]
@@ -93,7 +93,7 @@ def test_a_row_without_tokens_has_no_chunk():
     grid = chunk_grid([3, 0, 8, 5], [0, 9, 0, 0], 8)
     assert grid.cu_chunk_seqlens.tolist() == [0, 8, 9]
     assert grid.seq_idx.tolist() == [1, 1]
-    assert grid.last_chunk_indices.tolist() == [-1, 1, -1, -1]
+    assert grid.row_chunk_starts.tolist() == [0, 0, 2, 2, 2]
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
@@ -101,7 +101,7 @@ def test_no_tokens_at_all(lengths):
     grid = chunk_grid([7] * len(lengths), lengths, 8)
     assert grid.cu_chunk_seqlens.tolist() == [0]
     assert grid.seq_idx.size == grid.token_rows.size == grid.checkpoint_chunks.size == 0
-    assert grid.last_chunk_indices.tolist() == [-1] * len(lengths)
+    assert grid.row_chunk_starts.tolist() == [0] * (len(lengths) + 1)
 
 
 def test_a_checkpoint_may_end_its_row():
@@ -112,7 +112,7 @@ def test_a_checkpoint_may_end_its_row():
 
 def test_dtypes():
     grid = chunk_grid(np.array([0, 4], np.int32), (20, 3), 8, [0], [16])
-    int32 = ("cu_chunk_seqlens", "seq_idx", "last_chunk_indices")
+    int32 = ("cu_chunk_seqlens", "seq_idx", "row_chunk_starts")
     int64 = ("token_rows", "checkpoint_chunks", "checkpoint_token_ends")
     assert {getattr(grid, name).dtype for name in int32} == {np.dtype(np.int32)}
     assert {getattr(grid, name).dtype for name in int64} == {np.dtype(np.int64)}

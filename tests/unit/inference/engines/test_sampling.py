@@ -1,13 +1,21 @@
 """Sampling: what temperature, top-k and top-p leave of a distribution, and reproducible draws from it."""
 
 from collections import Counter
+from typing import Any
 
 import mambaslots as ms
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.engines.sampling import log_softmax, sample, token_distribution
+from mambaslots.inference.engines import sampling
+from mambaslots.inference.engines.sampling import log_softmax, token_distribution
+
+
+def sample(*arguments: Any) -> list[int]:
+    tokens: list[int] = sampling.sample(*arguments).tolist()
+    return tokens
+
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 

@@ -88,10 +88,11 @@ class TestCausalConv:
         prefilled, updated = self.pool.to(dtype), self.pool.to(dtype, copy=True)
         expected = self.prefill(prefilled, list(tokens.split(1)), [4, -1, 2], [4, 8, 9], dtype=dtype)
         out = ref.causal_conv1d_update(
-            tokens, self.weight.to(dtype), self.bias.to(dtype), updated, index(4, -1, 2), index(4, 8, 9)
-        )
+            tokens[:, None], self.weight.to(dtype), self.bias.to(dtype), updated,
+            index(4, -1, 2), index(4, 8, 9)[:, None],
+        )  # fmt: skip
         assert out.dtype == ref.compute_dtype(dtype)
-        assert torch.equal(out, expected)
+        assert torch.equal(out[:, 0], expected)
         assert torch.equal(updated, prefilled)
 
     def test_zeros_do_not_come_from_the_pool_and_nothing_goes_to_minus_one(self):
@@ -99,7 +100,10 @@ class TestCausalConv:
         tokens = [randn(2, 5, seed=7)]
         assert self.prefill(pool, tokens, [-1], [-1]).isfinite().all()
         assert pool.isnan().all()
-        out = ref.causal_conv1d_update(tokens[0], self.weight, self.bias, pool, index(-1, -1), index(-1, -1))
+        nowhere = index(-1, -1)
+        out = ref.causal_conv1d_update(
+            tokens[0][:, None], self.weight, self.bias, pool, nowhere, nowhere[:, None]
+        )
         assert out.isfinite().all()
         assert pool.isnan().all()
 
@@ -137,7 +141,8 @@ class SSD:
         chunks = prefill_chunks(starts, lengths, self.C)
         ends = chunks.cu_chunk_seqlens.tolist()
         before = [0, *itertools.accumulate(lengths)]
-        cp_chunks = [ends.index(before[row] + position - starts[row]) - 1 for row, position, _ in checkpoints]
+        for row, position, destination in checkpoints:
+            chunks.destinations[ends.index(before[row] + position - starts[row]) - 1] = destination
 
         def pick(t: Tensor) -> Tensor:
             return torch.cat([t[s] for s in token_slices])
@@ -145,8 +150,7 @@ class SSD:
         return ref.ssd_chunk_scan(
             pick(self.x), pick(self.dt), self.A, pick(self.B), pick(self.Cs), self.D,
             pool, index(*sources), index(*destinations), self.C,
-            chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.last_chunk_indices,
-            index(*cp_chunks), index(*(destination for *_, destination in checkpoints)),
+            chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
         )  # fmt: skip
 
     def recurrence(self, state: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
@@ -272,8 +276,9 @@ class TestSSD:
         before = ssd.pool(6)
         pool = before.clone()
         out = ref.selective_state_update(
-            ssd.x, ssd.dt, ssd.A, ssd.B, ssd.Cs, ssd.D, pool, index(0, -1, 2), index(0, 4, 5)
-        )
+            ssd.x[:, None], ssd.dt[:, None], ssd.A, ssd.B[:, None], ssd.Cs[:, None], ssd.D, pool,
+            index(0, -1, 2), index(0, 4, 5)[:, None],
+        )[:, 0]  # fmt: skip
         tolerance = 1e-13 if dtype == torch.float64 else 1e-5
         for row, (source, destination) in enumerate([(0, 0), (-1, 4), (2, 5)]):
             state = before[source] if source >= 0 else torch.zeros_like(before[0])
@@ -329,7 +334,10 @@ class TestPagedAttention:
     @pytest.mark.parametrize("new", [(11, 6), (1, 1), (3, 6), (0, 2)])
     def test_prefill_rows_see_what_is_behind_each_token(self, new):
         query = torch.cat([q[len(q) - n :] for q, n in zip(self.query, new, strict=True)])
-        out = ref.paged_attention_prefill(query, self.cache, self.table, new, self.lengths)
+        starts = index(0, new[0], sum(new))
+        out = ref.paged_attention_prefill(
+            query, self.cache, self.table, starts, index(*self.lengths), max(new)
+        )
         expected = [
             self.naive(row, position)
             for row, n in enumerate(new)
@@ -351,9 +359,8 @@ class TestPagedAttention:
         assert ref.paged_attention_decode(query[:1], cache, self.table[:1], index(11)).dtype == (
             ref.compute_dtype(dtype)
         )
-        assert ref.paged_attention_prefill(query, cache, self.table, [11], [11]).dtype == (
-            ref.compute_dtype(dtype)
-        )
+        prefilled = ref.paged_attention_prefill(query, cache, self.table, index(0, 11), index(11), 11)
+        assert prefilled.dtype == ref.compute_dtype(dtype)
 
 
 class TestNormsAndRotary:

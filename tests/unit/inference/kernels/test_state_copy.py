@@ -1,13 +1,39 @@
-"""Whole states moved between pools."""
+"""Whole states moved between pools: the same bits, in their slots and nowhere else."""
+
+import math
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.kernels.state_copy import StateTensors, copy_states
+from mambaslots.inference.kernels import boundary_capture, fused_state_copy, state_copy
+from mambaslots.inference.kernels.state_copy import StateTensors, copy_states, zero_states
+from oracle.synchronisation import no_synchronisation
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.complex128]
+LAYOUTS = ["contiguous", "gaps", "slot major", "misaligned"]
+MANY_CASES = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where a kernel runs: on the CPU in triton's interpreter, which is off where there is a GPU."""
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("the kernels run on the GPU, or in the interpreter")
+    return request.param
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return "cuda"
 
 
 def random_bytes(*shape, dtype, seed):
@@ -17,61 +43,509 @@ def random_bytes(*shape, dtype, seed):
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
 
 
+def laid_out(layout, layers, slots, shape, dtype, device, seed):
+    """States [layers, slots, *shape] of random bits, and all bytes of the memory they lie in."""
+    size = math.prod(shape)
+    slot, layer, first = size, slots * size, 0
+    if layout == "gaps":
+        slot = (size + 15) // 16 * 16 + 16
+        layer = slots * slot + 32
+    elif layout == "slot major":
+        slot, layer = layers * size, size
+    elif layout == "misaligned":
+        first = 1
+    memory = random_bytes(first + layers * slots * slot + layers * 32, dtype=dtype, seed=seed).to(device)
+    inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return memory.as_strided((layers, slots, *shape), (layer, slot, *inner), first), memory.view(torch.uint8)
+
+
+def pools(layout, slots, shapes, dtypes, device, seed, layers=2):
+    """A pool, and the bytes of its two memories."""
+    made = [
+        laid_out(layout, layers, slots, shape, dtype, device, seed + i)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    return StateTensors(*(states for states, _ in made)), [memory for _, memory in made]
+
+
 def states(slots, dtype=torch.float32, seed=0):
-    return StateTensors(
-        random_bytes(2, slots, 3, 4, dtype=dtype, seed=seed),
-        random_bytes(2, slots, 2, 3, 2, dtype=dtype, seed=seed + 1),
-    )
+    return pools("contiguous", slots, [(3, 4), (2, 3, 2)], [dtype, dtype], "cpu", seed)[0]
 
 
 def bits(tensors):
     return [tensor.contiguous().view(torch.uint8).tolist() for tensor in tensors]
 
 
-def copied_one_by_one(source, read, destination, write):
-    result = StateTensors(*(tensor.clone() for tensor in destination))
-    for of, to in zip(source, result, strict=True):
-        for i, j in zip(read, write, strict=True):
-            for layer in range(of.shape[0]):
-                to[layer, j] = of[layer, i]
-    return result
+def after(memories, pool, pairs, source=None):
+    """What the memories must hold once `pairs` have been copied from `source`, or zeroed; undone here."""
+    before = [memory.clone() for memory in memories]
+    for i, to in enumerate(pool):
+        for read, write in pairs:
+            for layer in range(to.shape[0]):
+                slot = to[layer, write].view(-1).view(torch.uint8)
+                slot.copy_(source[i][layer, read].view(-1).view(torch.uint8)) if source else slot.zero_()
+    expected = [memory.clone() for memory in memories]
+    for memory, earlier in zip(memories, before, strict=True):
+        memory.copy_(earlier)
+    return expected
 
 
-@settings(max_examples=80, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES))
-def test_states_arrive_to_the_bit_and_nothing_else_is_written(data, dtype):
-    source, destination = states(4, dtype, 0), states(5, dtype, 7)
-    write = data.draw(st.lists(st.integers(0, 4), unique=True))
-    read = data.draw(st.lists(st.integers(0, 3), min_size=len(write), max_size=len(write)))
-    expected = copied_one_by_one(source, read, destination, write)
-    before = bits(source)
-    copy_states(source, read, destination, write)
-    assert bits(destination) == bits(expected)
-    assert bits(source) == before
+def same(memories, expected):
+    return all(torch.equal(memory, other) for memory, other in zip(memories, expected, strict=True))
 
 
-def test_copying_nothing_is_nothing():
-    source, destination = states(2), states(2, seed=5)
-    before = bits(destination)
-    copy_states(source, [], destination, [])
-    assert bits(destination) == before
+def indices(listed, device):
+    return torch.tensor(listed, dtype=torch.int64, device=device)
 
 
-def test_within_one_pool_all_are_read_before_any_is_written():
-    pool = states(3)
-    expected = copied_one_by_one(StateTensors(*(t.clone() for t in pool)), [1, 2, 0], pool, [0, 1, 2])
-    copy_states(pool, [1, 2, 0], pool, [0, 1, 2])
-    assert bits(pool) == bits(expected)
+@contextmanager
+def counted_crossings():
+    """The calls by which lists become tensors."""
+    crossings = []
+
+    def crossed(*arguments):
+        crossings.append(arguments)
+        return state_copy.on_device(*arguments)
+
+    with mock.patch.object(fused_state_copy, "on_device", crossed):
+        yield crossings
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_views_of_one_pool_are_copied_through(dtype):
-    pool = StatePool(2, 3, 4, (3, 4), (2, 3, 2), dtype, dtype)
-    pool.conv_states.copy_(random_bytes(2, 7, 3, 4, dtype=dtype, seed=1))
-    pool.ssm_states.copy_(random_bytes(2, 7, 2, 3, 2, dtype=dtype, seed=2))
-    live = StateTensors(pool.live_conv_states, pool.live_ssm_states)
-    durable = StateTensors(pool.durable_conv_states, pool.durable_ssm_states)
-    expected = bits([pool.conv_states[:, 1], pool.ssm_states[:, 1]])
-    copy_states(live, [1], durable, [3])
-    index = pool.durable_index(3)
-    assert bits([pool.conv_states[:, index], pool.ssm_states[:, index]]) == expected
+def draw_pairs(data, sources, destinations):
+    """Pairs, some with -1, no destination twice; a count of them, or None; and the pairs that are meant."""
+    write = data.draw(st.lists(st.integers(-destinations, destinations - 1), max_size=6, unique=True))
+    write = [max(slot, -1) for slot in write]
+    read = data.draw(st.lists(st.integers(-1, sources - 1), min_size=len(write), max_size=len(write)))
+    count = data.draw(st.none() | st.integers(0, len(write) + 1))
+    pairs = list(zip(read, write, strict=True))[:count]
+    return read, write, count, [(i, j) for i, j in pairs if min(i, j) >= 0]
+
+
+class TestKernel:
+    """The launchers, against bytes copied one slot at a time."""
+
+    @MANY_CASES
+    @given(data=st.data())
+    def test_states_arrive_to_the_bit_and_nothing_else_is_written(self, device, data):
+        shape = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+        shapes = data.draw(st.tuples(shape, shape))
+        dtypes = data.draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)))
+        layouts = data.draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
+        source, source_memory = pools(layouts[0], 4, shapes, dtypes, device, 0)
+        destination, memory = pools(layouts[1], 5, shapes, dtypes, device, 7)
+        read, write, count, meant = draw_pairs(data, 4, 5)
+        unchanged = [part.clone() for part in source_memory]
+        expected = after(memory, destination, meant, source)
+        on_device = None if count is None else torch.tensor(count, dtype=torch.int32, device=device)
+        with mock.patch.object(fused_state_copy, "PROGRAMS", data.draw(st.sampled_from([1, 5, 4224]))):
+            if data.draw(st.booleans()):
+                read, write = indices(read, device), indices(write, device)
+            fused_state_copy.copy_states(source, read, destination, write, on_device)
+        assert same(memory, expected)
+        assert same(source_memory, unchanged)
+
+    @pytest.mark.parametrize(
+        "length", [0, 1, 2, fused_state_copy.LISTED, fused_state_copy.LISTED + 1, 2 * fused_state_copy.LISTED]
+    )
+    @pytest.mark.parametrize("none", [(), (0,), (1,), (0, 1)])
+    def test_lists_of_any_length_are_moved(self, device, length, none):
+        """Those of up to LISTED live pairs are arguments of the launch, longer ones cross in memory."""
+        slots = 3 * fused_state_copy.LISTED
+        made = ("gaps", slots, [(3,), (5,)], [torch.bfloat16, torch.float32], device)
+        source, source_memory = pools(*made, 0)
+        destination, memory = pools(*made, 5)
+        read = [7 * place % slots for place in range(length)]
+        write = list(reversed(range(slots)))[:length]
+        for side in none:  # -1 on one side, on the other, on both
+            for place in range(side, length, 3):
+                (read, write)[side][place] = -1
+        pairs = [(i, j) for i, j in zip(read, write, strict=True) if min(i, j) >= 0]
+        unchanged = [part.clone() for part in source_memory]
+        expected = after(memory, destination, pairs, source)
+        by_value = len(pairs) <= fused_state_copy.LISTED
+        with counted_crossings() as crossings:
+            fused_state_copy.copy_states(source, read, destination, write)
+        assert len(crossings) == (0 if by_value else 1)
+        assert same(memory, expected)
+        assert same(source_memory, unchanged)
+
+        written = [slot for slot in write if slot >= 0]
+        expected = after(memory, destination, [(slot, slot) for slot in written])
+        with counted_crossings() as crossings:
+            fused_state_copy.zero_states(destination, write)
+        assert len(crossings) == (0 if len(written) <= fused_state_copy.LISTED else 1)
+        assert same(memory, expected)
+
+    def test_lists_may_name_the_last_slot_of_any_pool(self):
+        """A pair is one 64-bit argument, whatever its slots."""
+        last = 2**31 - 1
+        pool = fused_state_copy.nemotron_h_8b()
+        move = fused_state_copy.StateMove.between(pool, pool)
+        with mock.patch.object(fused_state_copy.StateMove, "launch") as launch:
+            fused_state_copy.copy_states(pool, [last, 0, last], pool, [0, last, last])
+        ((_, pairs, arguments, _), _) = launch.call_args
+        assert pairs == arguments[-1] == 3
+        assert [(slots >> 32, slots & last) for slots in arguments[:3]] == [
+            (last, 0),
+            (0, last),
+            (last, last),
+        ]
+        assert all(slots < 2**63 for slots in arguments[:-1])
+        assert fused_state_copy.LISTED * move.tiles < 2**31
+
+    def test_lists_with_a_tensor_or_a_count_are_moved(self, device):
+        made = ("contiguous", 6, [(3, 4), (5,)], [torch.bfloat16] * 2, device)
+        source, _ = pools(*made, 0)
+        destination, memory = pools(*made, 5)
+        count = torch.tensor([2], device=device)
+        expected = after(memory, destination, [(1, 0), (5, 3)], source)
+        fused_state_copy.copy_states(source, [1, -1], destination, indices([0, 1], device))
+        fused_state_copy.copy_states(source, [-1, 5, 2], destination, [1, 3, 4], count)
+        assert same(memory, expected)
+        expected = after(memory, destination, [(2, 2)])
+        fused_state_copy.zero_states(destination, [2, -1, 1], count)
+        assert same(memory, expected)
+
+    def test_pools_that_were_made_anew_are_found_at_their_new_place(self, device):
+        made = ("contiguous", 3, [(3, 4), (5,)], [torch.float32] * 2, device)
+        source, _ = pools(*made, 0)
+        kept = []
+        for seed in range(3):
+            destination, memory = pools(*made, 5 + seed)
+            kept.append(memory)
+            expected = after(memory, destination, [(seed, 1)], source)
+            fused_state_copy.copy_states(source, [seed], destination, [1])
+            assert same(memory, expected)
+        views = StateTensors(*(states[:, 1:] for states in destination))
+        expected = after(memory, views, [(0, 1)], source)
+        fused_state_copy.copy_states(source, [0], views, [1])
+        assert same(memory, expected)
+
+    @MANY_CASES
+    @given(data=st.data())
+    def test_zeros_are_written_and_nothing_else(self, device, data):
+        dtypes = data.draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)))
+        pool, memory = pools(data.draw(st.sampled_from(LAYOUTS)), 5, [(3, 5), (7,)], dtypes, device, 0)
+        _, write, count, _ = draw_pairs(data, 5, 5)
+        expected = after(memory, pool, [(slot, slot) for slot in write[:count] if slot >= 0])
+        on_device = None if count is None else torch.tensor([count], device=device)
+        given_as = write if data.draw(st.booleans()) else indices(write, device)
+        fused_state_copy.zero_states(pool, given_as, on_device)
+        assert same(memory, expected)
+
+    @pytest.mark.parametrize("size", [16384, 16384 + 16, 16384 * 2 + 7, 61440])
+    @pytest.mark.parametrize("layout", ["gaps", "misaligned"])
+    def test_slots_of_several_tiles_and_a_tail(self, device, layout, size):
+        shapes, dtypes = [(size,), (3, 5000)], [torch.uint8, torch.int16]
+        source, _ = pools(layout, 3, shapes, dtypes, device, 0)
+        destination, memory = pools("gaps", 2, shapes, dtypes, device, 5)
+        expected = after(memory, destination, [(2, 0), (0, 1)], source)
+        fused_state_copy.copy_states(source, indices([2, 0], device), destination, indices([0, 1], device))
+        assert same(memory, expected)
+
+    def test_more_pairs_than_a_program_ranks_at_once(self, device, monkeypatch):
+        monkeypatch.setattr(fused_state_copy, "PROGRAMS", 8)
+        slots = 2 * fused_state_copy.GROUP + 9
+        source, _ = pools("contiguous", slots, [(3,), (2,)], [torch.float32] * 2, device, 0, layers=1)
+        destination, memory = pools(
+            "contiguous", slots, [(3,), (2,)], [torch.float32] * 2, device, 5, layers=1
+        )
+        read = [slot if slot % 50 in (3, 4) else -1 for slot in range(slots)]
+        write = list(reversed(range(slots)))
+        pairs = [(i, j) for i, j in zip(read, write, strict=True) if i >= 0]
+        expected = after(memory, destination, pairs, source)
+        fused_state_copy.copy_states(source, indices(read, device), destination, indices(write, device))
+        assert same(memory, expected)
+
+    def test_a_pool_is_copied_into_itself(self, device):
+        pool, memory = pools("contiguous", 6, [(3, 4), (5,)], [torch.bfloat16] * 2, device, 0)
+        expected = after(memory, pool, [(1, 0), (2, 2), (1, 4)], pool)
+        fused_state_copy.copy_states(pool, indices([1, 2, 1], device), pool, indices([0, 2, 4], device))
+        assert same(memory, expected)
+
+    def test_addresses_beyond_two_to_the_31(self, device):
+        """Strides of 2^31 elements and more between layers and slots; the memory between is never touched."""
+        far = 2**31 + 48
+        memory = torch.empty(far * 2 + 64, dtype=torch.uint8, device=device)
+        layers_apart = memory.as_strided((2, 1, 33), (far, 64, 1))
+        slots_apart = memory.as_strided((1, 2, 33), (64, far, 1), 4096)
+        near = [
+            random_bytes(*shape, dtype=torch.uint8, seed=1).to(device) for shape in [(2, 3, 33), (1, 3, 33)]
+        ]
+        for pool, outside in zip((layers_apart, slots_apart), near, strict=True):
+            of, to = StateTensors(outside, outside), StateTensors(pool, pool)
+            here = list(range(pool.shape[1]))
+            fused_state_copy.copy_states(of, indices(here, device), to, indices(here, device))
+            assert torch.equal(pool, outside[:, : len(here)])
+            back = StateTensors(torch.zeros_like(outside), torch.zeros_like(outside))
+            fused_state_copy.copy_states(
+                to, indices(here, device), back, indices([2, 1][: len(here)], device)
+            )
+            assert torch.equal(back.ssm[:, 2], pool[:, 0])
+            fused_state_copy.zero_states(to, indices(here[-1:], device))
+            assert not pool[:, -1].any()
+
+    def test_states_without_bytes_or_layers_or_pairs_are_nothing(self, device):
+        for layers, shape, pairs in [(2, (0,), [0]), (0, (3,), [0]), (2, (3,), [])]:
+            pool = StateTensors(*torch.ones(2, layers, 4, *shape, device=device))
+            fused_state_copy.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
+            fused_state_copy.zero_states(pool, indices(pairs, device))
+            assert all(bool(states.all()) for states in pool)
+
+    def test_the_grid_is_bounded_whatever_there_is_to_do(self):
+        pool = fused_state_copy.nemotron_h_8b()
+        move = fused_state_copy.StateMove.between(pool, pool)
+        assert move.tiles == 24 * (256 + 4)
+        assert [move.programs(pairs) for pairs in (1, 32, 10**6)] == [fused_state_copy.PROGRAMS] * 3
+
+    def test_pools_between_which_bits_cannot_move_are_refused(self, device):
+        pool = StateTensors(*torch.ones(2, 2, 4, 6, 4, device=device))
+        others = {
+            "shape": StateTensors(pool.conv[..., :2], pool.ssm),
+            "dtype": StateTensors(pool.conv, pool.ssm.int()),
+            "layers": StateTensors(pool.conv[:1], pool.ssm[:1]),
+            "device": StateTensors(pool.conv.to("meta"), pool.ssm),
+            "gaps": StateTensors(pool.conv, pool.ssm.mT.contiguous().mT),
+        }
+        for other in others.values():
+            with pytest.raises(ValueError, match="accepted"):
+                fused_state_copy.copy_states(pool, indices([0], device), other, indices([1], device))
+
+
+class TestBoundaryCapture:
+    @MANY_CASES
+    @given(data=st.data())
+    def test_rows_on_a_boundary_go_to_their_durable_slots(self, device, data):
+        rows = data.draw(st.integers(0, 6))
+        live_slots = data.draw(st.lists(st.integers(-1, 4), min_size=rows, max_size=rows))
+        lengths = data.draw(st.lists(st.sampled_from([0, 1, 63, 64, 65, 128]), min_size=rows, max_size=rows))
+        durable_slots = data.draw(
+            st.lists(st.integers(-4, 6), min_size=rows, max_size=rows, unique=True).map(
+                lambda slots: [max(slot, -1) for slot in slots]
+            )
+        )
+        dtypes = [torch.bfloat16, torch.float32]
+        pool, memory = pools("contiguous", 12, [(3, 5), (6, 4)], dtypes, device, 0)
+        live = StateTensors(*(states[:, :5] for states in pool))
+        durable = StateTensors(*(states[:, 5:] for states in pool))
+        captured = [
+            (i, j)
+            for i, length, j in zip(live_slots, lengths, durable_slots, strict=True)
+            if min(i, j) >= 0 and length in (64, 128)
+        ]
+        expected = after(memory, durable, captured, live)
+        before = [part.clone() for part in memory]
+        for capture in (
+            boundary_capture.capture_boundaries,
+            state_copy.capture_boundaries_reference,
+            state_copy.capture_boundaries,
+        ):
+            for part, earlier in zip(memory, before, strict=True):
+                part.copy_(earlier)
+            length_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+            capture(
+                live,
+                indices(live_slots, device),
+                torch.tensor(lengths, dtype=length_dtype, device=device),
+                64,
+                durable,
+                indices(durable_slots, device),
+            )
+            assert same(memory, expected)
+
+    def test_rows_that_do_not_match_are_refused(self):
+        pool = states(4)
+        rows, other = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        for live, lengths, durable in ((rows, rows, other), (rows, other, rows), (rows, rows, rows.int())):
+            with pytest.raises(ValueError, match="accepted"):
+                state_copy.capture_boundaries(pool, live, lengths, 64, pool, durable)
+
+
+class TestWrapper:
+    """What callers call; on the CPU, the reference."""
+
+    @settings(max_examples=80, deadline=None)
+    @given(data=st.data(), dtype=st.sampled_from(FLOATS))
+    def test_states_arrive_to_the_bit_and_nothing_else_is_written(self, data, dtype):
+        source, memory_before = pools("contiguous", 4, [(3, 4), (2, 3, 2)], [dtype] * 2, "cpu", 0)
+        destination, memory = pools("contiguous", 5, [(3, 4), (2, 3, 2)], [dtype] * 2, "cpu", 7)
+        read, write, count, meant = draw_pairs(data, 4, 5)
+        unchanged = [part.clone() for part in memory_before]
+        expected = after(memory, destination, meant, source)
+        as_tensors = data.draw(st.tuples(st.booleans(), st.booleans()))
+        chosen = [
+            indices(listed, "cpu") if as_tensor else listed
+            for listed, as_tensor in zip((read, write), as_tensors, strict=True)
+        ]
+        copy_states(
+            source, chosen[0], destination, chosen[1], None if count is None else torch.tensor([count])
+        )
+        assert same(memory, expected)
+        assert same(memory_before, unchanged)
+
+    def test_zeros(self):
+        pool, memory = pools("gaps", 5, [(3, 5), (7,)], [torch.float32] * 2, "cpu", 0)
+        expected = after(memory, pool, [(1, 1), (4, 4)])
+        zero_states(pool, [4, -1, 1, 0], torch.tensor(3, dtype=torch.int32))
+        assert same(memory, expected)
+        zero_states(pool, [])
+        assert same(memory, expected)
+
+    def test_copying_nothing_is_nothing(self):
+        source, destination = states(2), states(2, seed=5)
+        before = bits(destination)
+        copy_states(source, [], destination, [])
+        copy_states(source, [-1, 1], destination, [1, -1])
+        assert bits(destination) == before
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_views_of_one_pool_are_copied_through(self, dtype):
+        pool = StatePool(2, 3, 4, (3, 4), (2, 3, 2), dtype, dtype)
+        pool.conv_states.copy_(random_bytes(2, 7, 3, 4, dtype=dtype, seed=1))
+        pool.ssm_states.copy_(random_bytes(2, 7, 2, 3, 2, dtype=dtype, seed=2))
+        live = StateTensors(pool.live_conv_states, pool.live_ssm_states)
+        durable = StateTensors(pool.durable_conv_states, pool.durable_ssm_states)
+        expected = bits([pool.conv_states[:, 1], pool.ssm_states[:, 1]])
+        copy_states(live, [1], durable, [3])
+        index = pool.durable_index(3)
+        assert bits([pool.conv_states[:, index], pool.ssm_states[:, index]]) == expected
+
+    @pytest.mark.parametrize(
+        ("read", "write", "said"),
+        [
+            ([0], [0, 1], "destination_indices has 2 entries"),
+            ([4], [0], "source_indices is .4."),
+            ([0, 1], [0, -2], "destination_indices is .0, -2."),
+            (torch.tensor([0], dtype=torch.int32), [0], "source_indices is torch.int32"),
+            ([0, 1], torch.arange(4)[::2], "destination_indices is"),
+        ],
+    )
+    def test_indices_that_name_no_slots_are_refused(self, read, write, said):
+        pool = states(4)
+        with pytest.raises(ValueError, match=said):
+            copy_states(pool, read, pool, write)
+
+
+@pytest.mark.gpu
+class TestGpu:
+    """What only a GPU can show: captured launches, and calls that do not wait."""
+
+    DTYPES = (torch.bfloat16, torch.float32)
+
+    def pools(self, slots, seed):
+        return pools("contiguous", slots, [(96, 3), (8, 16, 32)], self.DTYPES, "cuda", seed, layers=3)
+
+    def test_a_captured_copy_follows_its_index_tensors(self, cuda):
+        source, _ = self.pools(9, 0)
+        destination, memory = self.pools(9, 5)
+        read, write, count = indices([-1] * 6, cuda), indices([-1] * 6, cuda), indices([6], cuda)
+        copy_states(source, read, destination, write, count)  # compiled before it is captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            copy_states(source, read, destination, write, count)
+        for pairs, meant in [([], 0), ([(8, 0), (-1, 1), (3, 7)], 6), ([(2, 4), (5, 5), (1, 1)], 2)]:
+            for tensor, place in ((read, 0), (write, 1)):
+                tensor.copy_(indices([pair[place] for pair in pairs] + [-1] * (6 - len(pairs)), cuda))
+            count.fill_(meant)
+            expected = after(memory, destination, [pair for pair in pairs[:meant] if pair[0] >= 0], source)
+            graph.replay()
+            assert same(memory, expected)
+
+    @pytest.mark.parametrize("commit", ["fancy indexing", "one launch"])
+    def test_what_a_replay_wrote_to_scratch_is_committed(self, cuda, commit):
+        scratch, _ = self.pools(4, 0)
+        durable, memory = self.pools(9, 5)
+        computed = [random_bytes(*part.shape, dtype=part.dtype, seed=9).to(cuda) for part in scratch]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for part, new in zip(scratch, computed, strict=True):
+                part.copy_(new)
+        for turn, write in enumerate(([7, 2], [0, 8])):
+            for new in computed:
+                new.view(torch.uint8).add_(turn)
+            expected = after(memory, durable, list(zip([3, 1], write, strict=True)), StateTensors(*computed))
+            graph.replay()
+            if commit == "one launch":
+                copy_states(scratch, [3, 1], durable, write)
+            else:
+                state_copy.copy_states_reference(
+                    scratch, indices([3, 1], cuda), durable, indices(write, cuda)
+                )
+            assert same(memory, expected)
+
+    def test_a_captured_step_keeps_the_rows_that_reached_a_boundary(self, cuda):
+        live, _ = self.pools(4, 0)
+        durable, memory = self.pools(6, 5)
+        rows, lengths, slots = (
+            indices(listed, cuda) for listed in ([2, 0, -1, 3], [62, 127, 0, 61], [5, -1, -1, 1])
+        )
+
+        def step():
+            lengths.add_(rows >= 0)
+            state_copy.capture_boundaries(live, rows, lengths, 64, durable, slots)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for captured in ([(2, 5)], [(3, 1)], []):  # lengths 64, 129, 0, 63, and so on
+            expected = after(memory, durable, captured, live)
+            graph.replay()
+            assert same(memory, expected)
+
+    def test_nothing_waits_for_the_gpu(self, cuda):
+        source, _ = self.pools(9, 0)
+        destination, memory = self.pools(9, 5)
+        lengths, live, durable = (indices(listed, cuda) for listed in ([64, 65], [6, 7], [6, 7]))
+        indices_of_both = indices([0, 1], cuda)
+        expected = after(memory, destination, [(1, 0), (2, 1), (6, 6)], source)
+        for watched in (nullcontext(), no_synchronisation()):  # compiled before it is watched
+            with watched:
+                copy_states(source, [1, 2, -1], destination, [0, 1, 3])
+                copy_states(source, [1, 2], destination, indices_of_both)
+                state_copy.capture_boundaries(source, live, lengths, 64, destination, durable)
+                zero_states(source, [8])
+        assert same(memory, expected)
+        assert not source.ssm[:, 8].any()
+
+    @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+    def test_lists_cannot_be_captured(self, cuda):
+        pool, _ = self.pools(3, 0)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(ValueError, match="captured"), torch.cuda.graph(graph):
+            copy_states(pool, [0], pool, [1])
+
+    @pytest.mark.parametrize("length", [1, fused_state_copy.LISTED, fused_state_copy.LISTED + 1])
+    def test_lists_cross_many_times_without_mixing(self, cuda, length):
+        """Pinned memory is used again only once its copy is over; arguments are those of their launch."""
+        source, _ = self.pools(16 * length, 0)
+        destination, memory = self.pools(16 * length, 5)
+        slots = list(range(16 * length))
+        expected = after(memory, destination, list(zip(slots, reversed(slots), strict=True)), source)
+        for first in range(0, len(slots), length):
+            read = slots[first : first + length]
+            copy_states(source, read, destination, [len(slots) - 1 - slot for slot in read])
+        assert same(memory, expected)
+
+    def test_other_slots_compile_nothing_anew(self, cuda):
+        pool, _ = self.pools(64, 0)
+        copy_states(pool, [5], pool, [6])
+        # Values that triton would otherwise specialise by: 0, 1, multiples of 16, more than 32 bits.
+        refused = AssertionError("compiled anew")
+        with mock.patch.object(fused_state_copy._move_listed_states, "_do_compile", side_effect=refused):
+            for read, write in ([0], [1]), ([1], [0]), ([16], [32]), ([0, 1, 2], [16, 17, 18]):
+                fused_state_copy._state_move.cache_clear()
+                copy_states(pool, read, pool, write)
+
+    def test_a_pool_of_more_than_two_to_the_31_elements(self, cuda):
+        slots = 2**31 // (128 * 64 * 128) + 3
+        pool = StatePool(2, 1, slots, (64, 3), (128, 64, 128), torch.bfloat16, torch.bfloat16, cuda)
+        far = StateTensors(pool.durable_conv_states, pool.durable_ssm_states)
+        new = StateTensors(*(random_bytes(2, 1, *t.shape[2:], dtype=t.dtype, seed=3).to(cuda) for t in far))
+        copy_states(new, [0], far, [slots - 1])
+        copy_states(far, [slots - 1], far, [slots - 2])
+        for states, expected in zip(far, new, strict=True):
+            for slot in (slots - 1, slots - 2):
+                assert torch.equal(states[:, slot].view(torch.int16), expected[:, 0].view(torch.int16))
+            assert not states[:, 0].any()
+            assert not states[:, slots - 3].any()

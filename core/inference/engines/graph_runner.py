@@ -1,0 +1,183 @@
+"""Whole forwards as CUDA graphs: one launch a step, for steps padded to a few shapes."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.step_inputs import StepInputs, StepShape
+
+Forward = Callable[[StepInputs], Tensor]
+SMALLEST_PREFILL_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class GraphBuckets:
+    """The shapes that graphs are captured for. Sizes that follow from others are at their largest.
+
+    Decode steps: rows and columns of the block table are powers of two, up to `max_requests` and
+    `table_blocks`. Steps with prefills: rows are powers of four (or no decode row at all), prefill tokens
+    are 2^k or 3 * 2^k up to `max_prefill_tokens`, which is 0 where there are to be no such graphs.
+    """
+
+    max_requests: int
+    table_blocks: int
+    max_prefill_tokens: int
+    chunk_size: int
+    block_size: int
+
+    @classmethod
+    def of(cls, context: DynamicInferenceContext) -> "GraphBuckets":
+        config = context.config
+        prefill_tokens = min(config.cuda_graph_max_tokens, config.max_tokens)
+        return cls(
+            max_requests=context.max_requests,
+            table_blocks=context.request_to_kv_block_ids.shape[1],
+            max_prefill_tokens=prefill_tokens if config.use_cuda_graphs_for_non_decode_steps else 0,
+            chunk_size=context.mamba_chunk_size,
+            block_size=context.block_size_tokens,
+        )
+
+    def smallest(self, shape: StepShape) -> StepShape | None:
+        """The smallest of the shapes that holds a step of `shape`; None where none does.
+
+        Prompt log-probs want more logits than there are rows: such steps fit nowhere.
+        """
+        if shape.prefills == 0:
+            decodes = _up(shape.decodes, 2, self.max_requests)
+            fitting = shape._replace(
+                decodes=decodes,
+                table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
+                kv_writes=decodes,
+                logits=decodes,
+            )
+        else:
+            tokens = self._prefill_tokens(shape.prefill_tokens)
+            decodes = _up(shape.decodes, 4, self.max_requests) if shape.decodes else 0
+            prefills = _up(shape.prefills, 4, self.max_requests)
+            fitting = StepShape(
+                decodes=decodes,
+                prefills=prefills,
+                prefill_tokens=tokens,
+                max_query_tokens=tokens,
+                table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
+                kv_writes=decodes + tokens,
+                chunks=tokens // self.chunk_size + 2 * prefills,
+                checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
+                logits=decodes + prefills,
+            )
+        fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
+        return fitting if fits else None
+
+    def _prefill_tokens(self, needed: int) -> int:
+        size = SMALLEST_PREFILL_TOKENS
+        while size < needed:
+            if size * 3 // 2 >= needed:
+                size = size * 3 // 2
+                break
+            size *= 2
+        return min(size, self.max_prefill_tokens)
+
+
+class CapturedForward:
+    """One forward as a graph; it reads and writes the addresses that it was captured with."""
+
+    def __init__(self, model: Forward, inputs: StepInputs, pool: Any) -> None:
+        """Captures, which runs nothing. `pool`: another graph's memory, to share."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._inputs = inputs  # its tensors live on
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._logits = model(inputs)
+
+    @property
+    def pool(self) -> Any:
+        return self._graph.pool()
+
+    def replay(self) -> Tensor:
+        """The logits of whatever is in the inputs' tensors now, overwritten by the next replay."""
+        self._graph.replay()
+        return self._logits
+
+
+class GraphRunner:
+    """Runs a model's steps, by graph where their shape has one.
+
+    A shape's first step runs eagerly, on padded inputs: it compiles and tunes all kernels at exactly this
+    shape. `capture` then captures it, between steps, when nothing waits for tokens. Graphs hold the addresses
+    of the pools and of the step buffer; where a pool is another tensor than before, all graphs are dropped.
+    Padding carries -1 in every index, and a capture executes nothing: neither writes any state.
+    """
+
+    def __init__(self, buckets: GraphBuckets, max_graphs: int) -> None:
+        """`max_graphs`: most decode graphs, and most others."""
+        self._buckets = buckets
+        self._max_graphs = max_graphs
+        self._graphs: dict[StepShape, CapturedForward] = {}
+        self._first: StepInputs | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """Those that have a graph, in the order in which they got it."""
+        return tuple(self._graphs)
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The shape that a step of `shape` is to be padded to; itself, where it shall run eagerly."""
+        fitting = self._buckets.smallest(shape)
+        if fitting is None or (fitting not in self._graphs and not self._has_room(fitting)):
+            return shape
+        return fitting
+
+    def _has_room(self, shape: StepShape) -> bool:
+        alike = sum((known.prefills == 0) == (shape.prefills == 0) for known in self._graphs)
+        return alike < self._max_graphs
+
+    def run(self, model: Forward, inputs: StepInputs) -> Tensor:
+        """Logits of all of `inputs.logit_tokens`, valid until the next `run`. Does not synchronise."""
+        pool = inputs.state_pool
+        tensors = pool.conv_states, pool.ssm_states, inputs.kv_cache
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if addresses != self._addresses:
+            self.drop()
+            self._addresses = addresses
+        self._first = None
+        graph = self._graphs.get(inputs.shape)
+        if graph is not None:
+            return graph.replay()
+        logits = model(inputs)
+        if self._buckets.smallest(inputs.shape) == inputs.shape and self._has_room(inputs.shape):
+            self._first = inputs
+        return logits
+
+    def capture(self, model: Forward) -> None:
+        """Capture the shape that the last step ran for the first time, if any; synchronises.
+
+        A model that cannot be captured is warned of once, and runs eagerly from then on.
+        """
+        inputs, self._first = self._first, None
+        if inputs is None:
+            return
+        shared = next(iter(self._graphs.values())).pool if self._graphs else None
+        try:
+            self._graphs[inputs.shape] = CapturedForward(model, inputs, shared)
+        except RuntimeError as error:
+            self._max_graphs = 0
+            self.drop()
+            warnings.warn(f"the model cannot be captured, and runs without graphs: {error}", stacklevel=2)
+
+    def drop(self) -> None:
+        """Forget all graphs, and give their memory back."""
+        self._graphs.clear()
+        self._first = None
+
+
+def _up(count: int, base: int, most: int) -> int:
+    """The smallest power of `base` that is at least `count`, or `most`."""
+    size = 1
+    while size < count:
+        size *= base
+    return min(size, most)

@@ -1,0 +1,368 @@
+"""The causal convolution of Mamba mixers in Triton: packed prefill, and decode of one or several tokens.
+
+Both equal `reference.causal_conv1d_prefill` and `causal_conv1d_update`, computed in float32. An output is the
+same chain of fused multiply-adds over the same taps wherever its row was cut and whoever shares the batch, in
+either kernel: cached and uncached runs get equal bits.
+"""
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - kernels join tuples by +, which mypy takes for one type, and know no unpacking
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .specialisation import Specialisation
+
+_PREFILL_TOKENS, _PREFILL_CHANNELS, _PREFILL_WARPS = 16, 256, 8
+_UPDATE_CHANNELS, _UPDATE_WARPS = 128, 2
+
+
+def causal_conv1d_prefill(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    conv_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    query_start_loc: Tensor,
+    token_rows: Tensor,
+    checkpoint_rows: Tensor,
+    checkpoint_ends: Tensor,
+    checkpoint_destinations: Tensor,
+) -> Tensor:
+    """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
+
+    One launch, whose grid depends on shapes alone; does not synchronise.
+
+    Args:
+        x: [tokens, conv_dim] raw inputs, rows one after another; a view with any strides.
+        weight, bias: [conv_dim, kernel], [conv_dim].
+        conv_states: [slots, conv_dim, >= kernel - 1], any strides: the last raw inputs, oldest first, in the
+            first kernel - 1 positions. Written at `destinations` and `checkpoint_destinations`, bit for bit.
+        sources, destinations: [rows] pool indices; -1: zeros, nowhere. A row may be updated in place.
+        query_start_loc: [rows + 1] where each row's tokens start in `x`.
+        token_rows: [tokens] the row of each token; -1 past the last row's, where outputs are unspecified.
+        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] also store the window after the tokens
+            of `x` before `checkpoint_ends` (of that row) at this pool index, which is no row's source.
+
+    Returns: [tokens, conv_dim] float32.
+    """
+    tokens, conv_dim = x.shape
+    rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
+    out = torch.empty(tokens, conv_dim, dtype=torch.float32, device=x.device)
+    works = rows + checkpoints + triton.cdiv(tokens, _PREFILL_TOKENS)
+    _prefill_kernel[(works * triton.cdiv(conv_dim, _PREFILL_CHANNELS),)](
+        x, weight, bias, conv_states, out,
+        sources, destinations, query_start_loc, token_rows,
+        checkpoint_rows, checkpoint_ends, checkpoint_destinations,
+        rows, checkpoints, conv_dim,
+        *x.stride(), *weight.stride(), *conv_states.stride(),
+        KERNEL=weight.shape[1], BLOCK_T=_PREFILL_TOKENS, BLOCK_C=_PREFILL_CHANNELS,
+        num_warps=_PREFILL_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def causal_conv1d_update(
+    x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor, sources: Tensor, destinations: Tensor
+) -> Tensor:
+    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after any of them.
+
+    x: [rows, T, conv_dim], any strides; sources: [rows]; destinations: [rows, T], the pool index for the
+    window after each token, -1: nowhere. A row without any index (padding) costs nothing, and its outputs are
+    unspecified. Returns [rows, T, conv_dim] float32. Writes `conv_states`. One launch; does not synchronise.
+    """
+    rows, tokens, conv_dim = x.shape
+    out = torch.empty(rows, tokens, conv_dim, dtype=torch.float32, device=x.device)
+    _update_kernel[(rows * triton.cdiv(conv_dim, _UPDATE_CHANNELS),)](
+        x, weight, bias, conv_states, out, sources, destinations,
+        conv_dim,
+        *x.stride(), *weight.stride(), *conv_states.stride(), *destinations.stride(),
+        KERNEL=weight.shape[1], TOKENS=tokens, BLOCK_C=_UPDATE_CHANNELS,
+        num_warps=_UPDATE_WARPS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "checkpoints"])
+def _prefill_kernel(
+    # Pointers
+    x, weight, bias, states, out,
+    sources, destinations, query_start_loc, token_rows,
+    checkpoint_rows, checkpoint_ends, checkpoint_destinations,
+    # Dimensions
+    rows, checkpoints, conv_dim,
+    # Strides
+    x_token_stride, x_channel_stride,
+    weight_channel_stride, weight_tap_stride,
+    slot_stride, state_channel_stride, state_tap_stride,
+    # Meta-parameters
+    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program a block of channels and either a row, a checkpoint, or BLOCK_T tokens of the packed stream.
+
+    A row's program alone reads that row's carried window and writes its final one, which may be the same
+    slot. So it does all that needs the carried window: the row's first KERNEL - 1 outputs, and checkpoints
+    among these tokens. The others read nothing but `x`. Padding costs a few small loads.
+    """
+    channel_blocks = tl.cdiv(conv_dim, BLOCK_C)
+    work = tl.program_id(0) // channel_blocks
+    channel = tl.program_id(0) % channel_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < conv_dim
+    x += channel * x_channel_stride
+    weight += channel * weight_channel_stride
+    bias += channel
+    states += channel.to(tl.int64) * state_channel_stride
+    out += channel
+
+    if work < rows:
+        _row(
+            x, weight, bias, states, out, sources, destinations, query_start_loc,
+            checkpoint_rows, checkpoint_ends, checkpoint_destinations,
+            work, checkpoints, conv_dim, inside,
+            x_token_stride, weight_tap_stride, slot_stride, state_tap_stride, KERNEL,
+        )  # fmt: skip
+    elif work < rows + checkpoints:
+        _checkpoint(
+            x, states, query_start_loc, checkpoint_rows, checkpoint_ends, checkpoint_destinations,
+            work - rows, inside, x_token_stride, slot_stride, state_tap_stride, KERNEL,
+        )  # fmt: skip
+    else:
+        _tokens(
+            x, weight, bias, out, query_start_loc, token_rows,
+            work - rows - checkpoints, rows, conv_dim, inside,
+            x_token_stride, weight_tap_stride, KERNEL, BLOCK_T,
+        )  # fmt: skip
+
+
+@triton.jit
+def _row(
+    x, weight, bias, states, out, sources, destinations, query_start_loc,
+    checkpoint_rows, checkpoint_ends, checkpoint_destinations,
+    row, checkpoints, conv_dim, inside,
+    x_token_stride, weight_tap_stride, slot_stride, state_tap_stride, KERNEL: tl.constexpr,
+):  # fmt: skip
+    """A row's outputs and checkpoints within its first KERNEL - 1 tokens, and its final window."""
+    WIDTH: tl.constexpr = KERNEL - 1
+    start = tl.load(query_start_loc + row)
+    tokens = tl.load(query_start_loc + row + 1) - start
+    source = tl.load(sources + row)
+    destination = tl.load(destinations + row)
+    x += start * x_token_stride
+    carried = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
+    tl.debug_barrier()  # the window may be overwritten below, by other threads than have read it
+    if tokens > 0:
+        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL)
+        inputs = carried
+        for token in tl.static_range(WIDTH):
+            raw = tl.load(x + token * x_token_stride, mask=inside & (token < tokens), other=0.0)
+            inputs = inputs + (raw,)
+        for token in tl.static_range(WIDTH):
+            y = _convolved(taps, inputs, token, KERNEL)
+            tl.store(out + (start + token) * conv_dim, y, mask=inside & (token < tokens))
+    _store_window(
+        states, destination, slot_stride, state_tap_stride,
+        inside, carried, x, x_token_stride, tokens, WIDTH,
+    )  # fmt: skip
+    for first in range(0, checkpoints, 128):
+        several = first + tl.arange(0, 128)
+        owners = tl.load(checkpoint_rows + several, mask=several < checkpoints, other=-1)
+        ends = tl.load(checkpoint_ends + several, mask=several < checkpoints, other=0)
+        if tl.sum(((owners == row) & (ends - start < WIDTH)).to(tl.int32)) > 0:
+            for checkpoint in range(first, tl.minimum(first + 128, checkpoints)):
+                before = tl.load(checkpoint_ends + checkpoint) - start
+                if (tl.load(checkpoint_rows + checkpoint) == row) & (before < WIDTH):
+                    _store_window(
+                        states, tl.load(checkpoint_destinations + checkpoint), slot_stride, state_tap_stride,
+                        inside, carried, x, x_token_stride, before, WIDTH,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _checkpoint(
+    x, states, query_start_loc, checkpoint_rows, checkpoint_ends, checkpoint_destinations,
+    checkpoint, inside, x_token_stride, slot_stride, state_tap_stride, KERNEL: tl.constexpr,
+):  # fmt: skip
+    """A checkpoint's window, unless it takes something from the carried one."""
+    WIDTH: tl.constexpr = KERNEL - 1
+    row = tl.load(checkpoint_rows + checkpoint)
+    end = tl.load(checkpoint_ends + checkpoint)
+    destination = tl.load(checkpoint_destinations + checkpoint)
+    wanted = (row >= 0) & (destination >= 0)
+    start = tl.load(query_start_loc + row, mask=wanted, other=0)
+    if wanted & (end - start >= WIDTH):
+        window = states + destination * slot_stride
+        for tap in tl.static_range(WIDTH):
+            raw = tl.load(x + (end - WIDTH + tap) * x_token_stride, mask=inside)
+            tl.store(window + tap * state_tap_stride, raw.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tokens(
+    x, weight, bias, out, query_start_loc, token_rows,
+    block, rows, conv_dim, inside,
+    x_token_stride, weight_tap_stride, KERNEL: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The outputs of BLOCK_T packed tokens, of any rows, except those of `_row`."""
+    WIDTH: tl.constexpr = KERNEL - 1
+    first = block.to(tl.int64) * BLOCK_T
+    total = tl.load(query_start_loc + rows)
+    if first < total:
+        token = tl.arange(0, BLOCK_T)
+        real = first + token < total
+        row = tl.load(token_rows + first + token, mask=real, other=0)
+        start = tl.load(query_start_loc + row, mask=real, other=0)
+        # Loaded without waiting for the rows: an output that would mix two of them is not stored.
+        x += first * x_token_stride
+        inputs = ()
+        for tap in tl.static_range(KERNEL):
+            place = token + (tap - WIDTH)
+            mask = (real & (first + place >= 0))[:, None] & inside[None, :]
+            inputs = inputs + (tl.load(x[None, :] + place[:, None] * x_token_stride, mask=mask, other=0.0),)
+        taps = _load_taps(weight[None, :], bias[None, :], inside[None, :], weight_tap_stride, KERNEL)
+        y = _convolved(taps, inputs, 0, KERNEL)
+        tl.store(
+            out[None, :] + (first + token[:, None]) * conv_dim,
+            y,
+            mask=(real & (first + token - start >= WIDTH))[:, None] & inside[None, :],
+        )
+
+
+@triton.jit
+def _update_kernel(
+    # Pointers
+    x, weight, bias, states, out, sources, destinations,
+    # Dimensions
+    conv_dim,
+    # Strides
+    x_row_stride, x_token_stride, x_channel_stride,
+    weight_channel_stride, weight_tap_stride,
+    slot_stride, state_channel_stride, state_tap_stride,
+    destination_row_stride, destination_token_stride,
+    # Meta-parameters
+    KERNEL: tl.constexpr, TOKENS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program a row and block of channels; it alone touches their windows.
+
+    Padding costs 1 + TOKENS scalar loads.
+    """
+    WIDTH: tl.constexpr = KERNEL - 1
+    channel_blocks = tl.cdiv(conv_dim, BLOCK_C)
+    row = (tl.program_id(0) // channel_blocks).to(tl.int64)
+    channel = tl.program_id(0) % channel_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < conv_dim
+    x += row * x_row_stride + channel * x_channel_stride
+    weight += channel * weight_channel_stride
+    bias += channel
+    states += channel.to(tl.int64) * state_channel_stride
+    out += row * TOKENS * conv_dim + channel
+    destinations += row * destination_row_stride
+
+    source = tl.load(sources + row)
+    any_index = source
+    for token in tl.static_range(TOKENS):
+        any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
+    if any_index >= 0:
+        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL)
+        inputs = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
+        for token in tl.static_range(TOKENS):
+            inputs = inputs + (tl.load(x + token * x_token_stride, mask=inside, other=0.0),)
+        tl.debug_barrier()  # the window may be overwritten below, by other threads than have read it
+        for token in tl.static_range(TOKENS):
+            y = _convolved(taps, inputs, token, KERNEL)
+            tl.store(out + token * conv_dim, y, mask=inside)
+            destination = tl.load(destinations + token * destination_token_stride)
+            if destination >= 0:
+                window = states + destination * slot_stride
+                for tap in tl.static_range(WIDTH):
+                    raw = inputs[token + 1 + tap].to(states.dtype.element_ty)
+                    tl.store(window + tap * state_tap_stride, raw, mask=inside)
+
+
+@triton.jit
+def _load_window(states, source, slot_stride, tap_stride, inside, WIDTH: tl.constexpr):
+    """The raw inputs at `source`, oldest first, a tuple of WIDTH; zeros for -1."""
+    window = ()
+    for tap in tl.static_range(WIDTH):
+        place = states + source * slot_stride + tap * tap_stride
+        window = window + (tl.load(place, mask=inside & (source >= 0), other=0.0),)
+    return window
+
+
+@triton.jit
+def _store_window(
+    states, destination, slot_stride, tap_stride,
+    inside, carried, x, x_token_stride, tokens, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the window after the first `tokens` tokens at `x`, a row's, at `destination` (-1: nowhere)."""
+    if destination >= 0:
+        window = states + destination * slot_stride
+        for tap in tl.static_range(WIDTH):
+            position = tokens - WIDTH + tap
+            raw = tl.load(x + position * x_token_stride, mask=inside & (position >= 0), other=0.0)
+            raw = raw.to(states.dtype.element_ty)
+            for place in tl.static_range(tap, WIDTH):
+                raw = tl.where(tokens + tap == place, carried[place], raw)
+            tl.store(window + tap * tap_stride, raw, mask=inside)
+
+
+@triton.jit
+def _load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr):
+    """The bias and the KERNEL weights, a tuple of KERNEL + 1 in float32."""
+    taps = (tl.load(bias, mask=inside, other=0.0).to(tl.float32),)
+    for tap in tl.static_range(KERNEL):
+        taps = taps + (tl.load(weight + tap * tap_stride, mask=inside, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _convolved(taps, inputs, first: tl.constexpr, KERNEL: tl.constexpr):
+    """SiLU of the convolution of KERNEL `inputs` from `first`: one order of operations for all callers."""
+    acc = taps[0]
+    for tap in tl.static_range(KERNEL):
+        acc = tl.fma(inputs[first + tap].to(tl.float32), taps[1 + tap], acc)
+    return acc / (1.0 + tl.exp(-acc))
+
+
+def hopper_specialisations() -> list[Specialisation]:
+    """Both kernels as launched for Nemotron-H-8B, float32 and bfloat16; decode of one token and of four."""
+    listed = []
+    for dtype in ("fp32", "bf16"):
+        tensors = dict.fromkeys(("x", "weight", "bias", "states"), f"*{dtype}") | {"out": "*fp32"}
+        strides = ("x_token_stride", "weight_channel_stride", "slot_stride", "state_channel_stride")
+        ones = {"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
+        indices = (
+            "sources", "destinations", "query_start_loc", "token_rows",
+            "checkpoint_rows", "checkpoint_ends", "checkpoint_destinations",
+        )  # fmt: skip
+        pointers = tensors | dict.fromkeys(indices, "*i64")
+        listed.append(
+            Specialisation(
+                name=f"causal_conv1d_prefill {dtype}",
+                kernel=_prefill_kernel,
+                signature=pointers | dict.fromkeys(("rows", "checkpoints", "conv_dim", *strides), "i32"),
+                constexprs=ones | {"KERNEL": 4, "BLOCK_T": _PREFILL_TOKENS, "BLOCK_C": _PREFILL_CHANNELS},
+                divisible_by_16=(*pointers, "conv_dim", "x_token_stride", "slot_stride"),
+                num_warps=_PREFILL_WARPS,
+            )
+        )
+        for tokens in (1, 4):
+            pointers = tensors | dict.fromkeys(("sources", "destinations"), "*i64")
+            integers = ["conv_dim", "x_row_stride", "x_token_stride", *strides[1:], "destination_row_stride"]
+            one_token = {"destination_row_stride": 1} if tokens == 1 else {}
+            listed.append(
+                Specialisation(
+                    name=f"causal_conv1d_update {dtype} T={tokens}",
+                    kernel=_update_kernel,
+                    signature=pointers | {name: "i32" for name in integers if name not in one_token},
+                    constexprs=ones
+                    | one_token
+                    | {"destination_token_stride": 1}
+                    | {"KERNEL": 4, "TOKENS": tokens, "BLOCK_C": _UPDATE_CHANNELS},
+                    divisible_by_16=(*pointers, "conv_dim", "x_row_stride", "x_token_stride", "slot_stride"),
+                    num_warps=_UPDATE_WARPS,
+                )
+            )
+    return listed

@@ -1,0 +1,25 @@
+"""The model's kernels for GPUs, under the names and signatures of `reference`.
+
+None synchronises, and no launch depends on values: all can be captured in a CUDA graph.
+"""
+
+from .attention import paged_attention_decode, paged_attention_prefill
+from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from .reference import apply_rotary, compute_dtype, gated_rms_norm, rms_norm
+from .selective_state_update import selective_state_update
+from .ssd_chunk_scan import ssd_chunk_scan
+from .write_kv import write_kv
+
+__all__ = [
+    "apply_rotary",
+    "causal_conv1d_prefill",
+    "causal_conv1d_update",
+    "compute_dtype",
+    "gated_rms_norm",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "rms_norm",
+    "selective_state_update",
+    "ssd_chunk_scan",
+    "write_kv",
+]

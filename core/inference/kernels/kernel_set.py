@@ -1,0 +1,21 @@
+"""Which kernels a model runs."""
+
+from types import ModuleType
+
+import torch
+
+from . import reference
+
+
+def kernel_set(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The module with the kernels for weights of `dtype` on `device`.
+
+    `reference` is plain torch: what the CPU runs, and float64 anywhere, which the Triton kernels would narrow
+    to float32. On a GPU it synchronises, and cannot be captured. `fused` has the same names and signatures;
+    it imports triton, and this module only then.
+    """
+    if device.type != "cuda" or dtype == torch.float64:
+        return reference
+    from . import fused
+
+    return fused

@@ -1,0 +1,86 @@
+"""Every kernel compiles for a Hopper GPU, without one: nothing spills, and states move 16 bytes at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[3]
+KERNELS = ROOT / "core/inference/kernels"
+
+
+def compile_kernels(*arguments, **environment):
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "benchmarks/compile_kernels.py", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=compiling | environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    figures = tmp_path_factory.mktemp("compile_kernels") / "figures.json"
+    done = compile_kernels("--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(figures.read_text())["kernels"]
+
+
+def test_nothing_spills(run):
+    _, kernels = run
+    for kernel in kernels:
+        assert (kernel["spill_stores"], kernel["spill_loads"], kernel["faults"]) == (0, 0, []), kernel
+        assert 0 < kernel["registers"] <= 255, kernel
+        assert kernel["shared"] <= 232448, kernel
+
+
+def test_states_move_16_bytes_at_a_time(run):
+    _, kernels = run
+    widest = {
+        kernel["name"]: tuple(max(map(int, kernel[way]), default=0) for way in ("loads", "stores"))
+        for kernel in kernels
+    }
+    for name in ("copy_states float32", "copy_states bfloat16", "copy_states, counted", "capture_boundaries"):
+        assert widest[name] == (16, 16)
+    for name in ("zero_states float32", "zero_states bfloat16"):
+        assert widest[name][1] == 16
+
+
+def test_every_file_that_has_kernels_is_compiled(run):
+    printed, kernels = run
+    with_kernels = {path.stem for path in KERNELS.glob("*.py") if "\n@triton.jit" in path.read_text()}
+    assert {kernel["file"] for kernel in kernels} == with_kernels
+    assert all(kernel["name"] in printed for kernel in kernels)
+
+
+def test_a_kernel_that_is_not_as_it_must_be_fails_the_run(tmp_path):
+    """The machine code of a stand-in that is asked for what it has not: 16-byte stores of single words."""
+    script = tmp_path / "narrow.py"
+    script.write_text(
+        "import sys\n"
+        "sys.path.insert(0, 'benchmarks')\n"
+        "import compile_kernels\n"
+        "from dataclasses import replace\n"
+        "from mambaslots.inference.kernels import fused_state_copy\n"
+        "narrow = fused_state_copy.hopper_specialisations()[-1]\n"
+        "listed = [replace(narrow, wide=('load', 'store'))]\n"
+        "fused_state_copy.hopper_specialisations = lambda: listed\n"
+        "sys.argv = ['compile_kernels.py', 'fused_state_copy']\n"
+        "sys.exit(compile_kernels.main())\n"
+    )
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, env=compiling, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no 16-byte loads, no 16-byte stores" in done.stdout
+
+
+def test_the_interpreter_compiles_nothing_and_says_so():
+    done = compile_kernels(TRITON_INTERPRET="1")
+    assert done.returncode == 1
+    assert "unset it" in done.stderr

@@ -1,0 +1,154 @@
+"""Captured steps on a GPU: the bits of eager ones, the CPU's tokens, no graph older than its pools."""
+
+import mambaslots as ms
+import pytest
+import torch
+from mambaslots.inference.engines.graph_runner import CapturedForward, GraphBuckets
+from oracle.context_driver import make_request
+from oracle.float32_rule import Comparison
+from oracle.serving import random_tokens
+
+pytestmark = pytest.mark.gpu
+BLOCK = 32
+GREEDY = ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)
+SHARED = random_tokens(70, 1)
+PROMPTS = [
+    *([*SHARED, *tail] for tail in ([1], [2, 3], random_tokens(90, 2))),
+    *(random_tokens(length, length) for length in (5, 33, 64, 130, 200)),
+]
+
+
+def model_on(device: str, dtype: torch.dtype = torch.float32) -> ms.models.HybridLM:
+    return ms.models.HybridLM(ms.models.HybridConfig.tiny(dtype), seed=3).to(device)
+
+
+def engine_of(model: ms.models.HybridLM, **overrides: object) -> ms.DynamicInferenceEngine:
+    settings: dict[str, object] = {
+        "block_size_tokens": BLOCK, "max_requests": 6, "max_tokens": 192, "max_sequence_length": 400,
+        "num_kv_blocks": 100, "num_mamba_slots": 50,
+    }  # fmt: skip
+    settings |= overrides
+    if not settings.get("enable_prefix_caching", True):
+        settings["num_mamba_slots"] = None
+    return ms.DynamicInferenceEngine(model, ms.InferenceConfig(**settings))  # type: ignore[arg-type]
+
+
+class TestBits:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_replay_writes_and_returns_what_the_eager_step_does(self, dtype):
+        """Prefills with states inside them, mixed steps and decode steps, all padded to their buckets."""
+        model = model_on("cuda", dtype)
+        context = engine_of(model).context
+        buckets = GraphBuckets.of(context)
+        plan = ms.CheckpointPlan(prefill_interval=BLOCK)
+        one, two = (make_request(random_tokens(n, n), plan) for n in (150, 40))
+        for request in (one, two):
+            request.hashes = type(request.hashes)(BLOCK)
+        steps = [[(one, 70)], [(one, 192), (two, 20)], [(one, 1), (two, 192)], *[[(one, 1), (two, 1)]] * 3]
+        for work in steps:
+            chunks = [context.schedule(request, budget) for request, budget in work]
+            with torch.inference_mode():
+                self._both_ways(
+                    model, context, context.begin_step(chunks, lambda s: buckets.smallest(s) or s)
+                )
+            context.end_step()
+            for (request, _), chunk in zip(work, chunks, strict=True):
+                if chunk.completes:
+                    request.tokens.append(11)
+        assert context.cache_stats().states_committed_total > 3
+
+    def _both_ways(self, model, context, inputs) -> None:
+        assert GraphBuckets.of(context).smallest(inputs.shape) == inputs.shape
+        pools = context.state_pool.conv_states, context.state_pool.ssm_states, context.kv_cache
+        before = [pool.clone() for pool in pools]
+        logits = model(inputs)[: inputs.num_logits].clone()
+        eager = [pool.clone() for pool in pools]
+        for pool, saved in zip(pools, before, strict=True):
+            pool.copy_(saved)
+        graph = CapturedForward(model, inputs, None)
+        for pool, saved in zip(pools, before, strict=True):
+            assert torch.equal(pool, saved), "a capture wrote"
+        assert torch.equal(graph.replay()[: inputs.num_logits], logits)
+        for pool, expected in zip(pools, eager, strict=True):
+            assert torch.equal(pool, expected)
+        for pool, saved in zip(pools, before, strict=True):
+            pool.copy_(saved)
+        assert torch.equal(graph.replay()[: inputs.num_logits], logits), "a second replay differs"
+
+    def test_padding_alone_writes_nothing(self):
+        model = model_on("cuda")
+        context = engine_of(model).context
+        request = make_request(random_tokens(40, 1))
+        request.hashes = type(request.hashes)(BLOCK)
+        inputs = context.begin_step([context.schedule(request, 192)], GraphBuckets.of(context).smallest)
+        for indices in (inputs.state_sources, inputs.state_destinations, inputs.chunks.destinations,
+                        inputs.checkpoints.destinations, inputs.kv_write_positions):  # fmt: skip
+            indices.fill_(-1)
+        for pool in (context.state_pool.conv_states, context.state_pool.ssm_states):
+            pool.fill_(float("nan"))
+        with torch.inference_mode():
+            model(inputs)
+        assert context.state_pool.conv_states.isnan().all()
+        assert context.state_pool.ssm_states.isnan().all()
+        assert context.kv_cache.count_nonzero() == 0
+
+
+class TestTokens:
+    @pytest.mark.parametrize("graphs", [None, 64], ids=["eager", "graphs"])
+    @pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
+    def test_they_are_the_cpus_by_the_rule_of_float32(self, graphs, cached, record_property):
+        model = model_on("cpu")
+        expected = engine_of(model, enable_prefix_caching=False).generate(PROMPTS, GREEDY)
+        engine = engine_of(model_on("cuda"), enable_prefix_caching=cached, num_cuda_graphs=graphs)
+        comparison = Comparison()
+        for _ in range(2):  # the second time with all that the first left in the cache
+            results = engine.generate(PROMPTS, GREEDY)
+            for prompt, result, other in zip(PROMPTS, results, expected, strict=True):
+                comparison.add(model, prompt, other.tokens, result.tokens)
+        assert bool(engine.context.cache_stats().resumed_tokens) == cached
+        assert not graphs or len(engine._graphs.shapes) > 3
+        print(f"{comparison.same} answers the same, {comparison.ties} parted at a tie")
+        record_property("cases", {"answers compared with the CPU's": comparison.same + comparison.ties})
+
+    def test_float64_is_exact(self):
+        params = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
+        cpu = engine_of(model_on("cpu", torch.float64)).generate(PROMPTS[:4], params)
+        gpu_engine = engine_of(model_on("cuda", torch.float64), num_cuda_graphs=8)
+        assert gpu_engine._graphs is None
+        for result, other in zip(gpu_engine.generate(PROMPTS[:4], params), cpu, strict=True):
+            assert result.tokens == other.tokens
+            assert result.log_probs == pytest.approx(other.log_probs, abs=1e-9)
+
+    def test_bfloat16_serves(self):
+        engine = engine_of(model_on("cuda", torch.bfloat16), num_cuda_graphs=64)
+        first, again = (engine.generate(PROMPTS[:3], GREEDY) for _ in range(2))
+        for result in (*first, *again):
+            assert len(result.tokens) == 40
+            assert all(-50 < value <= 0 for value in result.log_probs)
+
+
+class TestDropping:
+    def test_new_pools_and_new_weights_drop_the_graphs(self):
+        engine = engine_of(model_on("cuda"), num_cuda_graphs=64)
+        expected = engine.generate(PROMPTS[:3], GREEDY)
+        assert engine._graphs.shapes
+        engine.suspend()
+        assert not engine._graphs.shapes
+        occupied = torch.full((1 << 24,), float("nan"), device="cuda")  # where the pools may have been
+        engine.resume()
+        again = engine.generate(PROMPTS[:3], GREEDY)
+        assert [r.tokens for r in again] == [r.tokens for r in expected]
+        assert engine._graphs.shapes
+        engine.weights_version = "new"
+        assert not engine._graphs.shapes
+        assert occupied.isnan().all()
+
+    def test_a_context_suspended_behind_the_engines_back(self):
+        engine = engine_of(model_on("cuda"), num_cuda_graphs=64)
+        expected = engine.generate(PROMPTS[3:5], GREEDY)
+        engine.context.suspend()
+        occupied = torch.full((1 << 20,), float("nan"), device="cuda")
+        engine.context.resume()
+        results = engine.generate(PROMPTS[3:5], GREEDY)
+        assert [r.tokens for r in results] == [r.tokens for r in expected]
+        assert occupied.isnan().all()

@@ -1,0 +1,226 @@
+"""Attention on a GPU: torch with static shapes against the reference, and the choice of flash_attn.
+
+flash_attn itself has not been run: what stands in for it has its names and signatures, and checks its rules.
+"""
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.kernels import attention, paged_attention
+from mambaslots.inference.kernels import reference as ref
+from torch import Tensor
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+class Batch:
+    """Rows of (tokens before, new tokens) in blocks scattered over a cache; NaN where nothing was written."""
+
+    def __init__(
+        self, rows: list[tuple[int, int]], block: int, dtype: torch.dtype, device: str = "cpu",
+        padding: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:  # fmt: skip
+        """`padding`: rows, tokens and columns of the block table."""
+        generator = torch.Generator().manual_seed(sum(a + b for a, b in rows))
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        lengths = [before + new for before, new in rows]
+        counts = [-(-length // block) for length in lengths]
+        free = torch.randperm(sum(counts) + 1, generator=generator).tolist()
+        self.spare = free.pop()
+        cache = torch.full((2, sum(counts) + 1, block, KV_HEADS, DIM), math.nan, dtype=dtype)
+        table = torch.zeros(len(rows) + padding[0], max(counts, default=0) + padding[2], dtype=torch.int64)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            blocks = [free.pop() for _ in range(count)]
+            table[row, :count] = torch.tensor(blocks, dtype=torch.int64)
+            for position in range(length):
+                cache[:, blocks[position // block], position % block] = randn(2, KV_HEADS, DIM)
+        news = [new for _, new in rows]
+        starts = [sum(news[:row]) for row in range(len(rows) + 1)]
+        self.tokens = sum(news)
+        query = torch.cat([randn(self.tokens, HEADS, DIM), torch.full((padding[1], HEADS, DIM), math.nan)])
+        self.max_query_tokens = max(news, default=0)
+        self.cache, self.table, self.query = cache.to(device), table.to(device), query.to(device, dtype)
+        self.starts = torch.tensor([*starts, *[starts[-1]] * padding[0]], device=device)
+        self.lengths = torch.tensor([*lengths, *[0] * padding[0]], device=device)
+
+    def prefill(self, function: Any, max_query_tokens: int | None = None) -> Tensor:
+        longest = self.max_query_tokens if max_query_tokens is None else max_query_tokens
+        out: Tensor = function(self.query, self.cache, self.table, self.starts, self.lengths, longest)
+        assert out.shape == self.query.shape
+        return out[: self.tokens]
+
+    def decode(self, function: Any) -> Tensor:
+        """One query a row: as many rows as queries."""
+        out: Tensor = function(self.query, self.cache, self.table, self.lengths)
+        return out[: self.tokens]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def small_tiles(monkeypatch) -> None:
+    """So that few tokens take many tiles, segments and groups."""
+    monkeypatch.setattr(paged_attention, "_TILE_TOKENS", 4)
+    monkeypatch.setattr(paged_attention, "_SEGMENT_TOKENS", 8)
+    monkeypatch.setattr(paged_attention, "_SCRATCH_BYTES", 10_000)
+
+
+@pytest.mark.usefixtures("small_tiles")
+class TestStaticShapes:
+    @settings(quick, suppress_health_check=list(settings.default.suppress_health_check))
+    @given(
+        st.lists(st.tuples(st.integers(0, 30), st.integers(0, 14)), min_size=1, max_size=4),
+        st.sampled_from([1, 4, 5, 16]),
+        st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 4)),
+    )
+    def test_prefill_is_the_references_in_whatever_padding(self, rows, block, padding):
+        plain, padded = Batch(rows, block, torch.float64), Batch(rows, block, torch.float64, "cpu", padding)
+        expected = plain.prefill(ref.paged_attention_prefill)
+        for longest in (padded.max_query_tokens, padded.max_query_tokens + padding[1], 100):
+            out = padded.prefill(paged_attention.paged_attention_prefill, longest)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+
+    @settings(quick, suppress_health_check=list(settings.default.suppress_health_check))
+    @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(0, 3), st.integers(0, 4))
+    def test_decode_is_the_references_in_whatever_padding(self, before, rows, columns):
+        batch = [(n, 1) for n in before]
+        expected = Batch(batch, 4, torch.float64).decode(ref.paged_attention_decode)
+        padded = Batch(batch, 4, torch.float64, "cpu", (rows, rows, columns))
+        out = padded.decode(paged_attention.paged_attention_decode)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_computed_in_float32_or_wider(self, device, dtype):
+        batch = Batch([(17, 9), (0, 1), (5, 14)], 4, dtype, device)
+        exact = Batch([(17, 9), (0, 1), (5, 14)], 4, dtype)
+        exact.query, exact.cache = exact.query.double(), exact.cache.double()
+        out = batch.prefill(paged_attention.paged_attention_prefill)
+        assert out.dtype == torch.float32
+        expected = exact.prefill(ref.paged_attention_prefill)
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+    def test_no_operation_reads_a_value_back(self):
+        """Where shapes depend on values a graph cannot be captured."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                name = func.name()
+                assert not any(word in name for word in ("_local_scalar", "nonzero", "item", "masked_select"))
+                return func(*args, **(kwargs or {}))
+
+        batch = Batch([(17, 9), (0, 1)], 4, torch.float32, "cpu", (2, 3, 1))
+        with Watch():
+            batch.prefill(paged_attention.paged_attention_prefill)
+            paged_attention.paged_attention_decode(
+                batch.query[: len(batch.table)], batch.cache, batch.table, batch.lengths
+            )
+
+    def test_padding_rows_and_tokens_give_zeros(self):
+        batch = Batch([(17, 9)], 4, torch.float32, "cpu", (2, 3, 1))
+        out = paged_attention.paged_attention_prefill(
+            batch.query, batch.cache, batch.table, batch.starts, batch.lengths, 9
+        )
+        assert out[9:].count_nonzero() == 0
+
+
+class FlashAttn(SimpleNamespace):
+    """Has flash_attn's names and signatures (2.8), and checks what it demands; computes by the reference."""
+
+    calls = 0
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor) -> None:
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+        assert k.shape == v.shape
+        assert k.shape[1] % 256 == 0
+        assert block_table.dtype == torch.int32
+        assert q.stride(-1) == k.stride(-1) == block_table.stride(-1) == 1
+        self.calls += 1
+
+    def flash_attn_with_kvcache(
+        self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+        return_softmax_lse=False,
+    ):  # fmt: skip
+        self._check(q, k_cache, v_cache, block_table)
+        assert cache_seqlens.dtype == torch.int32
+        assert (k, v, softmax_scale) == (None, None, None)
+        assert causal or q.shape[1] == 1
+        cache = torch.stack([k_cache, v_cache])
+        out = ref.paged_attention_decode(q[:, 0], cache, block_table.long(), cache_seqlens.long())
+        return out.to(q.dtype)[:, None]
+
+    def flash_attn_varlen_func(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        self._check(q, k, v, block_table)
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert cu_seqlens_q.shape == cu_seqlens_k.shape == (block_table.shape[0] + 1,)
+        assert causal
+        assert cu_seqlens_q.diff().max() <= max_seqlen_q
+        assert cu_seqlens_k.diff().max() <= max_seqlen_k
+        cache = torch.stack([k, v])
+        starts, lengths = cu_seqlens_q.long(), cu_seqlens_k.diff().long()
+        out = ref.paged_attention_prefill(q, cache, block_table.long(), starts, lengths, max_seqlen_q)
+        return out.to(q.dtype)
+
+
+class TestFlashAttn:
+    @pytest.fixture
+    def flash(self, monkeypatch) -> FlashAttn:
+        module = FlashAttn()
+        monkeypatch.setattr(attention, "_installed_flash_attn", lambda: module)
+        return module
+
+    def test_both_calls_where_it_fits(self, flash):
+        batch = Batch([(300, 9), (0, 1), (3, 0)], 256, torch.bfloat16)
+        out = batch.prefill(attention.paged_attention_prefill)
+        expected = batch.prefill(ref.paged_attention_prefill)
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+        decodes = Batch([(300, 1), (2, 1)], 256, torch.bfloat16)
+        out = decodes.decode(attention.paged_attention_decode)
+        expected = decodes.decode(ref.paged_attention_decode)
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+        assert flash.calls == 2
+
+    def test_queries_in_float32_are_rounded_to_the_cache(self, flash):
+        batch = Batch([(20, 3)], 256, torch.bfloat16)
+        batch.query = batch.query.float()
+        assert batch.prefill(attention.paged_attention_prefill).dtype == torch.bfloat16
+        assert flash.calls == 1
+
+    @pytest.mark.parametrize(
+        ("dtype", "block"), [(torch.float32, 256), (torch.float64, 256), (torch.bfloat16, 128)]
+    )
+    def test_torch_where_it_does_not_fit(self, flash, dtype, block):
+        batch = Batch([(20, 3)], block, dtype)
+        out = batch.prefill(attention.paged_attention_prefill)
+        torch.testing.assert_close(out, batch.prefill(ref.paged_attention_prefill), rtol=1e-4, atol=1e-4)
+        batch.query = batch.query[:1]
+        batch.tokens = 1
+        batch.decode(attention.paged_attention_decode)
+        assert flash.calls == 0
+
+    def test_torch_where_it_is_not_installed(self):
+        assert attention.flash_attn_for(torch.zeros(2, 1, 256, 2, 8, dtype=torch.bfloat16)) is None
+
+    def test_the_module_imports_it_only_when_asked(self):
+        code = "import sys, mambaslots.inference.kernels.attention; sys.exit('flash_attn' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

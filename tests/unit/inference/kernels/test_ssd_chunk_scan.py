@@ -1,0 +1,335 @@
+"""The SSD scan by slots against the recurrence, token by token in float64, and the torch reference."""
+
+import contextlib
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels import ssd_chunk_scan as module
+from mambaslots.inference.kernels.ssd_chunk_scan import ssd_chunk_scan
+from oracle.ssd import (
+    DEVICES,
+    Batch,
+    Layer,
+    Row,
+    kernel_device,
+    poisoned_allocations,
+    randn,
+    relative_error,
+    same_bits,
+)
+from oracle.synchronisation import no_synchronisation
+from oracle.traffic import traffic_of
+
+few = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def device(request):
+    return kernel_device(request.param)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_device_to_enter():
+    """megatron-core's launchers enter the device of their tensors, which a CPU is not."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        yield
+
+
+def scan(batch, pool, device, **options):
+    """y and the pool after, on the CPU; `pool` stays."""
+    pool = pool.to(device, copy=True)
+    with poisoned_allocations():
+        y = batch.scan(ssd_chunk_scan, pool, **options)
+    return y, pool.cpu()
+
+
+def scan_and_check(batch, pool, device, state_tolerance=None):
+    y, after = scan(batch, pool, device)
+    assert y.dtype == torch.float32
+    batch.check(pool, after, y, state_tolerance=state_tolerance)
+    return y, after
+
+
+def rows_of(drawn, chunk_size):
+    """Rows with slots of their own: 4 a row, for its source, destination and two checkpoints."""
+    rows = []
+    for index, (start, length, carried, target, checkpointed) in enumerate(drawn):
+        source = 4 * index if carried else -1
+        ends = [p for p in range(start + 1, start + length + 1) if p % chunk_size == 0][-2:]
+        rows.append(
+            Row(
+                seed=index,
+                start=start,
+                length=length,
+                source=source,
+                destination={"nowhere": -1, "elsewhere": 4 * index + 1, "in place": source}[target],
+                checkpoints={p: 4 * index + 2 + i for i, p in enumerate(ends)} if checkpointed else {},
+            )
+        )
+    return rows
+
+
+def poisoned_pool(layer, rows, slots, dtype=torch.float32):
+    """Random states where a row reads, NaN everywhere else."""
+    pool = layer.pool(slots, dtype)
+    sources = {row.source for row in rows}
+    pool[[slot for slot in range(slots) if slot not in sources]] = torch.nan
+    return pool
+
+
+drawn_rows = st.lists(
+    st.tuples(
+        st.integers(0, 40),
+        st.integers(0, 40),
+        st.booleans(),
+        st.sampled_from(["nowhere", "elsewhere", "in place"]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+class TestValues:
+    @few
+    @given(drawn_rows, st.tuples(*[st.integers(0, 3)] * 3))
+    @example([(0, 0, True, "elsewhere", False), (0, 0, False, "elsewhere", False)], (0, 0, 0))
+    @example([(3, 0, True, "in place", False), (16, 32, True, "in place", True)], (2, 3, 1))
+    def test_any_layout_is_the_recurrence_and_the_reference(self, device, drawn, padding):
+        layer = Layer()
+        rows = rows_of(drawn, 16)
+        batch = Batch(layer, rows, 16, padding)
+        before = poisoned_pool(layer, rows, 4 * len(rows))
+        y, pool = scan_and_check(batch, before, device)
+
+        reference_pool = before.clone()
+        expected = batch.scan(reference.ssd_chunk_scan, reference_pool)
+        assert relative_error(y[: batch.tokens], expected[: batch.tokens]) <= 1e-5
+        assert torch.equal(pool.isnan(), reference_pool.isnan())
+        assert relative_error(pool.nan_to_num(), reference_pool.nan_to_num()) <= 1e-5
+
+    @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128, 256])
+    def test_any_chunk_size_and_single_tokens(self, device, chunk_size):
+        layer = Layer(H=2, G=1)
+        rows = [
+            Row(0, chunk_size - 1, 1, source=0, destination=1),
+            Row(1, 2 * chunk_size - 1, 2, source=2, destination=3, checkpoints={2 * chunk_size: 4}),
+            Row(2, 0, chunk_size + 1, destination=5, checkpoints={chunk_size: 6}),
+            Row(3, 7, 1, source=8, destination=8),
+        ]
+        scan_and_check(Batch(layer, rows, chunk_size, (1, 1, 1)), poisoned_pool(layer, rows, 9), device)
+
+    @pytest.mark.parametrize(
+        "layer", [Layer(H=2, P=80, G=1, N=33), Layer(H=3, P=1, G=3, N=1), Layer(H=2, P=20, G=1, N=64)]
+    )
+    def test_sizes_that_fill_no_block(self, device, layer):
+        rows = [Row(0, 3, 30, source=1, destination=2, checkpoints={16: 3})]
+        scan_and_check(Batch(layer, rows, 16), poisoned_pool(layer, rows, 4), device)
+
+    @pytest.mark.parametrize("inputs", [torch.bfloat16, torch.float16])
+    def test_narrow_inputs_are_computed_in_float32(self, device, inputs):
+        layer = Layer(dtype=inputs)
+        rows = [Row(0, 5, 40, source=0, destination=1, checkpoints={32: 2})]
+        scan_and_check(Batch(layer, rows, 16), poisoned_pool(layer, rows, 3), device)
+
+    # The interpreter cuts float32 to bfloat16, where a GPU rounds.
+    @pytest.mark.parametrize(("stored", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-12)])
+    def test_a_narrow_pool_rounds_what_it_stores_and_nothing_else(self, device, stored, rounding):
+        layer = Layer()
+        rows = [Row(0, 5, 40, source=0, destination=1, checkpoints={32: 2}), Row(1, 0, 3, destination=3)]
+        pool = poisoned_pool(layer, rows, 4, stored)
+        scan_and_check(Batch(layer, rows, 16), pool, device, state_tolerance=rounding)
+
+    @pytest.mark.parametrize(("input_precision", "tolerance"), [("tf32x3", 1e-5), ("tf32", 2e-3)])
+    def test_the_scan_on_tensor_cores(self, device, input_precision, tolerance):
+        """The interpreter computes in float32 whatever is asked."""
+        layer = Layer(H=2, P=64, G=1, N=64)
+        rows = [Row(0, 0, 100, destination=0), Row(1, 5, 70, source=1)]
+        batch, pool = Batch(layer, rows, 64), poisoned_pool(layer, rows, 2)
+        y, after = scan(batch, pool, device, input_precision=input_precision)
+        batch.check(pool, after, y, tolerance, state_tolerance=1e-5)
+
+    @pytest.mark.parametrize(("inputs", "stored"), [("float64", "float32"), ("float32", "float64")])
+    def test_nothing_is_narrowed_unasked(self, device, inputs, stored):
+        layer = Layer(dtype=getattr(torch, inputs))
+        pool = layer.pool(1, getattr(torch, stored)).to(device)
+        with pytest.raises(ValueError, match="is float64; accepted: float32 or narrower"):
+            Batch(layer, [Row(0, 0, 3)], 16).scan(ssd_chunk_scan, pool)
+
+
+class TestBits:
+    """The same inputs and cuts on the chunk grid: the same bits, in any company and in several calls."""
+
+    @few
+    @given(st.integers(0, 20), st.integers(1, 50), st.integers(0, 2), st.booleans())
+    @example(5, 50, 1, True)
+    def test_a_cut_on_the_grid_changes_nothing(self, device, start, length, at, in_place):
+        layer = Layer(H=2)
+        end = start + length
+        cut = min(end, (start // 16 + 1 + at) * 16)
+        pool = layer.pool(8)
+        y, uncut = scan(Batch(layer, [Row(0, start, length, 0, 1, {cut: 2})], 16), pool, device)
+
+        middle = 0 if in_place else 3
+        other = Row(1, 3, 20, source=5, destination=6)
+        first, pool = scan(Batch(layer, [other, Row(0, start, cut - start, 0, middle)], 16), pool, device)
+        resumed = Batch(layer, [Row(0, cut, end - cut, middle, 4), other], 16, (1, 2, 3))
+        second, final = scan(resumed, pool, device)
+        assert same_bits(pool[middle], uncut[2] if cut % 16 == 0 else uncut[1])
+        assert same_bits(final[4], uncut[1])
+        assert same_bits(torch.cat([first[20:], second[: end - cut]]), y)
+
+    def test_a_row_is_the_same_in_any_company(self, device):
+        layer = Layer()
+        row = Row(0, 7, 50, source=0, destination=1, checkpoints={32: 2})
+        company = [Row(i, 5 * i, 11 * i, source=2 * i + 2, destination=2 * i + 3) for i in range(1, 4)]
+        pool = layer.pool(12)
+        alone, expected = scan(Batch(layer, [row], 16), pool, device)
+        together, found = scan(Batch(layer, [*company, row], 16, (1, 1, 1)), pool, device)
+        assert same_bits(found[1:3], expected[1:3])
+        assert same_bits(together[66:116], alone)
+
+
+class TestCost:
+    def test_the_pool_is_read_once_a_cached_row_and_written_once_a_destination(self):
+        layer = Layer()
+        rows = [
+            Row(0, 16, 48, source=0, destination=1, checkpoints={32: 2, 48: 3}),
+            Row(1, 5, 1, source=4, destination=4),
+            Row(2, 0, 40, destination=5, checkpoints={16: 6}),
+            Row(3, 9, 20, source=7),
+            Row(4, 9, 0, source=8, destination=9),
+            Row(5, 9, 0, source=10, destination=10),
+            Row(6, 0, 0),
+        ]
+        pool = poisoned_pool(layer, rows, 12)
+        before = pool.clone()
+        batch = Batch(layer, rows, 16, (3, 3, 3))
+        with traffic_of(pool) as traffic:
+            y = batch.scan(ssd_chunk_scan, pool)
+        batch.check(before, pool, y)
+        state = pool[0].numel() * pool.element_size()
+        assert 4 * state <= traffic.loaded <= 1.05 * 4 * state
+        assert 7 * state <= traffic.stored <= 1.05 * 7 * state
+
+    @pytest.mark.gpu
+    def test_no_synchronisation_and_a_graph_follows_its_indices(self):
+        """A captured graph reads what its buffers hold when it is replayed, padding included."""
+        device = kernel_device("cuda")
+        layer = Layer(P=64, N=128)
+        plans = [
+            Batch(layer, [Row(0, 0, 40, -1, 1), Row(1, 16, 24, 2, 3, {32: 4})], 16, (1, 3, 0)),
+            Batch(layer, [Row(2, 0, 10, -1, 5), Row(3, 8, 20, 6, 6), Row(4, 8, 0, 7, 0)], 16, (0, 5, 34)),
+        ]
+        names = (
+            *("x", "dt", "B", "C", "sources", "destinations", "cuts", "seq_idx"),
+            *("row_chunk_starts", "chunk_destinations"),
+        )
+        buffers = {name: getattr(plans[0], name).to(device, copy=True) for name in names}
+        A, D = layer.A.to(device), layer.D.to(device)
+        pool = layer.pool(8).to(device)
+
+        def launch():
+            b = buffers
+            return ssd_chunk_scan(
+                b["x"], b["dt"], A, b["B"], b["C"], D, pool, b["sources"], b["destinations"], 16,
+                b["cuts"], b["seq_idx"], b["row_chunk_starts"], b["chunk_destinations"],
+            )  # fmt: skip
+
+        launch()  # tunes and compiles
+        torch.cuda.synchronize()
+        with no_synchronisation():
+            launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = launch()
+        for plan in plans:
+            for name in names:
+                buffers[name].copy_(getattr(plan, name))
+            before = layer.pool(8, seed=9)
+            pool.copy_(before)
+            graph.replay()
+            plan.check(before, pool, y.cpu())
+
+
+class TestMegatronCore:
+    @pytest.mark.parametrize(
+        ("stage", "passed"),
+        [
+            ("_chunk_cumsum_fwd", (["dt", "A", "chunk_size", "cu_chunk_seqlens"], [])),
+            ("_chunk_state_fwd", (["B", "x", "dt", "dA_cumsum", "cu_chunk_seqlens"], ["states_in_fp32"])),
+            ("_bmm_chunk_fwd", (["a", "b", "chunk_size", "cu_chunk_seqlens"], ["output_dtype"])),
+        ],
+    )
+    def test_its_stages_take_what_they_are_passed(self, stage, passed):
+        positional, keywords = passed
+        parameters = inspect.signature(getattr(module, stage)).parameters
+        assert list(parameters)[: len(positional)] == positional
+        assert parameters.keys() >= set(keywords)
+        required = [p.name for p in parameters.values() if p.default is inspect.Parameter.empty]
+        assert required == positional
+
+    def test_its_stages_add_no_bias_and_no_softplus_unasked(self):
+        defaults = {
+            p.name: p.default for p in inspect.signature(module._chunk_cumsum_fwd).parameters.values()
+        }
+        assert defaults["dt_bias"] is None
+        assert defaults["dt_softplus"] is False
+        assert defaults["dt_limit"] == (0.0, float("inf"))
+
+    def test_empty_chunks_update_nothing(self, device):
+        cuts = torch.tensor([0, 3, 3, 3, 4, 4], dtype=torch.int32, device=device)
+        x, B, dt = (randn(4, 2, 8, seed=seed).float().to(device) for seed in range(3))
+        dt = dt[:, :, 0].abs().contiguous()
+        with poisoned_allocations():
+            log_decays, chunk_dt = module._chunk_cumsum_fwd(dt, -torch.ones(2, device=device), 16, cuts)
+            states = module._chunk_state_fwd(B, x, chunk_dt, log_decays, cuts, states_in_fp32=True)
+            CB = module._bmm_chunk_fwd(B, B, 16, cuts, output_dtype=torch.float32)
+        for stage in (log_decays.movedim(1, 0), chunk_dt.movedim(1, 0), states, CB):
+            assert stage[[1, 2, 4]].eq(0).all()
+            assert stage.isfinite().all()
+            assert stage[[0, 3]].ne(0).any()
+
+    def test_its_products_are_compiled_as_the_environment_says_at_that_moment(self):
+        """Set by importing the launcher, unless it is set already; read when compiling, not before."""
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_F32_DEFAULT")
+        }
+        result = subprocess.run(
+            [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.split() == ["ieee", "False", "tf32", "True"]
+
+
+COMPILE = """
+import os, importlib
+import triton
+import triton.language as tl
+from mambaslots.inference.kernels import ssd_chunk_scan
+from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd_kernel as tuned
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+constants = dict(
+    chunk_size=64, K=32, ngroups=2, stride_ak=1, stride_bk=1, stride_outn=1, IS_CAUSAL=False,
+    dot_dtype=tl.float32, BLOCK_SIZE_M=64, BLOCK_SIZE_N=32, BLOCK_SIZE_K=32,
+)
+types = {name: "*fp32" for name in ("a_ptr", "b_ptr", "out_ptr")} | {"cu_chunk_seqlens_ptr": "*i32"}
+signature = {n: "constexpr" if n in constants else types.get(n, "i64") for n in tuned.fn.arg_names}
+for _ in range(2):
+    source = ASTSource(fn=tuned.fn, signature=signature, constexprs=constants)
+    ttir = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+    print(os.environ["TRITON_F32_DEFAULT"], "inputPrecision = tf32" in ttir)
+    os.environ["TRITON_F32_DEFAULT"] = "tf32"
+    importlib.reload(ssd_chunk_scan)
+"""

@@ -1,0 +1,166 @@
+"""A model's steps on padded inputs, and on the GPU's kernels in Triton's interpreter: the same numbers."""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import ModuleType
+
+import mambaslots as ms
+import pytest
+import torch
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
+from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
+from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels.kernel_set import kernel_set
+from mambaslots.models import hybrid_lm
+from oracle.context_driver import make_request
+from oracle.serving import random_tokens
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+class TestChoice:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_a_cpu_runs_the_reference(self, dtype):
+        assert kernel_set(CPU, dtype) is reference
+
+    def test_a_gpu_runs_triton_but_for_float64(self):
+        from mambaslots.inference.kernels import fused
+
+        assert kernel_set(torch.device("cuda", 0), torch.float64) is reference
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert kernel_set(torch.device("cuda"), dtype) is fused
+
+    def test_both_have_the_same_names_and_parameters(self):
+        from inspect import Parameter, signature
+
+        from mambaslots.inference.kernels import fused
+
+        for name in fused.__all__:
+            theirs = list(signature(getattr(reference, name)).parameters.values())
+            ours = list(signature(getattr(fused, name)).parameters.values())
+            assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs], name
+            assert all(p.default is not Parameter.empty for p in ours[len(theirs) :]), name
+
+    def test_asking_for_the_reference_imports_no_triton(self):
+        code = (
+            "import sys, torch\n"
+            "from mambaslots.inference.kernels.kernel_set import kernel_set\n"
+            "kernel_set(torch.device('cpu'), torch.float32)\n"
+            "sys.exit('triton' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def padding(shape: StepShape) -> StepShape:
+    """Of every kind, by odd amounts."""
+    decodes = shape.decodes + 2
+    prefills = shape.prefills + (3 if shape.prefills else 0)
+    tokens = shape.prefill_tokens + (7 if shape.prefills else 0)
+    return StepShape(
+        decodes=decodes,
+        prefills=prefills,
+        prefill_tokens=tokens,
+        max_query_tokens=tokens,
+        table_blocks=shape.table_blocks + 1,
+        kv_writes=decodes + tokens,
+        chunks=shape.chunks + (4 if shape.prefills else 0),
+        checkpoints=shape.checkpoints + (2 if shape.prefills else 0),
+        logits=shape.logits + 3,
+    )
+
+
+class Scenario:
+    """Three requests: prefilled in chunks with states inside, then mixed steps, then decoding."""
+
+    def __init__(self, dtype: torch.dtype, padded: bool, kernels: ModuleType, device: str = "cpu") -> None:
+        self._padding = padding if padded else None
+        self._kernels = kernels
+        config = ms.models.HybridConfig.tiny(
+            dtype, hidden_size=32, mamba_num_heads=4, mamba_state_dim=8, mamba_head_dim=8,
+            mlp_hidden_size=32, pattern="M*-M", ssd_chunk_size=16,
+        )  # fmt: skip
+        self.model = ms.models.HybridLM(config, seed=3).to(device)
+        settings = ms.InferenceConfig(
+            block_size_tokens=16, max_requests=6, max_tokens=128, max_sequence_length=160,
+            num_kv_blocks=60, num_mamba_slots=20,
+        )  # fmt: skip
+        self.context = DynamicInferenceContext(self.model.state_spec(), settings)
+        self.logits: list[Tensor] = []
+
+    def run(self) -> list[Tensor]:
+        plan = ms.CheckpointPlan(prefill_interval=16)
+        long, short, other = (
+            make_request(random_tokens(n, seed), plan) for n, seed in ((78, 1), (5, 2), (37, 3))
+        )
+        for request in (long, short, other):  # the blocks of requests are hashed in tens of tokens
+            request.hashes = type(request.hashes)(16)
+        self._step((long, 40), (short, 64))
+        self._step((short, 1), (long, 64), (other, 20))
+        self._step((long, 1), (short, 1), (other, 64))
+        for _ in range(3):
+            self._step((long, 1), (short, 1), (other, 1))
+        return self.logits
+
+    def _step(self, *work: tuple[object, int]) -> None:
+        chunks = [self.context.schedule(request, budget) for request, budget in work]
+        inputs = self.context.begin_step(chunks, self._padding)
+        logits = self._forward(inputs)
+        assert logits.shape[0] == len(inputs.logit_tokens)
+        assert logits.shape[0] > inputs.num_logits or self._padding is None
+        self.context.end_step()
+        self.context.check_integrity()
+        self.logits.append(logits[: inputs.num_logits].cpu())
+        for (request, _), chunk in zip(work, chunks, strict=True):
+            if chunk.completes:
+                request.tokens.append((7 * len(request.tokens) + request.row) % 256)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: self._kernels)
+            if not torch.cuda.is_available():  # megatron-core's stages enter the device of their inputs
+                patch.setattr(torch.cuda, "device", lambda index: nullcontext())
+            return self.model(inputs)
+
+    def assert_same_as(self, other: "Scenario", tolerance: float) -> None:
+        close = {"rtol": tolerance, "atol": tolerance}
+        for ours, theirs in zip(self.run(), other.run(), strict=True):
+            torch.testing.assert_close(ours, theirs, **close)
+        for ours, theirs in (
+            (self.context.state_pool.conv_states, other.context.state_pool.conv_states),
+            (self.context.state_pool.ssm_states, other.context.state_pool.ssm_states),
+            (self.context.kv_cache, other.context.kv_cache),
+        ):
+            torch.testing.assert_close(ours.cpu(), theirs.cpu(), **close)
+            assert torch.equal(ours.cpu() == 0, theirs.cpu() == 0), "a slot that nobody named was written"
+        assert self.context.cache_stats() == other.context.cache_stats()
+        assert self.context.cache_stats().states_committed_total > 6
+
+
+def test_padding_changes_nothing_on_the_reference_kernels():
+    Scenario(torch.float64, True, reference).assert_same_as(Scenario(torch.float64, False, reference), 1e-11)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_gpus_kernels_compute_the_same(padded):
+    from mambaslots.inference.kernels import fused
+
+    ours, theirs = (Scenario(torch.float32, padded, fused), Scenario(torch.float32, False, reference))
+    ours.assert_same_as(theirs, 2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True])
+def test_they_do_on_a_gpu(padded):
+    from mambaslots.inference.kernels import fused
+
+    ours = Scenario(torch.float32, padded, fused, "cuda")
+    ours.assert_same_as(Scenario(torch.float32, False, reference), 5e-4)
+
+
+@pytest.mark.gpu
+def test_float64_on_a_gpu_is_exact():
+    ours = Scenario(torch.float64, True, reference, "cuda")
+    ours.assert_same_as(Scenario(torch.float64, False, reference), 1e-9)
