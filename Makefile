@@ -1,6 +1,7 @@
 PYTHON ?= python3.12
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+OTHER_MEGATRONS := 0.18.2 0.19.0
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n 2
 
 .PHONY: demo test test-long lint bench clean
@@ -32,4 +33,8 @@ $(INSTALLED): setup.py pyproject.toml
 	  echo "or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@for version in $(OTHER_MEGATRONS); do \
+	  test -d .venv/megatron-$$version || \
+	  $(BIN)/python -m pip install --quiet --no-deps --target .venv/megatron-$$version megatron-core==$$version || \
+	  echo "megatron-core $$version could not be installed: tests/mcore/test_versions.py skips it"; done
 	@touch $@

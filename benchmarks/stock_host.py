@@ -1,20 +1,20 @@
 """megatron-core's inference classes on a machine without a GPU, and the hosts that its allocators need.
 
-`cpu_as_gpu` replaces the few `torch.cuda` entry points that the context and its allocators touch; whoever
-compares them with ours runs both sides under it. The builders make a host for the two slot allocators, and
-a real stock `DynamicInferenceContext` without a model. Nothing here launches a kernel.
+Whoever compares them with ours runs both sides under `cpu_as_gpu`, which is that of `examples/mcore_rig`. The
+builders make a host for the two slot allocators, and a real stock `DynamicInferenceContext` without a model.
+Nothing here launches a kernel.
 """
 
-import functools
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from mcore_rig import cpu_as_gpu as cpu_as_gpu
 
 with warnings.catch_warnings():  # of optional packages that are not here
     warnings.simplefilter("ignore")
@@ -32,64 +32,8 @@ with warnings.catch_warnings():  # of optional packages that are not here
     from megatron.core.inference.sampling_params import SamplingParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-CPU = torch.device("cpu")
 GIGABYTE = 1 << 30
 LRU = PrefixCachingEvictionPolicy.LRU
-
-
-class _Done:
-    """A stream or an event of a device that has always finished."""
-
-    device = CPU
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def nothing(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    record = wait = wait_event = wait_stream = synchronize = nothing
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
-
-
-def _pageable(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same factory, deaf to `pin_memory`, which needs a CUDA runtime."""
-
-    @functools.wraps(make)
-    def pageable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        return make(*args, **kwargs)
-
-    return pageable
-
-
-@contextmanager
-def cpu_as_gpu() -> Iterator[None]:
-    """Within it, `torch.cuda` has one device, which is the CPU, and pinned memory is ordinary memory."""
-    replaced: list[tuple[Any, dict[str, Any]]] = [
-        (
-            torch.cuda,
-            {
-                "current_device": lambda: CPU,
-                "device_count": lambda: 1,
-                "set_device": lambda device: None,
-                "synchronize": lambda device=None: None,
-                "current_stream": lambda device=None: _Done(),
-                "Event": _Done,
-                "Stream": _Done,
-            },
-        ),
-        (torch, {name: _pageable(getattr(torch, name)) for name in ("full", "empty", "zeros", "empty_like")}),
-        (torch.Tensor, {"pin_memory": lambda tensor, *args: tensor}),
-    ]
-    with ExitStack() as stack:
-        for owner, names in replaced:
-            stack.enter_context(mock.patch.multiple(owner, **names))
-        yield
 
 
 class SlotHost:

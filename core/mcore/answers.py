@@ -1,0 +1,135 @@
+"""What a turn generates becomes reusable by the next: the states and KV blocks of decode steps."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .admission import adopt_twin
+from .host_record import DYNAMIC_CONTEXT, record_of
+from .overrides import override
+from .request_track import RequestTrack
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A decode row whose step ended on a block boundary, after `position` tokens of its sequence."""
+
+    row: int
+    request_id: int
+    position: int
+
+
+def crossings(context: Any) -> list[Crossing]:
+    """The boundaries that the decode rows of the launched step have reached; CPU numbers only."""
+    decode = context.batch_dimensions.decode_req_count
+    if not decode or context.num_speculative_tokens:
+        return []  # with drafts, what a step has accepted is not known when its states could be copied
+    start = context.paused_request_count
+    rows = slice(start, start + decode)
+    ends = context.request_kv_length_offsets[rows] + context.request_query_lengths[rows]
+    crossed = torch.nonzero(ends % context.block_size_tokens == 0)[:, 0]
+    if not len(crossed):
+        return []
+    ids, positions = context.request_ids[rows][crossed].tolist(), ends[crossed].tolist()
+    return [
+        Crossing(start + row, request_id, position)
+        for row, request_id, position in zip(crossed.tolist(), ids, positions, strict=True)
+    ]
+
+
+def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:
+    """Make the KV block that ends at `position` findable; the block the row goes on with, or -1.
+
+    A block that is registered for the same tokens takes the row's place. -1 where the chain before it is
+    not registered, so that nobody could find it.
+    """
+    index = position // context.block_size_tokens - 1
+    keys = track.keys(index + 1)
+    if keys is None:
+        warnings.warn(
+            "this megatron-core hashes prompt blocks in a way we do not know; answers are not cached",
+            stacklevel=2,
+        )
+        return -1
+    kv = context.kv_block_allocator
+    if index and keys[index - 1] not in kv.kv_hash_to_block_id:
+        return -1
+    if not adopt_twin(context, row, index, keys[index]):
+        own = int(context.request_to_kv_block_ids[row, index])
+        parents = [[keys[index - 1] if index else 0]] if hasattr(kv, "block_parent_id") else []
+        kv.register_kv_block_hashes([own], [keys[index]], *parents)
+    return int(context.request_to_kv_block_ids[row, index])
+
+
+def _append(context: Any, first_row: int, tokens: Tensor) -> None:
+    """The requests from `first_row` on have sampled `tokens`, one each."""
+    tracks = record_of(context).tracks
+    if not tracks or not len(tokens):
+        return
+    ids = context.request_ids[first_row : first_row + len(tokens)].tolist()
+    for request_id, token in zip(ids, tokens.tolist(), strict=True):
+        track = tracks.get(request_id)
+        if track is not None and request_id != context.chunked_prefill_request_id:
+            track.generated.append(token)
+    _settle(context)
+
+
+def _settle(context: Any) -> None:
+    allocator = getattr(context, "mamba_slot_allocator", None)
+    if allocator is not None:
+        allocator.settle_answers()
+
+
+@override(DYNAMIC_CONTEXT, "update_requests", part="answers", faults=(18,))
+def update_requests(
+    original: Callable[..., Any],
+    self: Any,
+    active_requests_mask: Tensor,
+    new_tokens: Tensor,
+    new_speculative_tokens: Tensor | None = None,
+) -> Any:
+    """Also note what each request has sampled, before rows are released and moved."""
+    if self.enable_prefix_caching and self.is_hybrid_model:
+        _append(self, self.paused_request_count, new_tokens)
+    result = original(self, active_requests_mask, new_tokens, new_speculative_tokens)
+    evicted = (result or {}).get("evict_request_ids")
+    record_of(self).restart_left([] if evicted is None else evicted.tolist())
+    return result
+
+
+@override(DYNAMIC_CONTEXT, "commit_sampled_tokens", part="answers", faults=(18,), optional=True)
+def commit_sampled_tokens(
+    original: Callable[..., None],
+    self: Any,
+    sampled_tokens_cpu: Tensor,
+    sampled_mtp_tokens_cpu: Tensor | None = None,
+) -> None:
+    """Also note what each request has sampled; with async scheduling the next step runs already."""
+    original(self, sampled_tokens_cpu, sampled_mtp_tokens_cpu)
+    if self.enable_prefix_caching and self.is_hybrid_model:
+        _append(self, self.paused_request_count, sampled_tokens_cpu)
+    record_of(self).restart_left([])
+
+
+@override(DYNAMIC_CONTEXT, "release_memory_blocks_from_request_indexes", part="answers", faults=(18,))
+def release_memory_blocks_from_request_indexes(
+    original: Callable[..., None], self: Any, request_indexes: Tensor
+) -> None:
+    """Also let go of what was reserved for the requests that leave."""
+    leaving = self.request_ids[request_indexes].tolist()
+    allocator = getattr(self, "mamba_slot_allocator", None)
+    if allocator is not None:
+        allocator.drop_unsettled(leaving)
+    original(self, request_indexes)
+    record_of(self).forget(leaving)
+
+
+def rows_of(context: Any, request_ids: Iterable[int]) -> dict[int, int]:
+    """Request id -> its row, of those that are in the context."""
+    wanted = set(request_ids)
+    ids = context.request_ids[: context.total_request_count].tolist()
+    return {request_id: row for row, request_id in enumerate(ids) if request_id in wanted}

@@ -1,0 +1,24 @@
+"""Correction that lets a request resume with a single token left to compute."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .host_record import MHA_METADATA
+from .overrides import override
+
+
+@override(MHA_METADATA, "set_state_data", part="admission", faults=(1,))
+def set_state_data(
+    original: Callable[..., None],
+    self: Any,
+    padded_active_request_count: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Tell the prefill kernels that a query may have two tokens, even if the longest has one.
+
+    The number is an upper bound. Flash attention's varlen kernels take the bound 1 for a decode step, and
+    crash on paged KV; that is why the stock match computes at least two tokens, and rounds a skip down to
+    a boundary without a state. Decode steps do not read it.
+    """
+    original(self, padded_active_request_count, max(2, max_seqlen_q), max_seqlen_k)

@@ -1,0 +1,93 @@
+"""What the corrections remember about one host context."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cache_stats import Span, TokenLedger
+from ..inference.policies.ghost_list import GhostList
+from .request_track import RequestTrack
+
+DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
+KV_ALLOCATOR = "megatron.core.inference.contexts.kv_block_allocator:KVBlockAllocator"
+GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
+MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
+MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
+MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
+
+
+@dataclass
+class HostRecord:
+    """Counts and running requests of one context; it outlives the context's allocator.
+
+    Attributes:
+        tracks: request id -> its tokens, of requests in the context whose blocks are hashed.
+        ledger: what became of prompt tokens; tokens of a restarted request's first way count as recomputed.
+        kv_ghosts: hashes of KV blocks that were evicted.
+        retired: counts of allocators that were replaced on resume.
+    """
+
+    requests: int = 0
+    hits: int = 0
+    tracks: dict[int, RequestTrack] = field(default_factory=dict)
+    ledger: TokenLedger = field(default_factory=TokenLedger)
+    kv_ghosts: GhostList = field(default_factory=lambda: GhostList(65536))
+    retired: Counter[str] = field(default_factory=Counter)
+    _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    _counted: dict[int, int] = field(default_factory=dict)
+    _restarting: dict[int, int] = field(default_factory=dict)
+    _left: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, request: Any, block_size_tokens: int, spans: tuple[Span, ...]) -> None:
+        """A request's first chunk was added; `spans` say why its tokens are computed."""
+        request_id = request.request_id
+        self.forget([request_id])
+        self._spans[request_id] = spans
+        self._counted[request_id] = self._restarting.pop(request_id, 0)
+        self.requests += not self._counted[request_id]
+        if track := RequestTrack.of(request, block_size_tokens):
+            self.tracks[request_id] = track
+
+    def count_chunk(self, request_id: int, finished: int, skipped: int, length: int) -> None:
+        """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
+        seen, start, stop = self._counted.get(request_id, 0), finished + skipped, finished + length
+        self.hits += skipped > 0
+        self.ledger.resumed += max(0, start - max(finished, seen))
+        self.ledger.recomputed += max(0, min(stop, seen) - start)
+        for span in self._spans.get(request_id, ()):
+            counted = min(span.stop, stop) - max(span.start, start, seen)
+            self.ledger.computed[span.reason] += max(0, counted)
+        self._counted[request_id] = max(seen, stop)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """These requests left the context."""
+        for request_id in request_ids:
+            self.tracks.pop(request_id, None)
+            self._spans.pop(request_id, None)
+            self._left[request_id] = self._counted.pop(request_id, 0)
+
+    def restart_left(self, request_ids: Iterable[int]) -> None:
+        """Of the requests that left since the last call, these will be added again from their beginning."""
+        for request_id in request_ids:
+            self._restarting[request_id] = self._left.get(request_id, 0)
+        self._left.clear()
+
+    def restart_all(self) -> None:
+        """Every request leaves, and will be added again."""
+        running = list(self._counted)
+        self.forget(running)
+        self.restart_left(running)
+
+    def clear(self) -> None:
+        """Every request is dropped."""
+        self.forget(list(self._counted))
+        self._left.clear()
+
+
+def record_of(context: Any) -> HostRecord:
+    """The record of a context, made on first use."""
+    record = context.__dict__.get("_mambaslots_record")
+    if record is None:
+        record = context._mambaslots_record = HostRecord()
+    return record  # type: ignore[no-any-return]

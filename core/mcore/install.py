@@ -1,0 +1,102 @@
+"""Putting our slot allocator and the corrections into megatron-core, and taking them out again."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..config import EVICTION_POLICIES
+from ..inference.policies.checkpoint_plan import CheckpointPlan
+from ..validation import boolean, instance, one_of
+from . import (
+    admission,
+    answers,
+    attention_bound,
+    checkpoint_metadata,
+    conv_window,
+    kv_index,
+    lifecycle,
+    paused,
+)
+from .host_record import DYNAMIC_CONTEXT
+from .overrides import REGISTRY, Applied, apply
+from .slot_allocator import HostSlotAllocator, Settings
+
+_ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
+_CORRECTIONS = (
+    admission, answers, attention_bound, checkpoint_metadata, conv_window, kv_index, lifecycle, paused,
+)  # fmt: skip
+"""The modules whose overrides are in REGISTRY, which they enter when they are imported."""
+
+_applied: list[Applied] = []
+
+
+def install(
+    plan: CheckpointPlan | None = None,
+    eviction: str | None = None,
+    cache_answers: bool = True,
+    strict: bool = True,
+) -> None:
+    """Let megatron-core's `DynamicInferenceContext` run on our slot allocator, with its faults corrected.
+
+    Before any context is built; contexts that exist keep what they were built with.
+
+    Args:
+        plan: which states are taken; None for `CheckpointPlan()`.
+        eviction: "lru" or "ref_zero" for states; None: what the host's configuration says.
+        cache_answers: also hash and register what is generated, and take its states, for the next turn.
+        strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
+            know; False warns, and leaves alone what belongs together with that method.
+
+    Raises RuntimeError where it is installed already.
+    """
+    plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
+    if plan.max_states_per_path is not None:
+        raise ValueError(
+            f"plan.max_states_per_path is {plan.max_states_per_path}; accepted: None, in megatron-core"
+        )
+    if eviction is not None:
+        eviction = one_of("eviction", eviction, EVICTION_POLICIES)
+    boolean("cache_answers", cache_answers)
+    boolean("strict", strict)
+    if _applied:
+        raise RuntimeError("mambaslots.mcore is installed already; uninstall() first to change its settings")
+    version = importlib.import_module("megatron.core").__version__
+    _applied.extend(apply(REGISTRY, version, strict))
+    for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
+        _replace_class(importlib.import_module(module))
+    follows_answers = any(each.method == "update_requests" for each in _applied)
+    HostSlotAllocator.settings = Settings(plan, eviction, cache_answers and follows_answers)
+
+
+def _replace_class(module: Any) -> None:
+    stock = module.MambaSlotAllocator
+    _applied.append(Applied(module, "MambaSlotAllocator", stock))
+    module.MambaSlotAllocator = HostSlotAllocator
+
+
+def uninstall() -> None:
+    """Give megatron-core its own methods and its own class back; RuntimeError unless installed.
+
+    Contexts that were built in between are not to be used any more.
+    """
+    if not _applied:
+        raise RuntimeError("mambaslots.mcore is not installed")
+    while _applied:
+        _applied.pop().undo()
+    HostSlotAllocator.settings = Settings()
+
+
+@contextmanager
+def installed(
+    plan: CheckpointPlan | None = None,
+    eviction: str | None = None,
+    cache_answers: bool = True,
+    strict: bool = True,
+) -> Iterator[None]:
+    """Installed within the block; see `install`."""
+    install(plan, eviction, cache_answers, strict)
+    try:
+        yield
+    finally:
+        uninstall()

@@ -1,0 +1,135 @@
+"""Corrections of how the host sizes, resets, suspends and resumes the cache."""
+
+import importlib
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..validation import INT32_MAX
+from .host_record import DYNAMIC_CONTEXT, HostRecord, record_of
+from .overrides import override
+
+
+@override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", part="sizing", faults=(14, 15))
+def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: float) -> None:
+    """Give every pipeline stage as many slots as the poorest one can afford.
+
+    The stock method sizes each stage alone; stages then evict, and so skip, differently. A stage without
+    Mamba layers takes what the others have. Of an allocator that is replaced the counts are kept.
+    """
+    host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
+    slots = _minimum_over_stages(self, _affordable_slots(self, mamba_gb))
+    if slots < 1:
+        message = (
+            f"prefix_caching_mamba_gb is {mamba_gb}; accepted: enough for the scratch of one step and one "
+            "durable state, on every pipeline stage"
+        )
+        if hasattr(self, "max_mamba_intermediate_states_per_step"):
+            raise ValueError(message)
+        logging.warning("%s. Mamba states are not cached", message)  # as megatron-core 0.18 does
+        return
+    self.mamba_slot_allocator = host.MambaSlotAllocator(
+        context=self,
+        max_slots=slots,
+        num_mamba_layers=self.num_mamba_layers,
+        conv_states_shape=self.mamba_conv_states_shape,
+        ssm_states_shape=self.mamba_ssm_states_shape,
+        conv_states_dtype=self.mamba_conv_states_dtype,
+        ssm_states_dtype=self.mamba_ssm_states_dtype,
+    )
+    self.kv_block_allocator.on_blocks_deregistered = self.mamba_slot_allocator.on_kv_blocks_deregistered
+    state = _state_bytes(self)
+    scratch = self.mamba_slot_allocator.max_intermediate_count
+    logging.info(
+        "mambaslots: %d durable slots (%.3f GB), %d scratch slots (%.3f GB), %.1f KB a state",
+        slots, slots * state / 2**30, scratch, scratch * state / 2**30, state / 2**10,
+    )  # fmt: skip
+
+
+def _state_bytes(context: Any) -> int:
+    conv = math.prod(context.mamba_conv_states_shape) * context.mamba_conv_states_dtype.itemsize
+    ssm = math.prod(context.mamba_ssm_states_shape) * context.mamba_ssm_states_dtype.itemsize
+    return int(context.num_mamba_layers * (conv + ssm))
+
+
+def _affordable_slots(context: Any, mamba_gb: float) -> int:
+    """Durable slots that this stage can pay for; its step's scratch comes first, as in the host."""
+    state = _state_bytes(context)
+    if state == 0:
+        return INT32_MAX
+    scratch = getattr(context, "max_mamba_intermediate_states_per_step", 0)  # not counted by 0.18
+    return max(0, min(INT32_MAX, int(mamba_gb * 2**30) // state - scratch))
+
+
+def _minimum_over_stages(context: Any, slots: int) -> int:
+    group = context.pipeline_parallel_group
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return slots
+    least = torch.tensor([slots], dtype=torch.int32, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+    return int(least)
+
+
+@override(DYNAMIC_CONTEXT, "reset_metadata", part="lifecycle", faults=(6, 7))
+def reset_metadata(
+    original: Callable[..., None], self: Any, preserve_prefix_cache: bool = False, **named: Any
+) -> None:
+    """Forget states wherever KV is forgotten, and pending restores and zero-fills wherever requests are.
+
+    The stock method clears the KV index and leaves the state index, so that states of old weights are
+    served, and leaves both queues, so that a stale entry writes a live slot of a later request.
+    """
+    passed = dict(named, preserve_prefix_cache=True) if preserve_prefix_cache else named
+    original(self, **passed)
+    self._pending_mamba_restores.clear()
+    self._pending_mamba_zeros.clear()
+    record_of(self).clear()
+    allocator = getattr(self, "mamba_slot_allocator", None)
+    if allocator is None:
+        return
+    if preserve_prefix_cache and self.enable_prefix_caching:
+        allocator.abandon_step()
+    else:
+        allocator.reset()
+
+
+@override(DYNAMIC_CONTEXT, "deallocate_inference_state_buffers", part="lifecycle", faults=(14,))
+def deallocate_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
+    """Free or offload the durable pool with the host's own buffers; the stock method leaves it allocated.
+
+    The pool follows the host's mode: kept with PERSIST, moved to host memory with OFFLOAD, forgotten and
+    freed with RECOMPUTE. Scratch is freed only where the host builds a new allocator on resume.
+    """
+    allocator, mode = self.mamba_slot_allocator, self.kv_cache_management_mode.name
+    was_allocated = self.is_tensor_state_allocated
+    original(self)
+    if allocator is None or not was_allocated or mode == "PERSIST":
+        return
+    if mode == "OFFLOAD":
+        allocator.offload_pool()
+        return
+    record = record_of(self)
+    record.restart_all()
+    allocator.release_pool()
+    if self.unified_memory_level == 0 and not self._uses_torch_memory_saver:
+        _keep_counts(record, allocator)
+        allocator.retire()
+        self.kv_block_allocator.on_blocks_deregistered = None
+        self.mamba_slot_allocator = None
+
+
+def _keep_counts(record: HostRecord, allocator: Any) -> None:
+    record.retired["committed"] += allocator.committed_total
+    record.retired["evicted"] += allocator.evicted_total
+    record.retired["dropped"] += allocator.dropped_checkpoints
+
+
+@override(DYNAMIC_CONTEXT, "reinitialize_inference_state_buffers", part="lifecycle", faults=(6, 14))
+def reinitialize_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
+    """Bring the durable pool back before the host does the rest; it is as offloaded, or empty."""
+    if not self.is_tensor_state_allocated and self.mamba_slot_allocator is not None:
+        self.mamba_slot_allocator.resume_pool()
+    original(self)

@@ -1,0 +1,45 @@
+"""megatron-core's own dynamic inference with a tiny hybrid model, where there is no GPU and few packages.
+
+    import mcore_rig                                   # before anything imports triton
+
+    with mcore_rig.on_this_machine():
+        model = mcore_rig.hybrid_model()               # "M*-": Mamba, attention, MLP; random weights
+        engine = mcore_rig.make_engine(model, num_mamba_slots=16)  # a DynamicInferenceEngine
+        (first,), (again,) = (mcore_rig.serve(engine, [prompt], new_tokens=4) for _ in range(2))
+        assert again.tokens == first.tokens            # and .log_probs, .prompt_tokens, .resumed_tokens
+
+`on_this_machine` replaces only what the machine lacks. Without a GPU: the `torch.cuda` entry points that
+megatron-core touches, and Triton interprets its kernels. Without flash_attn, mamba_ssm, causal_conv1d or
+transformer-engine: the few functions and the layer specification that they would give. On leaving all of it
+is undone. Context, engine, controller, mixer and kernels are megatron-core's own, unmodified, of whichever
+version is installed (0.18 to 0.19). Nothing here knows of mambaslots.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # read when triton, and megatron-core's kernels, are imported
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
+
+from .cuda_on_cpu import cpu_as_gpu
+from .machine import on_this_machine
+from .tiny_engine import (
+    BLOCK,
+    SSD_CHUNK,
+    VOCABULARY,
+    HybridModel,
+    Served,
+    add,
+    finish,
+    hybrid_model,
+    make_engine,
+    serve,
+    step,
+)
+
+__all__ = [
+    "on_this_machine", "hybrid_model", "make_engine", "serve", "add", "step", "finish",
+    "Served", "HybridModel", "BLOCK", "SSD_CHUNK", "VOCABULARY", "cpu_as_gpu",
+]  # fmt: skip

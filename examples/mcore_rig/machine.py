@@ -1,0 +1,110 @@
+"""What this machine lacks of what megatron-core's inference asks for, and its replacement for a while."""
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed
+
+from . import stand_ins
+from .cuda_on_cpu import kernels_on_cpu, replaced
+
+with warnings.catch_warnings():  # of optional packages that are not here
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import attention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+
+@contextmanager
+def on_this_machine() -> Iterator[None]:
+    """Within it, megatron-core can build and serve a hybrid model, in one process; see the package."""
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(kernels_on_cpu())
+            stack.enter_context(_random_numbers_on_cpu())
+            # The writer of KV insists on CUDA tensors; without it the context uses torch. Padding that suits
+            # a GPU only costs time here.
+            context = dynamic_context.DynamicInferenceContext
+            stack.enter_context(replaced(
+                (dynamic_context, {"triton_append_key_value_cache": None}),
+                (context, {"TOKEN_ROUNDER": 4}),
+            ))  # fmt: skip
+            # Interpreted kernels compute with numpy, also what they then mask away.
+            stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
+        stack.enter_context(_missing_packages())
+        if not distributed.is_initialized():
+            stack.enter_context(_one_process())
+        yield
+
+
+@contextmanager
+def _random_numbers_on_cpu() -> Iterator[None]:
+    """One generator instead of megatron-core's, which are CUDA's."""
+
+    @contextmanager
+    def fork(tracker: object, name: str = "") -> Iterator[None]:
+        yield
+
+    with replaced((random.CudaRNGStatesTracker, {"fork": fork})):
+        yield
+
+
+@contextmanager
+def _missing_packages() -> Iterator[None]:
+    """Their names in the modules of megatron-core that have already tried to import them."""
+
+    def new_enough(version: str, check_equality: bool = True) -> bool:
+        return True
+
+    with ExitStack() as stack:
+
+        def replace(owner: object, **names: object) -> None:
+            stack.enter_context(replaced((owner, names)))
+
+        if find_spec("flash_attn") is None:
+            replace(
+                attention,
+                flash_attn_varlen_func=stand_ins.flash_attn_varlen_func,
+                flash_attn_with_kvcache=stand_ins.flash_attn_with_kvcache,
+                is_fa_min_version=new_enough,
+            )
+        if find_spec("causal_conv1d") is None:
+            replace(
+                mamba_mixer,
+                causal_conv1d_varlen_states=stand_ins.causal_conv1d_varlen_states,
+                is_causal_conv1d_min_version=new_enough,
+            )
+        if find_spec("mamba_ssm") is None:
+            replace(
+                mamba_mixer,
+                HAVE_MAMBA_SSM=True,
+                ExtendedRMSNorm=stand_ins.GatedRMSNorm,
+                is_mamba_min_version=new_enough,
+            )
+        if find_spec("transformer_engine") is None:
+            replace(hybrid_block, TENorm=WrappedTorchNorm)
+        yield
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        store = distributed.FileStore(str(Path(folder) / "store"), 1)
+        distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel(1, 1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            distributed.destroy_process_group()

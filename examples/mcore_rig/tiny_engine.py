@@ -1,0 +1,226 @@
+"""A tiny hybrid model, megatron-core's engine around it, and requests through the engine."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .layer_spec import hybrid_stack_spec
+
+with warnings.catch_warnings():  # of optional packages that are not here
+    warnings.simplefilter("ignore")
+    from megatron.core.inference.config import (
+        InferenceConfig,
+        MambaInferenceStateConfig,
+        PrefixCachingEvictionPolicy,
+    )
+    from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.engines import DynamicInferenceEngine
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
+    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+        TextGenerationController,
+    )
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+SSD_CHUNK = 16  # the least that Triton's matrix products take
+BLOCK = 2 * SSD_CHUNK
+VOCABULARY = 256  # bytes
+GIGABYTE = 1 << 30
+_request_ids = itertools.count()
+
+
+def hybrid_model(pattern: str = "M*-", seed: int = 1, dtype: torch.dtype = torch.float32) -> HybridModel:
+    """Random weights that forget slowly and are large, so that a wrong state gives other tokens."""
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():  # of what megatron-core deprecates in its own defaults
+        warnings.simplefilter("ignore")
+        config = TransformerConfig(
+            params_dtype=dtype,
+            num_layers=len(pattern),
+            hidden_size=32,
+            mamba_num_heads=2,
+            mamba_head_dim=16,
+            mamba_state_dim=16,
+            mamba_num_groups=1,
+            num_attention_heads=2,
+            use_cpu_initialization=not torch.cuda.is_available(),
+            cuda_graph_impl="none",
+            inference_rng_tracker=True,
+            add_bias_linear=True,
+            is_hybrid_model=True,
+        )
+        model = HybridModel(
+            config=config,
+            hybrid_stack_spec=hybrid_stack_spec(SSD_CHUNK),
+            vocab_size=VOCABULARY,
+            max_sequence_length=4096,
+            parallel_output=True,
+            hybrid_layer_pattern=pattern,
+        )
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith("A_log"):
+                weights.fill_(-3.0)
+            elif "weight" in name and weights.dim() == 2:
+                weights.mul_(20.0)
+    return model.to(torch.cuda.current_device()).eval()
+
+
+def make_engine(
+    model: HybridModel,
+    *,
+    prefix_caching: bool = True,
+    num_kv_blocks: int = 128,
+    num_mamba_slots: int | None = 32,
+    max_requests: int = 4,
+    max_tokens: int = 512,
+    max_sequence_length: int = 1024,
+    **options: Any,
+) -> DynamicInferenceEngine:
+    """Sizes in counts instead of gigabytes: KV blocks without the dummy one, durable state slots.
+
+    `num_mamba_slots=None` caches KV and no states ("memory only"). `options` are InferenceConfig's.
+    """
+    states = MambaInferenceStateConfig.from_model(model)
+    state_bytes = states.layer_type_list.count("M") * (
+        torch.Size(states.conv_states_shape).numel() * states.conv_states_dtype.itemsize
+        + torch.Size(states.ssm_states_shape).numel() * states.ssm_states_dtype.itemsize
+    )
+    token_bytes = 2 * model.config.hidden_size * model.config.params_dtype.itemsize
+    kv_bytes = states.layer_type_list.count("*") * BLOCK * token_bytes
+    if prefix_caching:
+        options.setdefault("prefix_caching_eviction_policy", PrefixCachingEvictionPolicy.LRU)
+        if num_mamba_slots is not None:
+            # Since 0.19 the states that one step takes come off this budget.
+            counted = hasattr(dynamic_context, "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST")
+            scratch = min(-(-max_tokens // BLOCK), 3 * max_requests) if counted else 0
+            options["prefix_caching_mamba_gb"] = (num_mamba_slots + scratch + 0.5) * state_bytes / GIGABYTE
+    context = DynamicInferenceContext(
+        model.config,
+        InferenceConfig(
+            block_size_tokens=BLOCK,
+            buffer_size_gb=((num_kv_blocks + 1.5) * kv_bytes + max_requests * state_bytes) / GIGABYTE,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_sequence_length=max_sequence_length,
+            mamba_inference_state_config=states,
+            enable_prefix_caching=prefix_caching,
+            materialize_only_last_token_logits=False,
+            num_cuda_graphs=None,
+            sampling_backend="torch",
+            **options,
+        ),
+    )
+    slots = None if context.mamba_slot_allocator is None else context.mamba_slot_allocator.max_slots
+    built = (context.kv_block_allocator.total_count - 1, slots)
+    if built != (num_kv_blocks, num_mamba_slots if prefix_caching else None):
+        raise RuntimeError(f"megatron-core made {built} KV blocks and state slots of {options}")
+    wrapper = GPTInferenceWrapper(model, context)
+    wrapper.model_is_pipeline_parallel = False
+    tokenizer = SimpleNamespace(
+        vocab_size=VOCABULARY, detokenize=lambda tokens: bytes(tokens).decode("latin-1")
+    )
+    controller = TextGenerationController(inference_wrapped_model=wrapper, tokenizer=tokenizer)
+    return DynamicInferenceEngine(controller, context)
+
+
+@dataclass
+class Served:
+    """What a request came to. `resumed_tokens` is known of one request served alone, else None."""
+
+    prompt_tokens: int
+    resumed_tokens: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+def add(
+    engine: DynamicInferenceEngine,
+    prompt: Iterable[int],
+    new_tokens: int = 4,
+    *,
+    hashed: bool = True,
+    **sampling: Any,
+) -> int:
+    """Queue a request, greedy unless `sampling` says otherwise, and return its number."""
+    number = next(_request_ids)
+    context = engine.context
+    request = DynamicInferenceRequest(
+        request_id=number,
+        prompt_tokens=torch.tensor(list(prompt), device=torch.cuda.current_device()),
+        sampling_params=SamplingParams(
+            num_tokens_to_generate=new_tokens,
+            termination_id=-1,
+            return_log_probs=True,
+            skip_prompt_log_probs=True,
+            **{"top_k": 1} | sampling,
+        ),
+        block_size_tokens=context.block_size_tokens,
+        enable_prefix_caching=context.enable_prefix_caching and hashed,
+    )
+    engine._add_request(request)
+    return number
+
+
+def _make_with_room() -> Callable[[Callable[[], Any]], Any]:
+    """A function that calls its argument, in a frame so large that what it calls has room beside it.
+
+    CPython keeps frames in chunks of 16 KB, and gives an empty chunk back at once. Where interpreted kernels
+    happen to run across the end of one, as they do under pytest, each of their calls maps and unmaps memory:
+    a third of the time. A frame of 40 KB brings a chunk of 64 KB.
+    """
+    scope: dict[str, Any] = {}
+    exec(f"def with_room(call, {', '.join(f'v{i}=0' for i in range(5000))}):\n    return call()", scope)
+    return scope["with_room"]
+
+
+_with_room = _make_with_room()
+
+
+def step(engine: DynamicInferenceEngine) -> dict[int, Served]:
+    """Advance the engine once; the requests that finished, by number."""
+    with torch.inference_mode():
+        records = _with_room(engine.step_modern)["finished_request_records"]
+    done = {record.request_id: record.merge() for record in records}
+    return {
+        number: Served(
+            len(request.prompt_tokens),
+            tokens=[int(token) for token in request.generated_tokens],
+            log_probs=[float(log_prob) for log_prob in request.generated_log_probs],
+        )
+        for number, request in done.items()
+    }
+
+
+def finish(engine: DynamicInferenceEngine) -> dict[int, Served]:
+    """Step until nothing is left; the requests that finished, by number."""
+    done: dict[int, Served] = {}
+    while engine.has_unfinished_requests():
+        done |= step(engine)
+    return done
+
+
+def serve(
+    engine: DynamicInferenceEngine, prompts: Iterable[Iterable[int]], new_tokens: int = 4, **sampling: Any
+) -> list[Served]:
+    """One request after another, each alone in the engine."""
+    results = []
+    for prompt in prompts:
+        before = engine.context.lifetime_prefill_token_count
+        number = add(engine, prompt, new_tokens, **sampling)
+        result = finish(engine)[number]
+        computed = engine.context.lifetime_prefill_token_count - before
+        result.resumed_tokens = result.prompt_tokens - computed
+        results.append(result)
+    return results

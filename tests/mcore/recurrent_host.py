@@ -1,0 +1,297 @@
+"""megatron-core's own context with, in place of a model, a recurrence that can be checked by hand.
+
+One Mamba layer whose state is the sum of all token ids and whose convolution window is the last 4 of them;
+one attention layer whose key is the token id. Whatever the cache did, after every step each request's live
+state must be that of its own tokens, and each of its KV positions must hold its own token.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from mcore_rig import cpu_as_gpu as cpu_as_gpu
+
+with warnings.catch_warnings():  # of optional packages that are not here
+    warnings.simplefilter("ignore")
+    from megatron.core.inference.config import (
+        InferenceConfig,
+        KVCacheManagementMode,
+        MambaInferenceStateConfig,
+        PrefixCachingEvictionPolicy,
+    )
+    from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
+    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+BLOCK, CHUNK, WIDTH = 8, 4, 4
+STATE_BYTES = 4 * (WIDTH + 1)
+KV_BLOCK_BYTES = 4 * 2 * BLOCK
+MODES = KVCacheManagementMode
+
+
+def make_context(
+    slots: int = 16,
+    blocks: int = 64,
+    max_requests: int = 4,
+    max_tokens: int = 64,
+    policy: str = "lru",
+    **options: Any,
+) -> Any:
+    """`blocks` and `slots` besides the host's dummy block and scratch (which 0.18 does not count)."""
+    counted = "max_intermediate_count" in inspect.signature(MambaMetadata.__init__).parameters
+    scratch = min(-(-max_tokens // BLOCK), 3 * max_requests) if counted else 0
+    budget = (blocks + 1.5) * KV_BLOCK_BYTES + max_requests * STATE_BYTES
+    model = TransformerConfig(
+        num_layers=2, hidden_size=1, num_attention_heads=1, params_dtype=torch.float32,
+        is_hybrid_model=True, use_cpu_initialization=True,
+    )  # fmt: skip
+    settings = {
+        "block_size_tokens": BLOCK,
+        "max_requests": max_requests,
+        "max_tokens": max_tokens,
+        "max_sequence_length": 32 * BLOCK,
+        "buffer_size_gb": budget / 2**30,
+        "prefix_caching_mamba_gb": (slots + scratch + 0.5) * STATE_BYTES / 2**30,
+        "mamba_inference_state_config": MambaInferenceStateConfig(
+            layer_type_list=["M", "*"],
+            conv_states_shape=(1, WIDTH),
+            ssm_states_shape=(1, 1, 1),
+            conv_states_dtype=torch.float32,
+            ssm_states_dtype=torch.float32,
+            mamba_chunk_size=CHUNK,
+        ),
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy(policy),
+        "use_cuda_graphs_for_non_decode_steps": False,
+    }
+    return DynamicInferenceContext(model, InferenceConfig(**(settings | options)))
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return Random(seed).choices(range(1, 1000), k=length)
+
+
+@dataclass
+class Running:
+    """A request in the context, and all its tokens; the last may not be computed yet."""
+
+    request: Any
+    sequence: list[int]
+    prefilled: bool = False
+    resumed: int = 0
+
+
+@dataclass
+class RecurrentHost:
+    """Drives a context step by step, computing states and keys, and checks both after every step."""
+
+    context: Any
+    running: dict[int, Running] = field(default_factory=dict)
+    next_id: int = 0
+
+    def add(self, prompt: list[int], chunk: int | None = None, hashed: bool = True, **sampling: Any) -> int:
+        """Add a request's first chunk; returns its id."""
+        number, self.next_id = self.next_id, self.next_id + 1
+        request = DynamicInferenceRequest(
+            request_id=number,
+            prompt_tokens=torch.tensor(prompt),
+            sampling_params=SamplingParams(num_tokens_to_generate=10**6, termination_id=-1, **sampling),
+            block_size_tokens=BLOCK,
+            enable_prefix_caching=hashed,
+        )
+        self.running[number] = Running(request, list(prompt))
+        try:
+            self.add_chunk(number, chunk)
+        except BaseException:
+            del self.running[number]
+            raise
+        return number
+
+    def add_chunk(self, number: int, chunk: int | None = None) -> None:
+        """Add the next chunk, as the engine's scheduler does: of all that remains, or of `chunk` tokens."""
+        one, context = self.running[number], self.context
+        request, before = one.request, context.active_token_count
+        length = request.remaining_prompt_length if chunk is None else chunk
+        context.add_request(request, length)
+        one.resumed += length - (context.active_token_count - before)
+        request.remaining_prompt_tokens = request.remaining_prompt_tokens[length:]
+        one.prefilled = not request.remaining_prompt_length
+        context.chunked_prefill_request_id = -1
+        if not one.prefilled:
+            context.chunked_prefill_request_id = number
+            request.finished_chunk_token_count += length
+
+    # ---- steps
+
+    def step(self, finish: tuple[int, ...] = (), sample: dict[int, int] | None = None) -> Any:
+        """One legacy step; `sample` gives the sampled tokens, else they follow from the sequence."""
+        context = self.context
+        context.initialize_attention_state()
+        self._forward(context.token_to_input_ids)
+        context.mamba_slot_allocator and context.mamba_slot_allocator.commit_intermediate_states()
+        self.check()
+        ids = self._active()
+        sampled = [self._sample(number, sample) for number in ids]
+        mask = torch.tensor([number not in finish for number in ids], dtype=torch.uint8)
+        result = context.update_requests(mask, torch.tensor(sampled)) or {}
+        for number, token in zip(ids, sampled, strict=True):
+            if self.running[number].prefilled:
+                self.running[number].sequence.append(token)
+        self._forget(finish, result)
+        return result
+
+    def _forget(self, finished: tuple[int, ...], update: Any) -> None:
+        evicted = (update or {}).get("evict_request_ids")
+        for number in (*finished, *([] if evicted is None else evicted.tolist())):
+            del self.running[number]
+
+    def overlapped_step(self, finish: tuple[int, ...] = ()) -> None:
+        """One step of async scheduling: the next forward is launched before the tokens reach the CPU.
+
+        `finish` ends requests at the token sampled from the forward before.
+        """
+        context = self.context
+        ids = self._active()
+        sampled = torch.tensor([self.running[number].sequence[-1] for number in ids])
+        context.prepare_requests()
+        context.initialize_attention_state(transfer_bookkeeping_to_gpu=False)
+        context.copy_async_sched_sample_to_forward(sampled)
+        context.transfer_bookkeeping_to_gpu(skip_token_input_ids=True, record_done_event=True)
+        context.token_to_input_ids.fill_(-1)  # what was sampled is not on the CPU
+        self._forward(context.gpu_view.token_to_input_ids)
+        context.mamba_slot_allocator.commit_intermediate_states()
+        self.check()
+        mask = torch.tensor([number not in finish for number in ids], dtype=torch.uint8)
+        _, survivors = context.resolve_requests(mask)
+        context.commit_sampled_tokens(sampled[survivors])
+        for number in finish:
+            del self.running[number]
+        for number in self._active():
+            self.running[number].sequence.append(self._sample(number, None))
+
+    def async_step(self, finish: tuple[int, ...] = (), admit: Callable[[], object] = lambda: None) -> None:
+        """One step of async scheduling without overlap: the pending samples, admission, the next forward."""
+        context, ids = self.context, self._active()
+        if ids:
+            sampled = torch.tensor([self.running[n].sequence[-1] if self._decodes(n) else 0 for n in ids])
+            mask = torch.tensor([n not in finish for n in ids], dtype=torch.uint8)
+            self._forget(finish, context.update_requests(mask, sampled))
+        admit()
+        if not self._active():
+            return
+        context.initialize_attention_state()
+        self._forward(context.gpu_view.token_to_input_ids)
+        context.mamba_slot_allocator.commit_intermediate_states()
+        self.check()
+        for number in self._active():
+            if self._decodes(number):
+                self.running[number].sequence.append(self._sample(number, None))
+
+    def _decodes(self, number: int) -> bool:
+        return self.running[number].prefilled
+
+    def serve(
+        self, prompt: list[int], new_tokens: int = 1, chunk: int | None = None
+    ) -> tuple[int, list[int]]:
+        """Run one request to its end; (resumed tokens, all its tokens)."""
+        number = self.add(prompt, chunk)
+        one = self.running[number]
+        while not one.prefilled:
+            self.step()
+            remaining = one.request.remaining_prompt_length
+            self.add_chunk(number, None if chunk is None or remaining <= chunk else chunk)
+        for _ in range(new_tokens - 1):
+            self.step()
+        self.step(finish=(number,))
+        return one.resumed, one.sequence
+
+    def _active(self) -> list[int]:
+        context = self.context
+        return context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+
+    def _sample(self, number: int, sample: dict[int, int] | None) -> int:
+        return (sample or {}).get(number, 1 + sum(self.running[number].sequence) % 997)
+
+    def _forward(self, inputs: torch.Tensor) -> None:
+        context, metadata = self.context, self.context.mamba_metadata
+        view, count = context.gpu_view, context.active_token_count
+        ids = inputs[:count].float()
+        blocks, places = view.token_to_block_idx[:count].long(), view.token_to_local_position_within_kv_block
+        context.memory_buffer[0, 0, blocks, places[:count].long(), 0, 0] = ids
+        dims = context.batch_dimensions
+        for i in range(dims.decode_req_count):
+            self._advance(int(metadata.batch_indices_decode[i]), ids[i : i + 1])
+        packed = ids[dims.decode_req_count :]
+        if not dims.prefill_req_count:
+            return
+        starts = metadata.cu_seqlens.tolist()
+        positions = metadata.intermediate_abs_positions[: metadata.intermediate_count].tolist()
+        chunks = metadata.intermediate_chunk_indices[: metadata.intermediate_count].tolist()
+        ends = metadata.cu_chunk_seqlens.tolist()
+        row = 0
+        for i in range(dims.prefill_req_count):
+            live = int(metadata.batch_indices_prefill[i])
+            start, stop = starts[i], starts[i + 1]
+            state, window = (
+                context.mamba_ssm_states[0, live].clone(),
+                context.mamba_conv_states[0, live].clone(),
+            )
+            for _ in range(metadata.per_request_intermediate_counts[i] if row < len(positions) else 0):
+                assert ends[chunks[row] + 1] == positions[row]  # both name the same place
+                inside = packed[start : positions[row]]
+                allocator = context.mamba_slot_allocator
+                allocator.intermediate_ssm_out[0, row] = state + inside.sum()
+                allocator.intermediate_conv_out[0, row] = torch.cat([window[0], inside])[-WIDTH:]
+                row += 1
+            self._advance(live, packed[start:stop])
+        assert row == len(positions)
+
+    def _advance(self, live: int, inputs: torch.Tensor) -> None:
+        context = self.context
+        context.mamba_ssm_states[0, live] += inputs.sum()
+        window = context.mamba_conv_states[0, live]
+        window[0] = torch.cat([window[0], inputs])[-WIDTH:]
+
+    # ---- the oracle
+
+    def check(self) -> None:
+        """Live states and KV of all active rows, durable states, and the bookkeeping's integrity."""
+        context, size = self.context, BLOCK
+        ends = context.request_kv_length_offsets + context.request_query_lengths
+        for row in range(context.paused_request_count, context.total_request_count):
+            sequence = self.running[int(context.request_ids[row])].sequence[: int(ends[row])]
+            assert len(sequence) == int(ends[row])
+            live = int(context.mamba_metadata.request_to_mamba_state_idx[row])
+            assert float(context.mamba_ssm_states[0, live]) == sum(sequence)
+            assert context.mamba_conv_states[0, live, 0].tolist() == ([0.0] * WIDTH + sequence)[-WIDTH:]
+            table = context.request_to_kv_block_ids[row].tolist()
+            for position, token in enumerate(sequence):
+                key = context.memory_buffer[0, 0, table[position // size], position % size, 0, 0]
+                assert float(key) == token, f"row {row}, position {position}"
+        self.check_cache()
+
+    def check_cache(self) -> None:
+        context, slots = self.context, self.context.mamba_slot_allocator
+        kv = context.kv_block_allocator
+        for key, block in kv.kv_hash_to_block_id.items():
+            assert int(kv.block_hashes[block]) == key
+        if hasattr(slots, "check_integrity"):
+            slots.check_integrity()
+            assert slots.hash_to_block_id.items() <= kv.kv_hash_to_block_id.items()
+
+    def check_idle(self) -> None:
+        """Nothing is held once every request is gone."""
+        context, slots = self.context, self.context.mamba_slot_allocator
+        assert context.total_request_count == 0
+        assert int(context.kv_block_allocator.block_ref_counts.sum()) == 0
+        assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
+        assert not slots.pins
+        assert slots.reserved_count == 0
+        self.check_cache()

@@ -1,0 +1,124 @@
+"""The real DynamicInferenceEngine, with the drop-in: its answers are those of an engine without a cache.
+
+The same cases with megatron-core's own class (`make test-long`) say where that one goes wrong; a version that
+mends it fails there, so that the README's table follows.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import mambaslots.mcore
+import mcore_rig
+import pytest
+from mcore.engine_cases import CASES
+from mcore_rig import Served
+from megatron.core.inference.contexts import dynamic_context
+
+CACHE_OPTIONS = ("num_mamba_slots", "enable_chunked_prefill", "max_tokens", "async_sched_mode")
+
+# Prompt tokens that each request resumed; None where several ran at once.
+RESUMED: dict[str, list[int | None]] = {
+    "a_repeat": [0, 0, 64, 32, 64, 64],
+    "a_length_of_1_mod_block": [0, 64, 64],
+    "a_continuation_chunk_with_kv_but_no_state": [0] * 6,
+    "a_suffix_of_2_tokens": [0, 64, 0, 64],
+    "a_pool_of_2_slots": [*[0] * 6, *[None] * 4, 64, 64],
+    "an_evictor_in_between": [0, 96, 0, 0, 96, 256, 64],
+    "turn_on_turn": [0, 64, 96, 128],
+    "suspend_and_resume": [0, 64, None, 0, 0, 0, 64, None, 64, 32, 0, 0, 0],
+    "several_at_once": [None] * 24,
+    "pause_and_evict": [None] * 6,
+    "requests_without_hashes": [0, None, None, 64, 0, 0],
+    "memory_only": [0, 0, 0],
+}
+
+# In 0.18 the tokens that a chunk skips count against those that a step may compute, and chunks are shorter.
+if not hasattr(dynamic_context, "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST"):
+    RESUMED |= {"a_suffix_of_2_tokens": [0, 32, 0, 32], "turn_on_turn": [0, 64, 96, 96]}
+
+# What stock 0.19.2 does: the requests that it answers wrongly, or the error that ends the step.
+STOCK: dict[str, list[int] | tuple[type[BaseException], str]] = {
+    "a_repeat": [],
+    "a_length_of_1_mod_block": [1, 2],
+    "a_continuation_chunk_with_kv_but_no_state": [5],
+    "a_suffix_of_2_tokens": [1, 2],
+    "a_pool_of_2_slots": (RuntimeError, "No evictable Mamba cache slots"),
+    "an_evictor_in_between": (AssertionError, "active_request_count == 0"),
+    "turn_on_turn": [],
+    "suspend_and_resume": [12],
+    "several_at_once": [2, 4, 6, 8, 10, 14, 16, 18, 20, 22],
+    "pause_and_evict": [],
+    "requests_without_hashes": [],
+    "memory_only": [1, 2],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(model: Any) -> Callable[[str], list[Served]]:
+    """A case's answers without a cache, whole prompts at a time."""
+
+    def make(**options: Any) -> Any:
+        sizes = {name: value for name, value in options.items() if name not in CACHE_OPTIONS}
+        return mcore_rig.make_engine(model, prefix_caching=False, **sizes)
+
+    return cache(lambda name: CASES[name](make))
+
+
+def cached_run(model: Any, name: str) -> tuple[list[Served], list[Any]]:
+    """A case with prefix caching, by the class that is in place, and the contexts that served it."""
+    contexts = []
+
+    def make(**options: Any) -> Any:
+        engine = mcore_rig.make_engine(model, **{"num_mamba_slots": 16} | options)
+        contexts.append(engine.context)
+        return engine
+
+    return CASES[name](make), contexts
+
+
+def wrong_answers(served: list[Served], expected: list[Served]) -> list[int]:
+    """Positions with other tokens, or log-probs further apart than float32's rounding."""
+
+    def right(one: Served, other: Served) -> bool:
+        pairs = zip(one.log_probs, other.log_probs, strict=True)
+        return one.tokens == other.tokens and all(math.isclose(p, q, abs_tol=1e-4) for p, q in pairs)
+
+    return [i for i, pair in enumerate(zip(served, expected, strict=True)) if not right(*pair)]
+
+
+def resumed(served: list[Served]) -> int:
+    return sum(one.resumed_tokens or 0 for one in served)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_without_a_cache(name: str, model: Any, reference: Callable[..., Any]) -> None:
+    with mambaslots.mcore.installed():
+        served, contexts = cached_run(model, name)
+        for context in contexts:
+            assert int(context.kv_block_allocator.block_ref_counts.sum()) == 0
+            if context.mamba_slot_allocator is not None:
+                context.mamba_slot_allocator.check_integrity()
+    assert wrong_answers(served, reference(name)) == []
+    assert [one.resumed_tokens for one in served] == RESUMED[name]
+
+
+def test_answers_sent_again_resume_further_than_with_stock(model: Any) -> None:
+    stock, _ = cached_run(model, "turn_on_turn")
+    with mambaslots.mcore.installed():
+        ours, _ = cached_run(model, "turn_on_turn")
+    assert resumed(ours) >= 1.5 * resumed(stock) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_stock_differs_where_it_is_said_to(name: str, model: Any, reference: Callable[..., Any]) -> None:
+    expected = STOCK[name]
+    if isinstance(expected, tuple):
+        error, words = expected
+        with pytest.raises(error, match=words):
+            cached_run(model, name)
+    else:
+        served, _ = cached_run(model, name)
+        assert wrong_answers(served, reference(name)) == expected

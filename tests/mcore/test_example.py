@@ -1,0 +1,22 @@
+"""The example in small: its table is true, and mambaslots' answers are those without a cache."""
+
+import mcore_dynamic_inference as example
+import mcore_rig
+import pytest
+from conversation_texts import conversations
+
+
+def test_conversations_with_stock_and_with_the_drop_in(
+    machine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(example, "SYSTEM_PROMPT_BYTES", 0)
+    monkeypatch.setattr(example, "ANSWER_TOKENS", mcore_rig.BLOCK)
+    without, stock, ours = example.three_runs(conversations(1, 2))
+    assert ours.identical(without) == ours.requests == 2
+    assert without.resumed_tokens == 0
+    assert ours.resumed_tokens == ours.stats.resumed_tokens > stock.resumed_tokens
+    capsys.readouterr()
+    example.print_table(without, stock, ours)
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["no", "cache", "stock", "mambaslots"]
+    assert table[3].split() == ["resumed", "0", str(stock.resumed_tokens), str(ours.resumed_tokens)]

@@ -1,0 +1,243 @@
+"""install and uninstall: what is replaced, what is refused, and what the table of known sources says."""
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mambaslots as ms
+import mambaslots.mcore
+import megatron.core
+import pytest
+from mambaslots.mcore import REGISTRY, UnknownHostError, known_sources, overrides
+from mambaslots.mcore.__main__ import main
+from mambaslots.mcore.slot_allocator import HostSlotAllocator
+from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+from megatron.core.inference.contexts import dynamic_context, mamba_slot_allocator
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _machine() -> Iterator[None]:
+    with cpu_as_gpu():
+        yield
+
+
+VERSION = megatron.core.__version__.partition("+")[0]
+
+
+def patched() -> set[str]:
+    """What install replaces in this version: what it has, and has not mended."""
+    return {
+        name
+        for name, method in host_methods().items()
+        if method is not None
+        and known_sources.source_hash(method) not in known_sources.MENDED_SOURCES.get(name, {})
+    }
+
+
+def host_methods() -> dict[str, Any]:
+    names = {each.name: each.owner_class().__dict__.get(each.method) for each in REGISTRY}
+    return names | {
+        "here": mamba_slot_allocator.MambaSlotAllocator,
+        "there": dynamic_context.MambaSlotAllocator,
+    }
+
+
+def test_uninstall_gives_everything_back() -> None:
+    before, replaced = host_methods(), patched()
+    mambaslots.mcore.install()
+    try:
+        during = host_methods()
+        assert during["here"] is during["there"] is HostSlotAllocator
+        assert {name for name in before if during[name] is not before[name]} == replaced
+        assert isinstance(make_context().mamba_slot_allocator, ms.MambaSlotAllocator)
+    finally:
+        mambaslots.mcore.uninstall()
+    assert host_methods() == before
+
+
+def test_installing_twice_and_uninstalling_without_are_errors() -> None:
+    with mambaslots.mcore.installed(), pytest.raises(RuntimeError, match="installed already"):
+        mambaslots.mcore.install()
+    with pytest.raises(RuntimeError, match="not installed"):
+        mambaslots.mcore.uninstall()
+
+
+def test_leaving_the_block_uninstalls_also_after_an_error() -> None:
+    before = host_methods()
+    with pytest.raises(ZeroDivisionError), mambaslots.mcore.installed():
+        1 / 0  # noqa: B018
+    assert host_methods() == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("plan", "rolling"),
+        ("plan", ms.CheckpointPlan(max_states_per_path=2)),
+        ("eviction", "fifo"),
+        ("cache_answers", 1),
+        ("strict", None),
+    ],
+)
+def test_bad_arguments_are_refused_and_nothing_is_installed(argument: str, value: Any) -> None:
+    before = host_methods()
+    with pytest.raises(ValueError, match=argument):
+        mambaslots.mcore.install(**{argument: value})
+    assert host_methods() == before
+
+
+@pytest.mark.parametrize(("eviction", "keeps"), [("lru", 0), ("ref_zero", 1)])
+def test_the_eviction_policy_of_states_can_be_chosen(eviction: str, keeps: int) -> None:
+    """The second of two states goes under "ref_zero" order only if the used first one does not count."""
+    with mambaslots.mcore.installed(eviction=eviction):
+        slots = make_context(slots=2).mamba_slot_allocator
+        first, second = slots.allocate_slots_batch([3, 4])
+        slots.note_use(first)
+        slots.allocate_slots_batch([5])
+        assert slots.has_state((3, 4)[keeps])
+        assert not slots.has_state((4, 3)[keeps])
+        assert second >= 0
+
+
+# ---- methods we do not know
+
+
+def stranger(self: Any, req: Any, prefill_chunk_length: int) -> None:
+    raise AssertionError("not to be called")
+
+
+def test_an_unknown_method_is_refused_by_name_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "add_request", stranger)
+    before = host_methods()
+    with pytest.raises(UnknownHostError, match=r"DynamicInferenceContext\.add_request") as refusal:
+        mambaslots.mcore.install()
+    assert megatron.core.__version__ in str(refusal.value)
+    assert "strict=False" in str(refusal.value)
+    assert host_methods() == before
+
+
+def test_without_strict_what_belongs_to_an_unknown_method_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "add_request", stranger)
+    before, replaced = host_methods(), patched()
+    with pytest.warns(UserWarning, match="Left alone: admission"):
+        mambaslots.mcore.install(strict=False)
+    try:
+        left = {name for name, method in host_methods().items() if method is before[name] is not None}
+    finally:
+        mambaslots.mcore.uninstall()
+    assert left & replaced == {each.name for each in REGISTRY if each.part == "admission"} & replaced
+
+
+def test_without_strict_answers_that_cannot_be_followed_are_not_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock = dynamic_context.DynamicInferenceContext.update_requests
+    monkeypatch.setattr(
+        dynamic_context.DynamicInferenceContext, "update_requests", lambda *arguments: stock(*arguments)
+    )
+    with pytest.warns(UserWarning, match="Left alone: answers"):
+        mambaslots.mcore.install(strict=False)
+    try:
+        host = RecurrentHost(make_context())
+        prompt = tokens(2 * BLOCK + 3, seed=1)
+        assert [host.serve(prompt, new_tokens=2 * BLOCK)[0] for _ in range(2)] == [0, 2 * BLOCK]
+        host.check_idle()
+    finally:
+        mambaslots.mcore.uninstall()
+
+
+def test_a_missing_method_is_refused_unless_older_hosts_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dynamic_context.DynamicInferenceContext, "commit_sampled_tokens", raising=False)
+    with mambaslots.mcore.installed():
+        assert not hasattr(dynamic_context.DynamicInferenceContext, "commit_sampled_tokens")
+    monkeypatch.delattr(dynamic_context.DynamicInferenceContext, "update_requests")
+    with pytest.raises(UnknownHostError, match="update_requests does not exist"):
+        mambaslots.mcore.install()
+
+
+def test_what_the_host_has_mended_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "reset_metadata", stranger)
+    mended = dict(known_sources.MENDED_SOURCES) | {
+        "DynamicInferenceContext.reset_metadata": {known_sources.source_hash(stranger): ("1.0",)}
+    }
+    monkeypatch.setattr(overrides, "MENDED_SOURCES", mended)
+    with mambaslots.mcore.installed():
+        assert dynamic_context.DynamicInferenceContext.reset_metadata is stranger
+
+
+# ---- the table
+
+
+def test_every_override_says_what_it_changes_and_is_known_for_the_installed_version() -> None:
+    assert len({each.name for each in REGISTRY}) == len(REGISTRY)
+    for each in REGISTRY:
+        assert each.replacement.__doc__, each.name
+        assert each.faults, each.name
+        if host_methods()[each.name] is not None:
+            versions = [v for known in known_sources.KNOWN_SOURCES[each.name].values() for v in known]
+            mended = known_sources.MENDED_SOURCES.get(each.name, {})
+            assert VERSION in [*versions, *(v for known in mended.values() for v in known)]
+
+
+def test_the_faults_of_context_and_mixer_are_all_corrected() -> None:
+    corrected = {fault for each in REGISTRY for fault in each.faults}
+    assert corrected >= {1, 2, 3, 4, 5, 6, 7, 8, 13, 14, 15, 18, 22}
+
+
+def trees() -> list[Path]:
+    """Unpacked wheels at hand: the Makefile's, and those in a folder named by MCORE_WHEELS."""
+    folders = [*(ROOT / ".venv").glob("megatron-*"), *Path(os.environ.get("MCORE_WHEELS", "/none")).glob("*")]
+    return [folder for folder in folders if (folder / "megatron").is_dir()]
+
+
+@pytest.mark.parametrize(
+    "root", [Path(megatron.core.__file__).parents[2], *trees()], ids=lambda root: root.name
+)
+def test_the_table_is_what_the_sources_say(root: Path) -> None:
+    version = known_sources.version_of_tree(root)
+    found = known_sources.recompute([(version, root)])
+    tables = (known_sources.KNOWN_SOURCES, known_sources.MENDED_SOURCES)
+    listed = {
+        name: digest
+        for table in tables
+        for name, known in table.items()
+        for digest, versions in known.items()
+        if version in versions
+    }
+    assert {name: next(iter(hashes)) for name, hashes in found.items()} == listed
+
+
+def test_a_hash_ignores_comments_docstrings_and_layout_and_nothing_else() -> None:
+    plain = "def f(a):\n    return a + 1\n"
+    dressed = (
+        '@decorated\ndef f(\n    a,\n):\n    """A docstring."""\n    # a comment\n    return (a +\n 1)\n'
+    )
+    other = plain.replace("1", "2")
+    hashes = [known_sources.hash_of(ast.parse(source).body[0]) for source in (plain, dressed, other)]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert known_sources.source_hash(len) == "unreadable"
+
+
+# ---- the runner and stats
+
+
+def test_the_runner_says_how_it_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], [str(tmp_path / "none.py")]):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 2
+        assert "usage: python -m mambaslots.mcore" in capsys.readouterr().err
+
+
+def test_stats_are_of_our_contexts_only() -> None:
+    with pytest.raises(ValueError, match="accepted: a DynamicInferenceContext"):
+        mambaslots.mcore.stats(object)
+    stock = make_context()
+    with pytest.raises(ValueError, match="accepted: one built after install"):
+        mambaslots.mcore.stats(stock)

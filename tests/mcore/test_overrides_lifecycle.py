@@ -1,0 +1,305 @@
+"""Size, reset, suspend and resume in megatron-core's context: faults 6, 7, 8, 14, 15, 19 and 22."""
+
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import mambaslots.mcore
+import pytest
+import torch
+from mambaslots.mcore import lifecycle
+from mambaslots.mcore.checkpoint_metadata import CheckpointRows, checkpoint_rows
+from mcore.recurrent_host import BLOCK, MODES, STATE_BYTES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PROMPT = tokens(3 * BLOCK + 2, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _machine() -> Iterator[None]:
+    with cpu_as_gpu():
+        yield
+
+
+@pytest.fixture
+def _ours() -> Iterator[None]:
+    with mambaslots.mcore.installed():
+        yield
+
+
+def resumes_stale_states(host: RecurrentHost) -> None:
+    """After the KV was forgotten, the states must be, too."""
+    host.serve(PROMPT)
+    host.context.reset_metadata()
+    slots = host.context.mamba_slot_allocator
+    assert not slots.hash_to_block_id
+    assert slots.free_count == slots.max_slots
+
+
+def test_fault_06_forgetting_the_kv_forgets_the_states() -> None:
+    with mambaslots.mcore.installed():
+        host = RecurrentHost(make_context())
+        resumes_stale_states(host)
+        assert [host.serve(PROMPT)[0] for _ in range(2)] == [0, 3 * BLOCK]
+        host.check_idle()
+    with pytest.raises(AssertionError):
+        resumes_stale_states(RecurrentHost(make_context()))
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_06_an_idle_dummy_step_keeps_both() -> None:
+    host = RecurrentHost(make_context())
+    host.serve(PROMPT)
+    host.context.initialize_attention_state(is_expert_parallel_dummy_cuda_graph_step=True)
+    host.context.reset(preserve_prefix_cache=True, preserve_counters=True)
+    assert host.serve(PROMPT)[0] == 3 * BLOCK
+    host.check_idle()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.usefixtures("_ours")
+def test_fault_07_a_reset_leaves_nothing_pending(keep: bool) -> None:
+    host = RecurrentHost(make_context())
+    host.serve(PROMPT)
+    host.add(PROMPT)
+    host.add(tokens(5, seed=2))
+    host.context.reset(preserve_prefix_cache=keep)
+    assert host.context._pending_mamba_restores == host.context._pending_mamba_zeros == []
+    slots = host.context.mamba_slot_allocator
+    assert not slots.pins
+    assert not slots._has_intermediates
+    host.running.clear()
+    live = host.context.mamba_ssm_states.fill_(7)
+    host.context.initialize_attention_state()
+    assert bool((live == 7).all())
+
+
+def test_fault_07_stock_keeps_them() -> None:
+    host = RecurrentHost(make_context())
+    host.add(PROMPT)
+    host.context.reset()
+    assert host.context._pending_mamba_zeros
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_08_a_live_slot_number_does_not_change_after_it_was_given() -> None:
+    metadata = make_context().mamba_metadata
+    first, batch = metadata.allocate_slot(), metadata.batch_allocate_slots(2)
+    kept = (int(first), batch.tolist())
+    metadata.mamba_state_free_slots.fill_(-5)
+    assert (int(first), batch.tolist()) == kept
+
+
+# ---- suspend and resume
+
+
+def suspended(host: RecurrentHost) -> Any:
+    host.context.deallocate_inference_state_buffers()
+    return host.context.mamba_slot_allocator
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_14_recompute_frees_the_pool_and_comes_back_empty() -> None:
+    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    host.serve(PROMPT)
+    slots = host.context.mamba_slot_allocator
+    committed = slots.committed_total
+    assert committed > 0
+    gone = [weakref.ref(slots.conv_states), weakref.ref(slots.intermediate_ssm_out)]
+    del slots
+    assert suspended(host) is None
+    assert [ref() for ref in gone] == [None, None]
+    host.context.reinitialize_inference_state_buffers()
+    assert [host.serve(PROMPT)[0] for _ in range(2)] == [0, 3 * BLOCK]
+    host.check_idle()
+    assert mambaslots.mcore.stats(host.context).states_committed_total == 2 * committed
+
+
+def test_fault_14_stock_keeps_the_pool_while_suspended() -> None:
+    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    pool = weakref.ref(host.context.mamba_slot_allocator.conv_states)
+    suspended(host)
+    assert pool() is not None
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_14_offload_moves_the_pool_and_brings_it_back_as_it_was() -> None:
+    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.OFFLOAD))
+    host.serve(PROMPT)
+    before, scratch = host.context.mamba_slot_allocator.ssm_states.clone(), host.context.mamba_slot_allocator
+    address = scratch.intermediate_ssm_out.data_ptr()
+    slots = suspended(host)
+    assert slots.ssm_states.numel() == slots.conv_states.numel() == 0
+    host.context.reinitialize_inference_state_buffers()
+    assert torch.equal(slots.ssm_states, before)
+    assert slots.intermediate_ssm_out.data_ptr() == address
+    assert host.serve(PROMPT)[0] == 3 * BLOCK
+    host.check_idle()
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_14_persist_keeps_everything() -> None:
+    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.PERSIST))
+    host.serve(PROMPT)
+    suspended(host)
+    host.context.reinitialize_inference_state_buffers()
+    assert host.serve(PROMPT)[0] == 3 * BLOCK
+    host.check_idle()
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_14_with_memory_kept_in_place_the_pool_is_freed_and_scratch_stays() -> None:
+    """As with torch_memory_saver or unified memory: addresses that graphs use stay."""
+    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    host.context.unified_memory_level = 1
+    host.serve(PROMPT)
+    slots = host.context.mamba_slot_allocator
+    address = slots.intermediate_conv_out.data_ptr()
+    assert suspended(host) is slots
+    assert slots.conv_states.numel() == 0
+    host.context.reinitialize_inference_state_buffers()
+    assert slots.intermediate_conv_out.data_ptr() == address
+    assert [host.serve(PROMPT)[0] for _ in range(2)] == [0, 3 * BLOCK]
+    host.check_idle()
+
+
+@pytest.mark.usefixtures("_ours")
+def test_a_request_that_restarts_is_counted_once() -> None:
+    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    number = host.add(PROMPT)
+    host.step()
+    suspended(host)
+    host.context.reinitialize_inference_state_buffers()
+    host.running.clear()
+    host.next_id = number
+    host.add(PROMPT)
+    stats = mambaslots.mcore.stats(host.context)
+    assert (stats.requests, stats.prompt_tokens, stats.recomputed_tokens) == (1, len(PROMPT), len(PROMPT))
+
+
+# ---- size
+
+
+@pytest.mark.parametrize(("here", "elsewhere", "agreed"), [(9, 4, 4), (4, 9, 4), (9, 9, 9)])
+@pytest.mark.usefixtures("_ours")
+def test_fault_15_the_poorest_stage_decides(
+    here: int, elsewhere: int, agreed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MIN
+        assert group == "the stages"
+        tensor.clamp_(max=elsewhere)
+
+    context = make_context(slots=here)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    context.pipeline_parallel_group = "the stages"
+    context._allocate_mamba_cache(context.config.prefix_caching_mamba_gb)
+    assert context.mamba_slot_allocator.max_slots == agreed
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_15_a_stage_without_mamba_layers_takes_what_the_others_have() -> None:
+    stage = SimpleNamespace(
+        num_mamba_layers=0, mamba_conv_states_shape=(1, 4), mamba_ssm_states_shape=(1, 1, 1),
+        mamba_conv_states_dtype=torch.float32, mamba_ssm_states_dtype=torch.float32,
+    )  # fmt: skip
+    assert lifecycle._affordable_slots(stage, 1.0) == 2**31 - 1
+
+
+@pytest.mark.usefixtures("_ours")
+def test_too_small_a_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefix_caching_mamba_gb is"):
+        make_context(prefix_caching_mamba_gb=2 * STATE_BYTES / 2**30)
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_19_a_kv_match_does_not_refresh_a_state() -> None:
+    """Two states; KV of the older one is matched without using it; the older one goes."""
+    long, other = tokens(4 * BLOCK + 1, seed=3), tokens(2 * BLOCK + 1, seed=4)
+    host = RecurrentHost(make_context(slots=2))
+    for prompt in (long, other):
+        host.serve(prompt)
+    host.serve(long[: 2 * BLOCK + 3])  # matches two blocks of the first, which have no state
+    slots, named = host.context.mamba_slot_allocator, host.context.kv_block_allocator.kv_hash_to_block_id
+    assert host.serve(other)[0] == 2 * BLOCK
+    assert len(named) >= 6
+    assert slots.max_slots == 2
+
+
+# ---- fault 22
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_22_binding_the_checkpoint_rows_launches_nothing_and_waits_for_nothing() -> None:
+    host = RecurrentHost(make_context())
+    host.add(PROMPT)
+    host.context.initialize_attention_state()
+    metadata = host.context.mamba_metadata
+    with Operations() as operations:
+        metadata._update_intermediate_metadata(None, None, 1, 1, cu_seqlens_gpu=metadata.cu_seqlens)
+    assert set(operations.names) <= {"aten.slice.Tensor"}
+    assert metadata.intermediate_count == 1
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_22_the_rows_are_those_the_host_would_compute() -> None:
+    host = RecurrentHost(make_context())
+    context = host.context
+    for seed, length in enumerate((3 * BLOCK + 2, 5, 2 * BLOCK + 7)):
+        host.add(tokens(length, seed=seed + 10))
+    context.initialize_attention_state()
+    metadata, stock = context.mamba_metadata, MambaMetadata._update_intermediate_metadata.__wrapped__
+    offsets, counts = context.mamba_slot_allocator.get_intermediate_cpu_data()
+    fields = ("intermediate_chunk_indices", "intermediate_abs_positions", "intermediate_real_count")
+    ours = [getattr(metadata, name).clone() for name in fields]
+    context.gpu_view._mambaslots_rows.chunks.fill_(-1)
+    stock(
+        metadata, offsets, counts, 3, context.padded_batch_dimensions.prefill_req_count, metadata.cu_seqlens
+    )
+    for name, mine in zip(fields, ours, strict=True):
+        torch.testing.assert_close(getattr(metadata, name), mine)
+
+
+@pytest.mark.usefixtures("_ours")
+def test_fault_22_the_rows_travel_in_the_hosts_one_transfer() -> None:
+    context = make_context()
+    rows, view = context.mamba_metadata._mambaslots_rows, context.gpu_view
+    assert context._cpu_bookkeeping_buf.numel() == view._buf.numel()
+    context._cpu_bookkeeping_buf.copy_(torch.arange(view._buf.numel()) % 251)
+    view._buf.copy_(context._cpu_bookkeeping_buf)
+    for name in ("chunks", "positions", "count"):
+        assert torch.equal(getattr(rows, name), getattr(view._mambaslots_rows, name))
+    assert torch.equal(context.token_to_input_ids, view.token_to_input_ids)
+    assert torch.equal(context._cpu_mamba_conv_seq_start, view.mamba_conv_seq_start)
+
+
+def test_a_lengthened_buffer_keeps_its_views() -> None:
+    buffer = torch.arange(21, dtype=torch.uint8)
+    view = buffer[4:12].view(torch.int32)
+    before = view.clone()
+    rows = CheckpointRows.appended_to(buffer, 3)
+    rows.fill([5, 6], [50, 60], padding=4)
+    assert torch.equal(view, before)
+    view.fill_(9)
+    assert buffer[4:12].view(torch.int32).tolist() == [9, 9]
+    assert rows.chunks.tolist() == [5, 6, 0]
+    assert rows.positions.tolist() == [50, 60, 4]
+    assert rows.count.tolist() == [2]
+
+
+def test_chunk_indices_start_anew_with_every_sequence() -> None:
+    rows = checkpoint_rows([0, 10, 10, 30], [[4, 8, 0], [0, 0, 0], [16, 0, 0]], [2, 0, 1], 4)
+    assert rows == ([0, 1, 3 + 1 + 3], [4, 8, 26])

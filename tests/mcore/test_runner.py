@@ -1,0 +1,63 @@
+"""`python -m mambaslots.mcore` on a script that knows nothing of us, and the counts of a context."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mambaslots.mcore
+import mcore_rig
+import pytest
+from mcore.engine_cases import tokens
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "mcore" / "serve_one_prompt.py"
+
+
+def run(*command: str | Path, exit_code: int = 0) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "examples")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def right_answers() -> list[list[int]]:
+    return run(SCRIPT, "--no-cache")["answers"]
+
+
+def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache(right_answers: Any) -> None:
+    ours = run("-m", "mambaslots.mcore", SCRIPT, "--fail", "-x", "y", exit_code=3)
+    assert ours["answers"] == right_answers
+    assert ours["resumed"] == [0, 64, 64]
+    assert ours["arguments"] == ["--fail", "-x", "y"]
+    assert Path(ours["script"]) == SCRIPT
+
+
+def test_the_same_script_without_the_runner_is_on_stock(right_answers: Any) -> None:
+    stock = run(SCRIPT)
+    assert not stock["mambaslots"]
+    assert stock["answers"] != right_answers  # fault 1
+
+
+def test_stats_account_for_every_prompt_token_and_every_slot(model: Any) -> None:
+    prompts = [tokens(2 * mcore_rig.BLOCK + 9, 1), tokens(3 * mcore_rig.BLOCK, 2)]
+    with mambaslots.mcore.installed():
+        engine = mcore_rig.make_engine(model, num_mamba_slots=3)
+        served = mcore_rig.serve(engine, [prompts[0], prompts[1], prompts[0], prompts[1]])
+        stats = mambaslots.mcore.stats(engine.context)
+    assert stats.requests == 4
+    assert stats.prompt_tokens == sum(one.prompt_tokens for one in served)
+    assert stats.resumed_tokens == sum(one.resumed_tokens for one in served) > 0
+    assert stats.computed_tokens == stats.prompt_tokens - stats.resumed_tokens
+    assert sum(stats.computed_by_reason.values()) == stats.computed_tokens
+    assert stats.recomputed_tokens == 0
+    assert stats.slots_free + stats.slots_reserved + stats.slots_committed == 3
+    assert stats.states_committed_total - stats.states_evicted_total >= stats.slots_committed

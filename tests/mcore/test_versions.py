@@ -1,0 +1,38 @@
+"""A few engine cases on the other versions of megatron-core, which the Makefile puts beside this one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CASES = {
+    "0.18.2": "1_mod or suffix or turn_on",
+    "0.19.0": "1_mod",
+}  # inference is the same in 0.19.0 and 0.19.2
+
+
+@pytest.mark.parametrize("version", CASES)
+def test_engine_cases_on(version: str) -> None:
+    folder = ROOT / ".venv" / f"megatron-{version}"
+    if not (folder / "megatron").is_dir():
+        pytest.skip(f"megatron-core {version} could not be installed")
+    inside = (
+        "import sys, pytest, megatron.core; print(megatron.core.__version__, flush=True); "
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    chosen = f"answers_are and ({CASES[version]})"
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not long"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", inside, *options, "-k", chosen, "tests/mcore/test_engine.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith(version), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(CASES[version].split(' or '))} passed" in done.stdout
