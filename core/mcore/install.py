@@ -39,10 +39,12 @@ def install(
 ) -> None:
     """Let megatron-core's `DynamicInferenceContext` run on our slot allocator, with its faults corrected.
 
-    Before any context is built; contexts that exist keep what they were built with.
+    Before any context is built; one that exists stays on megatron-core's own until its tensors are built
+    anew (resuming from a suspend with RECOMPUTE).
 
     Args:
-        plan: which states are taken; None for `CheckpointPlan()`.
+        plan: which states are taken; None for `CheckpointPlan()`. Building a context raises ValueError where
+            the plan's intervals are no multiples of its block.
         eviction: "lru" or "ref_zero" for states; None: what the host's configuration says.
         cache_answers: also hash and register what is generated, and take its states, for the next turn.
         strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
@@ -51,6 +53,7 @@ def install(
     Raises RuntimeError where it is installed already.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
+    plan.check_useful()
     if plan.max_states_per_path is not None:
         raise ValueError(
             f"plan.max_states_per_path is {plan.max_states_per_path}; accepted: None, in megatron-core"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .known_sources import KNOWN_SOURCES, MENDED_SOURCES, source_hash
 
 Replacement = Callable[..., Any]
@@ -112,10 +113,19 @@ def _objection(each: Override, method: Callable[..., Any] | None) -> str:
 
 def _bound(each: Override, original: Callable[..., Any]) -> Callable[..., Any]:
     replacement = each.replacement
+    of_any_context = each.part == "metadata"  # buffers that are made with the tensors they describe
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not of_any_context and _is_on_stock(self):
+            return original(self, *args, **kwargs)
         return replacement(original, self, *args, **kwargs)
 
     method.__doc__ = replacement.__doc__
     return method
+
+
+def _is_on_stock(host: Any) -> bool:
+    """Whether `host` is a context that was built before, and has the host's own allocator."""
+    slots = getattr(host, "mamba_slot_allocator", None)
+    return slots is not None and not isinstance(slots, MambaSlotAllocator)

@@ -45,6 +45,7 @@ class RequestTrack:
     def keys(self, blocks: int) -> list[int] | None:
         """The keys of the first `blocks` blocks; None where the host hashes prompts in another way."""
         size = self.block_size_tokens
+        self.prompt = self.prompt.cpu()  # once: from a GPU, every copy waits for it
         for block in range(len(self._keys), blocks):
             tokens = self._tokens(block * size, (block + 1) * size)
             self._digest = hashlib.sha256(self._digest + tokens.tobytes()).digest()
@@ -56,7 +57,7 @@ class RequestTrack:
 
     def _tokens(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         inside = max(0, min(stop, len(self.prompt)) - start)
-        head = self.prompt[start : start + inside].cpu().numpy().astype("<i8")
+        head = self.prompt[start : start + inside].numpy().astype("<i8")
         first = start + inside - len(self.prompt)
         tail = np.asarray(self.generated[first : stop - len(self.prompt)] if inside < stop - start else [])
         return np.concatenate([head, tail.astype("<i8")])

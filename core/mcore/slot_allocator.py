@@ -56,6 +56,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     settings = Settings()
 
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
+        self.settings.plan.check_block_size(context.block_size_tokens)
         context.checkpoint_plan = self.settings.plan
         counted = hasattr(context, "max_mamba_intermediate_states_per_step")
         if not counted:  # megatron-core 0.18, whose mixer writes as many scratch rows as its metadata has
@@ -63,6 +64,9 @@ class HostSlotAllocator(MambaSlotAllocator):
         super().__init__(context, *args, **kwargs)
         if not counted:
             del context.max_mamba_intermediate_states_per_step
+        # What transfer_intermediate_to_gpu fills, under the host's names.
+        self._intermediate_offsets_gpu = self._intermediate._offsets_device
+        self._intermediate_counts_gpu = self._intermediate._counts_device
         self.planned_rows: set[int] = set()
         self._restore_pins: list[int] = []
         self._unsettled: list[_Unsettled] = []

@@ -1,6 +1,7 @@
 """install and uninstall: what is replaced, what is refused, and what the table of known sources says."""
 
 import ast
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ import mambaslots as ms
 import mambaslots.mcore
 import megatron.core
 import pytest
+import torch
 from mambaslots.mcore import REGISTRY, UnknownHostError, known_sources, overrides
 from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
-from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
 from megatron.core.inference.contexts import dynamic_context, mamba_slot_allocator
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,7 @@ def test_leaving_the_block_uninstalls_also_after_an_error() -> None:
     [
         ("plan", "rolling"),
         ("plan", ms.CheckpointPlan(max_states_per_path=2)),
+        ("plan", ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")),
         ("eviction", "fifo"),
         ("cache_answers", 1),
         ("strict", None),
@@ -101,6 +104,53 @@ def test_the_eviction_policy_of_states_can_be_chosen(eviction: str, keeps: int) 
         assert slots.has_state((3, 4)[keeps])
         assert not slots.has_state((4, 3)[keeps])
         assert second >= 0
+
+
+@pytest.mark.parametrize("interval", ["decode", "prefill_interval"])
+def test_a_plan_that_does_not_fit_the_block_is_refused(interval: str) -> None:
+    plan = ms.CheckpointPlan(**{interval: BLOCK + 1})  # type: ignore[arg-type]
+    with mambaslots.mcore.installed(plan=plan), pytest.raises(ValueError, match=f"{interval} is {BLOCK + 1}"):
+        make_context()
+
+
+@pytest.mark.parametrize("mode", [MODES.PERSIST, MODES.OFFLOAD, MODES.RECOMPUTE])
+def test_a_context_that_exists_stays_on_stock_until_it_is_built_anew(mode: Any) -> None:
+    prompt = tokens(3 * BLOCK + 2, seed=1)
+    host = RecurrentHost(make_context(kv_cache_management_mode=mode))
+    number = host.add(prompt)
+    host.step()
+    with mambaslots.mcore.installed():
+        for _ in range(BLOCK):
+            host.step()
+        host.step(finish=(number,))
+        resumed = host.serve(prompt)[0]
+        assert type(host.context.mamba_slot_allocator).__module__.startswith("megatron.")
+        host.context.deallocate_inference_state_buffers()
+        host.context.reinitialize_inference_state_buffers()
+        rebuilt = mode is MODES.RECOMPUTE
+        assert isinstance(host.context.mamba_slot_allocator, HostSlotAllocator) == rebuilt
+        assert host.serve(prompt)[0] == (0 if rebuilt else resumed)
+        assert host.serve(prompt)[0] == (3 * BLOCK if rebuilt else resumed)
+
+
+def interface(slots: Any) -> dict[str, Any]:
+    """Name -> shape, dtype and device of a tensor, parameters of a method, else the type."""
+    members = {name: getattr(slots, name) for name in dir(slots) if not name.startswith("__")}
+    return {
+        name: (member.shape, member.dtype, member.device)
+        if isinstance(member, torch.Tensor)
+        else [(each.name, each.default) for each in inspect.signature(member).parameters.values()]
+        if callable(member)
+        else type(member)
+        for name, member in members.items()
+    }
+
+
+def test_our_allocator_has_all_that_the_hosts_own_has() -> None:
+    stock = interface(make_context().mamba_slot_allocator)
+    with mambaslots.mcore.installed():
+        ours = interface(make_context().mamba_slot_allocator)
+    assert {name: ours.get(name) for name in stock} == stock
 
 
 # ---- methods we do not know

@@ -70,18 +70,13 @@ def test_fault_02_a_continuation_chunk_skips_nothing_on_a_kv_match_alone() -> No
 
 
 def test_fault_02_a_continuation_chunk_resumes_where_there_is_a_state() -> None:
-    """The deepest state appeared after the first chunk was added."""
+    """The prompt's states are at 5 and 6 blocks: within the third chunk, and not at its end."""
     prompt = tokens(6 * BLOCK, seed=2)
     with mambaslots.mcore.installed():
         host = RecurrentHost(make_context())
-        slow = host.add(prompt + tokens(3, seed=3), chunk=2 * BLOCK)
-        host.step()
-        fast = host.add(prompt + tokens(5, seed=4))
-        host.context.chunked_prefill_request_id = -1  # which would have waited, in the engine
-        host.running.pop(slow)
-        host.step(finish=(fast,))
-        assert host.running == {}
-    assert mambaslots.mcore.stats(host.context).requests == 2
+        host.serve(prompt)
+        assert host.serve(prompt + tokens(3, seed=3), chunk=2 * BLOCK)[0] == BLOCK
+        host.check_idle()
 
 
 def serve_twice_from_memory_only() -> RecurrentHost:

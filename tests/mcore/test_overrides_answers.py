@@ -138,6 +138,23 @@ def test_answers_are_hashed_as_the_host_hashes_prompts() -> None:
     assert track.keys(4) == expected
 
 
+def test_the_prompt_is_fetched_once_to_be_hashed() -> None:
+    class OnDevice(torch.Tensor):
+        fetched = 0
+
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            OnDevice.fetched += 1
+            return self.as_subclass(torch.Tensor)
+
+    said = tokens(4 * BLOCK, seed=5)
+    prompt = torch.tensor(said[: 3 * BLOCK])
+    keys = compute_block_hashes_batched(prompt, BLOCK)
+    track = RequestTrack(prompt.as_subclass(OnDevice), keys, BLOCK, said[3 * BLOCK :])
+    assert track.keys(3) == keys
+    assert track.keys(4) == compute_block_hashes_batched(torch.tensor(said), BLOCK)
+    assert OnDevice.fetched == 1
+
+
 def test_another_way_of_hashing_is_noticed() -> None:
     prompt = torch.tensor(tokens(BLOCK + 3, seed=6))
     assert RequestTrack(prompt, [123], BLOCK, tokens(BLOCK, seed=7)).keys(2) is None

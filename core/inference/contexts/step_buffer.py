@@ -63,7 +63,7 @@ class StepBuffer:
         else:
             words = _total_words(shape)
             self._device[:words].copy_(host[:words], non_blocking=True)
-            self._copied[self._turn].record()
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device.device))
             key, tensors = (0, shape), self._device
         if key not in self._tensors:
             _make_room(self._tensors)

@@ -66,6 +66,8 @@ class DynamicInferenceEngine:
         self.model = model
         self.config = instance("config", config, InferenceConfig)
         self.context = DynamicInferenceContext(model.state_spec(), config)
+        device = self.context.spec.device
+        self._gpu = -1 if device.type != "cuda" else device  # where launches go; -1: as it is
         self._graphs = self._graph_runner()
         self._scheduler = Scheduler(self.context)
         self._requests: dict[int, DynamicInferenceRequest] = {}
@@ -179,7 +181,8 @@ class DynamicInferenceEngine:
         before = [(request, len(request.tokens)) for request in self._scheduler.requests]
         try:
             self._stepping = True
-            chunks, generated = self._run_step()
+            with torch.cuda.device(self._gpu):
+                chunks, generated = self._run_step()
             finished = self._finish_completed(generated)
             self._cancel_abandoned()
             admitted = tuple(c.request.request_id for c in chunks if c.request.request_id not in running)

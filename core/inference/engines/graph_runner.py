@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,7 +91,11 @@ class CapturedForward:
         """Captures, which runs nothing. `pool`: another graph's memory, to share."""
         self._graph = torch.cuda.CUDAGraph()
         self._inputs = inputs  # its tensors live on
-        with torch.cuda.graph(self._graph, pool=pool):
+        device = inputs.token_ids.device
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(device)),  # a capture that fails stays on its own
+            torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)),
+        ):
             self._logits = model(inputs)
 
     @property
@@ -164,7 +169,7 @@ class GraphRunner:
         shared = next(iter(self._graphs.values())).pool if self._graphs else None
         try:
             self._graphs[inputs.shape] = CapturedForward(model, inputs, shared)
-        except RuntimeError as error:
+        except Exception as error:
             self._max_graphs = 0
             self.drop()
             warnings.warn(f"the model cannot be captured, and runs without graphs: {error}", stacklevel=2)
@@ -173,6 +178,12 @@ class GraphRunner:
         """Forget all graphs, and give their memory back."""
         self._graphs.clear()
         self._first = None
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: graphs share memory only where they were captured on the same stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _up(count: int, base: int, most: int) -> int:

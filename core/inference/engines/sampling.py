@@ -1,6 +1,7 @@
 """The next token of each request, from its logits."""
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from ...request import DynamicInferenceRequest
 from ...validation import described, holds_data, integers, shown
 from ..contexts.scheduled_chunk import ScheduledChunk
 from .token_stream import GeneratedToken
+
+_WHOLE = 1 << 53
 
 
 def sample_step(chunks: Sequence[ScheduledChunk], logits: Tensor) -> dict[int, GeneratedToken]:
@@ -125,8 +128,9 @@ def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     probabilities = torch.softmax(scores, dim=-1)
     if params.top_p is not None and params.top_p < 1.0:
         descending, order = torch.sort(probabilities, descending=True, stable=True)
+        parts = _in_parts(descending)
         # A token stays if those before it have not reached top_p yet, so at least one stays.
-        stays = descending.cumsum(0) - descending < params.top_p
+        stays = parts.cumsum(0) - parts < math.ceil(params.top_p * _WHOLE)
         probabilities = torch.zeros_like(probabilities).index_copy(0, order, descending * stays)
         probabilities = probabilities / probabilities.sum()
     return probabilities
@@ -135,15 +139,21 @@ def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 def _uniform(seed: int, position: int) -> float:
     """In [0, 1), as float64 holds it."""
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
-    return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
+    return (int.from_bytes(digest[:8], "big") >> 11) / _WHOLE
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Inverse transform sampling: the first token at which the cumulative probability passes a uniform."""
-    cumulative = probabilities.double().cumsum(0)
-    token = torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True)
-    possible = torch.arange(len(probabilities), device=probabilities.device) * (probabilities > 0)
+    parts = _in_parts(probabilities)
+    cumulative = parts.cumsum(0)
+    token = torch.searchsorted(cumulative, (cumulative[-1] * uniform).long(), right=True)
+    possible = torch.arange(len(parts), device=parts.device) * (parts > 0)
     return torch.minimum(token, possible.max())
+
+
+def _in_parts(probabilities: Tensor) -> Tensor:
+    """In whole parts of 2 ** -53: a GPU adds floats up in another order each time, integers to the same."""
+    return (probabilities.double() * _WHOLE).long()
 
 
 def _on_device(values: Tensor, device: torch.device) -> Tensor:

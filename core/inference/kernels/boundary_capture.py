@@ -21,6 +21,9 @@ from .fused_state_copy import (
 from .specialisation import Specialisation
 from .state_copy import StateTensors
 
+PROGRAMS = 1056
+"""Most steps find nothing to do: on an H200 that costs 2.6 us, and 6 us with `fused_state_copy.PROGRAMS`."""
+
 
 @triton.jit(
     do_not_specialize=["block_size_tokens", *UNSPECIALISED],
@@ -109,7 +112,7 @@ def capture_boundaries(
     move = StateMove.between(live, durable)
     if rows:
         arguments = (live_slots, sequence_lengths, durable_slots, rows, block_size_tokens)
-        move.launch(_capture_boundaries, rows, arguments, (GROUP,), (sequence_lengths.dtype,))
+        move.launch(_capture_boundaries, rows, arguments, (GROUP,), (sequence_lengths.dtype,), PROGRAMS)
 
 
 def hopper_specialisations() -> list[Specialisation]:

@@ -457,16 +457,18 @@ class StateMove:
         arguments: Sequence[Any],
         constants: tuple[Any, ...],
         types: tuple[torch.dtype | None, ...] = (),
+        most_programs: int | None = None,
     ) -> None:
         """Start `kernel` for at most `pairs` pairs on the current stream of the current device, the pools'.
 
         Args:
             arguments, constants: what the kernel takes before and behind the move's arguments.
             types: of those arguments whose type is not always the same; None for one that is not there.
+            most_programs: in place of `PROGRAMS`.
         """
         if not self.tiles:
             return
-        grid = (self.programs(pairs), 1, 1)
+        grid = (min(self.programs(pairs), most_programs or PROGRAMS), 1, 1)
         listed = (*arguments, *self.arguments.values(), *constants)
         key = (kernel, constants, types)
         compiled = self._compiled.get(key)

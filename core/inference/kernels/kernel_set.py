@@ -12,10 +12,16 @@ def kernel_set(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
     `reference` is plain torch: what the CPU runs, and float64 anywhere, which the Triton kernels would narrow
     to float32. On a GPU it synchronises, and cannot be captured. `fused` has the same names and signatures;
-    it imports triton, and this module only then.
+    it imports triton and three SSD stages of megatron-core, and this module only then.
+
+    Raises ImportError where one of them is not installed.
     """
     if device.type != "cuda" or dtype == torch.float64:
         return reference
-    from . import fused
-
+    try:
+        from . import fused
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"the kernels for {device} need {error.name}; install it with: pip install 'mambaslots[megatron]'"
+        ) from error
     return fused

@@ -25,6 +25,8 @@ with warnings.catch_warnings():
     from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
     from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
 
+_MOST_PROGRAMS = 65535  # on the second and third axis of a grid
+
 
 def ssd_chunk_scan(
     x: Tensor,
@@ -66,13 +68,20 @@ def ssd_chunk_scan(
     Returns: y, [tokens, H, P] float32; unspecified for padding tokens.
 
     Raises:
-        ValueError: x or ssm_states is float64, or a tensor's last stride is not 1.
+        ValueError: x or ssm_states is float64, a tensor's last stride is not 1, or there are more chunks
+            times groups, or rows, than a launch can have.
     """
     for name, tensor in (("x", x), ("ssm_states", ssm_states)):
         if tensor.dtype == torch.float64:
             raise ValueError(
                 f"{name} is float64; accepted: float32 or narrower, as all is computed in float32"
             )
+    chunks, groups, rows = cu_chunk_seqlens.shape[0] - 1, B.shape[1], sources.shape[0]
+    if max(chunks * groups, rows) > _MOST_PROGRAMS:
+        raise ValueError(
+            f"the step has {chunks} chunks of {groups} groups and {rows} rows; accepted: at most "
+            f"{_MOST_PROGRAMS} chunks times groups, and rows, in one step; lower max_tokens"
+        )
     x, B, C = x.float(), B.float(), C.float()
     log_decays, chunk_dt = _chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
     states: Tensor = _chunk_state_fwd(B, x, chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True)

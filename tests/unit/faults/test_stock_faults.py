@@ -1,8 +1,7 @@
 """The 23 faults of the stock cache (specs/slots_and_hosts.md), each shown absent from ours.
 
-Numbers and order are the specification's. Fault 15 (pipeline stages that size their pools alone) and the
-launch counts of fault 21 on a GPU come with the parts that they need. `test_put_back.py` shows that each test
-here fails when its fault is put back.
+Numbers and order are the specification's. Fault 15 (pipeline stages that size their pools alone) comes with
+the parts that it needs. `test_put_back.py` shows that each test here fails when its fault is put back.
 """
 
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from mambaslots.inference.kernels import state_copy
+from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
 from oracle.serving import random_tokens, serve_checked, small_engine
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,8 +118,14 @@ def test_fault_08_a_live_slot_number_does_not_change_after_it_was_given() -> Non
 
 
 def host_allocator(
-    slots: int = 4, blocks: int = 64, width: int = 3, scratch: int = 8, **context: Any
-) -> MambaSlotAllocator:
+    slots: int = 4,
+    blocks: int = 64,
+    width: int = 3,
+    scratch: int = 8,
+    device: str = "cpu",
+    kind: type[Any] = MambaSlotAllocator,
+    **context: Any,
+) -> Any:
     """The allocator on a host that is nothing but the names it reads; block i has hash 100 + i."""
     host = SimpleNamespace(
         kv_block_allocator=SimpleNamespace(
@@ -127,8 +133,8 @@ def host_allocator(
             block_hashes=torch.arange(100, 100 + blocks),
             block_ref_counts=torch.ones(blocks, dtype=torch.int32),
         ),
-        mamba_ssm_states=torch.zeros(2, 4, 3),
-        mamba_conv_states=torch.zeros(2, 4, 2),
+        mamba_ssm_states=torch.zeros(2, 4, 3, device=device),
+        mamba_conv_states=torch.zeros(2, 4, 2, device=device),
         mamba_metadata=SimpleNamespace(
             request_to_mamba_state_idx=torch.arange(4),
             intermediate_count=0,
@@ -144,7 +150,7 @@ def host_allocator(
         request_to_kv_block_ids=torch.arange(blocks).expand(4, blocks),
         **context,
     )
-    return MambaSlotAllocator(host, slots, 2, (2,), (3,), torch.float32, torch.float32)
+    return kind(host, slots, 2, (2,), (3,), torch.float32, torch.float32)
 
 
 def host_request(prompt: int, finished: int = 0, hashes: tuple[int, ...] = (1,)) -> Any:
@@ -341,6 +347,37 @@ def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() 
 
     assert copies(1) == copies(8)
     assert copies(8)["index_put_"] == 2  # one for each of the two state tensors
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fault_21_the_drop_in_commits_in_one_launch_and_restores_in_one(device: str) -> None:
+    slots = host_allocator(slots=20, device=device, kind=HostSlotAllocator)
+    blocks, live = [5, 9, 2, 7, 11, 30, 8, 3], [2, 0, 3, 1]
+    for scratch in (slots.intermediate_conv_out, slots.intermediate_ssm_out):
+        scratch.copy_(torch.rand(scratch.shape))
+    taken = slots.reserve(blocks)
+
+    def commit() -> None:
+        slots._copy_intermediate_to_cache(list(range(8)), taken)
+
+    commit()
+    slots.commit(taken)
+    pending = list(zip(blocks[2:6], live, strict=True))
+    slots.restore_batch(pending)
+    for restored, scratch in (
+        (slots.context.mamba_conv_states, slots.intermediate_conv_out),
+        (slots.context.mamba_ssm_states, slots.intermediate_ssm_out),
+    ):
+        assert torch.equal(restored[:, live], scratch[:, 2:6])
+    if device == "cuda":
+        for call in (commit, lambda: slots.restore_batch(pending)):
+            torch.cuda.synchronize()
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+            ) as profile:
+                call()
+                torch.cuda.synchronize()
+            assert sum(event.device_type.name == "CUDA" for event in profile.events()) == 1
 
 
 def test_fault_22_a_steps_metadata_needs_no_synchronisation_and_the_same_operations_for_any_batch() -> None:

@@ -4,18 +4,23 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from types import ModuleType
+from typing import Any
 
 import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
+from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels.kernel_set import kernel_set
 from mambaslots.models import hybrid_lm
 from oracle.context_driver import make_request
 from oracle.serving import random_tokens
+from oracle.traffic import traffic_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
 
@@ -149,6 +154,64 @@ def test_the_gpus_kernels_compute_the_same(padded):
 
     ours, theirs = (Scenario(torch.float32, padded, fused), Scenario(torch.float32, False, reference))
     ours.assert_same_as(theirs, 2e-4)
+
+
+class Touched(TorchDispatchMode):
+    """The names of torch's own operations on a pool's memory."""
+
+    def __init__(self, pool: StatePool) -> None:
+        super().__init__()
+        self._memory = {t.untyped_storage().data_ptr() for t in (pool.conv_states, pool.ssm_states)}
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]
+        name = func.overloadpacket.__name__
+        interpreter = name == "copy_" and tensors[0].data_ptr() == tensors[1].data_ptr()  # of what it is
+        if not interpreter and any(t.untyped_storage().data_ptr() in self._memory for t in tensors):
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(Scenario):
+    """Counts the bytes of both pools that each step's kernels move, and the fewest that could do."""
+
+    def __init__(self, padded: bool) -> None:
+        from mambaslots.inference.kernels import fused
+
+        super().__init__(torch.float32, padded, fused)
+        self.moved: list[tuple[int, int]] = []
+        self.least: list[tuple[int, int]] = []
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        pool = inputs.state_pool
+        with traffic_of(pool.conv_states) as conv, traffic_of(pool.ssm_states) as ssm:
+            logits = super()._forward(inputs)
+        self.moved.append((conv.loaded + ssm.loaded, conv.stored + ssm.stored))
+        state = self.model.state_spec().state_bytes
+        read = int((inputs.state_sources >= 0).sum())
+        written = int((inputs.state_destinations >= 0).sum() + (inputs.checkpoints.destinations >= 0).sum())
+        self.least.append((read * state, written * state))
+        return logits
+
+
+def test_whole_steps_move_each_state_once():
+    """Of resumed rows, of chunks with states inside, and of decodes: no copy before, between or after."""
+    counted = Counted(padded=True)
+    plan = ms.CheckpointPlan(prefill_interval=16)
+    first, again = (make_request(random_tokens(78, 1), plan) for _ in range(2))
+    for request in (first, again):
+        request.hashes = type(request.hashes)(16)
+    with Touched(counted.context.state_pool) as touched:
+        counted._step((first, 40))
+        counted._step((first, 64))
+        counted._step((first, 1), (again, 64))
+    assert counted.context.cache_stats().resumed_tokens == 64
+    assert touched.names <= {"select", "slice", "new_empty", "set_"}, "more than views"
+    for moved, least in zip(counted.moved, counted.least, strict=True):
+        for ours, fewest in zip(moved, least, strict=True):
+            assert fewest <= ours <= 1.05 * fewest
+    assert [read > 0 for read, _ in counted.least] == [False, True, True]
 
 
 @pytest.mark.gpu

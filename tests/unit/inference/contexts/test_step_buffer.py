@@ -85,3 +85,17 @@ def test_on_a_gpu_addresses_stay_and_one_copy_is_made():
         buffer.send(MOST)
         torch.cuda.synchronize()
     assert sum("Memcpy HtoD" in event.name for event in profile.events()) == 1
+
+
+@pytest.mark.gpu
+def test_a_host_buffer_is_filled_again_only_once_it_has_crossed():
+    """The device is far behind: without the events the third step would overwrite the first on its way."""
+    buffer = StepBuffer(MOST, torch.device("cuda"))
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    arrived = []
+    for value in range(8):
+        buffer.arrays(MOST)["token_ids"][:] = value
+        arrived.append(buffer.send(MOST)["token_ids"].clone())
+        if value < 3:
+            torch.cuda._sleep(200_000_000)
+    assert [tensor.unique().tolist() for tensor in arrived] == [[value] for value in range(8)]

@@ -34,7 +34,7 @@ def engine_of(model: ms.models.HybridLM, **overrides: object) -> ms.DynamicInfer
 
 
 class TestBits:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_a_replay_writes_and_returns_what_the_eager_step_does(self, dtype):
         """Prefills with states inside them, mixed steps and decode steps, all padded to their buckets."""
         model = model_on("cuda", dtype)
@@ -119,8 +119,9 @@ class TestTokens:
             assert result.tokens == other.tokens
             assert result.log_probs == pytest.approx(other.log_probs, abs=1e-9)
 
-    def test_bfloat16_serves(self):
-        engine = engine_of(model_on("cuda", torch.bfloat16), num_cuda_graphs=64)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_serves(self, dtype):
+        engine = engine_of(model_on("cuda", dtype), num_cuda_graphs=64)
         first, again = (engine.generate(PROMPTS[:3], GREEDY) for _ in range(2))
         for result in (*first, *again):
             assert len(result.tokens) == 40
@@ -152,3 +153,64 @@ class TestDropping:
         results = engine.generate(PROMPTS[3:5], GREEDY)
         assert [r.tokens for r in results] == [r.tokens for r in expected]
         assert occupied.isnan().all()
+
+
+def same_answers(model, expected, results) -> None:
+    """By the rule of float32: the shapes of products differ with padding, and with them the last bits."""
+    comparison = Comparison()
+    for prompt, result, other in zip(PROMPTS, results, expected, strict=False):
+        comparison.add(model, prompt, other.tokens, result.tokens)
+
+
+class TestOtherModels:
+    @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+    @pytest.mark.parametrize("spoil", ["synchronises", "raises"])
+    def test_one_that_cannot_be_captured_is_warned_of_and_served(self, spoil):
+        """And leaves nothing of the broken capture behind: memory, streams and kernels work on."""
+        model = model_on("cuda")
+
+        class Spoilt:
+            state_spec = staticmethod(model.state_spec)
+
+            def __call__(self, inputs):
+                if spoil == "synchronises":
+                    inputs.token_ids.sum().item()
+                elif torch.cuda.is_current_stream_capturing():
+                    raise ValueError("not while capturing")
+                return model(inputs)
+
+        expected = engine_of(model).generate(PROMPTS[:4], GREEDY)
+        engine = engine_of(Spoilt(), num_cuda_graphs=8)
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            results = engine.generate(PROMPTS[:4], GREEDY)
+        on_cpu = model_on("cpu")
+        same_answers(on_cpu, expected, results)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert not torch.cuda.is_current_stream_capturing()
+        assert not engine._graphs.shapes
+        other = engine_of(model, num_cuda_graphs=8)  # can still capture
+        same_answers(on_cpu, expected, other.generate(PROMPTS[:4], GREEDY))
+        assert other._graphs.shapes
+
+    def test_steps_beyond_every_captured_shape_run_eagerly(self):
+        engine = engine_of(model_on("cuda"), num_cuda_graphs=2, cuda_graph_max_tokens=48)
+        expected = engine_of(model_on("cuda")).generate(PROMPTS, GREEDY)
+        same_answers(model_on("cpu"), expected, engine.generate(PROMPTS, GREEDY))
+        shapes = engine._graphs.shapes
+        assert len(shapes) >= 2
+        assert max(shape.prefill_tokens for shape in shapes) <= 48
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("graphs", [None, 16], ids=["eager", "graphs"])
+def test_a_model_on_a_gpu_that_is_not_the_current_one(graphs):
+    """Both in one process, by turns; kernels, copies, events and captures go where the weights are."""
+    engines = [engine_of(model_on(f"cuda:{index}"), num_cuda_graphs=graphs) for index in (0, 1)]
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):
+        first, second = (engine.generate(PROMPTS, GREEDY) for engine in engines)
+        same_answers(model_on("cpu"), first, second)
+    assert torch.cuda.current_device() == 0
+    for engine in engines:
+        assert not graphs or engine._graphs.shapes
+        engine.reset_prefix_cache()

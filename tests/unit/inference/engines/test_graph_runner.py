@@ -177,9 +177,10 @@ class TestEngine:
         assert recorded.captures == 0
         assert_answers(PROMPTS[0], run_checked(engine)[request])
 
-    def test_a_model_that_cannot_be_captured_runs_on_without(self, monkeypatch):
+    @pytest.mark.parametrize("error", [RuntimeError, ValueError])
+    def test_a_model_that_cannot_be_captured_runs_on_without(self, monkeypatch, error):
         def refuse(*_: object) -> None:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise error("operation not permitted when stream is capturing")
 
         monkeypatch.setattr(graph_runner, "CapturedForward", refuse)
         engine = graphed_engine()

@@ -1,6 +1,8 @@
 """Sampling: what temperature, top-k and top-p leave of a distribution, and reproducible draws from it."""
 
+from bisect import bisect_right
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 import mambaslots as ms
@@ -57,6 +59,34 @@ def test_draws_follow_the_distribution() -> None:
     for token, probability in enumerate(torch.softmax(LOGITS.double(), dim=-1).tolist()):
         deviation = (probability * (1 - probability) / n) ** 0.5
         assert abs(counts[token] / n - probability) < 5 * deviation
+
+
+def test_a_draw_is_the_first_token_at_which_exact_sums_pass_the_number() -> None:
+    probabilities = torch.softmax(torch.randn(5000, generator=torch.Generator().manual_seed(1)), dim=-1)
+    probabilities[4990:] = 0
+    parts = [int(float(p) * 2**53) for p in probabilities]
+    sums = list(accumulate(parts))
+    for uniform in (0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(sampling._uniform(3, i) for i in range(200))):
+        token = int(sampling._draw(probabilities, torch.tensor(uniform, dtype=torch.float64)))
+        assert token == bisect_right(sums, int(sums[-1] * uniform))
+        assert token < 4990
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_p", [None, 0.3, 0.9])
+def test_a_gpu_draws_what_the_cpu_does_of_the_same_probabilities(top_p: float | None) -> None:
+    """In whatever order its threads add up: floats would differ in their last bits from call to call."""
+    logits = torch.randn(50_000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    params = ms.SamplingParams(temperature=1.0, top_p=top_p)
+    probabilities = torch.softmax(logits, dim=-1)
+    uniforms = torch.arange(64, dtype=torch.float64) / 64
+    expected = [int(sampling._draw(probabilities, uniform)) for uniform in uniforms]
+    for _ in range(20):
+        there = probabilities.cuda()
+        assert [int(sampling._draw(there, uniform)) for uniform in uniforms.cuda()] == expected
+    kept = [token_distribution(logits.cuda(), params) > 0 for _ in range(20)]
+    assert all(torch.equal(kept[0], again) for again in kept)
+    assert (kept[0].cpu() ^ (token_distribution(logits, params) > 0)).sum() <= 1  # softmax rounds otherwise
 
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:

@@ -165,6 +165,14 @@ class TestValues:
         with pytest.raises(ValueError, match="is float64; accepted: float32 or narrower"):
             Batch(layer, [Row(0, 0, 3)], 16).scan(ssd_chunk_scan, pool)
 
+    @pytest.mark.parametrize(("chunks", "rows"), [(32768, 1), (1, 65536)])
+    def test_more_than_a_grid_has_is_refused(self, chunks, rows):
+        """Before anything is launched or allocated: with two groups 65,536 programs on one axis."""
+        layer = Layer(G=2)
+        batch = Batch(layer, [Row(0, 0, 3)], 16, (rows - 1, chunks - 1, 0))
+        with pytest.raises(ValueError, match=f"{chunks} chunks of 2 groups and {rows} rows; accepted"):
+            batch.scan(ssd_chunk_scan, layer.pool(1))
+
 
 class TestBits:
     """The same inputs and cuts on the chunk grid: the same bits, in any company and in several calls."""
@@ -187,6 +195,38 @@ class TestBits:
         assert same_bits(pool[middle], uncut[2] if cut % 16 == 0 else uncut[1])
         assert same_bits(final[4], uncut[1])
         assert same_bits(torch.cat([first[20:], second[: end - cut]]), y)
+
+    @pytest.mark.gpu
+    def test_more_tokens_and_chunks_than_31_bits_count(self):
+        """Elements of x, y and states beyond 2**31 in one call, against two calls that stay below."""
+        kernel_device("cuda")
+        H, P, N, chunk, chunks = 128, 64, 128, 128, 2050
+        tokens, half = chunks * chunk, chunks // 2 * chunk
+        generator = torch.Generator("cuda").manual_seed(1)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, device="cuda")
+
+        x, B, C = normal(tokens, H, P), normal(tokens, 1, N), normal(tokens, 1, N)
+        dt, A, D = torch.rand(tokens, H, device="cuda") / 8, -torch.logspace(-2, 0.5, H).cuda(), normal(H)
+        pool = normal(4, H, P, N)
+
+        def scan_part(part, source, destination):
+            count = (part.stop - part.start) // chunk
+            slots = torch.tensor([[source], [destination]], device="cuda")
+            cuts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * chunk
+            return ssd_chunk_scan(
+                x[part], dt[part], A, B[part], C[part], D, pool, *slots,
+                chunk, cuts, torch.zeros_like(cuts[1:]), torch.tensor([0, count], dtype=torch.int32).cuda(),
+                torch.full((count,), -1, device="cuda"),
+            )  # fmt: skip
+
+        assert x.numel() > 2**31 < chunks * H * P * N
+        y = scan_part(slice(0, tokens), 0, 1)
+        assert torch.equal(scan_part(slice(0, half), 0, 2), y[:half])
+        assert torch.equal(scan_part(slice(half, tokens), 2, 3), y[half:])
+        assert same_bits(pool[1], pool[3])
+        assert y.isfinite().all()
 
     def test_a_row_is_the_same_in_any_company(self, device):
         layer = Layer()

@@ -55,3 +55,16 @@ def test_nothing_to_write(device):
     write_kv(cache, keys, keys, none, none)
     write_kv(cache, keys, keys, none.new_zeros(3), none.new_full((3,), -1))
     assert cache.count_nonzero() == 0
+
+
+@pytest.mark.gpu
+def test_positions_beyond_two_to_the_31():
+    """Of keys and of values: the cache of each has more elements than 31 bits can count."""
+    cache = torch.zeros(2, 2**31 // (256 * 1024) + 1, 256, 8, 128, dtype=torch.bfloat16, device="cuda")
+    keys = torch.randn(2, 8, 128, device="cuda")
+    tokens = torch.tensor([1, 0], device="cuda")
+    write_kv(cache, keys, -keys, tokens, torch.tensor([cache[0].numel() // 1024 - 1, 3], device="cuda"))
+    assert torch.equal(cache[0, -1, -1], keys[1].bfloat16())
+    assert torch.equal(cache[1, -1, -1], -keys[1].bfloat16())
+    assert torch.equal(cache[0, 0, 3], keys[0].bfloat16())
+    assert cache[:, :-1].view(torch.int16).count_nonzero() <= 2 * 1024

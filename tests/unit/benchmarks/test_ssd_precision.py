@@ -1,0 +1,23 @@
+"""The benchmark of precisions runs without a GPU, and what it holds its errors against is the recurrence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+def test_one_precision_in_the_interpreter():
+    command = [sys.executable, "benchmarks/ssd_precision.py", "--device", "cpu", "--only", "ieee"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert set(figures["us"]) >= {"state_passing", "chunk_scan", "all"}
+    assert all(0 < error < 1e-5 for error in figures["errors"].values())
