@@ -43,6 +43,7 @@ KERNELS = (
     "causal_conv1d",
     "selective_state_update",
     "write_kv",
+    "align",
 )
 """Every file of mambaslots.inference.kernels that has kernels."""
 HOPPER = GPUTarget("cuda", 90, 32)

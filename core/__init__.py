@@ -1,7 +1,7 @@
 """mambaslots: the prefix cache for hybrid Mamba/attention language models."""
 
 from . import models
-from .cache_stats import COMPUTE_REASONS, CacheStats
+from .cache_stats import COMPUTE_REASONS, CacheStats, SpeculationStats
 from .config import HybridStateSpec, InferenceConfig, SamplingParams
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
 from .inference.contexts.dynamic_context import DynamicInferenceContext
@@ -11,6 +11,7 @@ from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .inference.contexts.pinned_prefixes import PinnedPrefix
 from .inference.contexts.state_pool import StatePool
 from .inference.contexts.step_inputs import StepInputs
+from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
 from .inference.engines.token_stream import GeneratedToken, TokenStream
 from .inference.policies.checkpoint_plan import CheckpointPlan
@@ -22,7 +23,7 @@ __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
     "RequestResult", "GeneratedToken", "TokenStream", "StepReport", "PinnedPrefix", "CacheStats",
-    "COMPUTE_REASONS",
+    "COMPUTE_REASONS", "Drafter", "NgramDrafter", "SpeculationStats",
     # the parts
     "DynamicInferenceContext", "KVBlockAllocator", "MambaSlotAllocator", "MambaMetadata", "StatePool",
     # bringing a model

@@ -21,6 +21,7 @@ from .validation import (
 
 GIGABYTE = 1 << 30
 EVICTION_POLICIES = ("lru", "ref_zero")
+MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class HybridStateSpec:
         ssd_chunk_size: tokens of one SSD chunk; states inside a prefill exist at its multiples only.
         vocab_size: token ids are 0 .. vocab_size - 1.
         device: where states, KV and the step's index tensors live.
+        separate_states: whether the model's kernels read a state at one pool index and write it at others.
+            Where they update it in place, it is copied to where they do, and boundary states from there.
     """
 
     num_mamba_layers: int
@@ -50,6 +53,7 @@ class HybridStateSpec:
     ssd_chunk_size: int
     vocab_size: int
     device: torch.device
+    separate_states: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_mamba_layers", "num_attention_layers"):
@@ -61,6 +65,7 @@ class HybridStateSpec:
         for name in ("conv_states_shape", "ssm_states_shape"):
             _keep(self, name, tuple(integers(name, getattr(self, name), 1, INT32_MAX)))
         _keep(self, "device", device("device", self.device))
+        boolean("separate_states", self.separate_states)
 
     @property
     def state_bytes(self) -> int:
@@ -96,6 +101,8 @@ class InferenceConfig:
             captures none. Without effect on a CPU, and with float64 weights, whose kernels synchronise.
         use_cuda_graphs_for_non_decode_steps: also capture steps with prefills.
         cuda_graph_max_tokens: most prefill tokens, padding included, of a step that is captured.
+        num_speculative_tokens: most tokens that a decoding request drafts ahead in one step, to be verified
+            in it; 0 drafts none. Each takes one more live state a request.
     """
 
     block_size_tokens: int = 256
@@ -113,6 +120,7 @@ class InferenceConfig:
     num_cuda_graphs: int | None = None
     use_cuda_graphs_for_non_decode_steps: bool = True
     cuda_graph_max_tokens: int = 512
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
@@ -134,6 +142,8 @@ class InferenceConfig:
         boolean("use_cuda_graphs_for_non_decode_steps", self.use_cuda_graphs_for_non_decode_steps)
         tokens = integer("cuda_graph_max_tokens", self.cuda_graph_max_tokens, 1, INT32_MAX)
         _keep(self, "cuda_graph_max_tokens", tokens)
+        drafts = integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        _keep(self, "num_speculative_tokens", drafts)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 
@@ -229,6 +239,11 @@ class SamplingParams:
         if self.temperature is None:
             return not self.top_k and self.top_p is None
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def stops(self) -> tuple[int | None, ...]:
+        """The tokens that end the answer."""
+        return self.termination_id, *self.stop_token_ids
 
     @property
     def returns_prompt_log_probs(self) -> bool:

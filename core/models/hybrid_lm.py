@@ -155,6 +155,7 @@ class HybridLM(nn.Module):
             ssd_chunk_size=config.ssd_chunk_size,
             vocab_size=config.vocab_size,
             device=self.embedding.device,
+            separate_states=kernel_set(self.embedding.device, config.dtype).SEPARATE_STATES,
         )
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -195,7 +196,7 @@ class MambaMixer(nn.Module):
         self.out_proj = draw.linear(config.hidden_size, config.inner_dim)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
-        config, decodes = self.config, inputs.num_decodes
+        config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
         conv_states = inputs.state_pool.conv_states[self.layer_index]
         ssm_states = inputs.state_pool.ssm_states[self.layer_index]
         gate, raw, dt = torch.split(
@@ -205,30 +206,31 @@ class MambaMixer(nn.Module):
         )
         dt = torch.logaddexp(dt + self.dt_bias, self.dt_bias.new_zeros(()))  # softplus without a threshold
         A = -self.A_log.exp()
-        sources, destinations = inputs.state_sources, inputs.state_destinations
         outputs = []
         if decodes:
-            rows = slice(None, decodes)
-            written = destinations[rows, None]
+            sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
+            raw_by_row, dt_by_row = (
+                torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (raw, dt)
+            )
             xBC = kernels.causal_conv1d_update(
-                raw[rows, None], self.conv_weight, self.conv_bias, conv_states, sources[rows], written
+                raw_by_row, self.conv_weight, self.conv_bias, conv_states, sources, destinations
             )
             y = kernels.selective_state_update(
-                self._x(xBC), dt[rows, None], A, *self._BC(xBC), self.D, ssm_states, sources[rows], written
+                self._x(xBC), dt_by_row, A, *self._BC(xBC), self.D, ssm_states, sources, destinations
             )
-            outputs.append(y[:, 0])
+            outputs.append(y.flatten(0, 1))
         if inputs.num_prefills:
-            rows = slice(decodes, None)
+            sources, destinations = inputs.state_sources[decodes:], inputs.prefill_destinations
             chunks, checkpoints = inputs.chunks, inputs.checkpoints
             xBC = kernels.causal_conv1d_prefill(
-                raw[rows], self.conv_weight, self.conv_bias, conv_states, sources[rows], destinations[rows],
+                raw[decoded:], self.conv_weight, self.conv_bias, conv_states, sources, destinations,
                 chunks.query_start_loc, chunks.token_rows,
                 checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
             )  # fmt: skip
             outputs.append(
                 kernels.ssd_chunk_scan(
-                    self._x(xBC), dt[rows], A, *self._BC(xBC), self.D,
-                    ssm_states, sources[rows], destinations[rows], config.ssd_chunk_size,
+                    self._x(xBC), dt[decoded:], A, *self._BC(xBC), self.D,
+                    ssm_states, sources, destinations, config.ssd_chunk_size,
                     chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
                 )
             )  # fmt: skip
@@ -262,7 +264,7 @@ class Attention(nn.Module):
         self.o_proj = draw.linear(config.hidden_size, query_dim)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
-        config, decodes = self.config, inputs.num_decodes
+        config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
         kv_cache = inputs.kv_cache[self.layer_index]
         query, key, value = (
             torch.unflatten(F.linear(hidden, weight), 1, (-1, config.head_dim))
@@ -273,15 +275,20 @@ class Attention(nn.Module):
         kernels.write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
         outputs = []
         if decodes:
-            outputs.append(
-                kernels.paged_attention_decode(
-                    query[:decodes], kv_cache, inputs.block_table[:decodes], inputs.kv_lengths[:decodes]
-                )
-            )
+            table, lengths = inputs.block_table[:decodes], inputs.kv_lengths[:decodes]
+            if decoded == decodes:
+                attended = kernels.paged_attention_decode(query[:decodes], kv_cache, table, lengths)
+            else:
+                by_row = decodes, inputs.shape.decode_tokens
+                tokens = torch.unflatten(query[:decoded], 0, by_row)
+                positions = inputs.positions[:decoded].view(by_row)
+                attended = kernels.paged_attention_verify(tokens, kv_cache, table, lengths, positions)
+                attended = attended.flatten(0, 1)
+            outputs.append(attended)
         if inputs.num_prefills:
             outputs.append(
                 kernels.paged_attention_prefill(
-                    query[decodes:], kv_cache, inputs.block_table[decodes:],
+                    query[decoded:], kv_cache, inputs.block_table[decodes:],
                     inputs.chunks.query_start_loc, inputs.kv_lengths[decodes:], inputs.shape.max_query_tokens,
                 )
             )  # fmt: skip

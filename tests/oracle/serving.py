@@ -21,18 +21,34 @@ def small_model(ssd_chunk_size: int = 4, dtype: torch.dtype = torch.float64) -> 
     return ms.models.HybridLM(config, seed=3)
 
 
+DEFAULTS: dict[str, object] = {}
+"""What `small_engine` takes for given; see `oracle.drafters.speculating`."""
+
+
 def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
-    settings: dict[str, object] = {
-        "block_size_tokens": 8,
-        "max_requests": 4,
-        "max_tokens": 64,
-        "max_sequence_length": 256,
-        "num_kv_blocks": 128,
-        "num_mamba_slots": 64,
-    } | overrides
+    """`overrides`: settings; also `make_drafter`, called for a drafter, and `in_place`, of the model."""
+    settings: dict[str, object] = (
+        {
+            "block_size_tokens": 8,
+            "max_requests": 4,
+            "max_tokens": 64,
+            "max_sequence_length": 256,
+            "num_kv_blocks": 128,
+            "num_mamba_slots": 64,
+        }
+        | DEFAULTS
+        | overrides
+    )
     if not settings.get("enable_prefix_caching", True):
         settings["num_mamba_slots"] = None
-    return ms.DynamicInferenceEngine(small_model(), ms.InferenceConfig(**settings))  # type: ignore[arg-type]
+    make_drafter, in_place = settings.pop("make_drafter", None), settings.pop("in_place", False)
+    model = small_model()
+    if in_place:
+        from oracle.drafters import InPlaceModel
+
+        model = InPlaceModel(model)
+    config = ms.InferenceConfig(**settings)  # type: ignore[arg-type]
+    return ms.DynamicInferenceEngine(model, config, drafter=make_drafter and make_drafter())
 
 
 @cache

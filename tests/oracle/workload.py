@@ -95,8 +95,9 @@ class Client:
 
     def step(self) -> ms.StepReport:
         report = self.engine.step()
-        for request_id in self.own & report.generated.keys():
-            self.arrived[request_id].append(report.generated[request_id].token)
+        assert report.generated == {request_id: tokens[-1] for request_id, tokens in report.tokens.items()}
+        for request_id in self.own & report.tokens.keys():
+            self.arrived[request_id] += [token for token, _ in report.tokens[request_id]]
         for result in report.finished:
             if result.request_id in self.own:
                 self.take(result)

@@ -1,6 +1,7 @@
 """What a request needs for its next chunk: a row, a state to start from, and KV blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...cache_stats import Span
 from ...config import InferenceConfig
@@ -85,6 +86,29 @@ class Admission:
                 return None
             self._rows.append_blocks(request, self._kv_blocks.allocate_memory_blocks(1))
         return ScheduledChunk(request, start, start + 1, boundaries=self._plan(request, start, start + 1))
+
+    def draft(self, chunk: ScheduledChunk, tokens: Sequence[int]) -> ScheduledChunk:
+        """See `DynamicInferenceContext.draft`."""
+        request = chunk.request
+        room = len(request.blocks) * self._block_size - chunk.stop
+        missing = self._blocks_for(max(0, len(tokens) - room))
+        while missing and not self._kv_blocks.is_memory_available(missing):
+            missing -= 1
+        if missing:
+            self._rows.append_blocks(request, self._kv_blocks.allocate_memory_blocks(missing))
+        tokens = tuple(tokens[: room + missing * self._block_size])
+        if not tokens:
+            return chunk
+        stop = chunk.stop + len(tokens)
+        return replace(chunk, stop=stop, drafts=tokens, boundaries=self._plan(request, chunk.start, stop))
+
+    def trim(self, request: DynamicInferenceRequest) -> None:
+        """Give back the KV blocks that only drafts needed: what is left is what plain decoding would hold."""
+        needed = self._blocks_for(request.computed)
+        unneeded = request.blocks[needed:]
+        if unneeded:
+            self._rows.replace_blocks(request, needed, [])
+            self._kv_blocks.release_memory_blocks(unneeded)
 
     def _chunk_stop(self, start: int, length: int, budget: int) -> int:
         """Cuts fall on a block, else on the SSD grid, so that states at chunk ends can be kept."""

@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,16 +60,18 @@ class DynamicInferenceContext:
         self.mamba_chunk_size = spec.ssd_chunk_size
         self.max_requests = config.max_requests
         self.max_tokens = config.max_tokens
+        self.num_speculative_tokens = config.num_speculative_tokens
         self.prefix_caching_eviction_policy = config.prefix_caching_eviction_policy
         self.checkpoint_plan = config.checkpoint_plan
         num_blocks = config.kv_block_count(spec)
 
         self.kv_cache = self._new_kv_cache()
+        live_slots = self.max_requests * (1 + self.num_speculative_tokens)
         self.state_pool = StatePool(
-            spec.num_mamba_layers, self.max_requests, config.mamba_slot_count(spec), spec.conv_states_shape,
+            spec.num_mamba_layers, live_slots, config.mamba_slot_count(spec), spec.conv_states_shape,
             spec.ssm_states_shape, spec.conv_states_dtype, spec.ssm_states_dtype, spec.device,
         )  # fmt: skip
-        self.mamba_metadata = MambaMetadata(self.max_requests)
+        self.mamba_metadata = MambaMetadata(self.max_requests, live_slots)
         self.kv_block_allocator = KVBlockAllocator(
             num_blocks, config.enable_prefix_caching, config.prefix_caching_eviction_policy
         )
@@ -103,9 +106,13 @@ class DynamicInferenceContext:
         config, kv = self.config, self.kv_block_allocator
         blocks_per_row = min(kv.total_count, -(-config.max_sequence_length // self.block_size_tokens))
         self.mamba_metadata.reset()
-        self._rows = RequestRows(self.max_requests, blocks_per_row, self.mamba_metadata)
+        self._rows = RequestRows(
+            self.max_requests, blocks_per_row, self.mamba_metadata, 1 + self.num_speculative_tokens
+        )
         self.request_to_kv_block_ids = self._rows.block_table
-        self._states = RequestStates(self.state_pool, self._rows, self.mamba_slot_allocator)
+        self._states = RequestStates(
+            self.state_pool, self._rows, self.mamba_slot_allocator, self.spec.separate_states
+        )
         self._admission = Admission(
             config, self.spec.ssd_chunk_size, self._index, kv, self._rows, self._states
         )
@@ -113,16 +120,18 @@ class DynamicInferenceContext:
     def _largest_step(self) -> StepShape:
         """No step, padded or not, is larger in any size."""
         rows, tokens = self.max_requests, self.max_tokens
+        decode_tokens = 1 + self.num_speculative_tokens
         return StepShape(
             decodes=rows,
             prefills=rows,
             prefill_tokens=tokens,
             max_query_tokens=tokens,
             table_blocks=self.request_to_kv_block_ids.shape[1],
-            kv_writes=rows + tokens,
+            kv_writes=rows * decode_tokens + tokens,
             chunks=-(-tokens // self.mamba_chunk_size) + 2 * rows,
             checkpoints=-(-tokens // self.mamba_chunk_size) + rows,
-            logits=rows + tokens,
+            logits=rows * decode_tokens + tokens,
+            decode_tokens=decode_tokens,
         )
 
     def _new_kv_cache(self) -> Tensor:
@@ -200,6 +209,25 @@ class DynamicInferenceContext:
                 self.release(request)
             raise
 
+    def draft(self, chunk: ScheduledChunk, tokens: Sequence[int]) -> ScheduledChunk:
+        """Let a scheduled decode go on with drafts of what may follow, all verified in the same step.
+
+        Takes the first of `tokens`: at most `most_drafts`, and only as far as there are KV blocks that nobody
+        holds. Returns the chunk to use in place of `chunk`, or that itself where none is taken. After the
+        step, `end_step` must be told how many of its tokens stay.
+        """
+        self._check_between_steps("draft")
+        most = self.most_drafts(chunk)
+        drafts = integers("tokens", tokens, 0, self.spec.vocab_size - 1)[:most]
+        return self._admission.draft(chunk, drafts) if drafts else chunk
+
+    def most_drafts(self, chunk: ScheduledChunk) -> int:
+        """How many drafts a scheduled chunk may take, KV blocks permitting: 0 unless it is a plain decode."""
+        self._check_chunk(chunk)
+        if not chunk.decoding or chunk.drafts:
+            return 0
+        return max(0, min(self.num_speculative_tokens, chunk.request.max_length - chunk.stop - 1))
+
     def blocks_to_admit(self, request: DynamicInferenceRequest) -> tuple[int, int]:
         """How many KV blocks that nobody holds a waiting request needs, and how many there are."""
         kv, shared = self.kv_block_allocator, self.match(request).blocks
@@ -248,6 +276,7 @@ class DynamicInferenceContext:
             )
         ordered = sorted(chunks, key=lambda chunk: not chunk.decoding)
         self._step = self._checkpoints.reserve(ordered) if self._checkpoints else ordered
+        self._states.bring(self._step)
         decodes = sum(chunk.decoding for chunk in ordered)
         self.batch_dimensions = BatchDimensions(decodes, len(ordered) - decodes)
         return build_step_inputs(self, self._step, padding)
@@ -262,8 +291,19 @@ class DynamicInferenceContext:
         self._check_chunk(chunk)
         return self._states.destination(chunk)
 
-    def end_step(self) -> None:
-        """The forward has been launched: register KV, commit states, advance requests; no synchronisation."""
+    def state_destinations(self, chunk: ScheduledChunk) -> list[int]:
+        """Of a decode with drafts, the pool index for the state after each token; else for the last state."""
+        self._check_chunk(chunk)
+        return self._states.destinations(chunk)
+
+    def end_step(self, kept: Mapping[int, int] | None = None) -> None:
+        """The forward has been launched: register KV, commit states, advance requests; no synchronisation.
+
+        `kept`: by id of each request that had drafts, how many of its chunk's tokens stay: all of them are
+        among the request's tokens by now. KV and states of the others count as never written.
+        """
+        late = self._verified(kept or {}) if self.num_speculative_tokens else []
+        self._states.store(self._step, late)
         for chunk in self._step:
             request = chunk.request
             self._states.unpin(request)
@@ -275,7 +315,27 @@ class DynamicInferenceContext:
             self._states.advance(chunk, committed)
             if committed and self._checkpoints:
                 self._checkpoints.trim_path(request)
+            if self.num_speculative_tokens and chunk.decoding:
+                self._admission.trim(request)
         self._step = []
+
+    def _verified(self, kept: Mapping[int, int]) -> list[ScheduledChunk]:
+        """Cut the step's chunks to what stays of them; returns chunks with slots reserved only now."""
+        step = [self._cut(chunk, kept) if chunk.drafts else chunk for chunk in self._step]
+        late = self._checkpoints.settle(self._step, step) if self._checkpoints else []
+        given = {chunk.request.row: chunk.destinations for chunk in late}
+        self._step = [
+            replace(chunk, destinations=chunk.destinations | given[chunk.request.row])
+            if chunk.request.row in given
+            else chunk
+            for chunk in step
+        ]
+        return late
+
+    def _cut(self, chunk: ScheduledChunk, kept: Mapping[int, int]) -> ScheduledChunk:
+        request = chunk.request
+        most = min(chunk.length, len(request.tokens) - chunk.start)
+        return chunk.kept(integer(f"kept[{request.request_id}]", kept.get(request.request_id), 1, most))
 
     def abort_step(self) -> None:
         """The forward did not happen, or failed half-way: nothing it may have written is used.
@@ -415,6 +475,7 @@ class DynamicInferenceContext:
             isinstance(chunk, ScheduledChunk)
             and self._rows.holds(chunk.request)
             and chunk.start == chunk.request.computed
+            and len(chunk.drafts) <= self.num_speculative_tokens
         )
 
     def _check_chunk(self, chunk: ScheduledChunk) -> None:
@@ -462,7 +523,7 @@ class DynamicInferenceContext:
                 pins[request.pinned_slot] += 1
                 assert request.state_index == self.state_pool.durable_index(request.pinned_slot)
             elif request.computed and not self._step:
-                assert request.state_index == self._rows.live_slot(request)
+                assert request.state_index in self._rows.live_slots(request)
         counts = self.kv_block_allocator.block_ref_counts.tolist()
         assert references == {block: n for block, n in enumerate(counts) if n}, "a KV reference leaked"
         if self.mamba_slot_allocator is not None:

@@ -1,6 +1,6 @@
 """What one request does in one step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...cache_stats import Span, TokenLedger
 from ...request import DynamicInferenceRequest
@@ -11,11 +11,14 @@ from ..policies.checkpoint_plan import Boundary
 class ScheduledChunk:
     """Tokens [start, stop) of one request, to be computed in the next step.
 
+    The last of them may be drafts: guesses at what follows the request's tokens, to be verified in this step.
+
     Attributes:
         skipped: tokens before `start` that were resumed from a state.
         spans: why the prompt tokens of the chunk are computed.
         boundaries: where states are to be taken.
         destinations: boundary position -> the durable slot reserved for its state.
+        drafts: of a decode; not among the request's tokens.
     """
 
     request: DynamicInferenceRequest
@@ -25,6 +28,7 @@ class ScheduledChunk:
     spans: tuple[Span, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     destinations: dict[int, int] = field(default_factory=dict)
+    drafts: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -37,15 +41,34 @@ class ScheduledChunk:
     @property
     def completes(self) -> bool:
         """Whether the request's next token is sampled after this step."""
-        return self.stop == len(self.request.tokens)
+        return self.stop - len(self.drafts) == len(self.request.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those to compute."""
+        known = self.request.tokens[self.start : self.stop]
+        return [*known, *self.drafts] if self.drafts else known
 
     @property
     def logit_positions(self) -> range:
         """The token positions whose logits the step must return."""
         request = self.request
+        if self.drafts:
+            return range(self.start, self.stop)
         if request.sampling.returns_prompt_log_probs and self.start < len(request.prompt_tokens):
             return range(self.start, self.stop)
         return range(self.stop - 1 if self.completes else self.stop, self.stop)
+
+    def kept(self, count: int) -> "ScheduledChunk":
+        """The first `count` tokens of a decode, once those behind them turned out to be wrong drafts."""
+        stop = self.start + count
+        return replace(
+            self,
+            stop=stop,
+            drafts=self.drafts[: count - 1],
+            boundaries=tuple(boundary for boundary in self.boundaries if boundary.position <= stop),
+            destinations={p: slot for p, slot in self.destinations.items() if p <= stop},
+        )
 
     def token_counts(self) -> TokenLedger:
         """What becomes of the chunk's tokens; prompt tokens count on their first way through only."""

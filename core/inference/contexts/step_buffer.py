@@ -101,7 +101,7 @@ def _fields(shape: StepShape) -> tuple[tuple[str, int, bool], ...]:
         ("kv_lengths", rows, False),
         ("block_table", rows * shape.table_blocks, False),
         ("state_sources", rows, False),
-        ("state_destinations", rows, False),
+        ("state_destinations", shape.state_writes, False),
         ("logit_tokens", shape.logits, False),
         ("query_start_loc", prefills + 1, False),
         ("token_rows", shape.prefill_tokens, False),

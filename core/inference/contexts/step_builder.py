@@ -32,8 +32,8 @@ def build_step_inputs(
 ) -> StepInputs:
     """The inputs of a step whose chunks are ordered decodes first; fills `context.step_buffer`, and sends it.
 
-    Tokens in immutable blocks are computed without writing their KV again. A row whose step ends on a
-    reserved boundary has the durable slot as its destination, any other its live slot.
+    Tokens in immutable blocks are computed without writing their KV again. A token that ends a block with a
+    reserved slot has that as its state's destination, any other a live slot.
     """
     size = context.block_size_tokens
     requests = [chunk.request for chunk in chunks]
@@ -44,6 +44,7 @@ def build_step_inputs(
     lengths = np.subtract(stops, starts)
     query_start_loc = np.zeros(len(chunks) + 1, np.int64)
     lengths.cumsum(out=query_start_loc[1:])
+    decode_tokens = int(query_start_loc[decodes])
 
     token_rows = np.arange(len(chunks)).repeat(lengths)
     positions = np.arange(len(token_rows)) + (starts - query_start_loc[:-1])[token_rows]
@@ -71,7 +72,7 @@ def build_step_inputs(
     )
     chunk_destinations = np.full(len(grid.seq_idx), -1)
     chunk_destinations[grid.checkpoint_chunks] = slots
-    token_ids = chain.from_iterable(chunk.request.tokens[chunk.start : chunk.stop] for chunk in chunks)
+    token_ids = chain.from_iterable(chunk.tokens for chunk in chunks)
     logits = [
         first + position - chunk.start
         for first, chunk in zip(query_start_loc[:-1].tolist(), chunks, strict=True)
@@ -81,30 +82,38 @@ def build_step_inputs(
     shape = StepShape(
         decodes=decodes,
         prefills=len(prefills),
-        prefill_tokens=len(positions) - decodes,
+        prefill_tokens=len(positions) - decode_tokens,
         max_query_tokens=int(max(lengths[decodes:], default=0)),
         table_blocks=table.shape[1],
         kv_writes=len(writes),
         chunks=len(grid.seq_idx),
         checkpoints=len(inner),
         logits=len(logits),
+        decode_tokens=1 if decode_tokens == decodes else int(lengths[:decodes].max()),
     )
     if padding is not None:
         shape = padding(shape)
     into = context.step_buffer.arrays(shape)
     gap = decodes, shape.decodes
-    _fill_around(into["token_ids"], np.fromiter(token_ids, np.int64, len(positions)), gap, 0)
-    _fill_around(into["positions"], positions, gap, 0)
-    _fill(into["kv_write_tokens"], _beyond(gap, writes), 0)
+    places = _padded_places(query_start_loc, token_rows, decodes, shape)
+    _fill_at(into["token_ids"], np.fromiter(token_ids, np.int64, len(positions)), places, 0)
+    _fill_at(into["positions"], positions, places, 0)
+    _fill(into["kv_write_tokens"], writes if places is None else places[writes], 0)
     _fill(into["kv_write_positions"], blocks * size + written % size, -1)
     _fill_around(into["kv_lengths"], stops, gap, 0)
     _fill_table(into["block_table"], table, gap)
     sources = [request.state_index if request.computed else -1 for request in requests]
     _fill_around(into["state_sources"], sources, gap, -1)
-    destinations = [context.state_destination(chunk) for chunk in chunks]
-    _fill_around(into["state_destinations"], destinations, gap, -1)
-    _fill(into["logit_tokens"], _beyond(gap, np.array(logits, np.int64)), 0)
-    _fill(into["query_start_loc"], query_start_loc[decodes:] - decodes, len(positions) - decodes)
+    destinations = [index for chunk in chunks for index in context.state_destinations(chunk)]
+    state_places = None
+    if shape.state_writes != len(destinations):
+        decoded = np.arange(decode_tokens) if places is None else places[:decode_tokens]
+        behind = np.arange(len(prefills)) + shape.decodes * shape.decode_tokens
+        state_places = np.append(decoded, behind)
+    _fill_at(into["state_destinations"], destinations, state_places, -1)
+    wanted = np.array(logits, np.int64)
+    _fill(into["logit_tokens"], wanted if places is None else places[wanted], 0)
+    _fill(into["query_start_loc"], query_start_loc[decodes:] - decode_tokens, len(positions) - decode_tokens)
     _fill(into["token_rows"], grid.token_rows, -1)
     _fill(into["cu_chunk_seqlens"], grid.cu_chunk_seqlens, grid.cu_chunk_seqlens[-1])
     _fill(into["seq_idx"], grid.seq_idx, 0)
@@ -140,6 +149,15 @@ def _fill(array: Array, values: Sequence[int] | Array, padding: int) -> None:
         array[len(values) :] = padding
 
 
+def _fill_at(array: Array, values: Sequence[int] | Array, places: Array | None, padding: int) -> None:
+    """Each value in its place, padding elsewhere; `places` None: one after another, and no padding."""
+    if places is None:
+        array[:] = values
+    else:
+        array.fill(padding)
+        array[places] = values
+
+
 def _fill_around(array: Array, values: Sequence[int] | Array, gap: tuple[int, int], padding: int) -> None:
     """As `_fill`, with more padding from the first number of `gap` to the second: behind the decodes."""
     decodes, padded = gap
@@ -162,7 +180,14 @@ def _fill_table(array: Array, table: Array, gap: tuple[int, int]) -> None:
     array[padded : padded + rows - decodes, :blocks] = table[decodes:]
 
 
-def _beyond(gap: tuple[int, int], tokens: Array) -> Array:
-    """Where tokens are once the decode rows are padded."""
-    decodes, padded = gap
-    return tokens if decodes == padded else np.where(tokens < decodes, tokens, tokens + (padded - decodes))
+def _padded_places(query_start_loc: Array, token_rows: Array, decodes: int, shape: StepShape) -> Array | None:
+    """Where each of the tokens is once all decode rows have equally many; None where that changes nothing."""
+    total, decode_tokens = len(token_rows), int(query_start_loc[decodes])
+    if shape.tokens == total:
+        return None
+    places = np.arange(total)
+    places[decode_tokens:] += shape.decodes * shape.decode_tokens - decode_tokens
+    if shape.decode_tokens > 1:
+        rows = token_rows[:decode_tokens]
+        places[:decode_tokens] += rows * shape.decode_tokens - query_start_loc[rows]
+    return places

@@ -22,30 +22,40 @@ class StepCheckpoints:
 
     def boundary_keys(self, chunk: ScheduledChunk) -> set[int]:
         """The hashes under which the chunk's planned states will be found."""
-        return {self._key(chunk, boundary) for boundary in chunk.boundaries}
+        return {self._key(chunk, boundary.position) for boundary in chunk.boundaries}
 
-    def _key(self, chunk: ScheduledChunk, boundary: Boundary) -> int:
-        hashes = chunk.request.hashes
-        hashes.extend_to(chunk.request.tokens, boundary.position)
-        return hashes.keys[boundary.position // self._block_size - 1]
+    def _key(self, chunk: ScheduledChunk, position: int) -> int:
+        request = chunk.request
+        hashes = request.hashes
+        hashes.extend_to(request.tokens, position)
+        if position > len(request.tokens):  # drafts enter no hash that is kept
+            hashes = hashes.fork()
+            hashes.extend_to([*request.tokens, *chunk.drafts], position)
+        return hashes.keys[position // self._block_size - 1]
 
     def reserve(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go, without error.
 
-        Returns the chunks with their `destinations`. May evict states.
+        Returns the chunks with their `destinations`. May evict states, but none for a boundary that only
+        drafts reach: such get the slots that are free.
         """
         wanted: dict[int, tuple[ScheduledChunk, Boundary]] = {}
+        guessed: dict[int, tuple[ScheduledChunk, Boundary]] = {}
         for chunk in chunks:
             for boundary in chunk.boundaries:
-                key = self._key(chunk, boundary)
+                key = self._key(chunk, boundary.position)
                 if key not in self._slots.hash_to_block_id:
-                    wanted.setdefault(key, (chunk, boundary))
+                    certain = boundary.position <= len(chunk.request.tokens)
+                    (wanted if certain else guessed).setdefault(key, (chunk, boundary))
         by_worth = sorted(wanted, key=lambda key: KINDS_BY_WORTH.index(wanted[key][1].kind))
         self._make_room([wanted[key] for key in by_worth])
         available = self._slots.available_count
         for key in by_worth[available:]:
             self._slots.ghosts.add(key, "capacity")
         chosen = [wanted[key] for key in by_worth[:available]]
+        if guessed:
+            free = max(0, self._slots.free_count - len(chosen))
+            chosen += [guessed[key] for key in guessed if key not in wanted][:free]
         slots = self._slots.reserve([self._block(chunk, boundary) for chunk, boundary in chosen])
         destinations: dict[int, dict[int, int]] = {}
         for (chunk, boundary), slot in zip(chosen, slots, strict=True):
@@ -75,6 +85,35 @@ class StepCheckpoints:
         if slot < 0 or self._slots.was_used(slot) or self._slots.drop_state(block):
             request.rolling_block = -1
 
+    def settle(self, step: Sequence[ScheduledChunk], cut: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Once drafts are verified: `cut` is what stays of the chunks of `step`, in the same order.
+
+        Gives back slots of boundaries not reached, and reserves some for those reached where none was free
+        while they were guesses. Returns chunks with these as `destinations`, which states must be copied to.
+        """
+        unserved = []
+        for planned, chunk in zip(step, cut, strict=True):
+            if planned is not chunk:
+                beyond = planned.destinations.keys() - chunk.destinations.keys()
+                self._slots.release_reservation([planned.destinations[position] for position in beyond])
+                missing = tuple(b for b in chunk.boundaries if b.position not in chunk.destinations)
+                if missing:
+                    unserved.append(replace(chunk, boundaries=missing, destinations={}))
+        if not unserved:
+            return []
+        reserved = {self._key(chunk, position) for chunk in cut for position in chunk.destinations}
+        return self.reserve(
+            [
+                replace(
+                    chunk,
+                    boundaries=tuple(
+                        b for b in chunk.boundaries if self._key(chunk, b.position) not in reserved
+                    ),
+                )
+                for chunk in unserved
+            ]
+        )
+
     def commit(self, chunk: ScheduledChunk) -> dict[int, int]:
         """Make the states of a launched chunk findable; its request's blocks are registered already.
 
@@ -83,7 +122,7 @@ class StepCheckpoints:
         """
         request = chunk.request
         committed: dict[int, int] = {}
-        for position, slot in chunk.destinations.items():
+        for position, slot in sorted(chunk.destinations.items()):
             depth = position // self._block_size
             if depth > request.immutable_blocks:
                 self._slots.release_reservation([slot])

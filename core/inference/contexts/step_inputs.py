@@ -20,6 +20,7 @@ class StepShape(NamedTuple):
     chunks: int  # SSD chunks
     checkpoints: int
     logits: int
+    decode_tokens: int = 1  # tokens a decode row: more than one where any has drafts
 
     @property
     def rows(self) -> int:
@@ -27,7 +28,12 @@ class StepShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
+        return self.decodes * self.decode_tokens + self.prefill_tokens
+
+    @property
+    def state_writes(self) -> int:
+        """One a decode token, one a prefill row."""
+        return self.decodes * self.decode_tokens + self.prefills
 
 
 @dataclass(frozen=True)
@@ -61,24 +67,28 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step's batch of R rows and T tokens: decode rows first, one token each, then prefill rows.
+    """One step's batch of R rows and T tokens: decode rows first, then prefill rows.
+
+    Decode rows have `shape.decode_tokens` tokens each: the last token of the sequence, then drafts of what
+    may follow, then padding. In a step without drafts that is one token.
 
     Index tensors lie on the model's device. Valid until the context prepares its next step. The model
     writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else.
 
     All may be padded to `shape`, decode rows and prefill rows each behind the real ones, as
-    `kernels.reference` describes; the logits of padding are not wanted.
+    `kernels.reference` describes; the logits of padding are not wanted. The padding tokens of a real decode
+    row have position 0, and -1 as state destination.
     """
 
     shape: StepShape
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64: absolute position of each token in its sequence
-    kv_lengths: Tensor  # [R] int64: tokens of each sequence after this step
+    kv_lengths: Tensor  # [R] int64: tokens of each sequence after this step, drafts included
     block_table: Tensor  # [R, most blocks of any row] int64: KV blocks in order, padded with 0
     kv_write_tokens: Tensor  # [W] int64: the tokens whose keys and values are stored
     kv_write_positions: Tensor  # [W] int64: block * block_size_tokens + offset for each of them; -1 = none
     state_sources: Tensor  # [R] int64: pool index of the state after the tokens before; -1 = zeros
-    state_destinations: Tensor  # [R] int64: pool index for the state after this step's tokens
+    state_destinations: Tensor  # [decode tokens + prefill rows] int64: pool index for the state after it
     chunks: PrefillChunks
     checkpoints: Checkpoints
     logit_tokens: Tensor  # [L] int64: the tokens whose logits are wanted, in order
@@ -96,4 +106,15 @@ class StepInputs:
 
     @property
     def num_decode_tokens(self) -> int:
-        return self.shape.decodes
+        return self.shape.decodes * self.shape.decode_tokens
+
+    @property
+    def decode_destinations(self) -> Tensor:
+        """[decode rows, tokens of each]: for the state after each token; -1 = nowhere."""
+        shape = self.shape
+        return self.state_destinations[: self.num_decode_tokens].view(shape.decodes, shape.decode_tokens)
+
+    @property
+    def prefill_destinations(self) -> Tensor:
+        """[prefill rows]"""
+        return self.state_destinations[self.num_decode_tokens :]

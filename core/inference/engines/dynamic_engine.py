@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ...cache_stats import SpeculationStats
 from ...config import HybridStateSpec, InferenceConfig, SamplingParams
 from ...request import DynamicInferenceRequest, FinishReason, RequestResult
 from ...validation import instance, integer, integers, shown
@@ -20,6 +21,8 @@ from ..contexts.scheduled_chunk import ScheduledChunk
 from ..contexts.step_inputs import StepInputs
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
+from .acceptance import count_accepted
+from .drafter import Drafter, NgramDrafter
 from .graph_runner import GraphBuckets, GraphRunner
 from .sampling import sample_step
 from .scheduler import Scheduler
@@ -43,13 +46,15 @@ class Model(Protocol):
 class StepReport:
     """What one `step` did.
 
-    `admitted`: requests that were given a row. `generated`: the new token of each request that got one.
-    `finished`: results of the requests that ended.
+    `admitted`: requests that were given a row. `generated`: the newest token of each request that got any.
+    `finished`: results of the requests that ended. `tokens`: all new tokens of those requests, in order; more
+    than one only where drafts were accepted.
     """
 
     admitted: tuple[int, ...] = ()
     generated: dict[int, GeneratedToken] = field(default_factory=dict)
     finished: tuple[RequestResult, ...] = ()
+    tokens: dict[int, tuple[GeneratedToken, ...]] = field(default_factory=dict)
 
 
 class DynamicInferenceEngine:
@@ -60,7 +65,8 @@ class DynamicInferenceEngine:
     requests as they come.
     """
 
-    def __init__(self, model: Model, config: InferenceConfig) -> None:
+    def __init__(self, model: Model, config: InferenceConfig, *, drafter: Drafter | None = None) -> None:
+        """`drafter`: in place of prompt lookup, where `config.num_speculative_tokens` asks for drafts."""
         if not callable(model) or isinstance(model, type) or not callable(getattr(model, "state_spec", None)):
             raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
         self.model = model
@@ -69,7 +75,9 @@ class DynamicInferenceEngine:
         device = self.context.spec.device
         self._gpu = -1 if device.type != "cuda" else device  # where launches go; -1: as it is
         self._graphs = self._graph_runner()
-        self._scheduler = Scheduler(self.context)
+        self._drafter = self._checked_drafter(drafter)
+        self._scheduler = Scheduler(self.context, self._drafter)
+        self._speculation = SpeculationStats()
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._unclaimed: dict[int, RequestResult] = {}
         self._streams: WeakValueDictionary[int, TokenStream] = WeakValueDictionary()
@@ -84,6 +92,17 @@ class DynamicInferenceEngine:
         if most is None or spec.device.type != "cuda" or spec.ssm_states_dtype == torch.float64:
             return None
         return GraphRunner(GraphBuckets.of(self.context), most)
+
+    def _checked_drafter(self, drafter: Drafter | None) -> Drafter | None:
+        most = self.config.num_speculative_tokens
+        if drafter is None:
+            return NgramDrafter() if most else None
+        if not most or isinstance(drafter, type) or not callable(getattr(drafter, "draft", None)):
+            raise ValueError(
+                f"drafter is {shown(drafter)} and num_speculative_tokens {most}; accepted: an object with "
+                "`draft(tokens, most)`, where num_speculative_tokens is at least 1, or None"
+            )
+        return drafter
 
     # ---- requests
 
@@ -167,7 +186,7 @@ class DynamicInferenceEngine:
 
     @torch.inference_mode()
     def step(self) -> StepReport:
-        """Advance every request that can go on by one chunk or one token.
+        """Advance every request that can go on by one chunk, or one token and the drafts that stand.
 
         Raises what the model raises, and then no request has a new token: all running requests are queued
         again, and a later `step` restarts them from their last cached states. Should even that fail, the
@@ -191,13 +210,17 @@ class DynamicInferenceEngine:
             raise
         finally:
             self._stepping = False
-        for request_id, token in generated.items():
+        newest = {}
+        for request_id, tokens in generated.items():
+            newest[request_id] = tokens[-1]
             stream = self._streams.get(request_id)
             if stream is not None:
-                stream.put(token)
-        return StepReport(admitted, generated, finished)
+                stream.put(*tokens)
+        if self._drafter is not None:
+            self._count_drafts(chunks, generated)
+        return StepReport(admitted, newest, finished, generated)
 
-    def _run_step(self) -> tuple[tuple[ScheduledChunk, ...], dict[int, GeneratedToken]]:
+    def _run_step(self) -> tuple[tuple[ScheduledChunk, ...], dict[int, tuple[GeneratedToken, ...]]]:
         scheduled = self._scheduler.schedule()
         if not scheduled:
             return (), {}
@@ -212,11 +235,37 @@ class DynamicInferenceEngine:
                 f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
                 f"{wanted}"
             )
-        self.context.end_step()
-        generated = sample_step(chunks, logits[: inputs.num_logits])
+        logits = logits[: inputs.num_logits]
+        if any(chunk.drafts for chunk in chunks):  # what is to be kept is known once drafts are verified
+            generated = sample_step(chunks, logits)
+            self.context.end_step({request_id: len(tokens) for request_id, tokens in generated.items()})
+        else:
+            self.context.end_step()
+            generated = sample_step(chunks, logits)
         if graphs:
             graphs.capture(self.model)
         return chunks, generated
+
+    def _count_drafts(
+        self, chunks: Sequence[ScheduledChunk], generated: dict[int, tuple[GeneratedToken, ...]]
+    ) -> None:
+        decodes, tokens, drafted, accepted = 0, 0, 0, 0
+        for chunk in chunks:
+            if chunk.decoding:
+                new = [token for token, _ in generated[chunk.request.request_id]]
+                decodes += 1
+                tokens += len(new)
+                drafted += len(chunk.drafts)
+                accepted += count_accepted(chunk.drafts, new)
+        before = self._speculation
+        self._speculation = SpeculationStats(
+            before.decodes + decodes, before.tokens + tokens,
+            before.drafted + drafted, before.accepted + accepted,
+        )  # fmt: skip
+
+    def speculation_stats(self) -> SpeculationStats:
+        """What drafts were worth so far, since the last `reset`; all 0 without `num_speculative_tokens`."""
+        return self._speculation
 
     def _finish_completed(self, generated: Iterable[int]) -> tuple[RequestResult, ...]:
         """End the requests whose answer is complete; those nobody wants any more are cancelled instead."""
@@ -239,6 +288,7 @@ class DynamicInferenceEngine:
             for request, length in before:
                 del request.tokens[length:]
                 del request.log_probs[request.num_generated :]
+                request.hashes.cut_to(length)
                 request.ttft_s = request.ttft_s if request.num_generated else None
             known = {request.request_id: request for request, _ in before}
             self._requests = known | self._requests  # those added during the step wait behind the others
@@ -432,7 +482,8 @@ class DynamicInferenceEngine:
         """Drop every request, result, prefix and count; also mends an engine that could not recover."""
         if self._stepping:
             self._check_usable("reset")
-        self._scheduler = Scheduler(self.context)
+        self._scheduler = Scheduler(self.context, self._drafter)
+        self._speculation = SpeculationStats()
         self._requests.clear()
         self._unclaimed.clear()
         self._abandoned.clear()
@@ -465,7 +516,7 @@ class DynamicInferenceEngine:
 
 def _finish_reason(request: DynamicInferenceRequest) -> FinishReason | None:
     sampling = request.sampling
-    if request.tokens[-1] in (sampling.termination_id, *sampling.stop_token_ids):
+    if request.tokens[-1] in sampling.stops:
         return "stop"
     return "length" if len(request.tokens) >= request.max_length else None
 

@@ -21,8 +21,9 @@ class GraphBuckets:
     """The shapes that graphs are captured for. Sizes that follow from others are at their largest.
 
     Decode steps: rows and columns of the block table are powers of two, up to `max_requests` and
-    `table_blocks`. Steps with prefills: rows are powers of four (or no decode row at all), prefill tokens
-    are 2^k or 3 * 2^k up to `max_prefill_tokens`, which is 0 where there are to be no such graphs.
+    `table_blocks`; rows have one token, or `decode_tokens` where any has drafts. Steps with prefills: rows
+    are powers of four (or no decode row at all), prefill tokens are 2^k or 3 * 2^k up to
+    `max_prefill_tokens`, which is 0 where there are to be no such graphs.
     """
 
     max_requests: int
@@ -30,6 +31,7 @@ class GraphBuckets:
     max_prefill_tokens: int
     chunk_size: int
     block_size: int
+    decode_tokens: int = 1
 
     @classmethod
     def of(cls, context: DynamicInferenceContext) -> "GraphBuckets":
@@ -41,6 +43,7 @@ class GraphBuckets:
             max_prefill_tokens=prefill_tokens if config.use_cuda_graphs_for_non_decode_steps else 0,
             chunk_size=context.mamba_chunk_size,
             block_size=context.block_size_tokens,
+            decode_tokens=1 + context.num_speculative_tokens,
         )
 
     def smallest(self, shape: StepShape) -> StepShape | None:
@@ -48,13 +51,15 @@ class GraphBuckets:
 
         Prompt log-probs want more logits than there are rows: such steps fit nowhere.
         """
+        per_row = self.decode_tokens if shape.decode_tokens > 1 else 1
         if shape.prefills == 0:
             decodes = _up(shape.decodes, 2, self.max_requests)
             fitting = shape._replace(
                 decodes=decodes,
                 table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
-                kv_writes=decodes,
-                logits=decodes,
+                kv_writes=decodes * per_row,
+                logits=decodes * per_row,
+                decode_tokens=per_row,
             )
         else:
             tokens = self._prefill_tokens(shape.prefill_tokens)
@@ -66,10 +71,11 @@ class GraphBuckets:
                 prefill_tokens=tokens,
                 max_query_tokens=tokens,
                 table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
-                kv_writes=decodes + tokens,
+                kv_writes=decodes * per_row + tokens,
                 chunks=tokens // self.chunk_size + 2 * prefills,
                 checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-                logits=decodes + prefills,
+                logits=decodes * per_row + prefills,
+                decode_tokens=per_row,
             )
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None

@@ -12,22 +12,26 @@ from ...config import SamplingParams
 from ...request import DynamicInferenceRequest
 from ...validation import described, holds_data, integers, shown
 from ..contexts.scheduled_chunk import ScheduledChunk
+from .acceptance import accepted_tokens
 from .token_stream import GeneratedToken
 
 _WHOLE = 1 << 53
 
 
-def sample_step(chunks: Sequence[ScheduledChunk], logits: Tensor) -> dict[int, GeneratedToken]:
-    """Append a token to every request whose chunk completes, and return the tokens by request.
+def sample_step(chunks: Sequence[ScheduledChunk], logits: Tensor) -> dict[int, tuple[GeneratedToken, ...]]:
+    """Append its next tokens to every request whose chunk completes, and return them by request.
 
-    `logits` [tokens wanted, vocabulary]: those of each chunk's `logit_positions`, chunk after chunk. Also
-    fills in the log-probs that requests asked for. When it raises, no request has a new token.
+    That is one token, and one more for each draft that stands. `logits` [tokens wanted, vocabulary]: those of
+    each chunk's `logit_positions`, chunk after chunk. Also fills in the log-probs that requests asked for.
+    When it raises, no request has a new token.
 
     Everything is computed where the logits are and comes back in one copy, for which alone it waits; a step
     from which nobody wants a number waits for nothing.
     """
     last_rows: list[int] = []
-    requests: list[DynamicInferenceRequest] = []
+    sampled: list[tuple[DynamicInferenceRequest, tuple[int, ...]]] = []
+    params: list[SamplingParams] = []
+    positions: list[int] = []
     prompts: list[tuple[DynamicInferenceRequest, slice]] = []
     columns: list[Tensor] = []
     first = 0
@@ -39,35 +43,43 @@ def sample_step(chunks: Sequence[ScheduledChunk], logits: Tensor) -> dict[int, G
             columns.append(log_probs)
         first += wanted
         if chunk.completes:
-            last_rows.append(first - 1)
-            requests.append(chunk.request)
-    if requests:
+            request = chunk.request
+            sampled.append((request, chunk.drafts))
+            for behind in range(-len(chunk.drafts), 1):
+                last_rows.append(first - 1 + behind)
+                params.append(request.sampling)
+                positions.append(request.num_generated + len(chunk.drafts) + behind)
+    if sampled:
         last = logits
         if last_rows != list(range(len(logits))):
             last = logits.index_select(0, _on_device(torch.tensor(last_rows), logits.device))
-        tokens = sample(last, [r.sampling for r in requests], [r.num_generated for r in requests])
+        tokens = sample(last, params, positions)
         columns.append(tokens)
-        if any(request.sampling.return_log_probs for request in requests):
+        if any(request.sampling.return_log_probs for request, _ in sampled):
             columns.append(log_softmax(last).gather(1, tokens[:, None])[:, 0])
     numbers = iter(_read(columns))
 
     for request, asked in prompts:
         request.prompt_log_probs[asked] = next(numbers)
-    if not requests:
+    if not sampled:
         return {}
-    values: Sequence[float | None] = [None] * len(requests)
-    chosen = [int(token) for token in next(numbers)]
+    values: Sequence[float | None] = [None] * len(params)
+    drawn = [int(token) for token in next(numbers)]
     values = next(numbers, values)
     now = time.perf_counter()
-    generated: dict[int, GeneratedToken] = {}
-    for request, token, value in zip(requests, chosen, values, strict=True):
-        log_prob = value if request.sampling.return_log_probs else None
-        if log_prob is not None:
-            request.log_probs.append(log_prob)
-        request.tokens.append(token)
+    generated: dict[int, tuple[GeneratedToken, ...]] = {}
+    first = 0
+    for request, drafts in sampled:
+        stop = first + 1 + len(drafts)
+        new = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops) if drafts else [drawn[first]]
+        wanted = request.sampling.return_log_probs
+        own = values[first : first + len(new)] if wanted else [None] * len(new)
+        request.log_probs += [value for value in own if value is not None]
+        request.tokens += new
         if request.ttft_s is None:
             request.ttft_s = now - request.arrival_s
-        generated[request.request_id] = GeneratedToken(token, log_prob)
+        generated[request.request_id] = tuple(map(GeneratedToken, new, own))
+        first = stop
     return generated
 
 

@@ -8,6 +8,7 @@ from ...request import DynamicInferenceRequest
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.prefix_index import PrefixMatch
 from ..contexts.scheduled_chunk import ScheduledChunk
+from .drafter import Drafter
 
 
 class Scheduler:
@@ -17,10 +18,15 @@ class Scheduler:
     *paused*: it keeps its row, blocks and state, and nobody new is admitted until it goes on. When nobody
     can go on, the request admitted last is evicted and waits at the head of the queue, so the oldest
     always finishes.
+
+    Drafts come last, and take what tokens and blocks are left: they keep nobody waiting, and what they did
+    not need is back when the step ends.
     """
 
-    def __init__(self, context: DynamicInferenceContext) -> None:
+    def __init__(self, context: DynamicInferenceContext, drafter: Drafter | None = None) -> None:
+        """`drafter`: for the drafts of decodes; None drafts none."""
         self._context = context
+        self._drafter = drafter
         self.waiting: deque[DynamicInferenceRequest] = deque()
         self.running: list[DynamicInferenceRequest] = []  # in order of admission
 
@@ -66,7 +72,7 @@ class Scheduler:
             if not any(request.paused for request in self.running):
                 self._admit(chunks)
             if chunks or not (self.running or self.waiting):
-                return chunks
+                return self._with_drafts(chunks, self._drafter) if self._drafter else chunks
             if not self.running:
                 raise KVBlockCapacityError(*self._context.blocks_to_admit(self.waiting[0]))
             self.requeue(self.running[-1])
@@ -103,6 +109,18 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.length
             soon_stored |= self._context.boundary_keys(chunk)
+
+    def _with_drafts(self, chunks: list[ScheduledChunk], drafter: Drafter) -> list[ScheduledChunk]:
+        budget = self._context.max_tokens - sum(chunk.length for chunk in chunks)
+        drafted = []
+        for chunk in chunks:
+            most = min(budget, self._context.most_drafts(chunk))
+            if most > 0:
+                drafts = list(drafter.draft(chunk.request.tokens, most))[:most]
+                chunk = self._context.draft(chunk, drafts)
+                budget -= len(chunk.drafts)
+            drafted.append(chunk)
+        return drafted
 
     def _soon_deeper(
         self, request: DynamicInferenceRequest, match: PrefixMatch, soon_stored: set[int]

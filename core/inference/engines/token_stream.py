@@ -25,8 +25,8 @@ class TokenStream(Iterator[GeneratedToken]):
         self._arrived: deque[GeneratedToken] = deque()
         self._goes_on = True
 
-    def put(self, token: GeneratedToken) -> None:
-        self._arrived.append(token)
+    def put(self, *tokens: GeneratedToken) -> None:
+        self._arrived.extend(tokens)
 
     def __next__(self) -> GeneratedToken:
         while self._goes_on and not self._arrived:

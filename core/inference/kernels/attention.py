@@ -33,6 +33,22 @@ def paged_attention_decode(
     return attended[:, 0]
 
 
+def paged_attention_verify(
+    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
+) -> Tensor:
+    """As `reference.paged_attention_verify`; flash_attn's result is in the dtype of `kv_cache`.
+
+    flash_attn aligns a row's queries with its end, and rows have different numbers of real tokens, so that
+    each token goes as a row of its own; a row's KV comes from memory once and then from cache.
+    """
+    if flash_attn_for(kv_cache) is None:
+        return paged_attention.paged_attention_verify(query, kv_cache, block_table, kv_lengths, positions)
+    seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
+    table = block_table.repeat_interleave(positions.shape[1], dim=0)
+    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen)
+    return torch.unflatten(attended, 0, positions.shape)
+
+
 def paged_attention_prefill(
     query: Tensor,
     kv_cache: Tensor,

@@ -3,12 +3,14 @@
 None synchronises, and no launch depends on values: all can be captured in a CUDA graph.
 """
 
-from .attention import paged_attention_decode, paged_attention_prefill
+from .attention import paged_attention_decode, paged_attention_prefill, paged_attention_verify
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from .reference import apply_rotary, compute_dtype, gated_rms_norm, rms_norm
 from .selective_state_update import selective_state_update
 from .ssd_chunk_scan import ssd_chunk_scan
 from .write_kv import write_kv
+
+SEPARATE_STATES = True
 
 __all__ = [
     "apply_rotary",
@@ -18,6 +20,7 @@ __all__ = [
     "gated_rms_norm",
     "paged_attention_decode",
     "paged_attention_prefill",
+    "paged_attention_verify",
     "rms_norm",
     "selective_state_update",
     "ssd_chunk_scan",

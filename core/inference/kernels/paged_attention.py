@@ -22,6 +22,13 @@ def paged_attention_decode(
     return _attend(query[:, None], kv_lengths[:, None] - 1, kv_cache, block_table, kv_lengths)[:, 0]
 
 
+def paged_attention_verify(
+    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
+) -> Tensor:
+    """As `reference.paged_attention_verify`; reads each row's KV once. Does not synchronise."""
+    return _attend(query, positions, kv_cache, block_table, kv_lengths)
+
+
 def paged_attention_prefill(
     query: Tensor,
     kv_cache: Tensor,

@@ -15,6 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SEPARATE_STATES = True
+"""Whether a row's source and destinations may be different places. Else a row is updated in place:
+its source is -1 or its (first) destination, and only checkpoints inside a prefill leave its live slots."""
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
@@ -280,6 +284,20 @@ def paged_attention_decode(
     scores = (grouped @ keys.mT).masked_fill(~past[:, None, None], float("-inf"))
     attended: Tensor = scores.softmax(-1) @ values
     return attended.flatten(1, 2)
+
+
+def paged_attention_verify(
+    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
+) -> Tensor:
+    """`paged_attention_decode` for rows of several tokens, each of which sees those up to its own position.
+
+    query: [rows, T, heads, head dim]; positions: [rows, T], of padding tokens behind the real ones 0.
+    kv_lengths: [rows], the last real token included. Returns the shape of `query`, in the compute dtype.
+    """
+    seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
+    table = block_table.repeat_interleave(positions.shape[1], dim=0)
+    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen)
+    return torch.unflatten(attended, 0, positions.shape)
 
 
 def paged_attention_prefill(

@@ -38,3 +38,14 @@ class PrefixHashChain:
             self.keys.append(int.from_bytes(digest[:8], "big") >> 1 or 1)
             self.tokens.append(content)
             self._digests.append(digest)
+
+    def cut_to(self, length: int) -> None:
+        """Forget the blocks that `length` tokens do not fill: what comes there may be others."""
+        whole = length // self._block_size
+        del self.keys[whole:], self.tokens[whole:], self._digests[whole + 1 :]
+
+    def fork(self) -> "PrefixHashChain":
+        """Another chain with the same past."""
+        other = PrefixHashChain(self._block_size, self.salt)
+        other.keys, other.tokens, other._digests = self.keys[:], self.tokens[:], self._digests[:]
+        return other

@@ -263,11 +263,17 @@ def test_the_context_is_given_chunks_that_are_ready(served: Served) -> None:
         ScheduledChunk(first, first.computed - 1, first.computed),
         ScheduledChunk(waiting, 0, 4),
         ScheduledChunk(foreign, foreign.computed, foreign.computed + 1),
+        ScheduledChunk(second, second.computed, second.computed + 2, drafts=(1,)),
     ]
     chunks = bad.anything().also([good, good], [good, None], [good, second], *([good, s] for s in stale))
     refuse_all(_context_target, chunks, context.begin_step, "chunks", served.unchanged)
     chunk = bad.anything().also(first, stale[1], stale[2])
-    for call in (context.boundary_keys, context.state_destination):
+    for call in (
+        context.boundary_keys,
+        context.state_destination,
+        context.state_destinations,
+        context.most_drafts,
+    ):
         refuse_all(_context_target, chunk, call, "chunk", served.unchanged)
 
 

@@ -31,7 +31,9 @@ def test_sizes_types_and_alignment(shape):
     buffer = StepBuffer(MOST, torch.device("cpu"))
     buffer.arrays(shape)
     tensors = buffer.send(shape)
-    assert tensors["token_ids"].shape == (shape.decodes + shape.prefill_tokens,)
+    assert tensors["token_ids"].shape == (shape.decodes * shape.decode_tokens + shape.prefill_tokens,)
+    written = shape.decodes * shape.decode_tokens + shape.prefills
+    assert tensors["state_destinations"].shape == (written,)
     assert tensors["block_table"].shape == (shape.decodes + shape.prefills, shape.table_blocks)
     assert tensors["query_start_loc"].shape == tensors["row_chunk_starts"].shape == (shape.prefills + 1,)
     assert tensors["cu_chunk_seqlens"].shape == (shape.chunks + 1,)
@@ -47,8 +49,8 @@ def test_a_step_survives_the_preparation_of_the_next():
     buffer.arrays(MOST)["token_ids"][:] = 1
     first = buffer.send(MOST)
     buffer.arrays(MOST)["token_ids"][:] = 2
-    assert first["token_ids"].tolist() == [1] * 40
-    assert buffer.send(MOST)["token_ids"].tolist() == [2] * 40
+    assert first["token_ids"].tolist() == [1] * MOST.tokens
+    assert buffer.send(MOST)["token_ids"].tolist() == [2] * MOST.tokens
 
 
 def test_a_larger_step_is_refused():
@@ -77,7 +79,7 @@ def test_on_a_gpu_addresses_stay_and_one_copy_is_made():
             addresses.add(tuple(tensor.data_ptr() for tensor in tensors.values()))
             last = tensors["token_ids"].clone()
     assert len(addresses) == 1
-    assert last.tolist() == [5] * 40
+    assert last.tolist() == [5] * MOST.tokens
     buffer.arrays(MOST)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True

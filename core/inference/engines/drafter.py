@@ -1,0 +1,53 @@
+"""Guesses at what a request's next tokens are, for the model to verify."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+from ...validation import INT32_MAX, integer
+
+
+class Drafter(Protocol):
+    """Whatever guesses well: an n-gram table, a small model. Guesses cost time, never an answer."""
+
+    def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """Up to `most` token ids that may follow `tokens`, a prompt and its answer so far; none is fine too.
+
+        Called once a step for each decoding request, with `most` >= 1; what is more than that is ignored.
+        `tokens` is the request's own list: not to be changed, nor kept.
+        """
+
+
+class NgramDrafter:
+    """Prompt lookup: what followed the last tokens where they occurred before, in the same sequence.
+
+    The longest suffix of `shortest` to `longest` tokens that occurs earlier is taken, at its most recent
+    occurrence. Where the occurrence reaches into the suffix the text is periodic, and the drafts go on so.
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+        self.shortest = integer("shortest", shortest, 1, INT32_MAX)
+        self.longest = integer("longest", longest, self.shortest, INT32_MAX)
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`; O(tokens) a call."""
+        ids = array("i", tokens)
+        sequence = ids.tobytes()
+        for length in range(min(self.longest, len(ids) - 1), self.shortest - 1, -1):
+            start = _last_occurrence(sequence, length * ids.itemsize, ids.itemsize)
+            if start >= 0:
+                follows = start + length
+                period = len(ids) - follows
+                return [ids[follows + i % period] for i in range(most)]
+        return []
+
+
+def _last_occurrence(sequence: bytes, suffix_bytes: int, token_bytes: int) -> int:
+    """The token at which the sequence's suffix begins for the last time before the suffix itself, or -1."""
+    suffix = sequence[-suffix_bytes:]
+    end = len(sequence) - token_bytes
+    while (at := sequence.rfind(suffix, 0, end)) >= 0:
+        if at % token_bytes == 0:
+            return at // token_bytes
+        end = at + suffix_bytes - 1
+    return -1

@@ -1,0 +1,106 @@
+"""Drafters that are right, wrong, or both by turns; and a model whose kernels update states in place."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import mambaslots as ms
+import numpy as np
+import torch
+from oracle import serving
+from oracle.recurrent_lm import RecurrentLM
+
+FAR = 24
+
+
+@cache
+def _continuation(tokens: tuple[int, ...]) -> list[int]:
+    return RecurrentLM(serving.small_model()).generate_greedy(tokens, FAR)[0]
+
+
+class RightDrafter:
+    """Knows what greedy decoding will say."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], list[int]] = {}  # a sequence -> what follows it
+
+    def right(self, tokens: Sequence[int]) -> list[int]:
+        """At least one token."""
+        sequence = tuple(tokens)
+        for back in range(min(FAR, len(sequence))):
+            follows = self._known.get(sequence[: len(sequence) - back])
+            if (
+                follows is not None
+                and follows[:back] == list(sequence[len(sequence) - back :])
+                and back < FAR
+            ):
+                return follows[back:]
+        self._known[sequence] = _continuation(sequence)
+        return self._known[sequence]
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        return self.right(tokens)[:most]
+
+
+class WrongDrafter(RightDrafter):
+    """Never right."""
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        return [(self.right(tokens)[0] + 1 + i) % 256 for i in range(most)]
+
+
+class MixedDrafter(RightDrafter):
+    """Right up to somewhere, then at random; any number of drafts, also more than may be used."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._random = np.random.default_rng(seed)
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        wrong = self._random.integers(0, 256, most + 2).tolist()
+        right = self.right(tokens)[: self._random.integers(0, most + 2)]
+        return (right + wrong)[: self._random.integers(0, most + 3)]
+
+
+class InPlaceModel:
+    """A model for whose kernels a row's state is in one place; asserts that it is, and within live slots."""
+
+    def __init__(self, model: ms.models.HybridLM) -> None:
+        self._model = model
+
+    def state_spec(self) -> ms.HybridStateSpec:
+        return replace(self._model.state_spec(), separate_states=False)
+
+    def __call__(self, inputs: ms.StepInputs) -> torch.Tensor:
+        sources, decodes = inputs.state_sources, inputs.num_decodes
+        written, live = inputs.state_destinations, inputs.state_pool.num_live
+        assert (written < live).all()
+        assert (sources < live).all()
+        assert torch.equal(sources[:decodes], inputs.decode_destinations[:, 0])
+        prefilled = sources[decodes:]
+        assert torch.equal(prefilled[prefilled >= 0], inputs.prefill_destinations[prefilled >= 0])
+        return self._model(inputs)
+
+
+MODES: dict[str, dict[str, object]] = {
+    "right": {"num_speculative_tokens": 3, "make_drafter": RightDrafter},
+    "wrong": {"num_speculative_tokens": 2, "make_drafter": WrongDrafter},
+    "mixed": {"num_speculative_tokens": 4, "make_drafter": MixedDrafter},
+    "over two blocks": {"num_speculative_tokens": 17, "make_drafter": RightDrafter},
+    "in place": {"num_speculative_tokens": 3, "make_drafter": MixedDrafter, "in_place": True},
+    "n-grams": {"num_speculative_tokens": 3, "make_drafter": lambda: ms.NgramDrafter(2, 1)},
+    "in place, no drafts": {"in_place": True},
+}
+
+
+@contextmanager
+def speculating(mode: str) -> Iterator[None]:
+    """Engines that `small_engine` makes within it speculate, or have such a model."""
+    before = dict(serving.DEFAULTS)
+    serving.DEFAULTS.update(MODES[mode])
+    try:
+        yield
+    finally:
+        serving.DEFAULTS.clear()
+        serving.DEFAULTS.update(before)

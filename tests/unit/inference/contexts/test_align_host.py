@@ -1,0 +1,399 @@
+"""Align mode by the names that a host of requests and batches uses."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from mambaslots.inference.contexts.align_host import (
+    MambaBuffers,
+    MambaCacheConfig,
+    MambaSpecDecodeGPUContext,
+    cleanup_mamba_state_idx,
+    postprocess_mamba_align_gpu,
+    postprocess_mamba_all,
+    preprocess_mamba,
+    stage_mamba_state_idx_to_gpu,
+    stage_postprocess_inputs_to_gpu,
+    stage_postprocess_metadata_to_gpu,
+)
+from oracle.dense_states import HISTORY, NO_TOKEN, DenseStates, next_state
+from oracle.synchronisation import no_synchronisation
+
+BLOCK, DRAFTS, COLUMNS = 5, 3, 16
+
+
+def get_conv_copy_spec():
+    """Types of state go by their names."""
+
+
+def get_temporal_copy_spec(): ...
+
+
+FUNCTIONS = (get_conv_copy_spec, get_temporal_copy_spec)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
+
+
+def scheduled(numbers=None, drafts=None, finished=(), preempted=(), resumed=()):
+    return SimpleNamespace(
+        finished_req_ids=set(finished),
+        preempted_req_ids=set(preempted) if preempted is not None else None,
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+        num_scheduled_tokens=numbers or {},
+        scheduled_spec_decode_tokens=drafts or {},
+    )
+
+
+class Host:
+    """Requests that draft, in a batch whose order changes, on two layers with states of integers."""
+
+    def __init__(self, device, conv_dim_first, seed):
+        self.device, self.draw = device, np.random.default_rng(seed)
+        self.dim_first = conv_dim_first
+        self.config = MambaCacheConfig(
+            BLOCK, (("first",), ("second",)), DRAFTS, conv_dim_first=conv_dim_first
+        )
+        self.names = ["a", "b", "c"]
+        self.dense = DenseStates(self.draw, len(self.names), COLUMNS * BLOCK)
+        self.requests = {name: SimpleNamespace(num_computed_tokens=0) for name in self.names}
+        self.columns = {}
+        self.bufs = MambaBuffers.create(len(self.names), self.config, 2, device)
+        self.slots = len(self.names) * COLUMNS
+        self.tables = self.draw.permutation(self.slots).reshape(len(self.names), COLUMNS).astype(np.int32)
+        self.allocate()
+        self.batch = SimpleNamespace(
+            req_ids=[],
+            block_tables=[torch.zeros(3, COLUMNS, dtype=torch.int32, device=device) for _ in range(2)],
+            num_accepted_tokens_gpu=torch.ones(3, dtype=torch.int32, device=device),
+        )
+        self.accepted = dict.fromkeys(self.names, 1)
+        self.reached = {name: [] for name in self.names}
+
+    def allocate(self):
+        window = HISTORY + DRAFTS
+        shape = (1, window) if self.dim_first else (window, 1)
+        self.context = {
+            layer: SimpleNamespace(
+                kv_cache=[
+                    torch.randint(0, 1 << 60, (self.slots, *shape), device=self.device),
+                    torch.randint(0, 1 << 60, (self.slots, 1), device=self.device),
+                ]
+            )
+            for layer in ("first", "second")
+        }
+
+    def gather(self, names):
+        """A batch in this order: everything by row is put there anew."""
+        self.batch.req_ids = names
+        for group, table in enumerate(self.batch.block_tables):
+            rows = np.stack([self.tables[self.names.index(name)] for name in names])
+            table[: len(names)].copy_(torch.from_numpy((rows + group) % self.slots))
+        counts = torch.tensor([self.accepted[name] for name in names], dtype=torch.int32)
+        self.batch.num_accepted_tokens_gpu[: len(names)].copy_(counts)
+
+    def step(self, names, numbers, drafts, right, watched=nullcontext):
+        """One step; returns how many states that it read were not those after the computed tokens."""
+        output = scheduled(numbers, {name: [0] * count for name, count in drafts.items()})
+        fixed = (self.context, FUNCTIONS)
+        self.gather(names)
+        with watched():
+            preprocess_mamba(
+                output, self.config, self.columns, self.batch, self.requests, *fixed, self.bufs.preprocess
+            )
+            stage_postprocess_inputs_to_gpu(
+                self.bufs.postprocess_align, output, names, len(names), self.requests, self.columns
+            )
+        wrong = sum(
+            self.forward(layer, group, row, numbers[name], drafts.get(name, 0), right[name])
+            for group, layer in enumerate(self.context.values())
+            for row, name in enumerate(names)
+        )
+        for row, name in enumerate(names):
+            self.batch.num_accepted_tokens_gpu[row] = 1 + right[name]
+        with watched():
+            postprocess_mamba_align_gpu(
+                bufs=self.bufs,
+                num_reqs=len(names),
+                num_accepted_tokens_gpu=self.batch.num_accepted_tokens_gpu,
+                input_batch=self.batch,
+                kv_cache_config=self.config,
+                forward_context=self.context,
+                mamba_state_copy_funcs=FUNCTIONS,
+            )
+        for row, name in enumerate(names):
+            self.accepted[name] = int(self.batch.num_accepted_tokens_gpu[row])
+            self.requests[name].num_computed_tokens += numbers[name] - drafts.get(name, 0) + right[name]
+        return wrong
+
+    def forward(self, layer, group, row, number, drafts, right):
+        """What a model does that updates states in their window; whether it found the wrong one there."""
+        name = self.batch.req_ids[row]
+        request, computed = self.names.index(name), self.requests[name].num_computed_tokens
+        table = self.batch.block_tables[group][row].tolist()
+        column, bias = self.columns[name], int(self.batch.num_accepted_tokens_gpu[row]) - 1
+        conv, ssm = layer.kv_cache
+        windows = conv.view(self.slots, -1)
+        state, window = np.zeros(1, dtype=np.uint64), [NO_TOKEN] * HISTORY
+        if computed:
+            state = ssm[table[column + bias]].cpu().numpy().astype(np.uint64)
+            window = windows[table[column], bias : bias + HISTORY].tolist()
+        wrong = state[0] != self.dense.states[request, computed]
+        wrong |= window != self.dense.windows[request, computed].tolist()
+        tokens = self.dense.tokens[request, computed : computed + number].copy()
+        if drafts:
+            tokens[1 + right :] += 1
+        for place, token in enumerate(tokens):
+            state = next_state(state, np.array([token]))
+            if drafts or place == number - 1:
+                to = table[column + (place if drafts else 0)]
+                ssm[to] = int(state.astype(np.int64)[0])
+        inputs = (window + tokens.tolist())[1:] if drafts else (window + tokens.tolist())[-HISTORY:]
+        windows[table[column], : len(inputs)] = torch.tensor(inputs, device=self.device)
+        return bool(wrong)
+
+    def random_step(self, **watched):
+        names = [name for name in self.names if self.draw.random() < 0.8] or ["a"]
+        names = [names[place] for place in self.draw.permutation(len(names))]
+        numbers, drafts, right = {}, {}, {}
+        for name in names:
+            if self.requests[name].num_computed_tokens < 7:
+                numbers[name], right[name] = int(self.draw.integers(1, 9)), 0
+            else:
+                drafts[name] = DRAFTS
+                numbers[name], right[name] = 1 + DRAFTS, int(self.draw.integers(0, DRAFTS + 1))
+        return self.step(names, numbers, drafts, right, **watched)
+
+    def kept_wrong(self):
+        """How many boundary states, in the columns before the running one, are not what they must be."""
+        wrong = 0
+        for request, name in enumerate(self.names):
+            tokens = self.requests[name].num_computed_tokens
+            for boundary in self.reached[name]:
+                assert boundary <= tokens
+                for group, layer in enumerate(self.context.values()):
+                    slot = (int(self.tables[request][boundary // BLOCK - 1]) + group) % self.slots
+                    conv, ssm = layer.kv_cache
+                    found = np.uint64(int(ssm[slot, 0]) % (1 << 64))
+                    window = conv.view(self.slots, -1)[slot, :HISTORY].tolist()
+                    wrong += found != self.dense.states[request, boundary]
+                    wrong += window != self.dense.windows[request, boundary].tolist()
+        return wrong
+
+
+@pytest.mark.parametrize("conv_dim_first", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_read_and_keep_the_states_of_a_dense_model(device, conv_dim_first, seed):
+    host = Host(device, conv_dim_first, seed)
+    steps = 0
+    while max(request.num_computed_tokens for request in host.requests.values()) < COLUMNS * BLOCK - 30:
+        before = {name: host.requests[name].num_computed_tokens for name in host.names}
+        assert host.random_step() == 0
+        for name, request in host.requests.items():
+            tokens = request.num_computed_tokens // BLOCK * BLOCK
+            first = request.num_computed_tokens - (0 if before[name] < 7 else DRAFTS)
+            if tokens > before[name] and tokens >= first:
+                host.reached[name].append(tokens)
+        assert host.kept_wrong() == 0
+        steps += 1
+    assert steps > 5
+    assert sum(map(len, host.reached.values())) > 5
+
+
+def test_states_that_were_allocated_anew_are_bound_anew(device):
+    host = Host(device, True, 0)
+    host.random_step()
+    layout = host.bufs.preprocess.binding.layout
+    host.random_step()
+    assert host.bufs.preprocess.binding.layout is layout
+    old = host.context
+    host.allocate()
+    for layer, states in host.context.items():
+        for new, tensor in zip(states.kv_cache, old[layer].kv_cache, strict=True):
+            new.copy_(tensor)
+            tensor.fill_(-1)
+    for _ in range(6):
+        assert host.random_step() == 0
+    host.bufs.preprocess.binding.unbind()
+    assert not host.bufs.preprocess.binding.is_initialized
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    host = Host(torch.device("cuda"), True, 1)
+    for _ in range(8):  # compiled, and bound, before it is watched
+        host.random_step()
+    for _ in range(4):
+        assert host.random_step(watched=no_synchronisation) == 0
+
+
+class TestContext:
+    def context(self):
+        return MambaSpecDecodeGPUContext.create(
+            4, MambaCacheConfig(BLOCK, (("layer",),), DRAFTS), 2, torch.device("cpu")
+        )
+
+    def bound(self):
+        context = self.context()
+        self.conv, self.ssm = torch.randn(8, 2, HISTORY + DRAFTS), torch.randn(8, 3)
+        tables = [torch.arange(8, dtype=torch.int32).reshape(2, 4)]
+        layers = {"layer": SimpleNamespace(kv_cache=[self.conv, self.ssm])}
+        config = MambaCacheConfig(BLOCK, (("layer",),), DRAFTS)
+        context.initialize_from_forward_context(config, layers, ("conv", "temporal"), tables)
+        return context
+
+    def numbers(self, *values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    def test_nothing_runs_before_states_are_bound(self):
+        context, one = self.context(), self.numbers(1)
+        assert not context.is_initialized
+        for call in (
+            lambda: context.run_fused_precopy(1, one, one, one, None),
+            lambda: context.run_fused_postprocess(1, one, one, one, one, one),
+            lambda: context.run_fused_postprocess_align(1, one, one, one, None),
+        ):
+            with pytest.raises(RuntimeError, match="initialize_from_forward_context"):
+                call()
+
+    def test_precopy_and_both_forms_of_postprocessing(self):
+        """Row 1 goes to its column 1; then it accepts all drafts and ends on the boundary of 10 tokens."""
+        context = self.bound()
+        assert context.is_initialized
+        conv, ssm = self.conv.clone(), self.ssm.clone()
+        mapping = self.numbers(1, -1)
+        context.run_fused_precopy(2, self.numbers(9, 1), self.numbers(0, 0), self.numbers(0, 2), mapping)
+        ssm[5], conv[5, :, :4] = ssm[6], conv[4, :, 2:]
+        assert torch.equal(self.conv, conv)
+        assert torch.equal(self.ssm, ssm)
+        counts = self.numbers(1, 4)
+        context.run_fused_postprocess_align(2, counts, self.numbers(0, 1), self.numbers(1, 10), mapping)
+        conv[5, :, :3] = conv[5, :, 3:].clone()  # column 1 + 3 of the SSM state is none
+        assert counts.tolist() == [1, 1]
+        assert torch.equal(self.conv, conv)
+        assert torch.equal(self.ssm, ssm)
+
+        counts = self.numbers(2, 1)
+        found = context.run_fused_postprocess(
+            2, counts, self.numbers(1, 0), self.numbers(4, 1), self.numbers(4, 0), self.numbers(3, 0)
+        )
+        ssm[0], conv[0] = ssm[1], conv[1]  # 6 tokens, of which the first 5 are a block
+        assert torch.equal(self.ssm, ssm)
+        assert torch.equal(self.conv, conv)
+        assert found.tolist() == [2, 1]
+        assert counts.tolist() == [2, 1]
+
+    def test_what_cannot_be_bound_is_refused(self):
+        config = MambaCacheConfig(BLOCK, (("layer",),), DRAFTS)
+        layers = {"layer": SimpleNamespace(kv_cache=[torch.zeros(8, 3)])}
+        tables = [torch.zeros(2, 4, dtype=torch.int32)]
+        for functions, given in ((("ssm",), tables), (("conv", "ssm"), tables * 2)):
+            with pytest.raises(ValueError, match="types of state"):
+                self.context().initialize_from_forward_context(config, layers, functions, given)
+
+
+class TestBuffers:
+    @pytest.mark.parametrize(
+        ("mode", "drafts", "hybrid", "made"),
+        [
+            ("align", 3, True, (True, True)),
+            ("align", 0, True, (True, False)),
+            ("align", 3, False, (True, False)),
+            ("all", 3, True, (False, False)),
+            ("none", 0, True, (False, False)),
+        ],
+    )
+    def test_what_a_mode_needs(self, mode, drafts, hybrid, made):
+        config = MambaCacheConfig(BLOCK, (("layer",),), drafts, mode)
+        bufs = MambaBuffers.create(4, config, 2, torch.device("cpu"), is_hybrid=hybrid)
+        assert (bufs.preprocess is not None, bufs.postprocess_align is not None) == made
+
+    def test_postprocessing_without_a_context_is_an_error(self):
+        with pytest.raises(RuntimeError, match="no postprocessing context"):
+            postprocess_mamba_align_gpu(
+                bufs=MambaBuffers(None, None), num_reqs=0, num_accepted_tokens_gpu=torch.ones(1),
+                input_batch=None, kv_cache_config=None, forward_context={}, mamba_state_copy_funcs=(),
+            )  # fmt: skip
+
+    def test_a_mode_that_is_none_is_refused(self):
+        with pytest.raises(ValueError, match="cache_mode"):
+            MambaCacheConfig(BLOCK, (), 0, "sometimes")
+
+
+class TestStaging:
+    def staged(self, device):
+        config = MambaCacheConfig(BLOCK, (("layer",),), DRAFTS)
+        context = MambaSpecDecodeGPUContext.create(4, config, 2, device)
+        for buffer in (
+            context.state_idx,
+            context.num_scheduled_tokens,
+            context.num_computed_tokens,
+            context.num_draft_tokens,
+        ):
+            buffer.gpu.fill_(77)
+        return context
+
+    def test_the_first_entries_are_written_and_no_others(self, device):
+        context = self.staged(device)
+        requests = {"x": SimpleNamespace(num_computed_tokens=8), "y": SimpleNamespace(num_computed_tokens=3)}
+        output = scheduled({"x": 4, "y": 2, "z": 9}, {"x": [1, 2, 3]})
+        names = ["y", "x", "z"]
+        stage_postprocess_inputs_to_gpu(context, output, names, 2, requests, {"x": 5, "y": 6})
+        assert context.state_idx.gpu.tolist() == [6, 5, 77, 77]
+        assert context.num_scheduled_tokens.gpu.tolist() == [2, 4, 77, 77]
+        assert context.num_computed_tokens.gpu.tolist() == [3, 8, 77, 77]
+        assert context.num_draft_tokens.gpu.tolist() == [0, 3, 77, 77]
+
+    def test_buffers_take_turns(self, device):
+        context = self.staged(device)
+        for turn in range(5):
+            stage_mamba_state_idx_to_gpu({"x": turn}, ["x"], 1, context.state_idx)
+            assert context.state_idx.gpu.tolist() == [turn, 77, 77, 77]
+
+    def test_a_request_without_a_column_is_an_error_and_nothing_is_sent(self, device):
+        context = self.staged(device)
+        with pytest.raises(ValueError, match=r"\['y'\] have no column"):
+            stage_postprocess_inputs_to_gpu(context, scheduled(), ["x", "y"], 2, {}, {"x": 1})
+        assert context.state_idx.gpu.tolist() == [77] * 4
+
+    def test_a_hosts_own_buffers_serve(self):
+        class Own:
+            def __init__(self, size):
+                self.np, self.gpu = np.zeros(size, dtype=np.int32), torch.zeros(size, dtype=torch.int32)
+
+            def copy_to_gpu(self, n):
+                self.gpu[:n] = torch.from_numpy(self.np[:n])
+
+        buffers = [Own(4) for _ in range(3)]
+        requests = {"x": SimpleNamespace(num_computed_tokens=8)}
+        stage_postprocess_metadata_to_gpu(scheduled({"x": 2}), ["x"], 1, requests, *buffers)
+        assert [buffer.gpu.tolist() for buffer in buffers] == [[2, 0, 0, 0], [8, 0, 0, 0], [0] * 4]
+
+
+class TestColumns:
+    def test_finished_preempted_and_resumed_requests_are_forgotten(self):
+        columns = dict.fromkeys("abcde", 3)
+        cleanup_mamba_state_idx(scheduled(finished=["a", "x"], preempted=["b"], resumed=["c", "a"]), columns)
+        assert list(columns) == ["d", "e"]
+        cleanup_mamba_state_idx(scheduled(preempted=None), columns)
+        assert list(columns) == ["d", "e"]
+
+    def test_all_mode_keeps_the_column_of_full_verify_steps(self):
+        config = MambaCacheConfig(560, (("layer",),), K := 3, "all")
+        computed = {"a": 556, "b": 557, "c": 10, "d": 0}
+        requests = {name: SimpleNamespace(num_computed_tokens=tokens) for name, tokens in computed.items()}
+        batch = SimpleNamespace(req_ids=list("abcd"))
+        output = scheduled({"a": 1 + K, "b": 1 + K, "c": 2, "d": 1 + K})
+        columns = {"c": 7, "d": 9}
+        postprocess_mamba_all(output, config, batch, requests, columns, 0, 4)
+        assert columns == {"c": 7, "d": 9}
+        postprocess_mamba_all(output, config, batch, requests, columns, K, 3)
+        assert columns == {"a": 0, "b": 1, "d": 9}

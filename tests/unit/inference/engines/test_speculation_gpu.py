@@ -1,0 +1,52 @@
+"""Drafts on a GPU: by graph or eagerly, nothing waits but for its tokens."""
+
+import mambaslots as ms
+import pytest
+import torch
+from oracle.serving import random_tokens
+from oracle.synchronisation import no_synchronisation
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [random_tokens(length, length) for length in (33, 100, 64, 5)]
+
+
+class Memory:
+    """Drafts what the same sequence went on with the time before; until then, wrong ones."""
+
+    def __init__(self) -> None:
+        self.sequences: list[list[int]] = []
+
+    def draft(self, tokens: list[int], most: int) -> list[int]:
+        for sequence in self.sequences:
+            if sequence[: len(tokens)] == tokens:
+                return sequence[len(tokens) : len(tokens) + most]
+        return [0] * most
+
+
+@pytest.mark.parametrize("graphs", [None, 32], ids=["eager", "graphs"])
+def test_drafted_steps_do_not_synchronise_and_repeat_themselves(graphs):
+    memory = Memory()
+    config = ms.InferenceConfig(
+        block_size_tokens=32, max_requests=4, max_tokens=192, max_sequence_length=400, num_kv_blocks=100,
+        num_mamba_slots=50, num_cuda_graphs=graphs, num_speculative_tokens=3,
+    )  # fmt: skip
+    model = ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float32), seed=3).to("cuda")
+    engine = ms.DynamicInferenceEngine(model, config, drafter=memory)
+    params = ms.SamplingParams(num_tokens_to_generate=70)
+
+    def answers() -> list[list[int]]:
+        engine.reset_prefix_cache()
+        return [result.tokens for result in engine.generate(PROMPTS, params)]
+
+    first = answers()
+    memory.sequences = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, first, strict=True)]
+    second = answers()  # captures the shapes that accepted drafts make
+    before = engine.speculation_stats()
+    with no_synchronisation():
+        third = answers()
+    engine.context.check_integrity()
+    assert third == second
+    accepted = engine.speculation_stats().accepted - before.accepted
+    assert accepted > 100
+    if graphs:
+        assert {shape.decode_tokens for shape in engine._graphs.shapes} == {1, 4}

@@ -1,0 +1,595 @@
+"""Align mode on the device: the kernels and their torch reference, against bytes moved by hand."""
+
+import math
+from contextlib import nullcontext
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.kernels import align, align_reference, reference, selective_state_update
+from mambaslots.inference.kernels.align_layout import AlignLayout, AlignState
+from oracle.align_lives import Lives
+from oracle.synchronisation import no_synchronisation
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2]
+INDEX_DTYPES = [torch.int32, torch.int64]
+MANY_CASES = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where a kernel runs: on the CPU in triton's interpreter, which is off where there is a GPU."""
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("the kernels run on the GPU, or in the interpreter")
+    return request.param
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return "cuda"
+
+
+def random_bytes(count, seed):
+    """Every kind of float: NaNs with payloads, infinities, denormals."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+class Memory:
+    """State tensors cut out of memories of random bytes, in any place, with gaps."""
+
+    def __init__(self, device, seed):
+        self.device, self.seed = device, seed
+        self.memories = []
+
+    def states(self, slots, shape, dtype, first=0, slot_gap=0, row_gap=0):
+        """[slots, *shape]: `first` elements into the memory, gaps in elements behind slots and rows."""
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        if row_gap:
+            strides[0] += row_gap
+        slot = shape[0] * strides[0] + slot_gap
+        count = (first + slots * slot) * dtype.itemsize
+        memory = random_bytes(count, self.seed + len(self.memories)).to(self.device)
+        self.memories.append(memory)
+        return memory.view(dtype).as_strided((slots, *shape), (slot, *strides), first)
+
+    def bytes(self):
+        return [memory.clone() for memory in self.memories]
+
+    def put_back(self, before):
+        for memory, earlier in zip(self.memories, before, strict=True):
+            memory.copy_(earlier)
+
+
+def by_hand(states, tables, conv_dim_first, row, source, destination, bias):
+    """One row's copies, byte by byte in Python's lists."""
+    for tensor, width, group in states:
+        table = tables[group].tolist()[row]
+        column = source if width else source + bias
+        if not (0 <= column < len(table) and 0 <= destination < len(table)):
+            continue
+        of, to = table[column], table[destination]
+        if not (0 <= of < len(tensor) and 0 <= to < len(tensor)):
+            continue
+        as_bytes = tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1, tensor.itemsize).tolist()
+        new, old = list(as_bytes[to]), as_bytes[of]
+        for place in range(len(new)):
+            if not width:
+                new[place] = old[place]
+                continue
+            inner = tensor.shape[2]
+            token = place % inner if conv_dim_first else place // inner
+            if token + bias < width:
+                new[place] = old[place + (bias if conv_dim_first else bias * inner)]
+        values = torch.tensor(new, dtype=torch.uint8).reshape(-1)
+        tensor[to].copy_(values.view(tensor.dtype).reshape(tensor.shape[1:]))
+
+
+def rule_by_hand(computed, scheduled, drafted, accepted, column, block):
+    """(source, bias, destination, count afterwards), or None where nothing reached a boundary."""
+    before, after = computed + scheduled - drafted, computed + scheduled - drafted + accepted - 1
+    reached = [tokens for tokens in range(before, after + 1) if tokens > 0 and tokens % block == 0]
+    if not reached or column < 0:
+        return None
+    destination = reached[-1] // block - 1
+    return column, reached[-1] - before, destination, 1 if destination == column else accepted
+
+
+def numbers(values, dtype, device):
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+@st.composite
+def memory_shapes(draw):
+    """How one conv state and one SSM state lie in memory."""
+    return {
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "first": draw(st.sampled_from([0, 0, 1, 16])),
+        "slot_gap": draw(st.sampled_from([0, 0, 1, 16])),
+    }
+
+
+class Case:
+    """Random states, tables and batch rows."""
+
+    def __init__(self, data, device, rows=3, columns=5, slots=12):
+        draw = data.draw
+        self.memory = Memory(device, draw(st.integers(0, 1000)))
+        self.rows, self.columns = rows, columns
+        self.conv_dim_first = draw(st.booleans())
+        self.width = draw(st.integers(1, 6))
+        self.states = []
+        groups = draw(st.integers(1, 2))
+        for group in range(groups):
+            dim, gap = draw(st.sampled_from([1, 3, 8, 40])), draw(st.sampled_from([0, 0, 1, 8]))
+            shape = (dim, self.width) if self.conv_dim_first else (self.width, dim)
+            conv = self.memory.states(slots, shape, **draw(memory_shapes()), row_gap=gap)
+            shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+            ssm = self.memory.states(slots, shape, **draw(memory_shapes()))
+            self.states += [AlignState(conv, self.width, group), AlignState(ssm, 0, group)]
+        self.tables = [self.table(draw, slots) for _ in range(groups)]
+        self.on_device = [table.to(device) for table in self.tables]
+        self.layout = AlignLayout.of(self.states, self.on_device, self.conv_dim_first)
+
+    def table(self, draw, slots):
+        """Every slot in one place, but for nulls, slots out of range, and columns that share one."""
+        free = draw(st.permutations(range(slots)))
+        table = torch.full((self.rows, self.columns), -1, dtype=torch.int32)
+        for row in range(self.rows):
+            for column in range(self.columns):
+                kind = draw(st.sampled_from(["free"] * 6 + ["null", "outside", "shared"]))
+                if kind == "outside":
+                    table[row, column] = draw(st.sampled_from([slots, slots + 3, 2**31 - 1]))
+                elif kind == "shared" and column:
+                    table[row, column] = table[row, column - 1]
+                elif kind == "free" and free:
+                    table[row, column] = free.pop()
+        return table
+
+    def lists(self, values):
+        return st.lists(values, min_size=self.rows, max_size=self.rows)
+
+    def mapping(self, draw):
+        """Rows in any order, some of them padding, or None: as they are; and how many of them are meant."""
+        mapping = draw(st.none() | st.permutations(range(self.rows)))
+        if mapping is not None:
+            mapping = [row if draw(st.integers(0, 4)) else -1 for row in mapping]
+        return mapping, draw(st.integers(0, self.rows))
+
+    def copy_by_hand(self, row, source, destination, bias):
+        by_hand(self.states, self.tables, self.conv_dim_first, row, source, destination, bias)
+
+    def written_by(self, call):
+        """The memories as `call` leaves them; put back then."""
+        before = self.memory.bytes()
+        call()
+        after = self.memory.bytes()
+        self.memory.put_back(before)
+        return after
+
+
+def meant_rows(case, mapping, count):
+    return [row for row in (range(case.rows) if mapping is None else mapping)[:count] if row >= 0]
+
+
+def same(memories, expected):
+    return all(map(torch.equal, memories, expected))
+
+
+def programs(draw):
+    """Few: the interpreter takes them one after another."""
+    return mock.patch.object(align, "PROGRAMS", draw(st.sampled_from([1, 2, 3])))
+
+
+class TestPrecopy:
+    @MANY_CASES
+    @given(data=st.data())
+    def test_states_move_as_by_hand_and_nothing_else_is_written(self, device, data):
+        case = Case(data, device)
+        index = data.draw(st.sampled_from(INDEX_DTYPES))
+        column = st.integers(-2, case.columns + 1)
+        source, destination = data.draw(case.lists(column)), data.draw(case.lists(column))
+        bias = data.draw(case.lists(st.integers(0, case.width + 1)))
+        mapping, count = case.mapping(data.draw)
+
+        def copies_by_hand():
+            for row in meant_rows(case, mapping, count):
+                if source[row] >= 0 and source[row] != destination[row]:
+                    case.copy_by_hand(row, source[row], destination[row], bias[row])
+
+        expected = case.written_by(copies_by_hand)
+        arguments = [numbers(values, index, device) for values in (destination, source, bias)]
+        mapped = None if mapping is None else numbers(mapping, index, device)
+        with programs(data.draw):
+            for kernels in (align_reference, align):
+                copied = case.written_by(
+                    lambda kernels=kernels: kernels.precopy_align(case.layout, *arguments, mapped, count)
+                )
+                assert same(copied, expected), kernels.__name__
+
+    @pytest.mark.parametrize("conv_dim_first", [True, False])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("bias", [0, 1, 2, 3])
+    def test_a_window_moves_within_its_own_slot(self, device, conv_dim_first, dtype, bias):
+        """Two columns that share a slot: SSM states stay, windows move over themselves, lowest token first.
+
+        SSM column 0 + bias must be one of the table's, and is none where bias is 2 or 3.
+        """
+        memory = Memory(device, bias)
+        dim = 700
+        conv = memory.states(2, (dim, 6) if conv_dim_first else (6, dim), dtype)
+        ssm = memory.states(2, (3, 4), dtype)
+        tables = [numbers([[1, 1]], torch.int32, device)]
+        states = [AlignState(conv, 6), AlignState(ssm, 0)]
+        layout = AlignLayout.of(states, tables, conv_dim_first)
+        before = memory.bytes()
+        window = 1 if conv_dim_first else 0
+        moved = conv[1].view(align_reference._BITS[dtype.itemsize]).narrow(window, bias, 6 - bias).clone()
+        conv[1].view(align_reference._BITS[dtype.itemsize]).narrow(window, 0, 6 - bias).copy_(moved)
+        expected = memory.bytes()
+        for kernels in (align_reference, align):
+            memory.put_back(before)
+            columns = [numbers([value], torch.int32, device) for value in (1, 0, bias)]
+            kernels.precopy_align(layout, *columns, None, 1)
+            assert same(memory.memories, expected)
+
+    def test_long_states_are_tiled(self, device):
+        """More chunks than tiles, with bytes left over behind the last whole access."""
+        memory = Memory(device, 3)
+        ssm = memory.states(3, (5 * 16384 + 13,), torch.uint8)
+        aligned = memory.states(3, (9 * 16384 + 7,), torch.uint8, slot_gap=9)
+        layout = AlignLayout.of(
+            [AlignState(ssm, 0), AlignState(aligned, 0)], [numbers([[2, 0, 1]], torch.int32, device)], True
+        )
+        before = memory.bytes()
+        ssm[1], aligned[1] = ssm[0].clone(), aligned[0].clone()
+        expected = memory.bytes()
+        memory.put_back(before)
+        columns = [numbers([value], torch.int32, device) for value in (2, 0, 1)]
+        with mock.patch.object(align, "TILES", 2), mock.patch.object(align, "PROGRAMS", 3):
+            align.precopy_align(layout, *columns, None, 1)
+        assert same(memory.memories, expected)
+
+    def test_fresh_rows_and_padding_copy_nothing(self, device):
+        memory = Memory(device, 0)
+        layout = AlignLayout.of(
+            [AlignState(memory.states(2, (4,), torch.float32), 0)],
+            [numbers([[0, 1]] * 3, torch.int32, device)],
+            True,
+        )
+        before = memory.bytes()
+        columns = [numbers(values, torch.int64, device) for values in ([1, 1, 1], [-1, -2, 0], [0, 0, 0])]
+        for kernels in (align_reference, align):
+            kernels.precopy_align(layout, *columns, numbers([0, 1, -1], torch.int64, device), 3)
+            assert same(memory.memories, before)
+
+
+class TestPostprocess:
+    @MANY_CASES
+    @given(data=st.data())
+    def test_the_reached_boundary_is_put_in_its_column(self, device, data):
+        case = Case(data, device)
+        draw = data.draw
+        index = draw(st.sampled_from(INDEX_DTYPES))
+        block = draw(st.integers(1, 5))
+        drafted = draw(case.lists(st.integers(0, 4)))
+        accepted = [draw(st.integers(0, 1 + most)) for most in drafted]
+        prefill = draw(case.lists(st.integers(1, 2 * block)))
+        scheduled = [
+            1 + drafts if drafts else tokens for drafts, tokens in zip(drafted, prefill, strict=True)
+        ]
+        computed = draw(case.lists(st.integers(0, 4 * block)))
+        columns = [-(-(c + s) // block) - 1 for c, s in zip(computed, scheduled, strict=True)]
+        columns = [column if draw(st.integers(0, 5)) else -1 for column in columns]
+        mapping, count = case.mapping(draw)
+        counts = list(accepted)
+
+        def by_rule():
+            for row in meant_rows(case, mapping, count):
+                step = computed[row], scheduled[row], drafted[row], accepted[row], columns[row]
+                if found := rule_by_hand(*step, block):
+                    source, bias, destination, counts[row] = found
+                    if bias or source != destination:
+                        case.copy_by_hand(row, source, destination, bias)
+
+        expected = case.written_by(by_rule)
+        mapped = None if mapping is None else numbers(mapping, index, device)
+        new = [c + s - d + a - 1 for c, s, d, a in zip(computed, scheduled, drafted, accepted, strict=True)]
+        snapshot, running = (numbers(values, index, device) for values in (accepted, columns))
+        forms = {
+            "scheduled": (computed, [numbers(values, index, device) for values in (scheduled, drafted)]),
+            "precomputed": (new, [None, None]),
+        }
+        with programs(draw):
+            for kernels in (align_reference, align):
+                for tokens, of_step in forms.values():
+                    out = snapshot.clone()
+                    arguments = (snapshot, running, numbers(tokens, index, device), out, mapped, count, block)
+                    copied = case.written_by(
+                        lambda kernels=kernels, arguments=arguments, of_step=of_step: (
+                            kernels.postprocess_align(case.layout, *arguments, *of_step)
+                        )
+                    )
+                    assert same(copied, expected), kernels.__name__
+                    assert out.tolist() == counts
+                    assert snapshot.tolist() == accepted
+
+    def test_counts_are_not_written_over_those_that_are_read(self, device):
+        counts = numbers([1], torch.int64, device)
+        layout = AlignLayout.of(
+            [AlignState(Memory(device, 0).states(2, (4,), torch.float32), 0)],
+            [numbers([[0, 1]], torch.int32, device)],
+            True,
+        )
+        with pytest.raises(ValueError, match="num_accepted_out is num_accepted"):
+            align.postprocess_align(layout, counts, counts, counts, counts, None, 1, 4)
+
+
+class TestPreprocess:
+    @MANY_CASES
+    @given(data=st.data())
+    def test_columns_advance_and_counts_begin_anew_where_they_do(self, device, data):
+        draw = data.draw
+        index = draw(st.sampled_from(INDEX_DTYPES))
+        rows = draw(st.integers(1, 6))
+        block = draw(st.sampled_from([1, 2, 3, 560]))
+        lists = st.lists(st.integers(0, 3 * block), min_size=rows, max_size=rows)
+        computed, scheduled = draw(lists), draw(lists)
+        columns = draw(st.lists(st.integers(-2, 3), min_size=rows, max_size=rows))
+        accepted = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+        batch = draw(st.lists(st.integers(0, rows - 1), unique=True))
+        mapping = [row if draw(st.integers(0, 4)) else -1 for row in batch]
+        starts = [0]
+        for row in batch:
+            starts.append(starts[-1] + scheduled[row])
+        expected = [list(columns), list(accepted), [7] * rows, [7] * rows]
+        for row in mapping:
+            if row >= 0:
+                expected[2][row], expected[3][row] = columns[row], max(accepted[row] - 1, 0)
+                if columns[row] > -2:
+                    last = computed[row] + scheduled[row] - 1
+                    expected[0][row] = last // block
+                    if columns[row] >= 0 and expected[0][row] != columns[row]:
+                        expected[1][row] = 1
+        for kernels in (align_reference, align):
+            state_idx, counts, src_col, src_off = (
+                numbers(values, index, device) for values in (columns, accepted, [7] * rows, [7] * rows)
+            )
+            kernels.preprocess_align(
+                numbers([*mapping, 0], index, device), state_idx, numbers(computed, index, device),
+                numbers(starts, index, device), counts, src_col, src_off, len(mapping), block,
+            )  # fmt: skip
+            assert [state_idx.tolist(), counts.tolist(), src_col.tolist(), src_off.tolist()] == expected
+
+
+class DeviceLives(Lives):
+    """The kernels decide and copy, and must decide as the state on the host does."""
+
+    kernels = align_reference
+
+    def bound(self):
+        forward = self.forward
+        conv = torch.from_numpy(forward.conv)[:, :, None]  # the same memory, [slots, window, dim]
+        ssm = torch.from_numpy(forward.ssm.view("int64"))
+        states = [AlignState(conv, conv.shape[1]), AlignState(ssm, 0)]
+        return AlignLayout.of(states, [self.state.slot_table], False)
+
+    def by_row(self, rows, values, others):
+        found = torch.full((len(self.state.columns),), others)
+        found[torch.from_numpy(rows[rows >= 0])] = torch.from_numpy(values[rows >= 0])
+        return found
+
+    def copy_before(self, rows, computed, scheduled, before):
+        columns, accepted = self.by_row(rows, before.sources, -2), self.by_row(rows, before.biases + 1, 1)
+        starts = torch.from_numpy(np.concatenate([[0], scheduled.cumsum()]))
+        source, bias = torch.full_like(columns, -9), torch.full_like(columns, -9)
+        mapping = torch.from_numpy(rows)
+        self.kernels.preprocess_align(
+            mapping, columns, self.by_row(rows, computed, 0), starts, accepted, source, bias, len(rows),
+            self.block,
+        )  # fmt: skip
+        named = rows[rows >= 0]
+        assert columns[named].tolist() == before.columns[rows >= 0].tolist()
+        assert accepted[named].tolist() == before.accepted[rows >= 0].tolist()
+        self.kernels.precopy_align(self.bound(), columns, source, bias, mapping, len(rows))
+
+    def copy_after(self, rows, accepted, computed, scheduled, drafted, after):
+        counts, columns = self.by_row(rows, accepted, 0), self.by_row(rows, after.sources, -2)
+        tokens = [self.by_row(rows, values, 0) for values in (computed, scheduled, drafted)]
+        out = counts.clone()
+        self.kernels.postprocess_align(
+            self.bound(), counts, columns, tokens[0], out, torch.from_numpy(rows), len(rows), self.block,
+            *tokens[1:],
+        )  # fmt: skip
+        named = rows[rows >= 0]
+        assert out[named].tolist() == after.accepted[rows >= 0].tolist()
+
+
+class KernelLives(DeviceLives):
+    kernels = align
+
+
+class TestLives:
+    """Whole lives of requests on the copies that the device decides."""
+
+    @pytest.mark.parametrize("copy_free", [False, True])
+    def test_reference(self, copy_free, record_property):
+        count = 0
+        for seed in range(4):
+            found = DeviceLives(seed, 50, copy_free).run(24)
+            assert found["mismatches"] == 0
+            count += found["boundaries"]
+        assert count > 100
+        record_property("cases", {"random sequences in align mode, torch kernels": 200})
+
+    @pytest.mark.parametrize("copy_free", [False, True])
+    def test_kernels(self, copy_free, record_property):
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter shares the oracle's memory; a GPU does not")
+        for seed in range(3):
+            with mock.patch.object(align, "PROGRAMS", 1):
+                assert KernelLives(seed, 8, copy_free).run(10)["mismatches"] == 0
+        record_property("cases", {"random sequences in align mode, Triton kernels": 24})
+
+
+class TestCopyFree:
+    @pytest.mark.parametrize("kernels", [reference, selective_state_update])
+    def test_an_update_that_reads_the_old_column_leaves_what_one_after_a_copy_does(self, device, kernels):
+        """Two requests that change their column, two tokens accepted by one, and one that is fresh."""
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape):
+            return torch.rand(shape, generator=generator).to(device)
+
+        rows, tokens, columns, heads, head_dim, state_dim = 3, 3, 6, 2, 4, 8
+        pool = random(rows * columns, heads, head_dim, state_dim)
+        table = torch.randperm(rows * columns, generator=generator).reshape(rows, columns).to(device)
+        layout = AlignLayout.of([AlignState(pool, 0)], [table.int()], True)
+        x, dt = random(rows, tokens, heads, head_dim), random(rows, tokens, heads)
+        B, C = random(rows, tokens, 1, state_dim), random(rows, tokens, 1, state_dim)
+        A, D = -random(heads), random(heads)
+        row, running = torch.arange(rows, device=device), numbers([2, 2, 0], torch.int64, device)
+        source, bias = numbers([0, 1, -1], torch.int64, device), numbers([1, 1, 0], torch.int64, device)
+        written = table[row[:, None], running[:, None] + torch.arange(tokens, device=device)]
+        fresh = source < 0
+        before = pool.clone()
+        found = []
+        for copied in (False, True):
+            pool.copy_(before)
+            if copied:
+                align.precopy_align(layout, running, source, bias, None, rows)
+            read = table[row, running if copied else (source + bias).clamp(min=0)].masked_fill(fresh, -1)
+            y = kernels.selective_state_update(x, dt, A, B, C, D, pool, read, written)
+            found.append((y, pool[written]))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+
+
+class TestLayout:
+    def states(self, *shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype)
+
+    def test_bytes_of_a_copy_are_counted(self):
+        states = [AlignState(self.states(2, 8, 6), 6), AlignState(self.states(2, 3, 5), 0)]
+        layout = AlignLayout.of(states, [torch.zeros(2, 3, dtype=torch.int32)], True)
+        assert [layout.bytes_copied(bias) for bias in (0, 2, 6, 7)] == [4 * (48 + 15), 4 * (32 + 15), 60, 60]
+
+    def test_other_memory_is_another_layout(self):
+        states, tables = [AlignState(self.states(2, 8, 6), 6)], [torch.zeros(2, 3, dtype=torch.int32)]
+        layout = AlignLayout.of(states, tables, True)
+        assert layout.lies_in(states, tables)
+        assert not layout.lies_in([AlignState(self.states(2, 8, 6), 6)], tables)
+        assert not layout.lies_in(states, [tables[0].clone()])
+        assert not layout.lies_in(states * 2, tables)
+
+    @pytest.mark.parametrize(
+        ("state", "said"),
+        [
+            (AlignState(torch.zeros(2, 6, 8), 6), "dim, window"),
+            (AlignState(torch.zeros(2, 8), 6), "window 6 has shape"),
+            (AlignState(torch.zeros(2, 8, 4)[..., ::2], 0), "without gaps"),
+            (AlignState(torch.zeros(2, 8, 12)[..., ::2], 6), "without gaps"),
+            (AlignState(torch.zeros(2, 8, dtype=torch.complex128), 0), "up to 8 bytes"),
+            (AlignState(torch.zeros(2, 8), 0, 1), "group below 1"),
+        ],
+    )
+    def test_states_that_cannot_be_copied_are_refused(self, state, said):
+        with pytest.raises(ValueError, match=said):
+            AlignLayout.of([state], [torch.zeros(2, 3, dtype=torch.int32)], True)
+
+    @pytest.mark.parametrize(
+        "tables",
+        [
+            [],
+            [torch.zeros(2, 3)],
+            [torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)],
+            [torch.zeros(3, 2, dtype=torch.int32).T],
+        ],
+    )
+    def test_tables_that_are_none_are_refused(self, tables):
+        with pytest.raises(ValueError, match=r"block.tables"):
+            AlignLayout.of([AlignState(torch.zeros(2, 8), 0)], tables, True)
+
+
+@pytest.mark.gpu
+class TestGpu:
+    """What only a GPU can show: captured launches, calls that do not wait, addresses beyond 32 bits."""
+
+    def case(self, seed=0):
+        memory = Memory("cuda", seed)
+        states = []
+        for _ in range(3):
+            states.append(AlignState(memory.states(12, (640, 7), torch.bfloat16), 7))
+            states.append(AlignState(memory.states(12, (16, 16, 64), torch.float32), 0))
+        tables = [numbers([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], torch.int32, "cuda")]
+        return memory, AlignLayout.of(states, tables, True)
+
+    def vectors(self, *values):
+        return [numbers(listed, torch.int32, "cuda") for listed in values]
+
+    def step(self, kernels, layout, state):
+        columns, computed, starts, accepted, source, offset, mapping, new, counts, out = state
+        kernels.preprocess_align(mapping, columns, computed, starts, accepted, source, offset, 3, 4)
+        kernels.precopy_align(layout, columns, source, offset, mapping, 3)
+        out.copy_(counts)
+        kernels.postprocess_align(layout, counts, columns, new, out, mapping, 3, 4)
+
+    def state(self):
+        # Row 0 changes its column, row 1 reaches a boundary within its step, row 2 is not in the batch.
+        return self.vectors(
+            [0, 0, 0], [3, 2, 1], [0, 3, 6, 6], [2, 1, 1], [0] * 3, [0] * 3, [1, 0, -1], [5, 4, 9], [3, 2, 1],
+            [0] * 3,
+        )  # fmt: skip
+
+    def test_nothing_waits_for_the_gpu(self, cuda):
+        memory, layout = self.case()
+        before = memory.bytes()
+        self.step(align_reference, layout, reference := self.state())
+        expected = memory.bytes()
+        assert not same(before, expected)
+        for watched in (nullcontext(), no_synchronisation()):  # compiled before it is watched
+            memory.put_back(before)
+            state = self.state()
+            with watched:
+                self.step(align, layout, state)
+            assert same(memory.memories, expected)
+            assert all(map(torch.equal, state, reference))
+
+    def test_a_captured_step_follows_its_buffers(self, cuda):
+        memory, layout = self.case()
+        before = memory.bytes()
+        state, first = self.state(), self.state()
+        self.step(align, layout, state)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(align, layout, state)
+        for mapping in ([1, 0, -1], [-1, -1, -1], [2, 1, 0]):
+            for buffer, values in zip(state, first, strict=True):
+                buffer.copy_(values)
+            state[6].copy_(numbers(mapping, torch.int32, cuda))
+            other = [buffer.clone() for buffer in state]
+            memory.put_back(before)
+            self.step(align_reference, layout, other)
+            expected = memory.bytes()
+            memory.put_back(before)
+            graph.replay()
+            assert same(memory.memories, expected)
+            assert all(map(torch.equal, state, other))
+
+    def test_strides_beyond_two_to_the_31(self, cuda):
+        slots = 2**31 // (1 << 20) + 3
+        ssm = torch.zeros(slots, 1 << 20, dtype=torch.int16, device=cuda)  # more than 2**31 elements
+        ssm[slots - 1].random_(-(2**15), 2**15)
+        tables = self.vectors([[slots - 1, slots - 2]])
+        layout = AlignLayout.of([AlignState(ssm, 0)], [tables[0]], True)
+        align.precopy_align(layout, *self.vectors([1], [0], [0]), None, 1)
+        assert torch.equal(ssm[slots - 2], ssm[slots - 1])
+        assert not ssm[: slots - 2].any()

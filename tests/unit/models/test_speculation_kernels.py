@@ -1,0 +1,92 @@
+"""Steps with drafts: padded and not, on every kernel set, the same logits, states and KV."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
+from mambaslots.inference.contexts.step_inputs import StepShape
+from mambaslots.inference.kernels import reference
+
+_spec = importlib.util.spec_from_file_location(
+    "speculating_kernel_sets", Path(__file__).parent / "test_kernel_sets.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+kernel_sets = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(kernel_sets)
+
+
+def padding(shape: StepShape) -> StepShape:
+    """Of every kind, by odd amounts; decode rows are as wide as they may be."""
+    wider = kernel_sets.padding(shape)
+    return wider._replace(
+        decode_tokens=4, kv_writes=wider.kv_writes + 4 * wider.decodes, logits=shape.logits + 3
+    )
+
+
+class DraftedScenario(kernel_sets.Scenario):
+    """The same three requests; their decodes have 0 to 3 drafts, of which 0 to all stand."""
+
+    def __init__(self, dtype: torch.dtype, padded: bool, kernels: ModuleType, device: str = "cpu") -> None:
+        super().__init__(dtype, padded, kernels, device)
+        self._padding = padding if padded else None
+        config = replace(self.context.config, num_speculative_tokens=3)
+        self.context = DynamicInferenceContext(self.model.state_spec(), config)
+        self._steps = 0
+
+    def run(self) -> list[torch.Tensor]:
+        super().run()
+        requests = self.context.requests
+        for _ in range(4):
+            self._step(*((request, 1) for request in requests))
+        return self.logits
+
+    def _step(self, *work: tuple[object, int]) -> None:
+        context = self.context
+        self._steps += 1
+        chunks = []
+        for request, budget in work:
+            chunk = context.schedule(request, budget)
+            wanted = [(11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.row) % 4)]
+            chunks.append(context.draft(chunk, wanted) if context.most_drafts(chunk) else chunk)
+        inputs = context.begin_step(chunks, self._padding)
+        if self._padding is None:
+            assert inputs.shape.decode_tokens == max(1 + len(chunk.drafts) for chunk in chunks)
+        logits = self._forward(inputs)
+        self.logits.append(logits[: inputs.num_logits].cpu())
+        kept = {}
+        for chunk in chunks:
+            request = chunk.request
+            if chunk.completes:
+                accepted = (self._steps // 2 + request.row) % (len(chunk.drafts) + 1)
+                kept[request.request_id] = accepted + 1
+                request.tokens += [*chunk.drafts[:accepted], (7 * len(request.tokens) + request.row) % 256]
+        context.end_step(kept)
+        context.check_integrity()
+
+
+def test_padding_changes_nothing_on_the_reference_kernels():
+    ours, theirs = (DraftedScenario(torch.float64, padded, reference) for padded in (True, False))
+    ours.assert_same_as(theirs, 1e-11)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_gpus_kernels_compute_the_same(padded):
+    from mambaslots.inference.kernels import fused
+
+    ours = DraftedScenario(torch.float32, padded, fused)
+    ours.assert_same_as(DraftedScenario(torch.float32, False, reference), 2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True])
+def test_they_do_on_a_gpu(padded):
+    from mambaslots.inference.kernels import fused
+
+    ours = DraftedScenario(torch.float32, padded, fused, "cuda")
+    ours.assert_same_as(DraftedScenario(torch.float32, False, reference), 5e-4)
