@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.state_copy import copy_states
 from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..inference.policies.slot_eviction import SlotEvictionPolicy
 from .answers import Crossing, crossings, register_block, rows_of
 from .host_record import record_of
 
@@ -72,15 +70,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._unsettled: list[_Unsettled] = []
         self._backup: tuple[Tensor, Tensor] | None = None
 
-    def _make_policy(self) -> SlotEvictionPolicy:
-        if self.settings.eviction is None:
-            return super()._make_policy()
-        host = self.context
-        self.context = SimpleNamespace(prefix_caching_eviction_policy=self.settings.eviction)
-        try:
-            return super()._make_policy()
-        finally:
-            self.context = host
+    def _policy(self) -> object:
+        return super()._policy() if self.settings.eviction is None else self.settings.eviction
 
     # ---- restores
 

@@ -121,9 +121,13 @@ class MambaSlotAllocator:
         self._intermediate_block_ids_cpu = self._intermediate.block_ids_cpu
         self._eos_cache_block_id_cpu = self._intermediate.eos_block_id_cpu
 
+    def _policy(self) -> object:
+        """The eviction policy by name, or as an enumeration of the host's."""
+        return getattr(self.context, "prefix_caching_eviction_policy", "lru")
+
     def _make_policy(self) -> SlotEvictionPolicy:
-        policy = getattr(self.context, "prefix_caching_eviction_policy", "lru")
-        policy = getattr(policy, "value", policy)  # an enumeration, in some hosts
+        policy = self._policy()
+        policy = getattr(policy, "value", policy)
         policy = policy.lower() if isinstance(policy, str) else policy
         name = one_of("context.prefix_caching_eviction_policy", policy, EVICTION_POLICIES)
         return RefZeroEviction() if name == "ref_zero" else LRUEviction()

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .align_layout import AlignLayout
-from .fused_state_copy import PROGRAMS, _copy_tile
+from .fused_state_copy import PROGRAMS, copy_tile
 from .specialisation import Specialisation
 
 COPY_BYTES = 16384
@@ -100,7 +100,7 @@ def _copy_segments(
     for turn in range(tl.cdiv(chunks - tile, num_tiles)):
         chunk = tile + turn * num_tiles
         for segment in range(segments):
-            _copy_tile(
+            copy_tile(
                 source + segment * stride,
                 destination + segment * stride,
                 chunk,

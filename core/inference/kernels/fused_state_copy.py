@@ -56,7 +56,7 @@ NO_PAIRS = (0,) * LISTED
 
 
 @triton.jit
-def _copy_tile(
+def copy_tile(
     # Pointers, as addresses
     source,
     destination,
@@ -136,7 +136,7 @@ def _move_tile(
     layer = (item // (conv_tiles + ssm_tiles) % layers).to(tl.int64)
     tile = item % (conv_tiles + ssm_tiles)
     if tile < ssm_tiles:
-        _copy_tile(
+        copy_tile(
             ssm_source + layer * ssm_source_layer + source * ssm_source_slot,
             ssm_destination + layer * ssm_destination_layer + destination * ssm_destination_slot,
             tile,
@@ -148,7 +148,7 @@ def _move_tile(
             ACCESSES,
         )
     else:
-        _copy_tile(
+        copy_tile(
             conv_source + layer * conv_source_layer + source * conv_source_slot,
             conv_destination + layer * conv_destination_layer + destination * conv_destination_slot,
             tile - ssm_tiles,

@@ -4,8 +4,7 @@ On the CPU in Triton's interpreter; the same cases on CUDA under the gpu mark.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from mambaslots.inference.kernels import causal_conv1d as fused
 from mambaslots.inference.kernels import reference
+from oracle.ssd import DEVICES, kernel_device, poisoned_allocations
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
 from torch import Tensor
@@ -21,20 +21,9 @@ BLOCK = fused._PREFILL_TOKENS
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    if (request.param == "cuda") != torch.cuda.is_available():
-        pytest.skip("the interpreter runs where there is no GPU, the compiled kernels where there is one")
-    return str(request.param)
-
-
-@contextmanager
-def outputs_begin_as_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return str(kernel_device(request.param))
 
 
 @dataclass
@@ -72,7 +61,7 @@ class Case:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         pool = moved(self.pool, device) if pool is None else pool
-        with outputs_begin_as_nan() if kernels is fused else nullcontext():
+        with poisoned_allocations() if kernels is fused else nullcontext():
             out = kernels.causal_conv1d_prefill(
                 widened(x, device), self.weight.to(device), self.bias.to(device), pool,
                 tensor([row.source for row in self.rows] + [-1] * padding),
@@ -409,7 +398,7 @@ def update(
     pool = moved(made.pool, device) if pool is None else pool
     shape = (len(made.rows), len(destinations[0]), made.x.shape[1])
     sources = torch.tensor([row.source for row in made.rows], device=device)
-    with outputs_begin_as_nan() if kernels is fused else nullcontext():
+    with poisoned_allocations() if kernels is fused else nullcontext():
         out = kernels.causal_conv1d_update(
             widened(made.x.view(shape), device), made.weight.to(device), made.bias.to(device), pool,
             sources, torch.tensor(destinations, device=device),

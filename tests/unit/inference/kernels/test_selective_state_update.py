@@ -4,8 +4,7 @@ On the CPU in Triton's interpreter; the same cases on CUDA under the gpu mark.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import selective_state_update as fused
+from oracle.ssd import DEVICES, kernel_device, poisoned_allocations
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
 from torch import Tensor
@@ -21,20 +21,9 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 NAN = float("nan")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    if (request.param == "cuda") != torch.cuda.is_available():
-        pytest.skip("the interpreter runs where there is no GPU, the compiled kernels where there is one")
-    return str(request.param)
-
-
-@contextmanager
-def outputs_begin_as_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return str(kernel_device(request.param))
 
 
 @dataclass
@@ -63,7 +52,7 @@ class Case:
         x, B, C = wide.split([heads * head_dim, groups * state_dim, groups * state_dim], dim=2)
         pool = torch.empty_strided(self.pool.shape, self.pool.stride(), dtype=self.pool.dtype, device=device)
         bits(pool).copy_(bits(self.pool))
-        with outputs_begin_as_nan() if kernels is fused else nullcontext():
+        with poisoned_allocations() if kernels is fused else nullcontext():
             out = kernels.selective_state_update(
                 x.unflatten(2, (heads, head_dim)), self.dt.to(device), self.A.to(device),
                 B.unflatten(2, (groups, state_dim)), C.unflatten(2, (groups, state_dim)), self.D.to(device),
@@ -291,7 +280,7 @@ def test_moves_no_byte_too_many(tokens: int, pool_dtype: torch.dtype) -> None:
     made = case(sources, destinations, head_dim=20, state_dim=24, heads=2, pool_dtype=pool_dtype)
     state = made.pool[0].numel() * made.pool.element_size()
     args = [made.A, made.B.nan_to_num(1), made.C.nan_to_num(1), made.D, made.pool]
-    with traffic_of(made.pool) as traffic, outputs_begin_as_nan():
+    with traffic_of(made.pool) as traffic, poisoned_allocations():
         out = fused.selective_state_update(
             made.x.nan_to_num(1),
             made.dt.nan_to_num(1),
