@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .inference.policies.checkpoint_plan import CheckpointPlan
+from .model_shard import ModelShard
+from .parallel_groups import ParallelGroups
 from .validation import (
     INT32_MAX,
     boolean,
@@ -21,6 +23,7 @@ from .validation import (
 
 GIGABYTE = 1 << 30
 EVICTION_POLICIES = ("lru", "ref_zero")
+_UNLIMITED = INT32_MAX + 2  # units that a budget buys where they cost nothing: the other stages decide
 MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
 
 
@@ -39,6 +42,9 @@ class HybridStateSpec:
         device: where states, KV and the step's index tensors live.
         separate_states: whether the model's kernels read a state at one pool index and write it at others.
             Where they update it in place, it is copied to where they do, and boundary states from there.
+        shard: of a model that is split over ranks, the part that all of the above is about; needed to move
+            states between processes. None: not said.
+        groups: the ranks that hold the other parts, and take the same decisions.
     """
 
     num_mamba_layers: int
@@ -54,6 +60,8 @@ class HybridStateSpec:
     vocab_size: int
     device: torch.device
     separate_states: bool = True
+    shard: ModelShard | None = None
+    groups: ParallelGroups = field(default_factory=ParallelGroups)
 
     def __post_init__(self) -> None:
         for name in ("num_mamba_layers", "num_attention_layers"):
@@ -66,6 +74,9 @@ class HybridStateSpec:
             _keep(self, name, tuple(integers(name, getattr(self, name), 1, INT32_MAX)))
         _keep(self, "device", device("device", self.device))
         boolean("separate_states", self.separate_states)
+        if self.shard is not None:
+            instance("shard", self.shard, ModelShard)
+        instance("groups", self.groups, ParallelGroups)
 
     @property
     def state_bytes(self) -> int:
@@ -173,20 +184,26 @@ class InferenceConfig:
         self.checkpoint_plan.check_block_size(self.block_size_tokens)
 
     def kv_block_count(self, spec: HybridStateSpec) -> int:
-        """KV blocks the budget buys for this model; a ValueError where it buys none."""
+        """KV blocks the budget buys for this model; a ValueError where it buys none.
+
+        Of a split model, what it buys on the poorest of its ranks: all of them make this call.
+        """
         instance("spec", spec, HybridStateSpec)
         return _count(
-            "num_kv_blocks", self.num_kv_blocks,
+            spec, "num_kv_blocks", self.num_kv_blocks,
             "buffer_size_gb", self.buffer_size_gb, spec.kv_block_bytes(self.block_size_tokens),
         )  # fmt: skip
 
     def mamba_slot_count(self, spec: HybridStateSpec) -> int:
-        """Durable slots the budget buys, 0 without prefix caching; a ValueError where it buys none."""
+        """Durable slots the budget buys, 0 without prefix caching; a ValueError where it buys none.
+
+        Of a split model, what it buys on the poorest of its ranks: all of them make this call.
+        """
         instance("spec", spec, HybridStateSpec)
         if not self.enable_prefix_caching:
             return 0
         return _count(
-            "num_mamba_slots", self.num_mamba_slots,
+            spec, "num_mamba_slots", self.num_mamba_slots,
             "prefix_caching_mamba_gb", self.prefix_caching_mamba_gb, spec.state_bytes,
         )  # fmt: skip
 
@@ -255,21 +272,35 @@ def _keep(settings: object, name: str, value: object) -> None:
     object.__setattr__(settings, name, value)
 
 
-def _count(count_name: str, count: int | None, gb_name: str, gb: float | None, unit_bytes: int) -> int:
-    if count is None and gb is not None:
-        if unit_bytes == 0:
-            raise ValueError(
-                f"{gb_name} is {gb}; accepted: {count_name} instead, for a model whose units are empty"
-            )
-        count = int(min(gb * GIGABYTE, (INT32_MAX + 1) * unit_bytes)) // unit_bytes
-        if count < 1:
-            raise ValueError(f"{gb_name} is {gb}; accepted: at least {unit_bytes / GIGABYTE:.3g}, one unit")
-        if count > INT32_MAX:
-            most = INT32_MAX * unit_bytes / GIGABYTE
-            raise ValueError(f"{gb_name} is {gb}; accepted: at most {most:.3g}, {INT32_MAX} units")
-    if count is None or count < 1:
+def _count(
+    spec: HybridStateSpec, count_name: str, count: int | None, gb_name: str, gb: float | None, unit_bytes: int
+) -> int:
+    here = _affordable(count, gb, unit_bytes)
+    least = spec.groups.least(here, spec.device)  # before any rank may raise, or the others would wait for it
+    if gb is not None and least == _UNLIMITED:
+        raise ValueError(
+            f"{gb_name} is {gb}; accepted: {count_name} instead, for a model whose units are empty"
+        )
+    if gb is not None and least > INT32_MAX:
+        most = INT32_MAX * unit_bytes / GIGABYTE
+        raise ValueError(f"{gb_name} is {gb}; accepted: at most {most:.3g}, {INT32_MAX} units")
+    if least < 1 <= here:
+        name, value = (count_name, count) if gb is None else (gb_name, gb)
+        raise ValueError(f"{name} is {value}; accepted: what buys one unit on every rank of the model")
+    if gb is not None and least < 1:
+        raise ValueError(f"{gb_name} is {gb}; accepted: at least {unit_bytes / GIGABYTE:.3g}, one unit")
+    if least < 1:
         raise ValueError(
             f"{count_name} is {count}; accepted: an integer >= 1, or {gb_name} (without state slots, set "
             "enable_prefix_caching=False)"
         )
-    return count
+    return least
+
+
+def _affordable(count: int | None, gb: float | None, unit_bytes: int) -> int:
+    """At most one more than is accepted."""
+    if gb is None:
+        return count or 0
+    if unit_bytes == 0:
+        return _UNLIMITED
+    return int(min(gb * GIGABYTE, (INT32_MAX + 1) * unit_bytes)) // unit_bytes

@@ -1,5 +1,6 @@
 """Models that run on a `DynamicInferenceContext`."""
 
-from .hybrid_lm import HybridConfig, HybridLM
+from .hybrid_config import HybridConfig
+from .hybrid_lm import HybridLM
 
 __all__ = ["HybridConfig", "HybridLM"]

@@ -1,9 +1,8 @@
 """A small real language model of Mamba-2 mixers, attention and MLPs."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,101 +11,11 @@ from torch import Tensor, nn
 from ..config import HybridStateSpec
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
-from ..inference.kernels.reference import compute_dtype
-from ..validation import INT32_MAX, float_dtype, instance, integer, real, shown
+from ..model_shard import ModelShard, Part
+from ..parallel_groups import ParallelGroups
 from ..validation import device as checked_device
-
-
-@dataclass(frozen=True, kw_only=True)
-class HybridConfig:
-    """Shape of a `HybridLM`.
-
-    Attributes:
-        pattern: one letter a layer: "M" a Mamba-2 mixer, "*" attention, "-" an MLP.
-        mamba_num_heads, mamba_head_dim, mamba_state_dim: H, P and N of the SSM state [H, P, N].
-        mamba_num_groups: groups of heads that share B and C, and that the gated norm normalises alone.
-        conv_kernel: taps of the causal convolution, >= 2.
-        ssd_chunk_size: tokens of one SSD chunk.
-        num_attention_heads, num_kv_heads, head_dim: query heads, the key/value heads they share, even size.
-        dtype: of weights, convolution states and KV. Everything that DESIGN calls "no operation narrows" is
-            computed, and SSM states are stored, in float32 or wider.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    pattern: str
-    mamba_num_heads: int
-    mamba_head_dim: int
-    mamba_num_groups: int
-    mamba_state_dim: int
-    conv_kernel: int
-    ssd_chunk_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_hidden_size: int
-    rotary_base: float = 10000.0
-    norm_eps: float = 1e-5
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
-            "mamba_state_dim", "ssd_chunk_size", "num_attention_heads", "num_kv_heads", "head_dim",
-            "mlp_hidden_size", "conv_kernel",
-        ):  # fmt: skip
-            minimum = 2 if name == "conv_kernel" else 1
-            object.__setattr__(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
-        for name, least in (("rotary_base", 1.0), ("norm_eps", 0.0)):
-            object.__setattr__(self, name, real(name, getattr(self, name), least))
-        float_dtype("dtype", self.dtype)
-        if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("M*-"):
-            raise ValueError(f"pattern is {shown(self.pattern)}; accepted: one or more of 'M', '*' and '-'")
-        for name, divisor in (
-            ("mamba_num_heads", "mamba_num_groups"),
-            ("num_attention_heads", "num_kv_heads"),
-        ):
-            if getattr(self, name) % getattr(self, divisor):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; accepted: a multiple of {divisor} "
-                    f"({getattr(self, divisor)})"
-                )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; accepted: an even integer, for rotary pairs")
-
-    @classmethod
-    def tiny(cls, dtype: torch.dtype = torch.float32, **overrides: Any) -> "HybridConfig":
-        """Vocabulary 256 (bytes), SSD chunk 16, three Mamba layers, one attention layer; fast on a CPU."""
-        sizes: dict[str, Any] = {
-            "vocab_size": 256,
-            "hidden_size": 64,
-            "pattern": "M-M*-M-",
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "mamba_num_groups": 2,
-            "mamba_state_dim": 16,
-            "conv_kernel": 4,
-            "ssd_chunk_size": 16,
-            "num_attention_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 16,
-            "mlp_hidden_size": 128,
-        }
-        return cls(dtype=dtype, **(sizes | overrides))
-
-    @property
-    def inner_dim(self) -> int:
-        """Channels of a Mamba mixer, H x P."""
-        return self.mamba_num_heads * self.mamba_head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Channels of the convolution: x, B and C."""
-        return self.inner_dim + 2 * self.mamba_num_groups * self.mamba_state_dim
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return compute_dtype(self.dtype)
+from ..validation import instance, integer
+from .hybrid_config import HybridConfig
 
 
 class HybridLM(nn.Module):
@@ -116,46 +25,62 @@ class HybridLM(nn.Module):
     and are made so that the caches matter: the slowest Mamba heads remember hundreds of tokens, the fastest
     tens, and logits have a standard deviation of a few units. Nothing here needs a gradient. `device`: where
     they are drawn; a GPU draws large models faster, and other weights than a CPU.
+
+    `groups`: the ranks that the model is split over, as in Megatron. Each draws all weights and keeps its
+    part: heads, MLP columns and vocabulary rows over the tensor group, consecutive layers over the pipeline
+    group. A step passes the stages one after the other, and all ranks get all logits.
     """
 
-    def __init__(self, config: HybridConfig, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: HybridConfig,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        groups: ParallelGroups | None = None,
+    ) -> None:
         super().__init__()
         self.config = instance("config", config, HybridConfig)
         seed = integer("seed", seed, 0, (1 << 63) - 1)
-        draw = _Weights(config, seed, checked_device("device", device))
-        self.embedding = draw.normal(config.vocab_size, config.hidden_size, std=1.0)
-        layers: list[nn.Module] = []
+        self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
+        draw = _Weights(config, seed, checked_device("device", device), self.groups)
+        self.shard = draw.shard
+        embedding = draw.normal(config.vocab_size, config.hidden_size, std=1.0)
+        self.layers = nn.ModuleList()
+        first, stop = config.stage_layers(self.groups)
         for index, kind in enumerate(config.pattern):
-            layer_index = config.pattern[:index].count(kind)
-            if kind == "M":
-                layers.append(MambaMixer(config, layer_index, draw))
-            elif kind == "*":
-                layers.append(Attention(config, layer_index, draw))
-            else:
-                layers.append(MLP(config, draw))
-        self.layers = nn.ModuleList(layers)
-        self.norms = nn.ParameterList([draw.ones(config.hidden_size) for _ in layers])
-        self.final_norm = draw.ones(config.hidden_size)
-        self.lm_head = draw.linear(config.vocab_size, config.hidden_size, gain=3.0)
+            layer_index = config.pattern[first:index].count(kind)
+            layer = _LAYERS[kind](config, layer_index, draw)
+            if first <= index < stop:
+                self.layers.append(layer)
+        self.norms = nn.ParameterList([draw.ones(config.hidden_size) for _ in self.layers])
+        lm_head = draw.linear(config.vocab_size, config.hidden_size, gain=3.0, rows=draw.vocabulary_rows())
+        if self.groups.is_first_stage:
+            self.embedding = embedding
+        if self.groups.is_last_stage:
+            self.final_norm = draw.ones(config.hidden_size)
+            self.lm_head = lm_head
         self.eval()
 
     def state_spec(self) -> HybridStateSpec:
         """What the context allocates for this model, on the device its weights are on."""
-        config = self.config
+        config, shard, device = self.config, self.shard, self.norms[0].device
+        local = config.of_one_rank(self.groups)
         return HybridStateSpec(
-            num_mamba_layers=config.pattern.count("M"),
-            conv_states_shape=(config.conv_dim, config.conv_kernel - 1),
-            ssm_states_shape=(config.mamba_num_heads, config.mamba_head_dim, config.mamba_state_dim),
+            num_mamba_layers=shard.mamba_layers.count,
+            conv_states_shape=(local.conv_dim, config.conv_kernel - 1),
+            ssm_states_shape=(local.mamba_num_heads, config.mamba_head_dim, config.mamba_state_dim),
             conv_states_dtype=config.dtype,
             ssm_states_dtype=config.compute_dtype,
-            num_attention_layers=config.pattern.count("*"),
-            num_kv_heads=config.num_kv_heads,
+            num_attention_layers=shard.attention_layers.count,
+            num_kv_heads=local.num_kv_heads,
             head_dim=config.head_dim,
             kv_dtype=config.dtype,
             ssd_chunk_size=config.ssd_chunk_size,
             vocab_size=config.vocab_size,
-            device=self.embedding.device,
-            separate_states=kernel_set(self.embedding.device, config.dtype).SEPARATE_STATES,
+            device=device,
+            separate_states=kernel_set(device, config.dtype).SEPARATE_STATES,
+            shard=shard,
+            groups=self.groups,
         )
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -163,15 +88,27 @@ class HybridLM(nn.Module):
 
         Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
         """
-        config = self.config
-        kernels = kernel_set(self.embedding.device, config.dtype)
-        hidden = self.embedding[inputs.token_ids].to(config.compute_dtype)
+        config, groups, device = self.config, self.groups, inputs.token_ids.device
+        kernels = kernel_set(device, config.dtype)
+        if groups.is_first_stage:
+            hidden = self.embedding[inputs.token_ids].to(config.compute_dtype)
+        else:
+            shape = len(inputs.token_ids), config.hidden_size
+            hidden = torch.empty(shape, dtype=config.compute_dtype, device=device)
+            groups.receive_from_previous_stage(hidden)
         for norm, layer in zip(self.norms, self.layers, strict=True):
             normed = kernels.rms_norm(hidden, norm, config.norm_eps).to(config.dtype)
-            out: Tensor = layer(normed, inputs, kernels)
-            hidden = hidden + out
-        hidden = kernels.rms_norm(hidden[inputs.logit_tokens], self.final_norm, config.norm_eps)
-        return F.linear(hidden, self.lm_head.to(hidden.dtype))
+            partial = layer(normed, inputs, kernels).to(config.compute_dtype)
+            hidden = hidden + groups.sum_partials(partial)
+        if groups.is_last_stage:
+            hidden = kernels.rms_norm(hidden[inputs.logit_tokens], self.final_norm, config.norm_eps)
+            logits = groups.gather_columns(F.linear(hidden, self.lm_head.to(hidden.dtype)))
+            logits = logits[:, : config.vocab_size].contiguous()
+        else:
+            groups.send_to_next_stage(hidden)
+            shape = len(inputs.logit_tokens), config.vocab_size
+            logits = torch.empty(shape, dtype=config.compute_dtype, device=device)
+        return groups.share_from_last_stage(logits)
 
 
 class MambaMixer(nn.Module):
@@ -179,21 +116,29 @@ class MambaMixer(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, draw: "_Weights") -> None:
         super().__init__()
-        self.config = config
+        self.config = local = config.of_one_rank(draw.groups)
         self.layer_index = layer_index
-        heads, conv_dim, kernel = config.mamba_num_heads, config.conv_dim, config.conv_kernel
+        self.groups = draw.groups
+        self.shard = shard = draw.shard
+        heads, kernel = shard.mamba_heads.indices, config.conv_kernel
         # Memory is in tokens; dt falls with its square root, so that all heads' states are of one size.
-        memory = torch.logspace(math.log10(8.0), math.log10(512.0), heads, dtype=torch.float64)
+        memory = torch.logspace(
+            math.log10(8.0), math.log10(512.0), shard.mamba_heads.total, dtype=torch.float64
+        )[list(heads)]
         dt = 1.5 * memory.rsqrt()
-        self.in_proj = draw.linear(config.inner_dim + conv_dim + heads, config.hidden_size)
-        self.conv_weight = draw.normal(conv_dim, kernel, std=kernel**-0.5)
+        # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
+        x, conv = _mixer_channels(config, shard)
+        after = config.inner_dim + config.conv_dim
+        rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
+        self.in_proj = draw.linear(after + config.mamba_num_heads, config.hidden_size, rows=rows)
+        self.conv_weight = draw.normal(config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
         # About where SiLU of a standard normal has mean zero: slow heads would sum up any other mean.
-        self.conv_bias = draw.constant(torch.full((conv_dim,), -0.5, dtype=torch.float64))
+        self.conv_bias = draw.constant(torch.full((local.conv_dim,), -0.5, dtype=torch.float64))
         self.dt_bias = draw.constant(dt.expm1().log(), wide=True)
         self.A_log = draw.constant(-(memory * dt).log(), wide=True)
-        self.D = draw.constant(torch.full((heads,), 0.5, dtype=torch.float64), wide=True)
-        self.norm = draw.ones(config.inner_dim)
-        self.out_proj = draw.linear(config.hidden_size, config.inner_dim)
+        self.D = draw.constant(torch.full((len(heads),), 0.5, dtype=torch.float64), wide=True)
+        self.norm = draw.ones(local.inner_dim)
+        self.out_proj = draw.linear(config.hidden_size, config.inner_dim, columns=x)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
         config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
@@ -235,8 +180,22 @@ class MambaMixer(nn.Module):
                 )
             )  # fmt: skip
         y = torch.cat(outputs).flatten(1)
-        normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
+        if self.groups.tensor_size > self.shard.mamba_groups.total:
+            normed = self._norm_over_ranks(y, gate)
+        else:
+            normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
         return F.linear(normed.to(config.dtype), self.out_proj)
+
+    def _norm_over_ranks(self, y: Tensor, gate: Tensor) -> Tensor:
+        """`gated_rms_norm` of a group whose heads lie on several ranks: they add up their squares."""
+        config, group = self.config, self.shard.mamba_groups
+        gated = y.to(config.compute_dtype) * F.silu(gate.to(config.compute_dtype))
+        squares = gated.new_zeros(len(gated), group.total)
+        squares[:, group.start] = gated.square().sum(-1)
+        mean = self.groups.sum_partials(squares)[:, group.start, None]
+        ranks = self.groups.tensor_size // group.total
+        scale = torch.rsqrt(mean / (config.inner_dim * ranks) + config.norm_eps)
+        return gated * scale * self.norm.to(config.compute_dtype)
 
     def _x(self, xBC: Tensor) -> Tensor:
         """[..., conv_dim] -> x [..., H, P], a view."""
@@ -257,11 +216,13 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         query_dim = config.num_attention_heads * config.head_dim
         kv_dim = config.num_kv_heads * config.head_dim
+        queries = draw.part_of(query_dim)
+        kv = _channels(draw.shard.kv_heads.indices, config.head_dim)
         # Sharp scores, or random keys would average the context away.
-        self.q_proj = draw.linear(query_dim, config.hidden_size, gain=3.0)
-        self.k_proj = draw.linear(kv_dim, config.hidden_size)
-        self.v_proj = draw.linear(kv_dim, config.hidden_size)
-        self.o_proj = draw.linear(config.hidden_size, query_dim)
+        self.q_proj = draw.linear(query_dim, config.hidden_size, gain=3.0, rows=queries)
+        self.k_proj = draw.linear(kv_dim, config.hidden_size, rows=kv)
+        self.v_proj = draw.linear(kv_dim, config.hidden_size, rows=kv)
+        self.o_proj = draw.linear(config.hidden_size, query_dim, columns=queries)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
         config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
@@ -298,22 +259,57 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two projections around a squared ReLU (arXiv 2109.08668)."""
 
-    def __init__(self, config: HybridConfig, draw: "_Weights") -> None:
+    def __init__(self, config: HybridConfig, layer_index: int, draw: "_Weights") -> None:
         super().__init__()
-        self.up_proj = draw.linear(config.mlp_hidden_size, config.hidden_size)
-        self.down_proj = draw.linear(config.hidden_size, config.mlp_hidden_size)
+        own = draw.part_of(config.mlp_hidden_size)
+        self.up_proj = draw.linear(config.mlp_hidden_size, config.hidden_size, rows=own)
+        self.down_proj = draw.linear(config.hidden_size, config.mlp_hidden_size, columns=own)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
         return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
 
 
-class _Weights:
-    """Draws a model's parameters, in order, from one generator; the global one stays as it is."""
+_LAYERS: dict[str, type[MambaMixer] | type[Attention] | type[MLP]] = {
+    "M": MambaMixer,
+    "*": Attention,
+    "-": MLP,
+}
 
-    def __init__(self, config: HybridConfig, seed: int, device: torch.device) -> None:
+
+def _channels(units: Iterable[int], width: int, offset: int = 0) -> list[int]:
+    """The channels of heads or groups that are `width` wide and begin at `offset`."""
+    return [offset + unit * width + channel for unit in units for channel in range(width)]
+
+
+def _mixer_channels(config: HybridConfig, shard: ModelShard) -> tuple[list[int], list[int]]:
+    """Of one rank: the channels of x, and all that it convolves, which are those and its groups' B and C."""
+    groups, width = shard.mamba_groups.indices, config.mamba_state_dim
+    x = _channels(shard.mamba_heads.indices, config.mamba_head_dim)
+    B = _channels(groups, width, config.inner_dim)
+    C = _channels(groups, width, config.inner_dim + config.mamba_num_groups * width)
+    return x, [*x, *B, *C]
+
+
+class _Weights:
+    """Draws a model's parameters, in order, from one generator; the global one stays as it is.
+
+    All of each is drawn, so that they do not depend on how the model is split; a rank keeps what it asks for.
+    """
+
+    def __init__(self, config: HybridConfig, seed: int, device: torch.device, groups: ParallelGroups) -> None:
+        self.groups = groups
+        self.shard = config.shard(groups)
         self._config = config
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    def part_of(self, total: int) -> range:
+        return Part.of_rank(total, self.groups.tensor_rank, self.groups.tensor_size).indices
+
+    def vocabulary_rows(self) -> range:
+        """This rank's equal part of the vocabulary, rounded up: the last ones may be beyond its end."""
+        size = self.groups.tensor_size
+        return self.part_of(-(-self._config.vocab_size // size) * size)
 
     def constant(self, values: Tensor, wide: bool = False) -> nn.Parameter:
         dtype = self._config.compute_dtype if wide else self._config.dtype
@@ -322,10 +318,27 @@ class _Weights:
     def ones(self, size: int) -> nn.Parameter:
         return self.constant(torch.ones(size, dtype=torch.float64))
 
-    def normal(self, *shape: int, std: float) -> nn.Parameter:
+    def normal(
+        self, *shape: int, std: float, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
+    ) -> nn.Parameter:
+        """`rows`, `columns`: those to keep; rows beyond the end are zeros."""
         drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device=self._device)
+        for dim, kept in ((0, rows), (1, columns)):
+            if kept is not None and len(kept) < shape[dim]:
+                inside = [index for index in kept if index < shape[dim]]
+                drawn = drawn.index_select(dim, torch.tensor(inside, dtype=torch.int64, device=self._device))
+                if len(inside) < len(kept):
+                    drawn = F.pad(drawn, (0, 0, 0, len(kept) - len(inside)))
         return self.constant(drawn * std)
 
-    def linear(self, out_features: int, in_features: int, gain: float = 1.0) -> nn.Parameter:
+    def linear(
+        self,
+        out_features: int,
+        in_features: int,
+        gain: float = 1.0,
+        rows: Sequence[int] | None = None,
+        columns: Sequence[int] | None = None,
+    ) -> nn.Parameter:
         """[out, in]; outputs are `gain` times as large as inputs."""
-        return self.normal(out_features, in_features, std=gain * in_features**-0.5)
+        std = gain * in_features**-0.5
+        return self.normal(out_features, in_features, std=std, rows=rows, columns=columns)

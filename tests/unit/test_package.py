@@ -14,7 +14,8 @@ CORE = ROOT / "core"
 # From the top down; a room imports only from itself and from those after it. Files count as rooms.
 ROOMS = (
     "__init__", "mcore", "replay", "distributed", "models", "inference.engines", "inference.contexts",
-    "inference.kernels", "request", "config", "cache_stats", "inference.policies", "errors", "validation",
+    "inference.kernels", "request", "config", "cache_stats", "inference.policies", "model_shard",
+    "parallel_groups", "errors", "validation",
 )  # fmt: skip
 
 

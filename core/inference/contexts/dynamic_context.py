@@ -63,7 +63,7 @@ class DynamicInferenceContext:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.prefix_caching_eviction_policy = config.prefix_caching_eviction_policy
         self.checkpoint_plan = config.checkpoint_plan
-        num_blocks = config.kv_block_count(spec)
+        self._num_kv_blocks = num_blocks = config.kv_block_count(spec)
 
         self.kv_cache = self._new_kv_cache()
         live_slots = self.max_requests * (1 + self.num_speculative_tokens)
@@ -135,7 +135,7 @@ class DynamicInferenceContext:
         )
 
     def _new_kv_cache(self) -> Tensor:
-        spec, blocks = self.spec, self.config.kv_block_count(self.spec)
+        spec, blocks = self.spec, self._num_kv_blocks
         shape = (
             spec.num_attention_layers, 2, blocks, self.block_size_tokens, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.models.hybrid_lm import HybridConfig, HybridLM
+from mambaslots.models import HybridConfig, HybridLM
 from oracle.recurrent_lm import RecurrentLM
 from oracle.steps import Row, build_step, make_caches
 from torch import Tensor

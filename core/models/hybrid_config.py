@@ -1,0 +1,162 @@
+"""The shape of a `HybridLM`, and of one rank's part of it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..inference.kernels.reference import compute_dtype
+from ..model_shard import ModelShard, Part
+from ..parallel_groups import ParallelGroups
+from ..validation import INT32_MAX, float_dtype, integer, real, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig:
+    """Shape of a `HybridLM`.
+
+    Attributes:
+        pattern: one letter a layer: "M" a Mamba-2 mixer, "*" attention, "-" an MLP.
+        mamba_num_heads, mamba_head_dim, mamba_state_dim: H, P and N of the SSM state [H, P, N].
+        mamba_num_groups: groups of heads that share B and C, and that the gated norm normalises alone.
+        conv_kernel: taps of the causal convolution, >= 2.
+        ssd_chunk_size: tokens of one SSD chunk.
+        num_attention_heads, num_kv_heads, head_dim: query heads, the key/value heads they share, even size.
+        dtype: of weights, convolution states and KV. Everything that DESIGN calls "no operation narrows" is
+            computed, and SSM states are stored, in float32 or wider.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    pattern: str
+    mamba_num_heads: int
+    mamba_head_dim: int
+    mamba_num_groups: int
+    mamba_state_dim: int
+    conv_kernel: int
+    ssd_chunk_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_hidden_size: int
+    rotary_base: float = 10000.0
+    norm_eps: float = 1e-5
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
+            "mamba_state_dim", "ssd_chunk_size", "num_attention_heads", "num_kv_heads", "head_dim",
+            "mlp_hidden_size", "conv_kernel",
+        ):  # fmt: skip
+            minimum = 2 if name == "conv_kernel" else 1
+            object.__setattr__(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
+        for name, least in (("rotary_base", 1.0), ("norm_eps", 0.0)):
+            object.__setattr__(self, name, real(name, getattr(self, name), least))
+        float_dtype("dtype", self.dtype)
+        if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("M*-"):
+            raise ValueError(f"pattern is {shown(self.pattern)}; accepted: one or more of 'M', '*' and '-'")
+        for name, divisor in (
+            ("mamba_num_heads", "mamba_num_groups"),
+            ("num_attention_heads", "num_kv_heads"),
+        ):
+            if getattr(self, name) % getattr(self, divisor):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; accepted: a multiple of {divisor} "
+                    f"({getattr(self, divisor)})"
+                )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; accepted: an even integer, for rotary pairs")
+
+    @classmethod
+    def tiny(cls, dtype: torch.dtype = torch.float32, **overrides: Any) -> "HybridConfig":
+        """Vocabulary 256 (bytes), SSD chunk 16, three Mamba layers, one attention layer; fast on a CPU."""
+        sizes: dict[str, Any] = {
+            "vocab_size": 256,
+            "hidden_size": 64,
+            "pattern": "M-M*-M-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "mamba_num_groups": 2,
+            "mamba_state_dim": 16,
+            "conv_kernel": 4,
+            "ssd_chunk_size": 16,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "mlp_hidden_size": 128,
+        }
+        return cls(dtype=dtype, **(sizes | overrides))
+
+    @property
+    def inner_dim(self) -> int:
+        """Channels of a Mamba mixer, H x P."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_dim + 2 * self.mamba_num_groups * self.mamba_state_dim
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.dtype)
+
+    def shard(self, groups: ParallelGroups) -> ModelShard:
+        """What this rank of `groups` holds: consecutive layers, and of each an equal part of the heads.
+
+        Raises ValueError where the sizes do not divide. B/C groups and KV heads may be fewer than ranks:
+        then the ranks whose heads share one each hold it.
+        """
+        size, stages = groups.tensor_size, groups.pipeline_size
+        for name in ("mamba_num_heads", "num_attention_heads", "mlp_hidden_size"):
+            if getattr(self, name) % size:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; accepted: a multiple of the {size} ranks of the "
+                    "tensor group"
+                )
+        for name in ("mamba_num_groups", "num_kv_heads"):
+            total = getattr(self, name)
+            if total % size and size % total:
+                raise ValueError(
+                    f"{name} is {total}; accepted: a multiple or a divisor of the {size} ranks of the "
+                    "tensor group"
+                )
+        if len(self.pattern) < stages:
+            raise ValueError(
+                f"pattern is {self.pattern!r}; accepted: at least one layer for each of {stages} stages"
+            )
+
+        def layers(kind: str) -> Part:
+            first, stop = self.stage_layers(groups)
+            before = self.pattern[:first].count(kind)
+            here = self.pattern[first:stop].count(kind)
+            return Part(before, before + here, self.pattern.count(kind))
+
+        def part(total: int) -> Part:
+            return Part.of_rank(total, groups.tensor_rank, size)
+
+        return ModelShard(
+            mamba_layers=layers("M"),
+            mamba_heads=part(self.mamba_num_heads),
+            mamba_groups=part(self.mamba_num_groups),
+            attention_layers=layers("*"),
+            kv_heads=part(self.num_kv_heads),
+        )
+
+    def stage_layers(self, groups: ParallelGroups) -> tuple[int, int]:
+        """The first of this rank's layers, and the one after its last."""
+        layers, stage, stages = len(self.pattern), groups.pipeline_rank, groups.pipeline_size
+        return layers * stage // stages, layers * (stage + 1) // stages
+
+    def of_one_rank(self, groups: ParallelGroups) -> "HybridConfig":
+        """The same model with one rank's heads, and its part of the MLPs."""
+        shard, size = self.shard(groups), groups.tensor_size
+        return replace(
+            self,
+            mamba_num_heads=shard.mamba_heads.count,
+            mamba_num_groups=shard.mamba_groups.count,
+            num_attention_heads=self.num_attention_heads // size,
+            num_kv_heads=shard.kv_heads.count,
+            mlp_hidden_size=self.mlp_hidden_size // size,
+        )

@@ -1,0 +1,81 @@
+"""Tests that run as several ranks: `torchrun --nproc-per-node 2 -m pytest tests/distributed`.
+
+Every rank runs the same tests in the same order. A test that fails on one rank fails on all of them, and ends
+the run: after it, the ranks' collectives would no longer meet. Rank 0 shows what failed where. Without
+torchrun these tests deselect themselves. On a machine with a GPU for each rank the same tests are marked
+`gpu`, and run on those, over nccl.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle.distributed_world import World
+
+RANKS = int(os.environ.get("WORLD_SIZE", "0"))
+RANK = int(os.environ.get("RANK", "0"))
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+ON_GPUS = 0 < RANKS <= GPUS
+TIMEOUT = timedelta(seconds=120)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*numbers): how many ranks the test is for")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    others = [item for item in here if not RANKS or not _is_for(item, RANKS)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+    if ON_GPUS:
+        for item in here:
+            item.add_marker("gpu")
+
+
+def _is_for(item: pytest.Item, ranks: int) -> bool:
+    wanted = item.get_closest_marker("ranks")
+    return wanted is None or ranks in wanted.args
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """The default process group, and the groups that tests split it into."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPUS else torch.device("cpu")
+    if ON_GPUS:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=TIMEOUT)
+    yield World(device)
+    dist.destroy_process_group()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Each rank tells the others how its test went, over the store of the default group."""
+    outcome = yield
+    report = outcome.get_result()
+    if not dist.is_initialized() or call.when != "call":
+        return
+    store, key = dist.distributed_c10d._get_default_store(), f"outcome of {item.nodeid}"
+    failure = str(report.longrepr) if report.failed else ""
+    store.set(f"{key} on {RANK}", json.dumps(failure))
+    keys = {rank: f"{key} on {rank}" for rank in range(RANKS)}
+    try:
+        store.wait(list(keys.values()), TIMEOUT)
+    except RuntimeError:
+        missing = [rank for rank, name in keys.items() if not store.check([name])]
+        failures = {rank: "did not end this test" for rank in missing}
+    else:
+        told = {rank: json.loads(store.get(name)) for rank, name in keys.items()}
+        failures = {rank: text for rank, text in told.items() if text}
+    if failures:
+        item.session.shouldstop = "a test failed on one rank; the others cannot go on without it"
+        if not report.failed:
+            report.outcome = "failed"
+            report.longrepr = "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
