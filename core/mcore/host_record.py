@@ -10,6 +10,7 @@ from ..inference.policies.ghost_list import GhostList
 from .request_track import RequestTrack
 
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
+STATE_CONFIG = "megatron.core.inference.config:MambaInferenceStateConfig"
 KV_ALLOCATOR = "megatron.core.inference.contexts.kv_block_allocator:KVBlockAllocator"
 GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
 MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"

@@ -17,6 +17,7 @@ from . import (
     kv_index,
     lifecycle,
     paused,
+    stages,
 )
 from .host_record import DYNAMIC_CONTEXT
 from .overrides import REGISTRY, Applied, apply
@@ -25,6 +26,7 @@ from .slot_allocator import HostSlotAllocator, Settings
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
 _CORRECTIONS = (
     admission, answers, attention_bound, checkpoint_metadata, conv_window, kv_index, lifecycle, paused,
+    stages,
 )  # fmt: skip
 """The modules whose overrides are in REGISTRY, which they enter when they are imported."""
 

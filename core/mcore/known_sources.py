@@ -20,6 +20,10 @@ KNOWN_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "117c39b75b90": ("0.18.0", "0.18.1", "0.18.2"),
         "e1bc5696d06a": ("0.19.0", "0.19.1", "0.19.2"),
     },
+    "DynamicInferenceContext.__init__": {
+        "c6f433deff44": ("0.18.0", "0.18.1", "0.18.2"),
+        "1b85f7fa6906": ("0.19.0", "0.19.1", "0.19.2"),
+    },
     "DynamicInferenceContext._allocate_mamba_cache": {
         "1f6bced83aba": ("0.18.0", "0.18.1", "0.18.2"),
         "8de33f45a913": ("0.19.0", "0.19.1", "0.19.2"),
@@ -70,6 +74,9 @@ KNOWN_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "MHAMetadata.set_state_data": {
         "0bbbda3871e5": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "MambaInferenceStateConfig.from_model": {
+        "177c5f3cb681": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
     },
     "MambaMetadata._update_intermediate_metadata": {
         "1d3f5409d647": ("0.18.0", "0.18.1", "0.18.2"),

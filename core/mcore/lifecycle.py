@@ -21,10 +21,10 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     Mamba layers takes what the others have. Of an allocator that is replaced the counts are kept.
     """
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
-    slots = _minimum_over_stages(self, _affordable_slots(self, mamba_gb))
+    slots, poorest_gb = _poorest_stage(self, _affordable_slots(self, mamba_gb), mamba_gb)
     if slots < 1:
         message = (
-            f"prefix_caching_mamba_gb is {mamba_gb}; accepted: enough for the scratch of one step and one "
+            f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough for the scratch of one step and one "
             "durable state, on every pipeline stage"
         )
         if hasattr(self, "max_mamba_intermediate_states_per_step"):
@@ -64,13 +64,14 @@ def _affordable_slots(context: Any, mamba_gb: float) -> int:
     return max(0, min(INT32_MAX, int(mamba_gb * 2**30) // state - scratch))
 
 
-def _minimum_over_stages(context: Any, slots: int) -> int:
+def _poorest_stage(context: Any, slots: int, mamba_gb: float) -> tuple[int, float]:
+    """Slots and budget of the stage with the fewest slots; collective, so that all stages judge the same."""
     group = context.pipeline_parallel_group
-    if group is None or torch.distributed.get_world_size(group) == 1:
-        return slots
-    least = torch.tensor([slots], dtype=torch.int32, device=torch.cuda.current_device())
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
-    return int(least)
+    stages = [(slots, mamba_gb)]
+    if group is not None:
+        stages *= torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(stages, (slots, mamba_gb), group=group)
+    return min(stages)
 
 
 @override(DYNAMIC_CONTEXT, "reset_metadata", part="lifecycle", faults=(6, 7))

@@ -111,7 +111,9 @@ def _objection(each: Override, method: Callable[..., Any] | None) -> str:
     return f"is not one we know (source {digest})"
 
 
-def _bound(each: Override, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(each: Override, original: Any) -> Any:
+    if isinstance(original, classmethod):
+        return classmethod(_bound(each, original.__func__))
     replacement = each.replacement
     of_any_context = each.part == "metadata"  # buffers that are made with the tensors they describe
 

@@ -11,8 +11,9 @@
 `on_this_machine` replaces only what the machine lacks. Without a GPU: the `torch.cuda` entry points that
 megatron-core touches, and Triton interprets its kernels. Without flash_attn, mamba_ssm, causal_conv1d or
 transformer-engine: the few functions and the layer specification that they would give. On leaving all of it
-is undone. Context, engine, controller, mixer and kernels are megatron-core's own, unmodified, of whichever
-version is installed (0.18 to 0.19). Nothing here knows of mambaslots.
+is undone. With pipeline parallelism, once `parallel_state` knows of it, a process has its stage of the model.
+Context, engine, controller, mixer and kernels are megatron-core's own, unmodified, of whichever version is
+installed (0.18 to 0.19). Nothing here knows of mambaslots.
 """
 
 import os
@@ -34,12 +35,13 @@ from .tiny_engine import (
     add,
     finish,
     hybrid_model,
+    load_stage,
     make_engine,
     serve,
     step,
 )
 
 __all__ = [
-    "on_this_machine", "hybrid_model", "make_engine", "serve", "add", "step", "finish",
+    "on_this_machine", "hybrid_model", "load_stage", "make_engine", "serve", "add", "step", "finish",
     "Served", "HybridModel", "BLOCK", "SSD_CHUNK", "VOCABULARY", "cpu_as_gpu",
 ]  # fmt: skip

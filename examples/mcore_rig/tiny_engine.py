@@ -1,8 +1,9 @@
 """A tiny hybrid model, megatron-core's engine around it, and requests through the engine."""
 
 import itertools
+import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from .layer_spec import hybrid_stack_spec
 
 with warnings.catch_warnings():  # of optional packages that are not here
     warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
     from megatron.core.inference.config import (
         InferenceConfig,
         MambaInferenceStateConfig,
@@ -39,7 +41,10 @@ _request_ids = itertools.count()
 
 
 def hybrid_model(pattern: str = "M*-", seed: int = 1, dtype: torch.dtype = torch.float32) -> HybridModel:
-    """Random weights that forget slowly and are large, so that a wrong state gives other tokens."""
+    """Random weights that forget slowly and are large, so that a wrong state gives other tokens.
+
+    With pipeline parallelism this process's part of `pattern`, which has a "|" between stages.
+    """
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(seed)
@@ -47,7 +52,7 @@ def hybrid_model(pattern: str = "M*-", seed: int = 1, dtype: torch.dtype = torch
         warnings.simplefilter("ignore")
         config = TransformerConfig(
             params_dtype=dtype,
-            num_layers=len(pattern),
+            num_layers=len(pattern.replace("|", "")),
             hidden_size=32,
             mamba_num_heads=2,
             mamba_head_dim=16,
@@ -59,6 +64,8 @@ def hybrid_model(pattern: str = "M*-", seed: int = 1, dtype: torch.dtype = torch
             inference_rng_tracker=True,
             add_bias_linear=True,
             is_hybrid_model=True,
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+            pipeline_dtype=dtype,
         )
         model = HybridModel(
             config=config,
@@ -67,6 +74,8 @@ def hybrid_model(pattern: str = "M*-", seed: int = 1, dtype: torch.dtype = torch
             max_sequence_length=4096,
             parallel_output=True,
             hybrid_layer_pattern=pattern,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
         )
     with torch.no_grad():
         for name, weights in model.named_parameters():
@@ -75,6 +84,16 @@ def hybrid_model(pattern: str = "M*-", seed: int = 1, dtype: torch.dtype = torch
             elif "weight" in name and weights.dim() == 2:
                 weights.mul_(20.0)
     return model.to(torch.cuda.current_device()).eval()
+
+
+def load_stage(model: HybridModel, whole: Mapping[str, Any]) -> None:
+    """Give one stage of a pipeline its part of the state dict of the whole model, built in one process."""
+    before = model.decoder.layers[0].layer_number - 1
+
+    def name_in_whole(name: str) -> str:
+        return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda number: str(int(number[0]) + before), name)
+
+    model.load_state_dict({name: whole[name_in_whole(name)] for name in model.state_dict()})
 
 
 def make_engine(
@@ -90,15 +109,17 @@ def make_engine(
 ) -> DynamicInferenceEngine:
     """Sizes in counts instead of gigabytes: KV blocks without the dummy one, durable state slots.
 
-    `num_mamba_slots=None` caches KV and no states ("memory only"). `options` are InferenceConfig's.
+    `num_mamba_slots=None` caches KV and no states ("memory only"). `options`: InferenceConfig's. A pipeline
+    stage gets the memory that its own layers need for these counts.
     """
     states = MambaInferenceStateConfig.from_model(model)
-    state_bytes = states.layer_type_list.count("M") * (
+    layers = model.decoder.layer_type_list
+    state_bytes = layers.count("M") and layers.count("M") * (
         torch.Size(states.conv_states_shape).numel() * states.conv_states_dtype.itemsize
         + torch.Size(states.ssm_states_shape).numel() * states.ssm_states_dtype.itemsize
     )
     token_bytes = 2 * model.config.hidden_size * model.config.params_dtype.itemsize
-    kv_bytes = states.layer_type_list.count("*") * BLOCK * token_bytes
+    kv_bytes = layers.count("*") * BLOCK * token_bytes
     if prefix_caching:
         options.setdefault("prefix_caching_eviction_policy", PrefixCachingEvictionPolicy.LRU)
         if num_mamba_slots is not None:
@@ -127,7 +148,7 @@ def make_engine(
     if built != (num_kv_blocks, num_mamba_slots if prefix_caching else None):
         raise RuntimeError(f"megatron-core made {built} KV blocks and state slots of {options}")
     wrapper = GPTInferenceWrapper(model, context)
-    wrapper.model_is_pipeline_parallel = False
+    wrapper.model_is_pipeline_parallel = model.config.pipeline_model_parallel_size > 1
     tokenizer = SimpleNamespace(
         vocab_size=VOCABULARY, detokenize=lambda tokens: bytes(tokens).decode("latin-1")
     )

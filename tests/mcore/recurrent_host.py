@@ -1,7 +1,7 @@
 """megatron-core's own context with, in place of a model, a recurrence that can be checked by hand.
 
-One Mamba layer whose state is the sum of all token ids and whose convolution window is the last 4 of them;
-one attention layer whose key is the token id. Whatever the cache did, after every step each request's live
+The first Mamba layer's state is the sum of all token ids and its convolution window the last 4 of them; the
+first attention layer's key is the token id. Whatever the cache did, after every step each request's live
 state must be that of its own tokens, and each of its KV positions must hold its own token.
 """
 
@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,30 +42,37 @@ def make_context(
     max_requests: int = 4,
     max_tokens: int = 64,
     policy: str = "lru",
+    layers: str = "M*",
+    stages: int = 1,
     **options: Any,
 ) -> Any:
-    """`blocks` and `slots` besides the host's dummy block and scratch (which 0.18 does not count)."""
+    """`blocks` and `slots` besides the host's dummy block and scratch (which 0.18 does not count).
+
+    The memory for them is that of one Mamba and one attention layer, also where `layers`, those of one of
+    `stages` pipeline stages, are others.
+    """
     counted = "max_intermediate_count" in inspect.signature(MambaMetadata.__init__).parameters
     scratch = min(-(-max_tokens // BLOCK), 3 * max_requests) if counted else 0
     budget = (blocks + 1.5) * KV_BLOCK_BYTES + max_requests * STATE_BYTES
     model = TransformerConfig(
-        num_layers=2, hidden_size=1, num_attention_heads=1, params_dtype=torch.float32,
+        num_layers=len(layers) * stages, hidden_size=1, num_attention_heads=1, params_dtype=torch.float32,
         is_hybrid_model=True, use_cpu_initialization=True,
+        pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    mixers = [SimpleNamespace(mixer=SimpleNamespace(chunk_size=CHUNK)) for _ in layers]
+    decoder = SimpleNamespace(
+        layer_type_list=list(layers), layers=mixers,
+        mamba_state_shapes_per_request=lambda: ((1, WIDTH), (1, 1, 1)),
     )  # fmt: skip
     settings = {
         "block_size_tokens": BLOCK,
-        "max_requests": max_requests,
+        "max_requests": None if "mamba_memory_ratio" in options else max_requests,
         "max_tokens": max_tokens,
         "max_sequence_length": 32 * BLOCK,
         "buffer_size_gb": budget / 2**30,
         "prefix_caching_mamba_gb": (slots + scratch + 0.5) * STATE_BYTES / 2**30,
-        "mamba_inference_state_config": MambaInferenceStateConfig(
-            layer_type_list=["M", "*"],
-            conv_states_shape=(1, WIDTH),
-            ssm_states_shape=(1, 1, 1),
-            conv_states_dtype=torch.float32,
-            ssm_states_dtype=torch.float32,
-            mamba_chunk_size=CHUNK,
+        "mamba_inference_state_config": MambaInferenceStateConfig.from_model(
+            SimpleNamespace(decoder=decoder, config=model)
         ),
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
@@ -220,11 +228,13 @@ class RecurrentHost:
         return (sample or {}).get(number, 1 + sum(self.running[number].sequence) % 997)
 
     def _forward(self, inputs: torch.Tensor) -> None:
-        context, metadata = self.context, self.context.mamba_metadata
+        context, metadata = self.context, getattr(self.context, "mamba_metadata", None)
         view, count = context.gpu_view, context.active_token_count
         ids = inputs[:count].float()
         blocks, places = view.token_to_block_idx[:count].long(), view.token_to_local_position_within_kv_block
         context.memory_buffer[0, 0, blocks, places[:count].long(), 0, 0] = ids
+        if not context.num_mamba_layers:
+            return
         dims = context.batch_dimensions
         for i in range(dims.decode_req_count):
             self._advance(int(metadata.batch_indices_decode[i]), ids[i : i + 1])
@@ -268,9 +278,10 @@ class RecurrentHost:
         for row in range(context.paused_request_count, context.total_request_count):
             sequence = self.running[int(context.request_ids[row])].sequence[: int(ends[row])]
             assert len(sequence) == int(ends[row])
-            live = int(context.mamba_metadata.request_to_mamba_state_idx[row])
-            assert float(context.mamba_ssm_states[0, live]) == sum(sequence)
-            assert context.mamba_conv_states[0, live, 0].tolist() == ([0.0] * WIDTH + sequence)[-WIDTH:]
+            if context.num_mamba_layers:
+                live = int(context.mamba_metadata.request_to_mamba_state_idx[row])
+                assert float(context.mamba_ssm_states[0, live]) == sum(sequence)
+                assert context.mamba_conv_states[0, live, 0].tolist() == ([0.0] * WIDTH + sequence)[-WIDTH:]
             table = context.request_to_kv_block_ids[row].tolist()
             for position, token in enumerate(sequence):
                 key = context.memory_buffer[0, 0, table[position // size], position % size, 0, 0]

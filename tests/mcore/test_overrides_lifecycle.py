@@ -1,14 +1,12 @@
-"""Size, reset, suspend and resume in megatron-core's context: faults 6, 7, 8, 14, 15, 19 and 22."""
+"""Size, reset, suspend and resume in megatron-core's context: faults 6, 7, 8, 14, 19 and 22."""
 
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import mambaslots.mcore
 import pytest
 import torch
-from mambaslots.mcore import lifecycle
 from mambaslots.mcore.checkpoint_metadata import CheckpointRows, checkpoint_rows
 from mcore.recurrent_host import BLOCK, MODES, STATE_BYTES, RecurrentHost, cpu_as_gpu, make_context, tokens
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
@@ -180,33 +178,6 @@ def test_a_request_that_restarts_is_counted_once() -> None:
 
 
 # ---- size
-
-
-@pytest.mark.parametrize(("here", "elsewhere", "agreed"), [(9, 4, 4), (4, 9, 4), (9, 9, 9)])
-@pytest.mark.usefixtures("_ours")
-def test_fault_15_the_poorest_stage_decides(
-    here: int, elsewhere: int, agreed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
-        assert op == torch.distributed.ReduceOp.MIN
-        assert group == "the stages"
-        tensor.clamp_(max=elsewhere)
-
-    context = make_context(slots=here)
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    context.pipeline_parallel_group = "the stages"
-    context._allocate_mamba_cache(context.config.prefix_caching_mamba_gb)
-    assert context.mamba_slot_allocator.max_slots == agreed
-
-
-@pytest.mark.usefixtures("_ours")
-def test_fault_15_a_stage_without_mamba_layers_takes_what_the_others_have() -> None:
-    stage = SimpleNamespace(
-        num_mamba_layers=0, mamba_conv_states_shape=(1, 4), mamba_ssm_states_shape=(1, 1, 1),
-        mamba_conv_states_dtype=torch.float32, mamba_ssm_states_dtype=torch.float32,
-    )  # fmt: skip
-    assert lifecycle._affordable_slots(stage, 1.0) == 2**31 - 1
 
 
 @pytest.mark.usefixtures("_ours")

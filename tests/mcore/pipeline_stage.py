@@ -1,0 +1,132 @@
+"""One of two pipeline stages, each a process of its own; test_pipeline_stages.py starts both and compares.
+
+    python pipeline_stage.py RANK STORE contexts                      # alone, of models of a few layers
+    python pipeline_stage.py RANK STORE engines WEIGHTS PATTERN...    # with its stage of each of these models
+
+Prints, as JSON, what the stage saw. Classes and process group are megatron-core's own.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import mambaslots.mcore
+import mcore_rig
+import torch
+from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from megatron.core import parallel_state
+
+Options = tuple[dict[str, Any], dict[str, Any]]
+SHARE: dict[str, Any] = {"mamba_memory_ratio": 0.1}
+
+SERVED: dict[str, Options] = {
+    "budgets": ({"slots": 20, "blocks": 64}, {"slots": 5, "blocks": 40}),
+    "layer counts": ({"layers": "M**", "slots": 20}, {"layers": "MM*", "slots": 20}),
+    "shares of memory": (SHARE | {"layers": "M**"}, SHARE | {"layers": "MM*"}),
+    "a budget on one stage": ({}, {"prefix_caching_mamba_gb": None}),
+    "no Mamba layers on one": ({"layers": "M*"}, {"layers": "*-"}),
+    "no Mamba layers and no budget": ({"prefix_caching_mamba_gb": 0, "layers": "*-"}, {"layers": "M*"}),
+}
+"""How the two stages differ."""
+
+REFUSED: dict[str, Options] = {
+    "no room for a state": ({}, {"prefix_caching_mamba_gb": 1e-7}),
+    "no room for the requests": ({}, {"layers": "MMMM*-", "blocks": 0}),
+    "layers not said": ({}, {"mamba_inference_state_config": None}),
+    "requests not said": (SHARE, SHARE | {"layers": "*-"}),
+    "no attention layers": ({}, {"layers": "M-"}),
+}
+
+
+@dataclass
+class Watched(RecurrentHost):
+    """Notes before every step what stages must have in common."""
+
+    seen: list[Any] = field(default_factory=list)
+
+    def step(self, *arguments: Any, **named: Any) -> Any:
+        context, slots = self.context, self.context.mamba_slot_allocator
+        kv = context.kv_block_allocator
+        states = [] if slots is None else sorted(slots.hash_to_block_id)
+        self.seen.append([context.active_token_count, kv.total_avail, sorted(kv.kv_hash_to_block_id), states])
+        return super().step(*arguments, **named)
+
+
+def serve_context(options: dict[str, Any]) -> dict[str, Any]:
+    """Prompts, branches of them and the prompts again: more states than the poorer stage has slots.
+
+    Then the prompts after a suspend, which forgets everything.
+    """
+    context = make_context(stages=2, kv_cache_management_mode=MODES.RECOMPUTE, **options)
+    host = Watched(context)
+    whole = [tokens(4 * BLOCK + 5, seed) for seed in range(3)]
+    branches = [prompt[: 2 * BLOCK] + tokens(BLOCK + 6, 10 + i) for i, prompt in enumerate(whole)]
+    resumed = [host.serve(prompt)[0] for prompt in [*whole, *branches, *whole[::-1]]]
+    context.deallocate_inference_state_buffers()
+    context.reinitialize_inference_state_buffers()
+    resumed += [host.serve(prompt)[0] for prompt in [*whole, *whole]]
+    slots = context.mamba_slot_allocator
+    return {
+        "slots": None if slots is None else slots.max_slots,
+        "blocks": context.kv_block_allocator.total_count,
+        "requests": context.max_requests,
+        "resumed": resumed,
+        "seen": host.seen,
+    }
+
+
+def contexts(rank: int) -> dict[str, Any]:
+    """Every case with mambaslots, and those that megatron-core alone gets to the end of without."""
+
+    def report(options: Options) -> Any:
+        try:
+            return serve_context(options[rank])
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    with cpu_as_gpu():
+        with mambaslots.mcore.installed():
+            ours = {name: report(options) for name, options in (SERVED | REFUSED).items()}
+        stock = {name: report(options) for name, options in SERVED.items()}
+    return {"ours": ours, "stock": stock}
+
+
+def engine(pattern: str, weights: str) -> dict[str, Any]:
+    """Answers, where they resumed, and which states are left; `weights`: a file with the whole model's."""
+    with mcore_rig.on_this_machine(), mambaslots.mcore.installed():
+        model = mcore_rig.hybrid_model(pattern)
+        mcore_rig.load_stage(model, torch.load(weights))
+        made = mcore_rig.make_engine(model, num_mamba_slots=3)
+        served = mcore_rig.serve(made, prompts(), new_tokens=2)
+    return {
+        "answers": [one.tokens for one in served],
+        "resumed": [one.resumed_tokens for one in served],
+        "states": sorted(made.context.mamba_slot_allocator.hash_to_block_id),
+    }
+
+
+def prompts() -> list[list[int]]:
+    """One, another, the first again, and a branch of it."""
+    size = mcore_rig.BLOCK
+    first, other = ([token % 256 for token in tokens(2 * size + 9, seed)] for seed in (1, 2))
+    return [first, other[: size + 4], first, first[: 2 * size] + other[:5]]
+
+
+def main(rank: int, store: str, what: str, *arguments: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2,
+        timeout=timedelta(minutes=1),
+    )  # fmt: skip
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, distributed_timeout_minutes=1)
+    if what == "contexts":
+        print(json.dumps(contexts(rank)))
+    else:
+        weights, *patterns = arguments
+        print(json.dumps({"engines": [engine(p, f"{weights}{i}") for i, p in enumerate(patterns)]}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
