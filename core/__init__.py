@@ -15,6 +15,8 @@ from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
 from .inference.engines.token_stream import GeneratedToken, TokenStream
 from .inference.policies.checkpoint_plan import CheckpointPlan
+from .model_shard import ModelShard
+from .parallel_groups import ParallelGroups
 from .request import RequestResult
 
 __version__ = "0.1.0"
@@ -27,7 +29,7 @@ __all__ = [
     # the parts
     "DynamicInferenceContext", "KVBlockAllocator", "MambaSlotAllocator", "MambaMetadata", "StatePool",
     # bringing a model
-    "HybridStateSpec", "StepInputs", "models",
+    "HybridStateSpec", "StepInputs", "ModelShard", "ParallelGroups", "models",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,16 @@ from .step_inputs import StepInputs, StepShape
 logger = logging.getLogger(__name__)
 
 MEBIBYTE = 1 << 20
+
+
+class StepObserver(Protocol):
+    """Told what a context decided. What it raises fails the step, like any error of the step itself."""
+
+    def step_begun(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """All is reserved and built for these chunks, in row order; no forward has been launched."""
+
+    def step_ended(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Their states are committed and their requests advanced; wrong drafts are no longer among them."""
 
 
 class DynamicInferenceContext:
@@ -86,6 +97,7 @@ class DynamicInferenceContext:
         self.step_buffer = StepBuffer(self._largest_step(), spec.device)
         self.batch_dimensions = BatchDimensions(0, 0)
         self._step: list[ScheduledChunk] = []
+        self._observers: list[StepObserver] = []
         self._ledger = TokenLedger()
         self._requests_seen = 0
         logger.info(self.memory_summary())
@@ -279,7 +291,10 @@ class DynamicInferenceContext:
         self._states.bring(self._step)
         decodes = sum(chunk.decoding for chunk in ordered)
         self.batch_dimensions = BatchDimensions(decodes, len(ordered) - decodes)
-        return build_step_inputs(self, self._step, padding)
+        inputs = build_step_inputs(self, self._step, padding)
+        for observer in self._observers:
+            observer.step_begun(self.step_chunks)
+        return inputs
 
     @property
     def step_chunks(self) -> tuple[ScheduledChunk, ...]:
@@ -317,7 +332,25 @@ class DynamicInferenceContext:
                 self._checkpoints.trim_path(request)
             if self.num_speculative_tokens and chunk.decoding:
                 self._admission.trim(request)
-        self._step = []
+        ended, self._step = self._step, []
+        for observer in self._observers:
+            observer.step_ended(tuple(ended))
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell `observer` of every step from now on, until `unobserve`."""
+        calls = (getattr(observer, name, None) for name in ("step_begun", "step_ended"))
+        if isinstance(observer, type) or not all(map(callable, calls)):
+            raise ValueError(
+                f"observer is {shown(observer)}; accepted: an object with `step_begun(chunks)` and "
+                "`step_ended(chunks)`"
+            )
+        self._observers.append(observer)
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Tell `observer` of no further step; ValueError for one that is not told."""
+        if not any(observer is known for known in self._observers):
+            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this context")
+        self._observers = [known for known in self._observers if known is not observer]
 
     def _verified(self, kept: Mapping[int, int]) -> list[ScheduledChunk]:
         """Cut the step's chunks to what stays of them; returns chunks with slots reserved only now."""

@@ -311,6 +311,16 @@ class KVBlockAllocator:
             )
         return block
 
+    def is_registered(self, block_id: int) -> bool:
+        return self._parents[integer("block_id", block_id, 0, self.total_count - 1)] >= 0
+
+    def content_of(self, block_id: int) -> tuple[Parent, bytes]:
+        """Of a registered block: the block before it, or the salt, and its token ids' bytes."""
+        parent = self._parents[integer("block_id", block_id, 0, self.total_count - 1)]
+        if parent < 0:
+            raise ValueError(f"block_id is {block_id}; accepted: a registered block")
+        return self._salt_of[block_id] if parent == self._origin else parent, self._tokens_of[block_id]
+
     def child_count(self, block_id: int) -> int:
         """Registered blocks that continue this one; two or more make it a fork."""
         return self._child_count[integer("block_id", block_id, 0, self.total_count - 1)]

@@ -197,6 +197,11 @@ class MambaSlotAllocator:
         return self._index.departures
 
     @property
+    def slots_by_use(self) -> list[int]:
+        """The committed slots, the next to be evicted first; pinned ones are among them."""
+        return self._eviction.victims(self.max_slots, lambda slot: True)
+
+    @property
     def available_count(self) -> int:
         """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
         pinned = sum(1 for slot in self._pins if slot not in self._reserved)
