@@ -557,8 +557,7 @@ class DynamicInferenceContext:
                 assert request.state_index == self.state_pool.durable_index(request.pinned_slot)
             elif request.computed and not self._step:
                 assert request.state_index in self._rows.live_slots(request)
-        counts = self.kv_block_allocator.block_ref_counts.tolist()
-        assert references == {block: n for block, n in enumerate(counts) if n}, "a KV reference leaked"
+        assert references == self.kv_block_allocator.references, "a KV reference leaked"
         if self.mamba_slot_allocator is not None:
             self.mamba_slot_allocator.check_integrity()
             findable = len(self.mamba_slot_allocator.hash_to_block_id)

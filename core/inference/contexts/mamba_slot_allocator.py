@@ -24,7 +24,7 @@ from ..kernels.state_copy import StateTensors, copy_states
 from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
-from .kv_block_allocator import MAX_HASH, all_ints, checked_integers
+from .kv_block_allocator import MAX_HASH, all_ints, checked_integers, ints_within
 from .state_index import StateIndex
 from .state_pool import StatePool
 
@@ -241,12 +241,11 @@ class MambaSlotAllocator:
             raise ValueError(
                 f"block_ids has {len(blocks)} entries; accepted: one for each of the {len(slots)} slots"
             )
-        hashes = self.context.kv_block_allocator.block_hashes
         results = []
         for slot, block in zip(slots, blocks, strict=True):
             # Where its block was deregistered since, the same id may mean another prefix by now.
             gone = self._reserved.pop(slot) < 0
-            key = -1 if gone or block < 0 else int(hashes[block])
+            key = -1 if gone or block < 0 else self._kv_hash(block)
             if key > 0 and block not in self._index:
                 self._enter([block], [slot])
                 self._name([block], [slot], [key])
@@ -368,16 +367,13 @@ class MambaSlotAllocator:
         self._invalidate(self._checked(block_ids_list, "block_ids_list"))
 
     def _invalidate(self, blocks: list[int]) -> None:
-        slot_by_block = self._index.slot_by_block
-        distinct = blocks if len(set(blocks)) == len(blocks) else dict.fromkeys(blocks)
-        leaving = [block for block in distinct if block in slot_by_block]
-        slots = self._leave(leaving)
+        slots = self._leave(blocks)
         if self._pins and not self._pins.keys().isdisjoint(slots):
             pinned = [slot for slot in slots if slot in self._pins]
             self._reserved.update(dict.fromkeys(pinned, -1))  # still being read: free when unpinned
             slots = [slot for slot in slots if slot not in self._pins]
         self._push_free(slots)
-        self._tell_kv(leaving)
+        self._tell_kv(blocks)
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         """Free the slot of every listed block, with a registered hash or without.
@@ -458,15 +454,19 @@ class MambaSlotAllocator:
         A hash that names another block's state already keeps naming it.
         """
         blocks = block_ids if all_ints(block_ids) else self._checked(block_ids)
-        keys = checked_integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH)
+        skips = not ints_within(hashes, 1, MAX_HASH)
+        keys = integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH) if skips else hashes
         if len(blocks) != len(keys):
             raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
-        if keys and min(keys) <= 0:
+        if skips:
             wanted = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
             blocks, keys = [block for block, _ in wanted], [key for _, key in wanted]
-        slots = self._index.slots_of(blocks)
-        if len(slots) < len(blocks):
-            raise ValueError(f"block_ids is {self._checked(block_ids)}; accepted: blocks with a slot")
+        try:
+            slots = self._index.slots_of(blocks)
+        except KeyError:
+            raise ValueError(
+                f"block_ids is {self._checked(block_ids)}; accepted: blocks with a slot"
+            ) from None
         self._name(blocks, slots, keys)
 
     # ---- intermediate states of hosts whose kernels write scratch
@@ -577,6 +577,12 @@ class MambaSlotAllocator:
         self._free.extend(slots)
         self._free_mirrored = False
 
+    def _kv_hash(self, block: int) -> int:
+        """The block's prefix hash in the KV index, or -1."""
+        kv = self.context.kv_block_allocator
+        hash_of = getattr(kv, "hash_of", None)  # ours, whose tensors are brought up to date when read
+        return int(kv.block_hashes[block] if hash_of is None else hash_of(block))
+
     def _tell_kv(self, blocks: list[int]) -> None:
         kv = self.context.kv_block_allocator
         note = getattr(kv, "note_state_changed", None)
@@ -589,7 +595,7 @@ class MambaSlotAllocator:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
-        self._index.check_integrity(self.context.kv_block_allocator.block_hashes)
+        self._index.check_integrity(self._kv_hash)
         free = set(self._free)
         if self._free_mirrored:
             assert self._free_slots[: self.free_count].tolist() == self._free, "free_slots shows others"

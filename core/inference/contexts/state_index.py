@@ -1,6 +1,6 @@
 """Which block's state is in which committed slot, and under which prefix hash it is found."""
 
-from collections.abc import Iterable, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Sequence, ValuesView
 
 import torch
 
@@ -63,9 +63,9 @@ class StateIndex:
         return self.slot_by_block.get(block, -1)
 
     def slots_of(self, blocks: Iterable[int]) -> list[int]:
-        """The slots of the blocks that have one."""
+        """The slots of blocks that have one; KeyError without."""
         slot_by_block = self.slot_by_block
-        return [slot_by_block[block] for block in blocks if block in slot_by_block]
+        return [slot_by_block[block] for block in blocks]
 
     def block_of(self, slot: int) -> int:
         """The slot's block, or -1."""
@@ -106,13 +106,15 @@ class StateIndex:
                 last_key[slot] = key
 
     def leave(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the states of these blocks, which have one, and their hashes; the slots they were in."""
+        """Forget the states of those blocks that have one, and their hashes; the slots they were in."""
         self._mirrored = False
-        slots = list(map(self.slot_by_block.pop, blocks))
+        pop = self.slot_by_block.pop
+        slots = [slot for block in blocks if (slot := pop(block, -1)) >= 0]
         self.departures += len(slots)
-        block_named = self.hash_to_block_id
-        for key in self.keys_of(slots):
-            del block_named[key]
+        block_named, last_key = self.hash_to_block_id, self._last_key
+        for slot in slots:
+            if key := last_key[slot]:
+                del block_named[key]
         return slots
 
     def clear(self) -> None:
@@ -126,8 +128,8 @@ class StateIndex:
         """The committed slots in the order in which they came: a view of what is now."""
         return self.slot_by_block.values()
 
-    def check_integrity(self, block_hashes: torch.Tensor) -> None:
-        """Raise AssertionError where maps, tensors or the KV hashes [blocks] contradict each other."""
+    def check_integrity(self, kv_hash: Callable[[int], int]) -> None:
+        """Raise AssertionError where maps, tensors or the KV hashes of blocks contradict each other."""
         assert len(set(self.slot_by_block.values())) == len(self.slot_by_block), "two blocks share a slot"
         if self._mirrored:
             by_block = {b: s for b, s in enumerate(self._block_to_slot.tolist()) if s >= 0}
@@ -140,6 +142,4 @@ class StateIndex:
         assert {key: keys[key] for key in keys if key} == self.hash_to_block_id, "a state's hash is another"
         for key, block in self.hash_to_block_id.items():
             assert block in self.slot_by_block, f"hash {key} names block {block}, which has no state"
-            assert int(block_hashes[block]) == key, (
-                f"block {block} is indexed under a hash that is not its own"
-            )
+            assert kv_hash(block) == key, f"block {block} is indexed under a hash that is not its own"

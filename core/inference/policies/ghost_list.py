@@ -1,17 +1,19 @@
 """A bounded memory of prefixes that are gone, so that *evicted* can be told from *never seen*."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 
 class GhostList:
-    """Hash -> why it is gone, for the `capacity` most recent and up to as many before them; O(1) a key.
+    """Hash -> why it is gone, for the `capacity` added last and up to as many before them; O(1) a key.
 
     Two generations: once the younger has `capacity` keys, it becomes the older, and the former older one is
     forgotten at once. To forget key by key costs three times as much as to remember.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, present: Container[int] = ()) -> None:
+        """A key is no ghost while it is in `present`, which spares its owner to discard what comes back."""
         self._capacity = capacity
+        self._present = present
         self._young: dict[int, str] = {}
         self._old: dict[int, str] = {}
 
@@ -36,17 +38,17 @@ class GhostList:
                     generation.pop(key, None)
 
     def reason(self, key: int) -> str | None:
-        return self._young.get(key) or self._old.get(key)
+        return None if key in self._present else self._young.get(key) or self._old.get(key)
 
     def clear(self) -> None:
         self._young.clear()
         self._old.clear()
 
     def __contains__(self, key: int) -> bool:
-        return key in self._young or key in self._old
+        return (key in self._young or key in self._old) and key not in self._present
 
     def __bool__(self) -> bool:
-        return bool(self._young or self._old)
+        return len(self) > 0
 
     def __len__(self) -> int:
-        return len(self._young.keys() | self._old.keys())
+        return sum(1 for key in self._young.keys() | self._old.keys() if key not in self._present)

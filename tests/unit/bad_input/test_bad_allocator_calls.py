@@ -276,6 +276,7 @@ BLOCK_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("register_chain", _new, 2, bad.ids(1, MAX_HASH).also([], [15, 16]), f"hashes|{_any_of_three}"),
     ("register_chain", _new, 3, _contents, f"tokens|{_any_of_three}"),
     ("child_count", (1,), 0, bad.integer(0, 11), "block_id"),
+    ("hash_of", (1,), 0, bad.integer(0, 11), "block_id"),
     ("evict_lru_blocks", (1,), 0, bad.integer(), "num_blocks"),
     ("note_state_changed", (2,), 0, bad.integer(0, 11), "block_id"),
     ("observe_deregistration", (print,), 0, bad.anything().only(callable), "observer"),

@@ -80,7 +80,18 @@ FAULTS = {
     ),
     "05 a second registration re-points the prefix": PutBack(
         "fault_05",
-        ((CONTEXTS + "kv_block_allocator.py", "            if twin is None:\n", "            if True:\n"),),
+        (
+            (
+                CONTEXTS + "kv_block_allocator.py",
+                "        canonical = self.match_chain(parent, keys, tokens)\n",
+                "        canonical = []\n",
+            ),
+            (
+                CONTEXTS + "kv_block_allocator.py",
+                "            if key in block_named:",
+                "            if False:",
+            ),
+        ),
     ),
     "06 the KV index is cleared and the state index is not": PutBack(
         "fault_06",

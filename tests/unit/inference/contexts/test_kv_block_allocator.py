@@ -218,6 +218,33 @@ def test_a_block_below_a_twin_that_nobody_took_up_can_be_released():
     kv.check_integrity()
 
 
+def test_what_a_held_block_continues_is_no_leaf_before_it_is_taken_up():
+    kv = KVBlockAllocator(4)
+    twin, leaf = cached(kv, b"", A, B)
+    mine, below = kv.allocate_memory_blocks(2)
+    assert kv.register_chain(b"", [mine, below], [1, 3], [A, C]) == [twin, below]
+    assert kv.evict_lru_blocks(1) == [leaf]
+    assert not kv.evictable_leaves
+    kv.add_references([twin])
+    kv.release_memory_blocks([mine])
+    kv.release_memory_blocks([twin, below])
+    kv.check_integrity()
+    assert list(kv.evictable_leaves) == [below]
+
+
+def test_a_tensor_that_a_host_keeps_shows_the_last_read():
+    kv = KVBlockAllocator(3)
+    kept = kv.block_ref_counts, kv.block_hashes, kv.block_timestamps
+    (block,) = cached(kv, b"", A)
+    assert [tensor[block].item() for tensor in kept] == [0, -1, 0]
+    assert all(now is then for now, then in zip((kv.block_ref_counts, kv.block_hashes), kept, strict=False))
+    assert [tensor[block].item() for tensor in kept] == [0, kv.hash_of(block), 1] == [0, 1, 1]
+    kv.add_references([block])
+    assert kv.references == {block: 1}
+    assert kv.block_ref_counts.tolist().count(1) == 1
+    kv.check_integrity()
+
+
 def test_registration_ends_before_a_colliding_hash():
     kv = KVBlockAllocator(6)
     written(kv, b"", A)
@@ -432,6 +459,16 @@ def test_blocks_are_free_and_unknown_by_the_time_observers_hear():
 
 
 # ---- reset
+
+
+def test_without_a_prefix_held_blocks_stay_held():
+    kv = KVBlockAllocator(4)
+    (held,), (free,) = written(kv, b"", A), cached(kv, b"", B, key=2)
+    assert kv.block_hashes[[held, free]].tolist() == [1, 2]
+    kv.deregister_all()
+    assert kv.block_hashes.tolist() == [-1] * 4
+    assert (kv.total_avail, kv.cached_count, kv.references) == (3, 0, {held: 1})
+    kv.check_integrity()
 
 
 def test_reset_forgets_all_and_tells_nobody():

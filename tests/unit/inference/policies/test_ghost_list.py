@@ -39,6 +39,16 @@ def test_ghosts_can_be_discarded_and_cleared():
     assert len(ghosts) == 0
 
 
+def test_what_is_there_is_no_ghost():
+    there = {1: 0}
+    ghosts = GhostList(4, there)
+    ghosts.add_all([1, 2], "evicted")
+    assert (1 in ghosts, ghosts.reason(1), len(ghosts), bool(ghosts)) == (False, None, 1, True)
+    there[2] = there.pop(1)
+    assert (1 in ghosts, ghosts.reason(1), len(ghosts)) == (True, "evicted", 1)
+    assert 2 not in ghosts
+
+
 def test_a_list_without_room_remembers_nothing():
     ghosts = GhostList(0)
     ghosts.add(1, "evicted")
