@@ -2,7 +2,10 @@ PYTHON ?= python3.12
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OTHER_MEGATRONS := 0.18.2 0.19.0
-PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -n 2
+PYTEST := pytest -p no:cacheprovider
+# Ranks on the CPU, of which rank 0 speaks; OMP_NUM_THREADS spares torchrun a warning.
+RANKS := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-ranks-filter 0
+WITHOUT_GPU := not gpu and not long
 
 .PHONY: demo test test-long lint bench clean
 
@@ -10,10 +13,12 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not gpu and not long" $(ARGS)
+	$(BIN)/python -m $(PYTEST) -n 2 -m "$(WITHOUT_GPU)" $(ARGS)
+	$(RANKS) --nproc-per-node 2 -m $(PYTEST) -m "$(WITHOUT_GPU)" tests/distributed
+	$(RANKS) --nproc-per-node 4 -m $(PYTEST) -m "$(WITHOUT_GPU)" tests/distributed
 
 test-long: $(INSTALLED)
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(BIN)/python -m $(PYTEST) -n 2 -m "not gpu" $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

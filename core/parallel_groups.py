@@ -49,6 +49,10 @@ class ParallelGroups:
         return 1 if self.pipeline is None else dist.get_world_size(self.pipeline)
 
     @property
+    def is_split(self) -> bool:
+        return self.tensor_size * self.pipeline_size > 1
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pipeline_rank == 0
 

@@ -60,7 +60,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Each rank tells the others how its test went, over the store of the default group."""
     outcome = yield
     report = outcome.get_result()
-    if not dist.is_initialized() or call.when != "call":
+    ends_here = call.when == "call" or (call.when == "setup" and not report.passed)
+    if not dist.is_initialized() or not ends_here:
         return
     store, key = dist.distributed_c10d._get_default_store(), f"outcome of {item.nodeid}"
     failure = str(report.longrepr) if report.failed else ""
@@ -70,7 +71,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         store.wait(list(keys.values()), TIMEOUT)
     except RuntimeError:
         missing = [rank for rank, name in keys.items() if not store.check([name])]
-        failures = {rank: "did not end this test" for rank in missing}
+        failures = dict.fromkeys(missing, "did not end this test")
     else:
         told = {rank: json.loads(store.get(name)) for rank, name in keys.items()}
         failures = {rank: text for rank, text in told.items() if text}

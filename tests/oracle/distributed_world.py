@@ -1,10 +1,27 @@
-"""The ranks of a test under torchrun, split in Megatron's ways."""
+"""The ranks of a test under torchrun, split in Megatron's ways, and small models split over them."""
 
 from functools import cache
+from typing import Any
 
+import mambaslots as ms
+import pytest
 import torch
 import torch.distributed as dist
-from mambaslots.parallel_groups import ParallelGroups
+from mambaslots import ParallelGroups
+from oracle.serving import SEED, small_config
+
+SPLITS = {"tp 2": (2, 1), "tp 4": (4, 1), "pp 2": (1, 2), "tp 2, pp 2": (2, 2)}
+"""The sizes of the tensor group and of the pipeline group.
+
+Of `small_model`, with tp 4 two ranks each hold the same KV head, and the same B and C; with pp 2 the second
+stage has no attention.
+"""
+
+
+def splits(*names: str) -> list[Any]:
+    """Parameters, each for the world that is one such replica."""
+    sizes = {name: SPLITS[name][0] * SPLITS[name][1] for name in names or SPLITS}
+    return [pytest.param(name, marks=pytest.mark.ranks(size)) for name, size in sizes.items()]
 
 
 class World:
@@ -18,9 +35,9 @@ class World:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
-    @cache  # noqa: B019: one a session; groups are made by all ranks together
+    @cache  # noqa: B019 - one a session; groups are made by all ranks together
     def groups(self, tensor_size: int = 1, pipeline_size: int = 1) -> ParallelGroups:
-        """All ranks as `size / (tensor_size x pipeline_size)` replicas of a model split this way.
+        """All ranks as replicas, of `tensor_size` x `pipeline_size` ranks, of a model split this way.
 
         Consecutive ranks hold the same layers, as in Megatron.
         """
@@ -36,7 +53,19 @@ class World:
                 pipeline = group if self.rank in members else pipeline
         return ParallelGroups(tensor, pipeline)
 
-    def gathered(self, value: object) -> list[object]:
+    @cache  # noqa: B019
+    def model(
+        self,
+        split: str | None,
+        pattern: str = "M*-M",
+        dtype: torch.dtype = torch.float64,
+    ) -> ms.models.HybridLM:
+        """`small_model`, or one of other layers, split over the ranks; None: all of it on each."""
+        groups = None if split is None else self.groups(*SPLITS[split])
+        config = small_config(dtype=dtype, pattern=pattern)
+        return ms.models.HybridLM(config, SEED, groups=groups).to(self.device)
+
+    def gathered(self, value: object) -> list[Any]:
         """`value` of each rank, in order, on all of them."""
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value)

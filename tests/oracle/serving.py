@@ -14,11 +14,19 @@ TOLERANCE = 1e-9  # of log-probs, float64
 @cache
 def small_model(ssd_chunk_size: int = 4, dtype: torch.dtype = torch.float64) -> ms.models.HybridLM:
     """A float64 model with short SSD chunks, so that short prompts cross many boundaries."""
-    config = ms.models.HybridConfig.tiny(
+    return ms.models.HybridLM(small_config(ssd_chunk_size, dtype), seed=SEED)
+
+
+SEED = 3
+
+
+def small_config(
+    ssd_chunk_size: int = 4, dtype: torch.dtype = torch.float64, pattern: str = "M*-M"
+) -> ms.models.HybridConfig:
+    return ms.models.HybridConfig.tiny(
         dtype=dtype, hidden_size=32, mamba_num_heads=4, mamba_num_groups=2, mamba_state_dim=8,
-        mamba_head_dim=8, mlp_hidden_size=32, pattern="M*-M", ssd_chunk_size=ssd_chunk_size,
+        mamba_head_dim=8, mlp_hidden_size=32, pattern=pattern, ssd_chunk_size=ssd_chunk_size,
     )  # fmt: skip
-    return ms.models.HybridLM(config, seed=3)
 
 
 DEFAULTS: dict[str, object] = {}
@@ -26,7 +34,7 @@ DEFAULTS: dict[str, object] = {}
 
 
 def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
-    """`overrides`: settings; also `make_drafter`, called for a drafter, and `in_place`, of the model."""
+    """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, and `in_place`."""
     settings: dict[str, object] = (
         {
             "block_size_tokens": 8,
@@ -42,7 +50,7 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     if not settings.get("enable_prefix_caching", True):
         settings["num_mamba_slots"] = None
     make_drafter, in_place = settings.pop("make_drafter", None), settings.pop("in_place", False)
-    model = small_model()
+    model = settings.pop("model", None) or small_model()
     if in_place:
         from oracle.drafters import InPlaceModel
 

@@ -1,24 +1,8 @@
 """Every scenario of the engine's own tests once more, with drafts: right, wrong and mixed ones."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 from oracle.drafters import MODES, speculating
-
-HERE = Path(__file__).parent
-
-
-def scenarios(name: str) -> dict[str, object]:
-    """The test functions and fixtures of a file beside this one, with their marks."""
-    spec = importlib.util.spec_from_file_location(f"speculating_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return {name: value for name, value in vars(module).items() if name.startswith("test_")}
-
+from oracle.scenarios import scenarios
 
 COUNTS_STEPS = {
     "test_cancelling_frees_everything_and_keeps_what_was_computed",

@@ -1,0 +1,62 @@
+"""A model split over GPUs: the fused kernels, nccl, and graphs that hold its collectives."""
+
+import mambaslots as ms
+import pytest
+import torch
+from oracle.distributed_world import SPLITS, World, splits
+from oracle.float32_rule import Comparison
+from oracle.serving import random_tokens
+
+pytestmark = pytest.mark.gpu
+GREEDY = ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)
+SHARED = random_tokens(70, 1)
+PROMPTS = [
+    *([*SHARED, *tail] for tail in ([1], [2, 3], random_tokens(90, 2))),
+    *(random_tokens(length, length) for length in (5, 33, 64, 130, 200)),
+]
+
+
+def model_of(
+    world: World, split: str | None, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> ms.models.HybridLM:
+    groups = None if split is None else world.groups(*SPLITS[split])
+    model = ms.models.HybridLM(ms.models.HybridConfig.tiny(dtype), seed=3, groups=groups)
+    return model.to(device or world.device)
+
+
+def engine_of(model: ms.models.HybridLM, graphs: int | None = None) -> ms.DynamicInferenceEngine:
+    config = ms.InferenceConfig(
+        block_size_tokens=32, max_requests=6, max_tokens=192, max_sequence_length=400, num_kv_blocks=100,
+        num_mamba_slots=50, num_cuda_graphs=graphs,
+    )  # fmt: skip
+    return ms.DynamicInferenceEngine(model, config)
+
+
+@pytest.mark.parametrize("split", splits())
+@pytest.mark.parametrize("graphs", [None, 64], ids=["eager", "graphs"])
+def test_tokens_are_the_cpus_by_the_rule_of_float32(world: World, split: str, graphs: int | None) -> None:
+    whole = model_of(world, None, device=torch.device("cpu"))
+    expected = engine_of(whole).generate(PROMPTS, GREEDY)
+    engine = engine_of(model_of(world, split), graphs)
+    comparison = Comparison()
+    for _ in range(2):  # the second time with all that the first left in the cache
+        for prompt, result, other in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), expected, strict=True):
+            comparison.add(whole, prompt, other.tokens, result.tokens)
+    assert engine.context.cache_stats().resumed_tokens
+    assert not graphs or len(engine._graphs.shapes) > 3
+    stats = world.gathered(engine.context.cache_stats())
+    assert all(each == stats[0] for each in stats)
+    print(f"{split}: {comparison.same} answers the same, {comparison.ties} parted at a tie")
+
+
+@pytest.mark.parametrize("split", splits())
+def test_ranks_generate_the_same_tokens_in_bfloat16_with_graphs(world: World, split: str) -> None:
+    engine = engine_of(model_of(world, split, torch.bfloat16), graphs=64)
+    params = [
+        ms.SamplingParams(num_tokens_to_generate=40, temperature=None if seed % 2 else 1.0, seed=seed)
+        for seed in range(len(PROMPTS))
+    ]
+    answers = [[result.tokens for result in engine.generate(PROMPTS, params)] for _ in range(2)]
+    told = world.gathered(answers)
+    assert all(each == told[0] for each in told)
+    assert len(engine._graphs.shapes) > 3
