@@ -1,0 +1,66 @@
+"""What keeps ranks together refuses bad arguments before it tells the other ranks anything."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mambaslots as ms
+import pytest
+import torch.distributed as dist
+from mambaslots.distributed import Agreement, Heartbeat
+from oracle import bad_values as bad
+from oracle.bad_values import Bad, refuse_all
+from oracle.serving import small_engine
+
+ENGINE = small_engine()
+STORE = dist.HashStore()
+
+AGREEMENT: dict[str, tuple[object, Bad]] = {
+    "context": (ENGINE.context, bad.anything(ms.DynamicInferenceContext)),
+    "store": (STORE, bad.anything(dist.Store)),
+    "rank": (0, bad.integer(0, 1)),
+    "world_size": (2, bad.integer(1)),
+    "timeout_s": (1.0, bad.real(0.001, 1e6)),
+}
+HEARTBEAT: dict[str, tuple[object, Bad]] = {
+    "store": (STORE, bad.anything(dist.Store)),
+    "rank": (0, bad.integer(0, 1)),
+    "world_size": (2, bad.integer(1)),
+    "interval_s": (1.0, bad.real(0.001, 1e6)),
+    "timeout_s": (10.0, bad.real(5.0, 1e6)),
+    "exit_when_stuck": (False, bad.boolean()),
+}
+TARGETS = [
+    (cls, arguments, name)
+    for cls, arguments in ((Agreement, AGREEMENT), (Heartbeat, HEARTBEAT))
+    for name in arguments
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "name"), TARGETS, ids=lambda part: getattr(part, "__name__", None)
+)
+def test_a_bad_argument_is_refused_by_name(
+    cls: Callable[..., object], arguments: dict[str, tuple[object, Bad]], name: str
+) -> None:
+    good: dict[str, Any] = {argument: value for argument, (value, _) in arguments.items()}
+
+    def unchanged() -> None:
+        assert STORE.num_keys() == 0
+        assert not ENGINE.context._observers
+
+    refuse_all(cls.__name__, arguments[name][1], lambda value: cls(**good | {name: value}), name, unchanged)
+
+
+def test_a_timeout_is_several_intervals() -> None:
+    bad.refuse("Heartbeat", lambda: Heartbeat(STORE, 0, 2, 1.0, 4.9), "timeout_s")
+    bad.refuse("Heartbeat", lambda: Heartbeat(STORE, 0, 2, 3.0), "timeout_s")
+
+
+def test_a_context_is_observed_by_what_can_be_told() -> None:
+    class Half:
+        def step_begun(self, chunks: object) -> None: ...
+
+    context = ENGINE.context
+    nobody = bad.anything().also(Half(), Agreement)
+    refuse_all("DynamicInferenceContext", nobody, context.observe, "observer")
+    refuse_all("DynamicInferenceContext", nobody, context.unobserve, "observer")

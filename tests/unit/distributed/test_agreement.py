@@ -1,0 +1,209 @@
+"""Ranks as threads, each with an engine of a whole model: what they compare, and what they say."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import mambaslots as ms
+import pytest
+import torch.distributed as dist
+from mambaslots.distributed import Agreement, DisagreementError
+from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from oracle.serving import random_tokens, run_checked, small_engine
+
+Work = Callable[[ms.DynamicInferenceEngine, Agreement], None]
+
+
+def run_ranks(
+    *works: Work, store: dist.Store | None = None, timeout_s: float = 20.0, **settings: object
+) -> list[BaseException | None]:
+    """What each rank's work raised."""
+    store = dist.HashStore() if store is None else store
+
+    def run(rank: int) -> None:
+        engine = small_engine(**settings)
+        agreement = Agreement(engine.context, store.clone(), rank, len(works), timeout_s)
+        try:
+            works[rank](engine, agreement)
+        finally:
+            agreement.close()
+            engine.context.check_integrity()
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [future.exception() for future in [pool.submit(run, rank) for rank in range(len(works))]]
+
+
+def serve(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+    for seed in range(3):
+        engine.add_request(random_tokens(21, seed % 2), ms.SamplingParams(num_tokens_to_generate=6))
+    run_checked(engine)
+    agreement.compare()
+
+
+def deciding(*decisions: str) -> Work:
+    """A rank that decided this, in a process that serves nothing."""
+
+    def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+        for decision in decisions:
+            agreement._note(decision)
+        agreement.compare()
+
+    return work
+
+
+def messages(errors: list[BaseException | None]) -> set[str]:
+    for error in errors:
+        assert isinstance(error, DisagreementError), error
+    return {str(error) for error in errors}
+
+
+def test_ranks_that_do_the_same_agree_and_leave_little_in_the_store() -> None:
+    store = dist.HashStore()
+    assert run_ranks(serve, serve, serve, store=store) == [None] * 3
+    assert store.num_keys() <= 9  # of each rank: how many it made, and its last digest or two
+
+
+def test_a_second_agreement_over_the_same_store_starts_anew() -> None:
+    store = dist.HashStore()
+    for _ in range(2):
+        assert run_ranks(serve, serve, store=store) == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("decisions", "ranks", "told"),
+    [
+        (("ab", "ac", "ab"), (1,), "ranks [1] differ from [0, 2] at decision 1: 'c' against 'b'"),
+        (
+            ("ab", "ac"),
+            (0, 1),
+            "ranks [0, 1] differ at decision 1: ranks [0] decided 'b', ranks [1] decided 'c'",
+        ),
+        (("ab", "a", "ab"), (1,), "ranks [1] differ from [0, 2] at decision 1: nothing against 'b'"),
+        (("a", "a", "ab"), (2,), "ranks [2] differ from [0, 1] at decision 1: 'b' against nothing"),
+        (
+            ("x", "y", "z", "z"),
+            (0, 1),
+            "ranks [0, 1] differ from [2, 3] at decision 0: 'y' of ranks [1], 'x' of ranks [0] against 'z'",
+        ),
+    ],
+)  # fmt: skip
+def test_the_first_difference_and_the_minority_are_named(
+    decisions: tuple[str, ...], ranks: tuple[int, ...], told: str
+) -> None:
+    def after_the_first(work: Work) -> Work:
+        def both(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+            agreement.compare()
+            work(engine, agreement)
+
+        return both
+
+    errors = run_ranks(*(after_the_first(deciding(*letters)) for letters in decisions))
+    assert messages(errors) == {f"step 1: {told}"}
+    for error in errors:
+        assert isinstance(error, DisagreementError)
+        assert (error.step, error.ranks) == (1, ranks)
+        assert sorted(error.decisions) == list(range(len(decisions)))
+
+
+def test_the_same_letters_cut_elsewhere_are_other_decisions() -> None:
+    assert messages(run_ranks(deciding("ab", "c"), deciding("a", "bc")))
+
+
+def test_a_rank_that_does_not_come_is_named_to_all_also_to_itself() -> None:
+    came_late: list[str] = []
+
+    def late(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+        while not agreement._store.check(["agreement 1, given up"]):
+            pass
+        with pytest.raises(DisagreementError) as caught:
+            agreement.compare()
+        came_late.append(str(caught.value))
+        raise caught.value
+
+    (message,) = messages(run_ranks(deciding("a"), late, deciding("a"), timeout_s=0.5))
+    assert message.startswith("step 0: ranks [1] did not come to compare decisions within 0.5 s; ")
+    assert came_late == [message]
+
+
+def test_after_a_disagreement_every_step_says_so_again_until_both_begin_anew() -> None:
+    store = dist.HashStore()
+
+    def stubborn(count: int) -> Work:
+        def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+            for seed in range(count):
+                engine.add_request(random_tokens(12, seed), ms.SamplingParams(num_tokens_to_generate=2))
+            first = None
+            for _ in range(3):
+                with pytest.raises(DisagreementError) as caught:
+                    engine.step()
+                first = first or str(caught.value)
+                assert str(caught.value) == first
+                engine.context.check_integrity()
+            agreement.close()
+            fresh = small_engine()  # in the old ones equal requests have other ids from now on
+            serve(fresh, Agreement(fresh.context, agreement._store, agreement._rank, 2))
+
+        return work
+
+    assert run_ranks(stubborn(1), stubborn(2), store=store) == [None] * 2
+
+
+def test_the_tokens_of_the_very_last_step_are_compared_when_asked_to() -> None:
+    def answer(added: int) -> Work:
+        def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+            request_id = engine.add_request(random_tokens(9, 0), ms.SamplingParams(num_tokens_to_generate=1))
+            request = engine._requests[request_id]
+            engine.step()
+            request.tokens[-1] = 100 + added
+            agreement.compare()
+
+        return work
+
+    (message,) = messages(run_ranks(answer(0), answer(1)))
+    assert message == (
+        "step 1: ranks [0, 1] differ at decision 2: ranks [0] decided 'token 0 of request 0 is 100', "
+        "ranks [1] decided 'token 0 of request 0 is 101'"
+    )
+
+
+def test_an_observer_is_told_of_each_step_and_fails_it_by_raising() -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.told: list[tuple[str, int, int]] = []
+
+        def step_begun(self, chunks: Sequence[ScheduledChunk]) -> None:
+            self.told += [("begun", chunk.start, chunk.stop) for chunk in chunks]
+            assert engine.context.step_chunks == tuple(chunks)
+            if len(self.told) == 3:
+                raise LookupError("not this step")
+
+        def step_ended(self, chunks: Sequence[ScheduledChunk]) -> None:
+            self.told += [("ended", chunk.start, chunk.stop) for chunk in chunks]
+            assert not engine.context.step_chunks
+
+    engine, observer = small_engine(), Observer()
+    engine.context.observe(observer)
+    engine.add_request(random_tokens(9, 0), ms.SamplingParams(num_tokens_to_generate=3))
+    engine.step()
+    with pytest.raises(LookupError, match="not this step"):
+        engine.step()
+    engine.context.check_integrity()
+    engine.step()  # it restarts from the state at 8
+    engine.context.unobserve(observer)
+    engine.step()
+    assert observer.told == [
+        ("begun", 0, 9), ("ended", 0, 9), ("begun", 9, 10), ("begun", 8, 10), ("ended", 8, 10),
+    ]  # fmt: skip
+
+
+def test_without_prefix_caching_too() -> None:
+    assert run_ranks(serve, serve, enable_prefix_caching=False) == [None] * 2
+
+
+def test_a_closed_agreement_follows_nothing() -> None:
+    engine = small_engine()
+    agreement = Agreement(engine.context, dist.HashStore(), 0, 2)
+    agreement.close()
+    agreement.close()
+    engine.generate([random_tokens(9, 0)])
+    engine.reset_prefix_cache()
+    assert not agreement._decisions
