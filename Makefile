@@ -7,15 +7,18 @@ PYTEST := pytest -p no:cacheprovider
 RANKS := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-ranks-filter 0
 WITHOUT_GPU := not gpu and not long
 
-.PHONY: demo test test-long lint bench clean
+.PHONY: demo test test-ranks test-long lint bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m $(PYTEST) -n 2 -m "$(WITHOUT_GPU)" $(ARGS)
-	$(RANKS) --nproc-per-node 2 -m $(PYTEST) -m "$(WITHOUT_GPU)" tests/distributed
-	$(RANKS) --nproc-per-node 4 -m $(PYTEST) -m "$(WITHOUT_GPU)" tests/distributed
+	$(MAKE) test-ranks ARGS=
+
+test-ranks: $(INSTALLED)
+	for ranks in 2 4; do \
+	  $(RANKS) --nproc-per-node $$ranks -m $(PYTEST) -m "$(WITHOUT_GPU)" tests/distributed $(ARGS) || exit 1; done
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m $(PYTEST) -n 2 -m "not gpu" $(ARGS)

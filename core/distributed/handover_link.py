@@ -1,0 +1,68 @@
+"""One rank of a replica with one rank of another: a process group of the two, outside all others."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from .prefix_format import TransferError
+
+_ANNOUNCED, _RECEIVED = 0, 1  # tags
+MOST_BYTES = 1 << 46
+KEYS = ("0/0", "0/1")
+"""Where gloo leaves the addresses of both sides, in the store of a link."""
+
+
+class HandoverLink:
+    """Bytes from the source's rank to the destination's, in host memory, over gloo.
+
+    Not nccl, also where the pools are on a GPU: bytes are made, and their checksum compared, in host memory
+    on both sides, and by default torch's watchdog ends a process whose nccl peer is lost, where a lost
+    hand-over must be a miss. RuntimeError, from torch, when the peer is lost or `remaining_s` is over.
+
+    Args:
+        store: of this link alone.
+        rank: 0 of the source, 1 of the destination.
+        remaining_s: how long the link may still take, in all.
+    """
+
+    def __init__(self, store: Store, rank: int, remaining_s: Callable[[], float]) -> None:
+        self._rank = rank
+        self._remaining_s = remaining_s
+        self._group: Any = dist.ProcessGroupGloo(store, rank, 2, self._timeout())
+
+    def send(self, data: bytes) -> None:
+        """Returns once the other side has all of it."""
+        self._send(torch.tensor([len(data)], dtype=torch.int64), _ANNOUNCED)
+        self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _ANNOUNCED)
+        self._receive(torch.empty(1, dtype=torch.int64), _RECEIVED)
+
+    def receive(self) -> bytes:
+        size = self._receive(torch.empty(1, dtype=torch.int64), _ANNOUNCED)
+        length = int(size)
+        if not 0 < length <= MOST_BYTES:
+            raise TransferError(f"an export of {length} bytes is announced; accepted: from 1 to {MOST_BYTES}")
+        data = self._receive(torch.empty(length, dtype=torch.uint8), _ANNOUNCED)
+        self._send(size, _RECEIVED)
+        return data.numpy().tobytes()
+
+    def close(self) -> None:
+        """Ends the group; the peer, if it still waits, loses it at once. Its `KEYS` stay in the store."""
+        with suppress(RuntimeError):
+            self._group.shutdown()
+        del self._group
+
+    def _send(self, tensor: Tensor, tag: int) -> None:
+        self._group.send([tensor], 1 - self._rank, tag).wait(self._timeout())
+
+    def _receive(self, tensor: Tensor, tag: int) -> Tensor:
+        self._group.recv([tensor], 1 - self._rank, tag).wait(self._timeout())
+        return tensor
+
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._remaining_s())

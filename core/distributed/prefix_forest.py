@@ -1,0 +1,107 @@
+"""Prefixes as token blocks that hang below one another, apart from the tensors they stand for."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from ..inference.policies.prefix_hash import PrefixHashChain
+from ..validation import shown
+from .prefix_format import TransferError
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixForest:
+    """Nodes 0 .. n-1 are blocks, parents before children.
+
+    Attributes:
+        block_size_tokens: tokens of a block.
+        salts: what prefixes begin with, each once.
+        parents: of each node the node before it, or -1 - i where it begins a prefix with `salts[i]`.
+        tokens: of each node its token ids as little-endian 32-bit integers, as the KV index keeps them.
+        states: the nodes that have a state, most recently used first. Every leaf is one.
+    """
+
+    block_size_tokens: int
+    salts: tuple[bytes, ...]
+    parents: tuple[int, ...]
+    tokens: tuple[bytes, ...]
+    states: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def leaves(self) -> frozenset[int]:
+        """The nodes that nothing continues: as many as there are longest prefixes."""
+        return frozenset(range(len(self))) - frozenset(self.parents)
+
+    @cached_property
+    def keys(self) -> tuple[int, ...]:
+        """The hash of the prefix that each node ends, recomputed from salt and tokens."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        size, keys = self.block_size_tokens, [0] * len(self)
+        for index, salt in enumerate(self.salts):
+            chain = PrefixHashChain(size, salt)
+            # What is read of the sequence is the block at hand: one block stands for all of them.
+            waiting = [(node, 0) for node in children.get(-1 - index, ())]
+            while waiting:
+                node, depth = waiting.pop()
+                chain.cut_to(depth * size)
+                block = _LastBlock(depth * size, np.frombuffer(self.tokens[node], dtype="<u4"))
+                chain.extend_to(cast(Sequence[int], block), (depth + 1) * size)
+                keys[node] = chain.keys[-1]
+                waiting += [(child, depth + 1) for child in children.get(node, ())]
+        return tuple(keys)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the forest: equal where nodes, their order and their states are."""
+        shape = json.dumps([self.block_size_tokens, [s.hex() for s in self.salts], self.parents, self.states])
+        return hashlib.sha256(shape.encode() + b"\0" + b"".join(self.tokens)).hexdigest()
+
+    def check(self, vocab_size: int) -> None:
+        """TransferError unless all is as the class says and tokens are below `vocab_size`."""
+        nodes, width = len(self), self.block_size_tokens * TOKEN_BYTES
+        if len(set(self.salts)) < len(self.salts):
+            raise TransferError("the export names a salt twice")
+        for node, parent in enumerate(self.parents):
+            if not -len(self.salts) <= parent < node:
+                raise TransferError(
+                    f"parents[{node}] is {parent}; accepted: an earlier node, or from {-len(self.salts)} to "
+                    "-1 for one of the salts"
+                )
+        wrong = next((node for node, content in enumerate(self.tokens) if len(content) != width), None)
+        if len(self.tokens) != nodes or wrong is not None:
+            raise TransferError(f"tokens are those of other blocks; accepted: {nodes} times {width} bytes")
+        largest = np.frombuffer(b"".join(self.tokens), dtype="<u4").max(initial=0)
+        if largest >= vocab_size:
+            raise TransferError(f"a token is {largest}; accepted: from 0 to {vocab_size - 1}")
+        if len(set(zip(self.parents, self.tokens, strict=True))) < nodes:
+            raise TransferError("the export holds a block twice")
+        if len(set(self.states)) < len(self.states) or not all(0 <= node < nodes for node in self.states):
+            raise TransferError(f"states is {shown(self.states)}; accepted: distinct nodes below {nodes}")
+        if not self.leaves <= set(self.states):
+            raise TransferError("the export holds blocks below the deepest state of their prefix")
+
+
+class _LastBlock:
+    """A token sequence of which only what comes from `start` on is there."""
+
+    def __init__(self, start: int, tokens: "np.typing.NDArray[np.uint32]") -> None:
+        self._start = start
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self._start + len(self._tokens)
+
+    def __getitem__(self, wanted: slice) -> "np.typing.NDArray[np.uint32]":
+        return self._tokens[wanted.start - self._start : wanted.stop - self._start]

@@ -1,0 +1,186 @@
+"""Two replicas of a split model, a hand-over of warm prefixes between them, and the end of one of them.
+
+    python examples/torchrun_serving.py
+
+Each replica is a `torchrun --nproc-per-node 2` of its own, with a hybrid model split over its two ranks
+(tensor parallelism, gloo). Conversations go on, turn by turn, on both. Then replica A hands what it has
+cached to B, one of its ranks is killed, and B goes on with all conversations, A's from the states that it was
+handed. A second hand-over, from a replica that is gone, is no more than a miss.
+
+The last line says whether all answers are those of the whole model in one process without a cache; the exit
+code is 1 if they are not.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import mambaslots as ms
+import torch
+import torch.distributed as dist
+from conversation_texts import conversations
+from torchrun_replica import CONFIG, settings
+
+RANKS = 2
+ANSWER = 24  # tokens
+
+
+class Replica:
+    """A torchrun of `torchrun_replica.py`, and the orders it is given."""
+
+    def __init__(self, name: str, store: dist.TCPStore) -> None:
+        self.name = name
+        self._store = store
+        self._orders = 0
+        script = Path(__file__).with_name("torchrun_replica.py")
+        self._process = subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+                str(script), name, f"127.0.0.1:{store.port}",
+            ],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    def wait_until_up(self) -> list[int]:
+        """The process ids of its ranks."""
+        return [int(self._store.get(f"{self.name}/pid/{rank}")) for rank in range(RANKS)]
+
+    def order(self, order: str, **arguments: Any) -> int:
+        """Give an order; the number to ask for the answer with."""
+        number = self._orders
+        self._store.set(f"{self.name}/order/{number}", json.dumps([order, arguments]))
+        self._orders += 1
+        return number
+
+    def answer(self, number: int) -> tuple[Any, float]:
+        """What rank 0 answered, and the seconds that it took."""
+        key = f"{self.name}/answer/{number}"
+        while not self._store.check([key]):
+            if self._process.poll() is not None:
+                raise RuntimeError(f"replica {self.name} has ended:\n{self._process.communicate()[1]}")
+            time.sleep(0.01)
+        answer, seconds = json.loads(self._store.get(key))
+        return answer, seconds
+
+    def killed(self) -> int:
+        """Kill one rank; torchrun ends the others. Its exit code."""
+        os.kill(self.wait_until_up()[1], signal.SIGKILL)
+        self._process.communicate()
+        return self._process.returncode
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self.order("stop")
+            try:
+                self._process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                self._process.terminate()
+                self._process.communicate()
+
+
+class Conversations:
+    """Transcripts of bytes, that grow by what users say and what replicas answer."""
+
+    def __init__(self, count: int, turns: int) -> None:
+        self._users = conversations(count, turns)
+        self.transcripts = [list(user.system_prompt.encode()) for user in self._users]
+        self.asked: list[tuple[list[int], list[int]]] = []  # every prompt, and its answer
+
+    def ask(self, turn: int, users: list[int], replica: Replica) -> int:
+        for user in users:
+            said = f"\n\nUser: {self._users[user].turns[turn].text}\nAssistant: "
+            self.transcripts[user] += said.encode()
+        return replica.order("serve", prompts=[self.transcripts[user] for user in users], length=ANSWER)
+
+    def hear(self, turn: int, users: list[int], replica: Replica, number: int) -> None:
+        answers, seconds = replica.answer(number)
+        for user, answer in zip(users, answers, strict=True):
+            self.asked.append((list(self.transcripts[user]), answer["tokens"]))
+            self.transcripts[user] += answer["tokens"]
+        prompt, resumed = (sum(answer[key] for answer in answers) for key in ("prompt", "resumed"))
+        print(
+            f"turn {turn + 1}  replica {replica.name}  users {users}  prompt tokens {prompt:5d}  "
+            f"resumed {resumed:5d} ({resumed / prompt:4.0%})  {seconds:4.1f} s",
+            flush=True,
+        )
+
+
+@contextmanager
+def replicas(names: str) -> Iterator[list[Replica]]:
+    """Running replicas over a store of this process, which outlives them."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
+    )
+    started = [Replica(name, store) for name in names]
+    try:
+        for replica in started:
+            replica.wait_until_up()
+        yield started
+    finally:
+        for replica in started:
+            replica.stop()
+
+
+def hand_over(source: Replica, target: Replica, prefixes: list[list[int]]) -> None:
+    name = f"{source.name} to {target.name}"
+    sent = source.order("send", hand_over=name, prefixes=prefixes, timeout_s=30)
+    received = target.order("receive", hand_over=name, timeout_s=30)
+    source.answer(sent)
+    report, seconds = target.answer(received)
+    print(
+        f"hand-over {name}: {report['prefixes']} prefixes, {report['blocks']} KV blocks, "
+        f"{report['states']} states in {seconds * 1e3:.0f} ms {report['failure']}"
+    )
+
+
+def hand_over_from_nobody(target: Replica) -> None:
+    report, seconds = target.answer(target.order("receive", hand_over="from nobody", timeout_s=2))
+    print(f"hand-over from a replica that is gone: a miss after {seconds:.1f} s: {report['failure']}")
+
+
+def expected_answers(prompts: list[list[int]]) -> list[list[int]]:
+    """Those of the whole model, in this process, without a cache."""
+    uncached = settings(enable_prefix_caching=False, num_mamba_slots=None)
+    engine = ms.DynamicInferenceEngine(ms.models.HybridLM(CONFIG, seed=0), uncached)
+    sampling = ms.SamplingParams(num_tokens_to_generate=ANSWER)
+    return [result.tokens for result in engine.generate(prompts, sampling)]
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    talk = Conversations(count=6, turns=4)
+    of_a, of_b = [0, 1, 2], [3, 4, 5]
+    with replicas("AB") as (a, b):
+        print(f"replicas A and B, each a torchrun of {RANKS} ranks: tensor parallelism {RANKS}")
+        for turn in range(2):
+            asked = [
+                (users, replica, talk.ask(turn, users, replica)) for users, replica in ((of_a, a), (of_b, b))
+            ]
+            for users, replica, number in asked:
+                talk.hear(turn, users, replica, number)
+        hand_over(a, b, [talk.transcripts[user] for user in of_a])
+        print(f"one rank of replica A is killed: its torchrun ends with exit code {a.killed()}")
+        everybody = of_a + of_b
+        for users in (of_a, of_b):
+            talk.hear(2, users, b, talk.ask(2, users, b))
+        hand_over_from_nobody(b)
+        talk.hear(3, everybody, b, talk.ask(3, everybody, b))
+    expected = expected_answers([prompt for prompt, _ in talk.asked])
+    same = sum(answer == other for (_, answer), other in zip(talk.asked, expected, strict=True))
+    print(f"{same} of {len(expected)} answers are those of the whole model in one process without a cache")
+    print(f"outputs identical: {'yes' if same == len(expected) else 'no'}")
+    return 0 if same == len(expected) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,499 @@
+"""Prefixes from one engine to another of the same model, in one process."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import mambaslots as ms
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mambaslots.distributed import prefix_import
+from mambaslots.distributed.prefix_format import PrefixFormat
+from mambaslots.distributed.state_transfer import (
+    ImportReport,
+    PrefixCounts,
+    TransferError,
+    decode_prefixes,
+    encode_prefixes,
+    export_prefixes,
+    import_prefixes,
+    load_prefixes,
+)
+from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
+from oracle.transfers import engine_of, maps_of, tensors_of
+
+SYSTEM = random_tokens(21, 0)
+PROMPTS = [
+    SYSTEM + random_tokens(30, 1), SYSTEM + random_tokens(17, 2), random_tokens(40, 3), random_tokens(24, 4),
+]  # fmt: skip
+SALTS = [b"", b"", b"", b"tenant"]
+NONE = PrefixCounts()
+
+
+def serve(engine: ms.DynamicInferenceEngine, prompts: Any = None, salts: Any = None) -> list[int]:
+    """Resumed tokens of each; every answer is the recurrence's."""
+    prompts, salts = prompts or PROMPTS, salts or SALTS
+    params = ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+    resumed = []
+    for prompt, salt in zip(prompts, salts, strict=True):
+        result = engine.generate([prompt], params, cache_salt=salt)[0]
+        engine.context.check_integrity()
+        assert_answers(prompt, result)
+        resumed.append(result.resumed_tokens)
+    return resumed
+
+
+def warm_engine(**overrides: Any) -> ms.DynamicInferenceEngine:
+    engine = engine_of(**overrides)
+    serve(engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def source() -> ms.DynamicInferenceEngine:
+    """Only exported from."""
+    return warm_engine()
+
+
+def moved(
+    source: ms.DynamicInferenceEngine, target: ms.DynamicInferenceEngine, names: Any = None
+) -> ImportReport:
+    report = import_prefixes(target, decode_prefixes(encode_prefixes(export_prefixes(source, names))))
+    target.context.check_integrity()
+    return report
+
+
+def total(report: ImportReport) -> PrefixCounts:
+    parts = report.imported, report.known, report.left_out
+    return PrefixCounts(*(sum(getattr(part, f.name) for part in parts) for f in fields(PrefixCounts)))
+
+
+def expected_counts(engine: ms.DynamicInferenceEngine) -> PrefixCounts:
+    forest = export_prefixes(engine).forest
+    return PrefixCounts(len(forest.leaves), len(forest), len(forest.states), 8 * len(forest))
+
+
+def test_a_fresh_engine_resumes_where_the_source_would(source: ms.DynamicInferenceEngine) -> None:
+    target, twin = engine_of(), warm_engine()
+    before = maps_of(source)
+    report = moved(source, target)
+    assert report == ImportReport(imported=expected_counts(source))
+    assert maps_of(source) == before
+    assert serve(target) == serve(twin)
+    assert min(serve(target)) > 0
+
+
+def test_everything_is_where_it_was_and_as_recent(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of()
+    moved(source, target)
+    one, other = export_prefixes(source), export_prefixes(target)
+    assert other.forest.digest == one.forest.digest
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, other.tensors[name])
+
+
+@pytest.mark.parametrize(("there", "here"), [(0, 2), (2, 0), (3, 3)])
+def test_engines_that_draft(there: int, here: int) -> None:
+    source, target = (engine_of(num_speculative_tokens=drafts) for drafts in (there, here))
+    prompts = [[7, 8, 9] * 12, PROMPTS[0]]
+    serve(source, prompts, [b"", b""])
+    report = moved(source, target)
+    assert report.imported == expected_counts(source)
+    assert serve(target, prompts, [b"", b""]) == [32, 48]
+
+
+def test_the_export_is_changed_by_nothing_later() -> None:
+    engine = warm_engine()
+    export = export_prefixes(engine)
+    data = encode_prefixes(export)
+    engine.reset()
+    serve(engine, [random_tokens(100, seed) for seed in range(8)], [b""] * 8)
+    assert all(torch.equal(t, decode_prefixes(data).tensors[name]) for name, t in export.tensors.items())
+
+
+def test_named_prefixes_only(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of()
+    report = moved(source, target, [(PROMPTS[0], b""), (PROMPTS[3], "tenant"), (PROMPTS[2], b"other")])
+    assert report.imported.blocks == 48 // 8 + 24 // 8
+    resumed = serve(target)
+    assert resumed[2] == 0
+    assert resumed[3] == 16
+    assert resumed[0] == 48
+    nothing = moved(source, target, [(random_tokens(40, 77), None)])
+    assert nothing == ImportReport()
+
+
+def test_salts_stay_apart(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of()
+    moved(source, target)
+    assert serve(target, [PROMPTS[3], PROMPTS[3]], [b"", b"tenant"]) == [0, 16]
+
+
+def test_twice_imports_nothing_new(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of()
+    moved(source, target)
+    maps, tensors = maps_of(target), tensors_of(target)
+    report = moved(source, target)
+    assert report == ImportReport(known=expected_counts(source))
+    assert maps_of(target) == maps
+    assert all(map(torch.equal, tensors, tensors_of(target)))
+
+
+@pytest.mark.parametrize("known", [[0], [1], [2, 3], [0, 1, 2, 3]])
+def test_into_a_half_warm_engine(source: ms.DynamicInferenceEngine, known: list[int]) -> None:
+    target = engine_of()
+    serve(target, [PROMPTS[i] for i in known], [SALTS[i] for i in known])
+    report = moved(source, target)
+    assert total(report) == expected_counts(source)
+    assert report.left_out == NONE
+    assert report.known.blocks >= 24 // 8
+    assert serve(target) == serve(warm_engine())
+
+
+def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of()
+    moved(source, target)
+    slots = target.context.mamba_slot_allocator
+    assert slots is not None
+    for block in slots.slot_to_block[slots.slot_to_block >= 0].tolist():
+        slots.drop_state(block)
+    report = moved(source, target)
+    assert report.known == replace(expected_counts(source), prefixes=0, states=0)
+    assert report.imported.states == expected_counts(source).states
+    assert serve(target) == serve(warm_engine())
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 6, 8, 9, 12, 15])
+@pytest.mark.parametrize("slots", [1, 2, 5, 64])
+def test_too_small_an_engine_takes_what_fits(
+    source: ms.DynamicInferenceEngine, blocks: int, slots: int
+) -> None:
+    target = engine_of(num_kv_blocks=blocks, num_mamba_slots=slots)
+    report = moved(source, target)
+    allocator = target.context.mamba_slot_allocator
+    assert allocator is not None
+    assert total(report) == expected_counts(source)
+    assert report.imported.blocks <= blocks
+    assert report.imported.states == allocator.committed_count <= slots
+    if blocks >= 6:  # the most recently used longest prefix
+        assert report.imported.states
+    export = export_prefixes(target)
+    assert len(export.forest) == report.imported.blocks  # no block without a state below it
+    whole = export_prefixes(source)
+    order = {whole.forest.keys[node]: rank for rank, node in enumerate(whole.forest.states)}
+    kept = [order[export.forest.keys[node]] for node in export.forest.states]
+    assert kept == sorted(kept)
+
+
+def test_a_full_engine_gives_way_as_when_computing(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of(num_kv_blocks=24, num_mamba_slots=12)
+    others = [random_tokens(70, seed) for seed in range(20, 23)]
+    serve(target, others, [b""] * 3)
+    report = moved(source, target)
+    assert report.left_out == NONE
+    assert serve(target, PROMPTS[:1], SALTS[:1]) == [48]
+
+
+def test_what_is_pinned_or_held_stays(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of(num_kv_blocks=16, num_mamba_slots=4)
+    kept = random_tokens(64, 30)
+    target.warm(kept)
+    pin = target.pin(kept)
+    running = target.add_request(random_tokens(20, 31), ms.SamplingParams(num_tokens_to_generate=20))
+    target.step()
+    target.context.check_integrity()
+    report = moved(source, target)
+    assert total(report) == expected_counts(source)
+    assert report.left_out.blocks > 0
+    assert target.context.resumable_tokens(kept) == 64
+    results = run_checked(target)
+    assert len(results[running].tokens) == 20
+    target.unpin(pin)
+    serve_checked(target, [[*kept, 1, 2, 3]])
+
+
+def test_nothing_fits_beside_what_is_pinned(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of(num_kv_blocks=9, num_mamba_slots=3)
+    kept = random_tokens(64, 30)
+    target.warm(kept)
+    target.pin(kept)
+    before = maps_of(target)
+    report = moved(source, target)
+    assert report.imported.blocks <= 1
+    assert target.context.resumable_tokens(kept) == 64
+    full = engine_of(num_kv_blocks=9, num_mamba_slots=3)
+    full.warm(kept)
+    full.pin(kept)
+    blocker = full.add_request([1, 2, 3], ms.SamplingParams(num_tokens_to_generate=3))
+    full.step()
+    before = maps_of(full)
+    assert moved(source, full) == ImportReport(left_out=expected_counts(source))
+    assert maps_of(full) == before
+    full.cancel(blocker)
+
+
+def test_while_requests_run_in_both() -> None:
+    source, target = warm_engine(), engine_of()
+    params = ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
+    here = source.add_request(PROMPTS[0], params)
+    there = target.add_request(PROMPTS[0], params)
+    for engine in (source, target):
+        for _ in range(5):
+            engine.step()
+            engine.context.check_integrity()
+    report = moved(source, target)
+    assert report.known.blocks > 0
+    for engine, request in ((source, here), (target, there)):
+        assert_answers(PROMPTS[0], run_checked(engine)[request])
+    assert min(serve(target)) > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_random_traffic_between_two_engines(data: st.DataObject) -> None:
+    """Small pools, prompts of a few families, imports in both directions in between."""
+    sizes = {"num_kv_blocks": data.draw(st.integers(8, 24)), "num_mamba_slots": data.draw(st.integers(1, 8))}
+    engines = [engine_of(**sizes), engine_of(num_kv_blocks=20, num_mamba_slots=6)]
+    prompts = [SYSTEM[:n] + random_tokens(m, seed) for n in (0, 9, 21) for m, seed in ((4, 5), (20, 6))]
+    for _ in range(data.draw(st.integers(2, 8))):
+        i = data.draw(st.integers(0, 1))
+        if data.draw(st.booleans()):
+            serve(
+                engines[i], [data.draw(st.sampled_from(prompts))], [data.draw(st.sampled_from([b"", b"s"]))]
+            )
+        else:
+            report = moved(engines[i], engines[1 - i])
+            assert total(report) == expected_counts(engines[i])
+
+
+def test_a_hash_that_names_another_prefix_here(source: ms.DynamicInferenceEngine) -> None:
+    """As after a collision: what lies below it is left out, the rest comes."""
+    target, export = engine_of(), export_prefixes(source)
+    forest, kv = export.forest, target.context.kv_block_allocator
+    (block,) = kv.allocate_memory_blocks(1)
+    root = forest.parents.index(-1 - forest.salts.index(b""))
+    kv.register_chain(b"", [block], [forest.keys[root]], [b"other tokens"])
+    kv.release_memory_blocks([block])
+    free = kv.total_avail
+    report = import_prefixes(target, export)
+    target.context.check_integrity()
+    assert total(report) == expected_counts(source)
+    assert report.left_out.blocks > 0
+    assert report.imported.blocks > 0
+    assert kv.total_avail == free - report.imported.blocks
+    assert serve(target)[3] == 16
+
+
+def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
+    target = engine_of()
+    moved(source, target)
+    kv, slots = target.context.kv_block_allocator, target.context.mamba_slot_allocator
+    assert slots is not None
+    assert sorted(slots.slots_by_use) == slots.slot_to_block.ge(0).nonzero().flatten().tolist()
+    for block in range(kv.total_count):
+        assert kv.is_registered(block) == (block in kv.kv_hash_to_block_id.values())
+        if not kv.is_registered(block):
+            with pytest.raises(ValueError, match=f"block_id is {block}; accepted: a registered block"):
+                kv.content_of(block)
+    for call in (kv.content_of, kv.is_registered):
+        with pytest.raises(ValueError, match="block_id is 128"):
+            call(128)
+
+
+# ---- what is refused, and then changes nothing
+
+
+def unchanged(target: ms.DynamicInferenceEngine, call: Callable[[], object]) -> str:
+    maps, tensors = maps_of(target), tensors_of(target)
+    with pytest.raises(TransferError) as error:
+        call()
+    assert maps_of(target) == maps
+    assert all(map(torch.equal, tensors, tensors_of(target)))
+    target.context.check_integrity()
+    return str(error.value)
+
+
+def foreign_value(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float16
+    return value + 1 if isinstance(value, int) else value + "?"
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(PrefixFormat)])
+def test_each_foreign_field_is_named(source: ms.DynamicInferenceEngine, name: str) -> None:
+    target, export = engine_of(), export_prefixes(source)
+    found, own = foreign_value(getattr(export.format, name)), getattr(export.format, name)
+    foreign = replace(export, format=replace(export.format, **{name: found}))
+    text = unchanged(target, lambda: import_prefixes(target, foreign))
+    assert f"{name} is {found!r}; accepted: {own!r}" in text
+
+
+@pytest.mark.parametrize(("found", "own"), [(1, "1"), ("1", b"1"), (b"1", 1), (1, 2)])
+def test_weights_versions_of_another_type_differ(found: Any, own: Any) -> None:
+    source, target = warm_engine(weights_version=found), engine_of(weights_version=own)
+    data = encode_prefixes(export_prefixes(source))
+    text = unchanged(target, lambda: import_prefixes(target, decode_prefixes(data)))
+    assert f"weights_version is {found!r}; accepted: {own!r}" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mamba_num_heads": 8}, {"mamba_num_groups": 1}, {"mamba_state_dim": 16}, {"mamba_head_dim": 4},
+        {"num_kv_heads": 1}, {"head_dim": 8}, {"pattern": "M*-MM"}, {"pattern": "M**-M"}, {"conv_kernel": 3},
+        {"vocab_size": 128}, {"ssd_chunk_size": 8}, {"dtype": torch.float32},
+    ],
+)  # fmt: skip
+def test_exports_of_other_models(change: dict[str, Any]) -> None:
+    other = engine_of(ms.models.HybridLM(replace(small_model().config, **change), seed=3))
+    other.generate([[5] * 30], ms.SamplingParams(num_tokens_to_generate=1))
+    data, target = encode_prefixes(export_prefixes(other)), engine_of()
+    assert "the export does not fit" in unchanged(
+        target, lambda: import_prefixes(target, decode_prefixes(data))
+    )
+
+
+def test_another_block_size() -> None:
+    source, target = warm_engine(block_size_tokens=4), engine_of()
+    text = unchanged(target, lambda: import_prefixes(target, export_prefixes(source)))
+    assert "block_size_tokens is 4; accepted: 8" in text
+
+
+def test_damaged_bytes_change_nothing(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
+    target, data = warm_engine(), encode_prefixes(export_prefixes(source))
+    for at in range(0, len(data), len(data) // 60):
+        changed = data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+        unchanged(target, lambda changed=changed: import_prefixes(target, decode_prefixes(changed)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("version", [None, 1.5, True, ("a",), torch.float32])
+def test_a_weights_version_must_be_said(version: object) -> None:
+    engine = engine_of(weights_version=version)
+    with pytest.raises(ValueError, match=r"engine\.weights_version is .*; accepted: a str, int or bytes"):
+        export_prefixes(engine)
+    good = export_prefixes(engine_of())
+    with pytest.raises(ValueError, match=r"engine\.weights_version"):
+        import_prefixes(engine, good)
+
+
+def test_a_model_that_does_not_say_its_part(source: ms.DynamicInferenceEngine) -> None:
+    class Unsaid:
+        def state_spec(self) -> ms.HybridStateSpec:
+            return replace(small_model().state_spec(), shard=None)
+
+        def __call__(self, inputs: ms.StepInputs) -> torch.Tensor:
+            return small_model()(inputs)
+
+    engine = engine_of(Unsaid())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="shard is None"):
+        export_prefixes(engine)
+
+
+def test_engines_that_cannot_import(source: ms.DynamicInferenceEngine) -> None:
+    export = export_prefixes(source)
+    with pytest.raises(ValueError, match="prefix_caching_eviction_policy is 'ref_zero'; accepted: 'lru'"):
+        import_prefixes(engine_of(prefix_caching_eviction_policy="ref_zero"), export)
+    with pytest.raises(ValueError, match="enable_prefix_caching is False"):
+        import_prefixes(engine_of(enable_prefix_caching=False, num_mamba_slots=None), export)
+    suspended = engine_of()
+    suspended.suspend()
+    for call in (lambda: import_prefixes(suspended, export), lambda: export_prefixes(suspended)):
+        with pytest.raises(RuntimeError, match="is called on a suspended engine; resume it first"):
+            call()
+
+
+def test_not_from_inside_a_step(source: ms.DynamicInferenceEngine) -> None:
+    export, raised = export_prefixes(source), []
+
+    class Curious:
+        def state_spec(self) -> ms.HybridStateSpec:
+            return small_model().state_spec()
+
+        def __call__(self, inputs: ms.StepInputs) -> torch.Tensor:
+            for call in (lambda: import_prefixes(engine, export), lambda: export_prefixes(engine)):
+                try:
+                    call()
+                except RuntimeError as error:
+                    raised.append(str(error))
+            return small_model()(inputs)
+
+    engine = engine_of(Curious())  # type: ignore[arg-type]
+    serve(engine, PROMPTS[3:], SALTS[3:])
+    assert raised
+    assert all("from inside a step" in text for text in raised)
+
+
+@pytest.mark.parametrize("arguments", [[(1, 2)], [([1], 5)], [([-1], b"")], [([300], b"")], 5, ["ab"]])
+def test_prefixes_that_are_none(source: ms.DynamicInferenceEngine, arguments: Any) -> None:
+    with pytest.raises(ValueError, match="prefixes"):
+        export_prefixes(source, arguments)
+
+
+def test_pieces_that_are_none() -> None:
+    for pieces in (5, "ab", [5], None):
+        with pytest.raises(ValueError, match="pieces is"):
+            import_prefixes(engine_of(), pieces)  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match="pieces is empty"):
+        import_prefixes(engine_of(), [])
+
+
+# ---- what fails half-way
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+@pytest.mark.parametrize("warm", [[], [0], [2, 3]])
+def test_a_copy_that_fails_is_undone(
+    source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, fails_at: int, warm: list[int]
+) -> None:
+    target = engine_of()
+    if warm:
+        serve(target, [PROMPTS[i] for i in warm], [SALTS[i] for i in warm])
+    before, written = maps_of(target), []
+
+    def write_rows(*arguments: Any) -> None:
+        if len(written) == fails_at:
+            raise MemoryError("no room")
+        written.append(real(*arguments))
+
+    real = prefix_import.write_rows
+    monkeypatch.setattr(prefix_import, "write_rows", write_rows)
+    with pytest.raises(RuntimeError, match="could not be imported: no room"):
+        import_prefixes(target, export_prefixes(source))
+    assert maps_of(target) == before
+    target.context.check_integrity()
+    monkeypatch.undo()
+    moved(source, target)
+    assert serve(target) == serve(warm_engine())
+
+
+@pytest.mark.parametrize("method", ["reserve", "commit", "pin"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_bookkeeping_that_fails_leaves_nothing_held(
+    source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, method: str, after: int
+) -> None:
+    target = engine_of()
+    serve(target, PROMPTS[:2], SALTS[:2])
+    slots, calls = target.context.mamba_slot_allocator, []
+    real = getattr(slots, method)
+
+    def failing(*arguments: Any) -> Any:
+        if len(calls) == after:
+            raise RuntimeError("broken")
+        calls.append(None)
+        return real(*arguments)
+
+    monkeypatch.setattr(slots, method, failing)
+    with pytest.raises(RuntimeError, match="broken"):
+        import_prefixes(target, export_prefixes(source))
+    monkeypatch.undo()
+    target.context.check_integrity()
+    moved(source, target)
+    assert serve(target) == serve(warm_engine())
+
+
+def test_a_damaged_file_changes_nothing(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
+    target = warm_engine()
+    unchanged(target, lambda: load_prefixes(target, tmp_path))
