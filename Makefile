@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 OTHER_MEGATRONS := 0.18.2 0.19.0
 PYTEST := pytest -p no:cacheprovider
 # Ranks on the CPU, of which rank 0 speaks; OMP_NUM_THREADS spares torchrun a warning.
-RANKS := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-ranks-filter 0
+RANKS := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-ranks-filter 0
 WITHOUT_GPU := not gpu and not long
 
 .PHONY: demo test test-ranks test-long lint bench clean
@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m $(PYTEST) -n 2 -m "$(WITHOUT_GPU)" $(ARGS)
-	$(MAKE) test-ranks ARGS=
+	$(if $(ARGS),,$(MAKE) test-ranks)
 
 test-ranks: $(INSTALLED)
 	for ranks in 2 4; do \

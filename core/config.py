@@ -45,6 +45,7 @@ class HybridStateSpec:
         shard: of a model that is split over ranks, the part that all of the above is about; needed to move
             states between processes. None: not said.
         groups: the ranks that hold the other parts, and take the same decisions.
+        model: names the whole model, shape and weights; debug mode compares it between ranks.
     """
 
     num_mamba_layers: int
@@ -62,6 +63,7 @@ class HybridStateSpec:
     separate_states: bool = True
     shard: ModelShard | None = None
     groups: ParallelGroups = field(default_factory=ParallelGroups)
+    model: str = ""
 
     def __post_init__(self) -> None:
         for name in ("num_mamba_layers", "num_attention_layers"):
@@ -77,6 +79,7 @@ class HybridStateSpec:
         if self.shard is not None:
             instance("shard", self.shard, ModelShard)
         instance("groups", self.groups, ParallelGroups)
+        instance("model", self.model, str)
 
     @property
     def state_bytes(self) -> int:
@@ -184,26 +187,39 @@ class InferenceConfig:
         self.checkpoint_plan.check_block_size(self.block_size_tokens)
 
     def kv_block_count(self, spec: HybridStateSpec) -> int:
-        """KV blocks the budget buys for this model; a ValueError where it buys none.
-
-        Of a split model, what it buys on the poorest of its ranks: all of them make this call.
-        """
-        instance("spec", spec, HybridStateSpec)
-        return _count(
-            spec, "num_kv_blocks", self.num_kv_blocks,
-            "buffer_size_gb", self.buffer_size_gb, spec.kv_block_bytes(self.block_size_tokens),
-        )  # fmt: skip
+        """KV blocks the budget buys on this rank of the model; a ValueError where it buys none."""
+        budget = self._kv_budget(spec)
+        return budget.checked(budget.affordable)
 
     def mamba_slot_count(self, spec: HybridStateSpec) -> int:
-        """Durable slots the budget buys, 0 without prefix caching; a ValueError where it buys none.
+        """Durable slots it buys here, 0 without prefix caching; a ValueError where it buys none."""
+        budget = self._slot_budget(spec)
+        return budget.checked(budget.affordable) if self.enable_prefix_caching else 0
 
-        Of a split model, what it buys on the poorest of its ranks: all of them make this call.
+    def pool_counts(self, spec: HybridStateSpec) -> tuple[int, int]:
+        """KV blocks and durable slots that all ranks of the model can afford; all of them make this call.
+
+        The same ValueError on all ranks where one of them buys none.
         """
+        kv, slots = self._kv_budget(spec), self._slot_budget(spec)
+        told = spec.groups.gather((kv.affordable, slots.affordable, self.enable_prefix_caching), spec.device)
+        if len({caching for *_, caching in told}) > 1:
+            raise ValueError(
+                f"enable_prefix_caching is {[caching for *_, caching in told]} on the ranks of the model; "
+                "accepted: the same on all"
+            )
+        num_blocks = kv.checked(min(blocks for blocks, *_ in told))
+        return num_blocks, slots.checked(min(each[1] for each in told)) if self.enable_prefix_caching else 0
+
+    def _kv_budget(self, spec: HybridStateSpec) -> "_Budget":
         instance("spec", spec, HybridStateSpec)
-        if not self.enable_prefix_caching:
-            return 0
-        return _count(
-            spec, "num_mamba_slots", self.num_mamba_slots,
+        unit_bytes = spec.kv_block_bytes(self.block_size_tokens)
+        return _Budget("num_kv_blocks", self.num_kv_blocks, "buffer_size_gb", self.buffer_size_gb, unit_bytes)
+
+    def _slot_budget(self, spec: HybridStateSpec) -> "_Budget":
+        instance("spec", spec, HybridStateSpec)
+        return _Budget(
+            "num_mamba_slots", self.num_mamba_slots,
             "prefix_caching_mamba_gb", self.prefix_caching_mamba_gb, spec.state_bytes,
         )  # fmt: skip
 
@@ -243,8 +259,10 @@ class SamplingParams:
         if self.temperature is not None:
             _keep(self, "temperature", real("temperature", self.temperature, 0.0))
         _keep(self, "top_k", optional_integer("top_k", self.top_k, 0))
-        if self.top_p is not None and real("top_p", self.top_p, 0.0, 1.0) == 0.0:
-            raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
+        if self.top_p is not None:
+            _keep(self, "top_p", real("top_p", self.top_p, 0.0, 1.0))
+            if self.top_p == 0.0:
+                raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
         _keep(self, "seed", integer("seed", self.seed, 0, (1 << 63) - 1))
         _keep(self, "termination_id", optional_integer("termination_id", self.termination_id, -1))
         _keep(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
@@ -272,35 +290,42 @@ def _keep(settings: object, name: str, value: object) -> None:
     object.__setattr__(settings, name, value)
 
 
-def _count(
-    spec: HybridStateSpec, count_name: str, count: int | None, gb_name: str, gb: float | None, unit_bytes: int
-) -> int:
-    here = _affordable(count, gb, unit_bytes)
-    least = spec.groups.least(here, spec.device)  # before any rank may raise, or the others would wait for it
-    if gb is not None and least == _UNLIMITED:
-        raise ValueError(
-            f"{gb_name} is {gb}; accepted: {count_name} instead, for a model whose units are empty"
-        )
-    if gb is not None and least > INT32_MAX:
-        most = INT32_MAX * unit_bytes / GIGABYTE
-        raise ValueError(f"{gb_name} is {gb}; accepted: at most {most:.3g}, {INT32_MAX} units")
-    if least < 1 <= here:
-        name, value = (count_name, count) if gb is None else (gb_name, gb)
-        raise ValueError(f"{name} is {value}; accepted: what buys one unit on every rank of the model")
-    if gb is not None and least < 1:
-        raise ValueError(f"{gb_name} is {gb}; accepted: at least {unit_bytes / GIGABYTE:.3g}, one unit")
-    if least < 1:
-        raise ValueError(
-            f"{count_name} is {count}; accepted: an integer >= 1, or {gb_name} (without state slots, set "
-            "enable_prefix_caching=False)"
-        )
-    return least
+@dataclass(frozen=True)
+class _Budget:
+    """Of units of `unit_bytes` on this rank, as a count or in GB."""
 
+    count_name: str
+    count: int | None
+    gb_name: str
+    gb: float | None
+    unit_bytes: int
 
-def _affordable(count: int | None, gb: float | None, unit_bytes: int) -> int:
-    """At most one more than is accepted."""
-    if gb is None:
-        return count or 0
-    if unit_bytes == 0:
-        return _UNLIMITED
-    return int(min(gb * GIGABYTE, (INT32_MAX + 1) * unit_bytes)) // unit_bytes
+    @property
+    def affordable(self) -> int:
+        """At most one more than is accepted, or _UNLIMITED."""
+        if self.gb is None:
+            return self.count or 0
+        if self.unit_bytes == 0:
+            return _UNLIMITED
+        return int(min(self.gb * GIGABYTE, (INT32_MAX + 1) * self.unit_bytes)) // self.unit_bytes
+
+    def checked(self, count: int) -> int:
+        """`count`, what the poorest rank can afford; or a ValueError."""
+        if self.gb is None:
+            if count < 1:
+                raise ValueError(
+                    f"{self.count_name} is {self.count}; accepted: an integer >= 1, on every rank, or "
+                    f"{self.gb_name} (without state slots, set enable_prefix_caching=False)"
+                )
+            return count
+        if count == _UNLIMITED:
+            accepted = f"{self.count_name} instead, for a model whose units are empty"
+        elif count > INT32_MAX:
+            accepted = f"what buys at most {INT32_MAX} units"
+        elif count < 1 and self.affordable < 1:
+            accepted = f"at least {self.unit_bytes / GIGABYTE:.3g}, one unit"
+        elif count < 1:
+            accepted = "what buys one unit on every rank of the model"
+        else:
+            return count
+        raise ValueError(f"{self.gb_name} is {self.gb}; accepted: {accepted}")

@@ -1,6 +1,7 @@
 """The process groups that a model is split over, and what its ranks tell each other."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .validation import shown
+
+_AS_IT_IS = -1  # for torch.cuda.device
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,13 @@ class ParallelGroups:
                 raise ValueError(
                     f"{name} is {shown(group)}; accepted: a process group that this rank is in, or None"
                 )
+        if self.tensor is not None and self.pipeline is not None:
+            both = set(dist.get_process_group_ranks(self.tensor))
+            both &= set(dist.get_process_group_ranks(self.pipeline))
+            if len(both) > 1:
+                raise ValueError(
+                    f"pipeline has the ranks {sorted(both)} in common with tensor; accepted: this rank alone"
+                )
 
     @property
     def tensor_rank(self) -> int:
@@ -49,8 +59,17 @@ class ParallelGroups:
         return 1 if self.pipeline is None else dist.get_world_size(self.pipeline)
 
     @property
+    def rank(self) -> int:
+        """This rank among all of the model's, stage by stage."""
+        return self.pipeline_rank * self.tensor_size + self.tensor_rank
+
+    @property
+    def size(self) -> int:
+        return self.tensor_size * self.pipeline_size
+
+    @property
     def is_split(self) -> bool:
-        return self.tensor_size * self.pipeline_size > 1
+        return self.size > 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -89,12 +108,25 @@ class ParallelGroups:
             dist.broadcast(values, group=self.pipeline, group_src=self.pipeline_size - 1)
         return values
 
+    def gather(self, value: Any, device: torch.device) -> list[Any]:
+        """What each rank passes, a small value that pickles, in order of `rank`, on all; synchronises."""
+        values = [value]
+        with torch.cuda.device(device if device.type == "cuda" else _AS_IT_IS):  # nccl sends from there
+            for group in self._split_groups():
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, values, group=group)
+                values = [each for part in parts for each in part]
+        return values
+
     def least(self, count: int, device: torch.device) -> int:
         """The smallest `count` (< 2**63) of all ranks of both groups; synchronises. `device`: the groups'."""
-        groups = [g for g in (self.tensor, self.pipeline) if g is not None and dist.get_world_size(g) > 1]
-        if not groups:
+        if not self.is_split:
             return count
         smallest = torch.tensor([count], dtype=torch.int64, device=device)
-        for group in groups:
+        for group in self._split_groups():
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
         return int(smallest)
+
+    def _split_groups(self) -> list[ProcessGroup]:
+        groups = self.tensor, self.pipeline
+        return [group for group in groups if group is not None and dist.get_world_size(group) > 1]

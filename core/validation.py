@@ -13,6 +13,8 @@ import torch
 
 INT32_MAX = 2**31 - 1
 """Most blocks, slots, rows and tokens: hosts and kernels number them in int32 tensors."""
+LONGEST_TIMEOUT_S = 1e6
+"""Twelve days: no timer that is given this overflows."""
 
 
 def integer(

@@ -2,44 +2,27 @@
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
-from itertools import zip_longest
+from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..inference.contexts.dynamic_context import DynamicInferenceContext
 from ..inference.contexts.scheduled_chunk import ScheduledChunk
+from ..inference.contexts.step_inputs import StepInputs
 from ..request import DynamicInferenceRequest
-from ..validation import instance, integer, real
+from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
+from .disagreement import DisagreementError, absence, difference
 
-LONGEST_TIMEOUT_S = 1e6
-_NOTHING = "nothing"
 # Each rank may have budgets of its own; the counts that come of them are compared instead.
 _BUDGETS = ("num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb")
 _SPEC = (
-    "ssd_chunk_size", "vocab_size", "separate_states", "conv_states_dtype", "ssm_states_dtype", "kv_dtype",
+    "model", "ssd_chunk_size", "vocab_size", "separate_states",
+    "conv_states_dtype", "ssm_states_dtype", "kv_dtype",
 )  # fmt: skip
-
-
-class DisagreementError(RuntimeError):
-    """Ranks that must decide alike did not, or one did not come to compare.
-
-    Attributes:
-        step: the comparison that found it, counted from 0.
-        ranks: those in the minority; all of them where there is none; those that did not come.
-        decisions: by rank, the first decision that is not the same on all; empty where a rank did not come.
-    """
-
-    def __init__(
-        self, message: str, step: int, ranks: Sequence[int], decisions: Mapping[int, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.step = step
-        self.ranks = tuple(ranks)
-        self.decisions = dict(decisions or {})
 
 
 class Agreement:
@@ -52,8 +35,10 @@ class Agreement:
     are left, which `compare` sees to.
 
     Ranks exchange over a store, not over the model's groups: a collective would hang where ranks come to
-    different numbers of steps, and nccl would need a device. It costs each rank about five messages to the
-    store a step, and time in the number of slots: too much to serve with.
+    different numbers of steps, and nccl would need a device. Whether all came in time is one key a step,
+    which the first rank to know sets and all obey: one that comes at the very end of the timeout agrees with
+    all or with nobody. It costs each rank about five messages to the store a step, and time in the number of
+    slots: too much to serve with.
     """
 
     def __init__(
@@ -67,7 +52,8 @@ class Agreement:
         """Does not wait for the others. Every rank makes it before its context's first step.
 
         `rank` and `world_size`: among the ranks of both groups, a whole model. `store`: one that all of them
-        reach and no other model uses (`dist.PrefixStore` parts one store), and no other thread (`clone` it).
+        reach and no other model uses, nor an earlier start of this one that failed (`dist.PrefixStore` parts
+        one store), and no other thread (`clone` it).
         `timeout_s`: the longest wait for the slowest rank.
         """
         self._context = instance("context", context, DynamicInferenceContext)
@@ -92,22 +78,38 @@ class Agreement:
         context.kv_block_allocator.observe_deregistration(self._blocks_deregistered)
 
     def close(self) -> None:
-        """Observe no more; compares nothing and waits for nobody. Once more does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._context.unobserve(self)
-            self._decisions.clear()
-            self._followed.clear()
+        """Observe no more; compares nothing and waits for nobody. Once more does nothing.
+
+        The last rank to close deletes what is left in the store: until then others may have to read it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._context.unobserve(self)
+        self._context.kv_block_allocator.unobserve_deregistration(self._blocks_deregistered)
+        self._decisions.clear()
+        self._followed.clear()
+        with suppress(RuntimeError):  # without the store's host there is nothing to delete
+            self._leave_the_store()
+
+    def _leave_the_store(self) -> None:
+        closed = f"{self._prefix}, closed"
+        if self._store.add(closed, 1) < self._world_size:
+            return
+        for step in range(self._step - 2, self._step + 1):  # another rank may have begun one more
+            for what in ("digest", "decisions"):
+                for key in (*self._keys(what, step), self._verdict_key(what, step)):
+                    self._store.delete_key(key)
+        self._store.delete_key(closed)
 
     # ---- what the context tells
 
-    def step_begun(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def step_begun(self, chunks: Sequence[ScheduledChunk], inputs: StepInputs) -> None:
         """Compare all decisions up to this step's forward. Blocks; raises DisagreementError on every rank."""
-        self._note_tokens()
-        self._note_slots()
-        self._note_departures()
+        self._note_what_happened()
         for chunk in chunks:
             self._note_chunk(chunk)
+        self._note(f"step of shape {inputs.shape}")
         self.compare()
 
     def step_ended(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -117,15 +119,19 @@ class Agreement:
         self._note_slots()
 
     def _blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
-        if not self._closed:
-            self._note_tokens()
-            for block in blocks:
-                self._note(f"KV block {block} deregistered")
+        self._note_tokens()
+        for block in blocks:
+            self._note(f"KV block {block} deregistered")
 
     def _note(self, decision: str) -> None:
         self._decisions.append(decision)
         self._digest.update(decision.encode())
         self._digest.update(b"\0")
+
+    def _note_what_happened(self) -> None:
+        self._note_tokens()
+        self._note_slots()
+        self._note_departures()
 
     def _note_tokens(self) -> None:
         """The tokens that requests were given since they were last looked at."""
@@ -204,56 +210,44 @@ class Agreement:
         if self._failure is not None:
             known = self._failure
             raise DisagreementError(str(known), known.step, known.ranks, known.decisions)
-        self._note_tokens()
+        self._note_what_happened()
         step, self._step = self._step, self._step + 1
-        digests = self._exchange(f"digest {step}", self._digest.digest())
+        digests = self._exchange("digest", step, self._digest.digest())
         if len(set(digests)) > 1:
-            lists = [json.loads(text) for text in self._exchange(f"decisions {step}", self._as_text())]
-            self._fail(*_difference(step, lists))
+            lists = self._exchange("decisions", step, json.dumps(self._decisions).encode())
+            self._fail(difference(step, [json.loads(text) for text in lists]))
         if step:  # all are here, so none needs what the step before exchanged
-            self._store.delete_key(self._key(f"digest {step - 1}", self._rank))
+            self._store.delete_key(self._keys("digest", step - 1)[self._rank])
+            if self._rank == 0:
+                self._store.delete_key(self._verdict_key("digest", step - 1))
         self._decisions.clear()
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def _as_text(self) -> bytes:
-        return json.dumps(self._decisions).encode()
+    def _keys(self, what: str, step: int) -> list[str]:
+        return [f"{self._prefix}, {what} {step} of {rank}" for rank in range(self._world_size)]
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._prefix}, {what}, {rank}"
+    def _verdict_key(self, what: str, step: int) -> str:
+        return f"{self._prefix}, absent from {what} {step}"
 
-    def _exchange(self, what: str, value: bytes) -> list[bytes]:
+    def _exchange(self, what: str, step: int, value: bytes) -> list[bytes]:
         """What each rank says, in order."""
-        given_up = f"{self._prefix}, given up"
-        self._store.set(self._key(what, self._rank), value)  # type: ignore[arg-type]  # the stub forgets bytes
-        keys = [self._key(what, rank) for rank in range(self._world_size)]
+        keys = self._keys(what, step)
+        self._store.set(keys[self._rank], value)  # type: ignore[arg-type]  # the stub forgets bytes
+        absent, late = [], None
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
+            late = error
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if absent:
-                self._store.set(given_up, json.dumps(absent))
-                self._fail_for_absence(absent, error)
-        if self._store.check([given_up]):  # we came, but too late for the others
-            self._fail_for_absence(json.loads(self._store.get(given_up)), None)
+        verdict = self._store.compare_set(self._verdict_key(what, step), "", json.dumps(absent))
+        absent = json.loads(verdict)  # ours, or that of the rank that was first
+        if absent:
+            self._fail(absence(step, absent, self._timeout_s), late)
         return self._store.multi_get(keys)
 
-    def _fail_for_absence(self, absent: Sequence[int], cause: Exception | None) -> None:
-        step = self._step - 1
-        message = (
-            f"step {step}: {_ranks(absent)} did not come to compare decisions within {self._timeout_s:g} s; "
-            "they stand still, or make fewer steps than the others"
-        )
-        self._fail(message, absent, {}, cause)
-
-    def _fail(
-        self,
-        message: str,
-        ranks: Sequence[int],
-        decisions: Mapping[int, str],
-        cause: Exception | None = None,
-    ) -> None:
-        self._failure = DisagreementError(message, self._step - 1, ranks, decisions)
-        raise self._failure from cause
+    def _fail(self, error: DisagreementError, cause: Exception | None = None) -> NoReturn:
+        self._failure = error
+        raise error from cause
 
 
 class _Followed:
@@ -283,36 +277,3 @@ def _asked(request: DynamicInferenceRequest) -> Iterator[str]:
     yield f"salt of {name} is {request.hashes.salt!r}"
     yield f"sampling of {name} is {request.sampling}"
     yield f"plan of {name} is {request.plan}"
-
-
-def _difference(step: int, lists: Sequence[Sequence[str]]) -> tuple[str, list[int], dict[int, str]]:
-    """Message, ranks and decisions of a DisagreementError; `lists`: what each rank decided, not all equal."""
-    rows = enumerate(zip_longest(*lists, fillvalue=_NOTHING))
-    place, row = next((place, row) for place, row in rows if len(set(row)) > 1)
-    ranks_by_decision: dict[str, list[int]] = defaultdict(list)
-    for rank, decision in enumerate(row):
-        ranks_by_decision[decision].append(rank)
-    groups = sorted(ranks_by_decision.items(), key=lambda group: (len(group[1]), -group[1][0]))
-    *others, (decision, majority) = groups
-    if len(majority) == len(others[-1][1]):
-        ranks = list(range(len(row)))
-        told = ", ".join(f"{_ranks(group)} decided {_quoted(said)}" for said, group in reversed(groups))
-        message = f"step {step}: {_ranks(ranks)} differ at decision {place}: {told}"
-    else:
-        ranks = sorted(rank for _, group in others for rank in group)
-        told = ", ".join(
-            _quoted(said) + (f" of {_ranks(group)}" if len(others) > 1 else "") for said, group in others
-        )
-        message = (
-            f"step {step}: {_ranks(ranks)} differ from {majority} at decision {place}: {told} against "
-            f"{_quoted(decision)}"
-        )
-    return message, ranks, dict(enumerate(row))
-
-
-def _quoted(decision: str) -> str:
-    return decision if decision == _NOTHING else f"'{decision}'"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"ranks {list(ranks)}"

@@ -1,12 +1,13 @@
 """Which rank died: each rank bumps a key of its own in a store, and watches those of the others."""
 
+import atexit
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
@@ -15,13 +16,16 @@ from typing import Self
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
-from ..validation import boolean, instance, integer, real, shown
+from ..validation import LONGEST_TIMEOUT_S, boolean, instance, integer, real, shown
 
-LONGEST_TIMEOUT_S = 1e6
 STUCK = 70
 """The exit status of a process that ended because a collective held its main thread (EX_SOFTWARE)."""
-# Of the timeout, what is kept for noticing that a beat is the last, for looking, and for leaving the block.
-_INTERVALS_KEPT = 3
+LEAST_INTERVALS = 9
+"""In a timeout. Four are kept (below), and when all ranks pause together a living one may seem silent for
+nearly four: up to two before the pause, and two that one late look counts. One is to spare."""
+# Of the timeout, what is kept for noticing that a beat is the last (1), for looking (1) and for leaving the
+# block (2).
+_INTERVALS_KEPT = 4
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError)
 
 
@@ -47,9 +51,9 @@ class Heartbeat:
 
     A thread bumps this rank's key every `interval_s` and looks at those of the others. A key that does not
     change any more is a dead rank's. Silence is counted by the looks of whoever watches, each worth at most
-    two intervals: clocks of two machines are never compared, and a process that was stopped itself accuses
-    nobody when it goes on. A rank is not dead that left (`close`), and one that ends its `with` block with an
-    error is dead at once, for the reason it gives.
+    two intervals: clocks of two machines are never compared, and a process that was stopped itself, alone or
+    with all others, accuses nobody when it goes on. A rank is not dead that left (`close`), and one that ends
+    its `with` block with an error is dead at once, for the reason it gives.
 
     The thread needs the interpreter: C code that holds its lock for `timeout_s` looks like death. A rank that
     waits, or computes for long, beats on: what it does is not watched.
@@ -77,15 +81,17 @@ class Heartbeat:
         """Blocks until all ranks have made theirs, at most `store.timeout`; RankDiedError names who did not.
 
         `store`: all ranks reach it, and its host outlives them (torchrun's agent, a launcher); it is cloned,
-        so that other threads may use it. `timeout_s`: at least five intervals; the time in which survivors
+        so that other threads may use it. Where it outlives a start that failed, the next one needs another
+        `dist.PrefixStore` of it. `timeout_s`: at least nine intervals; the time in which survivors
         end. `exit_when_stuck`: where a thread is still inside `naming_the_dead` an interval after a death is
         known, print the error and the thread's stack to stderr and end the process with status 70. Buffers of
-        stdout and stderr are flushed; no `finally`, no `atexit` runs.
+        stdout and stderr are flushed, if nothing holds that up for an interval; no `finally`, no `atexit`
+        runs.
         """
         self._world_size = integer("world_size", world_size, 1)
         self._rank = integer("rank", rank, 0, self._world_size - 1)
         self._interval_s = real("interval_s", interval_s, 0.001, LONGEST_TIMEOUT_S)
-        self._timeout_s = real("timeout_s", timeout_s, 5 * self._interval_s, LONGEST_TIMEOUT_S)
+        self._timeout_s = real("timeout_s", timeout_s, LEAST_INTERVALS * self._interval_s, LONGEST_TIMEOUT_S)
         self._exit_when_stuck = boolean("exit_when_stuck", exit_when_stuck)
         self._silence_s = self._timeout_s - _INTERVALS_KEPT * self._interval_s
         self._store = instance("store", store, Store).clone()  # type: ignore[attr-defined]
@@ -96,12 +102,12 @@ class Heartbeat:
         self._await_all()
         self._store.set_timeout(timedelta(seconds=self._timeout_s))
 
-        self._watched = {rank: _Silence() for rank in range(self._world_size) if rank != self._rank}
+        self._watched = {rank: _Silence[bytes]() for rank in range(self._world_size) if rank != self._rank}
         self._looked = time.monotonic()
         self._dead: dict[int, str] = {}
         self._lost: str | None = None
         self._known = threading.Event()  # that somebody is dead, or the store lost
-        self._inside: int | None = None  # the thread in a block of `naming_the_dead`
+        self._inside: list[int] = []  # threads in `naming_the_dead`, once for each block they are in
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"heartbeat, {work.__name__}", daemon=True)
@@ -109,6 +115,7 @@ class Heartbeat:
         ]
         for thread in self._threads:
             thread.start()
+        atexit.register(self._stop)  # a daemon thread that the interpreter's end finds in the store aborts it
 
     def _await_all(self) -> None:
         try:
@@ -121,18 +128,24 @@ class Heartbeat:
                 raise RankDiedError(dict.fromkeys(absent, reason)) from error
 
     def close(self) -> None:
-        """Leave: this rank's silence is no death from now on. Blocks for an interval at most."""
+        """Leave: this rank's silence is no death from now on. Blocks for two intervals at most."""
         self._leave({})
 
     def _leave(self, deaths: Mapping[int, str]) -> None:
         """`deaths`: what the others are to hear."""
         if self._closing.is_set():
             return
-        self._closing.set()
-        self._threads[0].join(self._interval_s)
+        atexit.unregister(self._stop)
+        self._stop()
         if not self._threads[0].is_alive():  # else it is the store that keeps it, and nobody would hear
             with suppress(RuntimeError):
                 self._store.set(self._keys[self._rank], json.dumps(deaths))
+
+    def _stop(self) -> None:
+        """Beat no more, without a word to the others."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(self._interval_s)
 
     def __enter__(self) -> Self:
         return self
@@ -151,10 +164,14 @@ class Heartbeat:
 
     def check(self) -> None:
         """Raise RankDiedError if a rank is known to be dead, StoreLostError if nobody can tell; at once."""
+        error = self._error()
+        if error is not None:
+            raise error
+
+    def _error(self) -> RankDiedError | StoreLostError | None:
         if self._dead:
-            raise RankDiedError(dict(self._dead))
-        if self._lost is not None:
-            raise StoreLostError(self._lost)
+            return RankDiedError(dict(self._dead))
+        return None if self._lost is None else StoreLostError(self._lost)
 
     @contextmanager
     def naming_the_dead(self) -> Iterator[None]:
@@ -165,21 +182,26 @@ class Heartbeat:
         error raises too: an aborted collective need not. See `exit_when_stuck` for a block that does not end.
         """
         self.check()
-        self._inside = threading.get_ident()
         try:
-            yield
+            with self._being_inside():
+                yield
         except RuntimeError as error:
-            self._inside = None
             if not isinstance(error, (RankDiedError, StoreLostError, *_CAPACITY)):
                 self._await_verdict()
-                try:
-                    self.check()
-                except RuntimeError as named:
+                named = self._error()
+                if named is not None:
                     raise named from error
             raise
-        finally:
-            self._inside = None
         self.check()
+
+    @contextmanager
+    def _being_inside(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._inside.append(thread)
+        try:
+            yield
+        finally:
+            self._inside.remove(thread)
 
     def _await_verdict(self) -> None:
         """Until somebody is known to be dead, or everybody to have lived on."""
@@ -241,39 +263,46 @@ class Heartbeat:
 
     def _watch_the_store(self) -> None:
         """Only looks at clocks, so that a store that does not answer cannot hold it; ends a stuck process."""
-        silence, stuck = _Silence(), 0
+        looks, stuck = _Silence[float](), 0
         while not self._closing.wait(self._interval_s):
-            looked = str(self._looked).encode()
-            if silence.grown(looked, self._interval_s) >= self._silence_s and self._lost is None:
-                self._lose_the_store(f"has not answered for {silence.seconds:.1f} s")
-            inside = self._inside
-            stuck = stuck + 1 if self._known.is_set() and inside is not None else 0
-            if stuck > 1 and inside is not None and self._exit_when_stuck:
+            if looks.grown(self._looked, self._interval_s) >= self._silence_s and self._lost is None:
+                self._lose_the_store(f"has not answered for {looks.seconds:.1f} s")
+            inside = set(self._inside)
+            stuck = stuck + 1 if self._known.is_set() and inside else 0
+            if stuck > 1 and self._exit_when_stuck:
                 self._exit(inside)
 
-    def _exit(self, thread: int) -> None:
-        """End the process: this thread waits in code that nothing but its own timeout ends."""
-        stack = sys._current_frames().get(thread)
-        with suppress(Exception):
-            sys.stdout.flush()
-            try:
-                self.check()
-            except RuntimeError as error:
-                print(f"{type(error).__name__}: {error}; this rank waits for it in", file=sys.stderr)
-            traceback.print_stack(stack, file=sys.stderr)
-            sys.stderr.flush()
-        os._exit(STUCK)
+    def _exit(self, threads: Collection[int]) -> None:
+        """End the process: these threads wait in code that nothing but its own timeout ends.
+
+        Whatever the process may still say is said by another thread: pipes may be full, and locks of the
+        streams held.
+        """
+        speaker = threading.Thread(target=self._say_where, args=(threads,), daemon=True)
+        try:
+            speaker.start()
+            speaker.join(self._interval_s)
+        finally:
+            os._exit(STUCK)
+
+    def _say_where(self, threads: Collection[int]) -> None:
+        error, frames = self._error(), sys._current_frames()
+        stacks = ["".join(traceback.format_stack(frames[thread])) for thread in threads if thread in frames]
+        said = f"{type(error).__name__}: {error}; this rank waits for it in\n" + "\n".join(stacks)
+        os.write(2, said.encode(errors="backslashreplace"))
+        sys.stderr.flush()
+        sys.stdout.flush()
 
 
-class _Silence:
+class _Silence[T]:
     """For how long a value has not changed, and how often it did."""
 
     def __init__(self) -> None:
-        self.value = b""
+        self.value: T | None = None
         self.seconds = 0.0
         self.changes = 0
 
-    def grown(self, value: bytes, passed_s: float) -> float:
+    def grown(self, value: T, passed_s: float) -> float:
         """`value` is seen `passed_s` after the last look; the silence up to now."""
         changed = value != self.value
         self.seconds = 0.0 if changed else self.seconds + passed_s

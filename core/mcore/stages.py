@@ -88,21 +88,33 @@ def init(original: Callable[..., None], self: Any, model_config: Any, inference_
 
     Here a stage without Mamba layers keeps the books of states that have no bytes, the fewest requests
     count, and what one stage cannot do is raised by all: NotImplementedError for a stage without attention
-    layers, which megatron-core does not run, ValueError for sizes.
+    layers, which megatron-core does not run, ValueError for sizes. Where a stage is built with other numbers
+    than it was given, the context's `config` is a copy.
     """
     group = _pipeline_group(model_config, inference_config)
-    stages = [Stage.of(inference_config)]
-    rank = 0
-    if group is not None:
-        rank = torch.distributed.get_rank(group)
-        stages *= torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(stages, stages[rank], group=group)
-    agreed = agreed_config(inference_config, stages, rank)
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    agreed = agreed_config(inference_config, _stages(inference_config, group), rank)
     try:
         original(self, model_config, agreed)
     except ZeroDivisionError:  # 0.19 ends with a summary that divides by the bytes of a state
         if self.num_mamba_layers or getattr(self, "mamba_slot_allocator", None) is None:
             raise
+
+
+def _stages(config: Any, group: Any) -> list[Stage]:
+    """What each stage is; where one of them cannot say, an error on all."""
+    if group is None:
+        return [Stage.of(config)]
+    told: list[Any] = [None] * torch.distributed.get_world_size(group)
+    try:
+        here: Any = Stage.of(config)
+    except Exception as error:
+        here = f"{type(error).__name__}: {error}"
+    torch.distributed.all_gather_object(told, here, group=group)
+    for number, stage in enumerate(told):
+        if isinstance(stage, str):
+            raise ValueError(f"pipeline stage {number} has an unusable configuration: {stage}")
+    return told
 
 
 def _pipeline_group(model_config: Any, inference_config: Any) -> Any:

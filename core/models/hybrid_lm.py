@@ -40,9 +40,9 @@ class HybridLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = instance("config", config, HybridConfig)
-        seed = integer("seed", seed, 0, (1 << 63) - 1)
+        self.seed = integer("seed", seed, 0, (1 << 63) - 1)
         self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
-        draw = _Weights(config, seed, checked_device("device", device), self.groups)
+        draw = _Weights(config, self.seed, checked_device("device", device), self.groups)
         self.shard = draw.shard
         embedding = draw.normal(config.vocab_size, config.hidden_size, std=1.0)
         self.layers = nn.ModuleList()
@@ -59,7 +59,6 @@ class HybridLM(nn.Module):
         if self.groups.is_last_stage:
             self.final_norm = draw.ones(config.hidden_size)
             self.lm_head = lm_head
-        self._failure: BaseException | None = None
         self.eval()
 
     def state_spec(self) -> HybridStateSpec:
@@ -82,30 +81,14 @@ class HybridLM(nn.Module):
             separate_states=kernel_set(device, config.dtype).SEPARATE_STATES,
             shard=shard,
             groups=self.groups,
+            model=f"{config}, seed {self.seed}",
         )
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of `inputs.logit_tokens`, [L, vocab_size] in float32 or wider.
 
         Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
-
-        Where the model is split and a forward has failed, every later one raises RuntimeError: another rank
-        may still wait in a collective, which a new step's would meet.
         """
-        if self._failure is not None:
-            raise RuntimeError(
-                "a forward of this split model failed on this rank, and the other ranks cannot know; start "
-                "all of them again"
-            ) from self._failure
-        try:
-            return self._logits(inputs)
-        except BaseException as error:
-            capturing = inputs.token_ids.is_cuda and torch.cuda.is_current_stream_capturing()
-            if self.groups.is_split and not capturing:  # a capture runs no collective
-                self._failure = error
-            raise
-
-    def _logits(self, inputs: StepInputs) -> Tensor:
         config, groups, device = self.config, self.groups, inputs.token_ids.device
         kernels = kernel_set(device, config.dtype)
         if groups.is_first_stage:

@@ -1,7 +1,7 @@
 """Ranks that serve together compare what they decide; each kind of decision is made to differ on one."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import mambaslots as ms
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from mambaslots.distributed import Agreement, DisagreementError
-from oracle.distributed_world import World, splits
+from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from mambaslots.inference.contexts.step_inputs import StepInputs
+from oracle.distributed_world import SPLITS, World, splits
 from oracle.drafters import MODES
-from oracle.serving import random_tokens, small_engine
+from oracle.serving import SEED, random_tokens, small_config, small_engine
 from oracle.workload import FORKS, HEADS
 
 Engine = ms.DynamicInferenceEngine
@@ -133,6 +135,17 @@ def a_lost_state(engine: Engine) -> None:
     serve(engine, range(20, 21))
 
 
+def another_padding(engine: Engine) -> None:
+    begin = engine.context.begin_step
+
+    def begin_wider(chunks: Sequence[ScheduledChunk], _: object) -> StepInputs:
+        return begin(chunks, lambda shape: shape._replace(table_blocks=shape.table_blocks + 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.context, "begin_step", begin_wider)
+        serve(engine, range(20, 21))
+
+
 def nothing_but(engine: Engine) -> None:
     """What the other ranks do."""
     serve(engine, range(20, 21))
@@ -172,8 +185,9 @@ FAULTS: list[tuple[Deed, Deed, str, str]] = [  # of the odd rank, of the others;
         r"plan of request .* CheckpointPlan\(.*marks=\(8,\)", r"plan of .* CheckpointPlan\(.*marks=\(\)",
     ),
     (a_cancelled_request, nothing_but_going_on, r"request \d+ left row", r"chunk of request"),
-    (a_reset_cache, nothing_but, r"KV block \d+ deregistered", r".*"),
-    (a_lost_state, nothing_but, r"slot \d+ lost the state of block", r".*"),
+    (a_reset_cache, nothing_but, r"KV block \d+ deregistered", r"prompt of request \d+ has 21 tokens"),
+    (a_lost_state, nothing_but, r"slot \d+ lost the state of block", r"prompt of request \d+ has 21 tokens"),
+    (another_padding, nothing_but, r"step of shape StepShape\(", r"step of shape StepShape\("),
 ]  # fmt: skip
 
 
@@ -236,6 +250,17 @@ def test_contexts_that_were_built_otherwise_are_named_at_the_first_step(
 
 
 @pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
+def test_other_weights_are_named(world: World, split: str) -> None:
+    seed = SEED + (world.rank == 1)
+    model = ms.models.HybridLM(small_config(), seed, groups=world.groups(*SPLITS[split])).to(world.device)
+    with agreeing(world, small_engine(model=model)) as agreement, pytest.raises(DisagreementError) as caught:
+        agreement.compare()
+    check(
+        world, caught.value, 1, f"built with model .*, seed {SEED + 1}", f"built with model .*, seed {SEED}"
+    )
+
+
+@pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
 def test_other_drafts_are_named(world: World, split: str) -> None:
     class Drafter:
         def draft(self, tokens: list[int], most: int) -> list[int]:
@@ -253,14 +278,14 @@ def test_a_rank_that_makes_no_step_is_named_within_the_timeout(world: World, spl
     engine = small_engine(model=world.model(split))
 
     def stay_away(engine: Engine) -> None:
-        dist.barrier()  # until the others have given up
+        world.gathered(None)  # until the others have given up
         serve(engine, range(1))
 
     def wait_for_it(engine: Engine) -> None:
         try:
             serve(engine, range(1))
         finally:
-            dist.barrier()
+            world.gathered(None)
 
     error = disagree(world, engine, stay_away if world.rank == 1 else wait_for_it, timeout_s=1.0)
     print(error)

@@ -4,9 +4,19 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
+from mambaslots.inference.engines import dynamic_engine, graph_runner
 from oracle.distributed_world import World, splits
 from oracle.drafters import MODES
-from oracle.serving import SEED, TOLERANCE, random_tokens, small_config, small_engine
+from oracle.serving import (
+    SEED,
+    TOLERANCE,
+    expected_answer,
+    random_tokens,
+    run_checked,
+    serve_checked,
+    small_config,
+    small_engine,
+)
 
 GIGABYTE = 2**30
 every_split = pytest.mark.parametrize("split", splits())
@@ -36,11 +46,11 @@ class Traffic:
         self.texts = [random_tokens(70, seed) for seed in range(3)]
         self.open: list[int] = []
 
-    def run(self, requests: int) -> None:
+    def run(self, requests: int, arrivals: float = 0.4) -> None:
         split, _ = self.engines
         added = 0
         while added < requests or split.has_unfinished_requests:
-            if added < requests and self.random.random() < 0.4:
+            if added < requests and self.random.random() < arrivals:
                 self.add()
                 added += 1
             elif self.open and self.random.random() < 0.05:
@@ -87,7 +97,7 @@ class Traffic:
     [
         {},
         {"num_mamba_slots": 3, "num_kv_blocks": 16, "max_tokens": 13, "max_requests": 3},
-        {"num_mamba_slots": 2, "num_kv_blocks": 14, "prefix_caching_eviction_policy": "ref_zero"},
+        {"num_mamba_slots": 20, "prefix_caching_eviction_policy": "ref_zero"},
         {"enable_prefix_caching": False},
     ],
     ids=["wide", "tight", "ref_zero", "no cache"],
@@ -95,9 +105,12 @@ class Traffic:
 def test_random_traffic(world: World, split: str, pools: dict[str, object], mode: str) -> None:
     settings = {"max_sequence_length": 112} | pools | MODES.get(mode, {})
     engines = [small_engine(model=model, **settings) for model in (world.model(split), world.model(None))]
-    Traffic(*engines, seed=len(mode) + len(pools)).run(requests=12)
+    crowd = "ref_zero" in pools.values()  # there only those who run at the same time share
+    Traffic(*engines, seed=len(mode) + len(pools)).run(requests=12, arrivals=0.9 if crowd else 0.4)
     stats = world.gathered(engines[0].context.cache_stats())
     assert all(each == stats[0] for each in stats)
+    assert bool(stats[0].resumed_tokens) == engines[0].config.enable_prefix_caching
+    assert stats[0].states_evicted_total or pools.get("num_mamba_slots") != 3
 
 
 def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferenceContext:
@@ -191,24 +204,91 @@ def test_poorer_settings_of_one_rank_hold_for_all(world: World) -> None:
     assert context.kv_block_allocator.total_count == 30
 
 
-# ---- a rank that fails
+# ---- a rank that fails, or collects garbage, alone
 
 
 @pytest.mark.ranks(2)
-def test_after_a_failed_forward_a_split_model_runs_no_other(world: World, monkeypatch) -> None:
-    config = small_config()
-    model = ms.models.HybridLM(config, SEED, groups=world.groups(2, 1)).to(world.device)
-    engine = small_engine(model=model)
-    request_id = engine.add_request(random_tokens(20, seed=1))
+@pytest.mark.parametrize("split", splits("tp 2", "pp 2"))
+def test_a_rank_whose_step_failed_makes_no_other_until_all_are_reset(world: World, split: str) -> None:
+    engine, prompt = small_engine(model=world.model(split)), random_tokens(20, seed=1)
+    engine.add_request(prompt)
     engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model.layers[-1]), "forward", lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(dynamic_engine, "sample_step", lambda *arguments: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        else:
             engine.step()
-    with pytest.raises(RuntimeError, match="failed on this rank"):
+    if world.rank == 1:
+        engine.context.check_integrity()
+        with pytest.raises(RuntimeError, match="a step failed on this rank"):
+            engine.step()
+    world.gathered(None)
+    engine.reset()
+    serve_checked(engine, [prompt])
+
+
+@pytest.mark.ranks(2)
+def test_too_few_kv_blocks_is_the_same_on_all_ranks_and_breaks_none(world: World) -> None:
+    engine = small_engine(model=world.model("tp 2"), num_kv_blocks=6)
+    prefix = random_tokens(40, seed=1)
+    engine.warm(prefix)
+    pinned = engine.pin(prefix)
+    other = random_tokens(20, seed=2)
+    engine.add_request(other)
+    with pytest.raises(ms.KVBlockCapacityError):
         engine.step()
-    engine.context.check_integrity()
-    engine.cancel(request_id)
+    engine.unpin(pinned)
+    (result,) = run_checked(engine).values()
+    assert len(result.tokens) == 16
+
+
+@pytest.mark.ranks(2)
+def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monkeypatch) -> None:
+    """Ranks that pad their steps to other shapes would not meet in the collectives."""
+    if world.device.type == "cuda":
+        pytest.skip("the graphs are stand-ins, on a CPU")
+
+    class Captured:
+        def __init__(self, model, inputs, pool) -> None:
+            if world.rank == 1:
+                raise RuntimeError("out of memory")
+            self.replay, self.pool = lambda: model(inputs), None
+
+    monkeypatch.setattr(graph_runner, "CapturedForward", Captured)
+    engine = small_engine(model=world.model("tp 2"))
+    buffer = engine.context.step_buffer
+    buffer._hosts[1] = buffer._hosts[0]  # fixed addresses, as on a GPU
+    buckets = graph_runner.GraphBuckets.of(engine.context)
+    engine._graphs = graph_runner.GraphRunner(buckets, 100, engine.context.spec.groups)
+    prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]
+    why = "out of memory" if world.rank == 1 else "another rank could not"
+    with pytest.warns(UserWarning, match=f"cannot be captured.*{why}"):
+        serve_checked(engine, prompts)
+    assert not engine._graphs.shapes
+
+
+@pytest.mark.ranks(2)
+def test_a_stream_let_go_of_on_one_rank_alone_cancels_nothing(world: World) -> None:
+    engine, prompts = small_engine(model=world.model("tp 2")), [random_tokens(20, seed) for seed in range(2)]
+    kept = engine.stream(prompts[0], ms.SamplingParams(num_tokens_to_generate=8))
+    let_go = engine.stream(prompts[1], ms.SamplingParams(num_tokens_to_generate=8))
+    next(let_go)
+    if world.rank == 1:
+        del let_go
+    assert [token.token for token in kept] == expected_answer(tuple(prompts[0]), 8)[0]
+    closed = engine.stream(prompts[1], ms.SamplingParams(num_tokens_to_generate=8))
+    next(closed)
+    closed.close()
+    assert not engine.has_unfinished_requests
+
+
+@pytest.mark.ranks(2)
+def test_a_setting_that_only_one_rank_has_is_refused_by_all(world: World) -> None:
+    caching = world.rank == 0
+    with pytest.raises(ValueError, match=r"enable_prefix_caching is \[True, False\]"):
+        small_engine(model=world.model("tp 2"), enable_prefix_caching=caching)
 
 
 # ---- what cannot be split
@@ -248,6 +328,12 @@ def test_a_vocabulary_that_does_not_divide_is_padded(world: World) -> None:
     prompts = [[token % 251 for token in random_tokens(30, seed)] for seed in range(3)]
     answers = [[result.tokens for result in engine.generate(prompts)] for engine in engines]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.ranks(2)
+def test_groups_that_share_ranks_are_refused(world: World) -> None:
+    with pytest.raises(ValueError, match=r"pipeline has the ranks \[0, 1\] in common"):
+        ms.ParallelGroups(world.groups(2, 1).tensor, world.groups(1, 2).pipeline)
 
 
 def test_groups_are_checked() -> None:

@@ -9,8 +9,14 @@ from oracle import serving
 from oracle.distributed_world import World, splits
 from oracle.scenarios import scenarios
 
-ONE_PROCESS = {"test_float32_is_equal_or_nearly_tied"}  # makes its engines itself
-globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in ONE_PROCESS})
+NOT_SPLIT = {
+    # make their engines themselves
+    "test_float32_is_equal_or_nearly_tied",
+    "test_blocks_of_one_token_keep_one_state_of_the_answer",
+    # a split model's engine is broken by a failed step, which other ranks may have made
+    "test_a_failing_forward_costs_time_and_no_tokens",
+}
+globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in NOT_SPLIT})
 
 
 @pytest.fixture(autouse=True, params=splits())

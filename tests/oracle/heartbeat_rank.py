@@ -5,11 +5,12 @@ A server that has imported everything forks them: on a busy machine the imports 
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -74,17 +75,25 @@ class RankProcess:
 
 
 @contextmanager
-def rank_processes(folder: Path, *roles: str, port: int | None = None) -> Iterator[list[RankProcess]]:
+def rank_processes(
+    folder: Path,
+    *roles: str,
+    port: int | None = None,
+    interval_s: float = INTERVAL_S,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[list[RankProcess]]:
     """The ranks of one model, all of them serving; this process hosts their store unless `port` is another's.
 
-    Roles: "serves" for ever; "raises" after a few rounds; "leaves" after them, where others "stay" and watch.
+    Roles: "serves" for ever; "raises" after a few rounds; "leaves" after them, where others "stay" and watch;
+    "serves unread stdout" or "stderr", which leads to a full pipe from the first round on.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if port is None else None
     port = port if store is None else store.port
     ranks = []
     try:
         for rank, role in enumerate(roles):
-            ranks.append(RankProcess(folder / f"rank {rank}", _serve, rank, len(roles), port, role))
+            arguments = rank, len(roles), port, role, interval_s, timeout_s
+            ranks.append(RankProcess(folder / f"rank {rank}", _serve, *arguments))
         for process in ranks:
             process.await_saying(SERVED)
         yield ranks
@@ -118,7 +127,21 @@ def _host_a_store() -> None:
     time.sleep(10 * STARTING_S)
 
 
-def _serve(rank: int, ranks: int, port: int, role: str) -> None:
+def _lead_to_a_full_pipe(name: str) -> None:
+    """sys.stdout or sys.stderr, with more in its buffer."""
+    stream = open(getattr(sys, name).fileno(), "w", closefd=False)  # noqa: SIM115 - for ever; buffers
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(select.PIPE_BUF))
+    os.set_blocking(writer, True)
+    os.dup2(writer, stream.fileno())
+    stream.write("what nobody reads")
+    setattr(sys, name, stream)
+
+
+def _serve(rank: int, ranks: int, port: int, role: str, interval_s: float, timeout_s: float) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTING_S))
     dist.init_process_group(
         "gloo",
@@ -129,7 +152,7 @@ def _serve(rank: int, ranks: int, port: int, role: str) -> None:
     )
     groups = ParallelGroups(tensor=dist.group.WORLD)
     engine = small_engine(model=ms.models.HybridLM(small_config(), groups=groups))
-    with Heartbeat(store, rank, ranks, INTERVAL_S, TIMEOUT_S, exit_when_stuck=True) as heartbeat:
+    with Heartbeat(store, rank, ranks, interval_s, timeout_s, exit_when_stuck=True) as heartbeat:
         for count in range(10**9):
             if count == ROUNDS and role == "raises":
                 raise KeyError("what this rank cannot find")
@@ -139,7 +162,9 @@ def _serve(rank: int, ranks: int, port: int, role: str) -> None:
                 engine.generate([random_tokens(20, seed) for seed in range(3)])
             if count == 0:
                 print(SERVED, flush=True)
+                if role.startswith("serves unread"):
+                    _lead_to_a_full_pipe(role.split()[-1])
         if role == "stays":
-            time.sleep(2 * TIMEOUT_S)
+            time.sleep(2 * timeout_s)
             heartbeat.check()
     print("ended well", flush=True)

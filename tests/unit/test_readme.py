@@ -49,3 +49,8 @@ def test_every_file_it_names_exists() -> None:
         assert (root / path).exists(), path
     for script in re.findall(r"python ((?:examples|benchmarks)/\S+\.py)", README):
         assert (root / script).is_file(), script
+
+
+def test_no_block_is_still_to_be_filled_in() -> None:
+    blocks = re.findall(r"```\w*\n(.*?)```", README, re.DOTALL)
+    assert not [block for block in blocks if re.fullmatch(r"[A-Z\s]*", block)]

@@ -37,7 +37,7 @@ MEBIBYTE = 1 << 20
 class StepObserver(Protocol):
     """Told what a context decided. What it raises fails the step, like any error of the step itself."""
 
-    def step_begun(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def step_begun(self, chunks: Sequence[ScheduledChunk], inputs: StepInputs) -> None:
         """All is reserved and built for these chunks, in row order; no forward has been launched."""
 
     def step_ended(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -74,17 +74,17 @@ class DynamicInferenceContext:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.prefix_caching_eviction_policy = config.prefix_caching_eviction_policy
         self.checkpoint_plan = config.checkpoint_plan
-        self._num_kv_blocks = num_blocks = config.kv_block_count(spec)
+        self._num_kv_blocks, num_slots = config.pool_counts(spec)
 
         self.kv_cache = self._new_kv_cache()
         live_slots = self.max_requests * (1 + self.num_speculative_tokens)
         self.state_pool = StatePool(
-            spec.num_mamba_layers, live_slots, config.mamba_slot_count(spec), spec.conv_states_shape,
+            spec.num_mamba_layers, live_slots, num_slots, spec.conv_states_shape,
             spec.ssm_states_shape, spec.conv_states_dtype, spec.ssm_states_dtype, spec.device,
         )  # fmt: skip
         self.mamba_metadata = MambaMetadata(self.max_requests, live_slots)
         self.kv_block_allocator = KVBlockAllocator(
-            num_blocks, config.enable_prefix_caching, config.prefix_caching_eviction_policy
+            self._num_kv_blocks, config.enable_prefix_caching, config.prefix_caching_eviction_policy
         )
         self.mamba_slot_allocator: MambaSlotAllocator | None = None
         self._checkpoints: StepCheckpoints | None = None
@@ -293,7 +293,7 @@ class DynamicInferenceContext:
         self.batch_dimensions = BatchDimensions(decodes, len(ordered) - decodes)
         inputs = build_step_inputs(self, self._step, padding)
         for observer in self._observers:
-            observer.step_begun(self.step_chunks)
+            observer.step_begun(self.step_chunks, inputs)
         return inputs
 
     @property
@@ -341,7 +341,7 @@ class DynamicInferenceContext:
         calls = (getattr(observer, name, None) for name in ("step_begun", "step_ended"))
         if isinstance(observer, type) or not all(map(callable, calls)):
             raise ValueError(
-                f"observer is {shown(observer)}; accepted: an object with `step_begun(chunks)` and "
+                f"observer is {shown(observer)}; accepted: an object with `step_begun(chunks, inputs)` and "
                 "`step_ended(chunks)`"
             )
         self._observers.append(observer)

@@ -416,6 +416,12 @@ class KVBlockAllocator:
             raise ValueError(f"observer is {shown(observer)}; accepted: a callable of blocks and hashes")
         self._observers.append(observer)
 
+    def unobserve_deregistration(self, observer: DeregistrationObserver) -> None:
+        """Call `observer` no more; ValueError for one that is not called."""
+        if not callable(observer) or observer not in self._observers:
+            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this allocator")
+        self._observers = [known for known in self._observers if known != observer]
+
     def _leaf(self, block: int) -> LeafEntry:
         return self.holds_state(block), self._timestamps[block], block
 

@@ -278,13 +278,16 @@ class MambaSlotAllocator:
                 self._push_free([slot])
 
     def note_use(self, slot: int) -> None:
-        """A request resumes from this committed slot: the only thing that refreshes its recency."""
+        """A request resumes from this committed slot, or an import brought its state once more.
+
+        Nothing else refreshes its recency.
+        """
         self._check_committed(slot)
         self._eviction.use(slot)
         self._used.add(slot)
 
     def was_used(self, slot: int) -> bool:
-        """Whether a request ever resumed from what this slot holds now."""
+        """Whether `note_use` was ever called of what this slot holds now."""
         return integer("slot", slot, 0, self.max_slots - 1) in self._used
 
     @property

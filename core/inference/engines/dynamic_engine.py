@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...cache_stats import SpeculationStats
 from ...config import HybridStateSpec, InferenceConfig, SamplingParams
+from ...errors import KVBlockCapacityError
 from ...request import DynamicInferenceRequest, FinishReason, RequestResult
 from ...validation import instance, integer, integers, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -31,6 +32,10 @@ from .token_stream import GeneratedToken, TokenStream
 Prompt = Sequence[int] | Tensor
 Salt = bytes | str | None
 BROKEN = "the engine could not recover from a failed step; call reset()"
+PARTED = (
+    "a step failed on this rank of a split model, and other ranks may have made it; once no rank is in a "
+    "step, call reset() on all of them, or start all again"
+)
 
 
 class Model(Protocol):
@@ -74,6 +79,7 @@ class DynamicInferenceEngine:
         self.context = DynamicInferenceContext(model.state_spec(), config)
         device = self.context.spec.device
         self._gpu = -1 if device.type != "cuda" else device  # where launches go; -1: as it is
+        self._split = self.context.spec.groups.is_split
         self._graphs = self._graph_runner()
         self._drafter = self._checked_drafter(drafter)
         self._scheduler = Scheduler(self.context, self._drafter)
@@ -91,7 +97,7 @@ class DynamicInferenceEngine:
         spec, most = self.context.spec, self.config.num_cuda_graphs
         if most is None or spec.device.type != "cuda" or spec.ssm_states_dtype == torch.float64:
             return None
-        return GraphRunner(GraphBuckets.of(self.context), most)
+        return GraphRunner(GraphBuckets.of(self.context), most, spec.groups)
 
     def _checked_drafter(self, drafter: Drafter | None) -> Drafter | None:
         most = self.config.num_speculative_tokens
@@ -164,7 +170,7 @@ class DynamicInferenceEngine:
 
     def cancel(self, request_id: int) -> RequestResult:
         """End a request wherever it is and return what it has; ValueError for an unknown or ended one."""
-        self._check_usable("cancel")
+        self.check_usable("cancel")
         return self._finish(self._request(request_id), "cancelled")
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
@@ -190,10 +196,11 @@ class DynamicInferenceEngine:
 
         Raises what the model raises, and then no request has a new token: all running requests are queued
         again, and a later `step` restarts them from their last cached states. Should even that fail, the
-        engine says so in a RuntimeError, at every call, until `reset`. Raises KVBlockCapacityError when
-        pinned prefixes leave too few KV blocks for the next request.
+        engine says so in a RuntimeError, at every call, until `reset`. So it does after any failed step of a
+        split model, which other ranks may have made. Raises KVBlockCapacityError, on every rank, when pinned
+        prefixes leave too few KV blocks for the next request.
         """
-        self._check_usable("step")
+        self.check_usable("step")
         if self.context.suspended:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         running = {request.request_id for request in self._scheduler.running}
@@ -207,6 +214,8 @@ class DynamicInferenceEngine:
             admitted = tuple(c.request.request_id for c in chunks if c.request.request_id not in running)
         except BaseException as error:
             self._recover(error, before)
+            if self._split and not isinstance(error, KVBlockCapacityError):
+                self._broken = error
             raise
         finally:
             self._stepping = False
@@ -300,7 +309,8 @@ class DynamicInferenceEngine:
             self._broken = second
             raise RuntimeError(BROKEN) from error
 
-    def _check_usable(self, call: str) -> None:
+    def check_usable(self, call: str) -> None:
+        """RuntimeError, naming `call`, from inside a step, and where a step has broken the engine."""
         if self._stepping:
             raise RuntimeError(
                 f"{call} is called from inside a step of the same engine; call it between steps"
@@ -309,7 +319,7 @@ class DynamicInferenceEngine:
 
     def _check_not_broken(self) -> None:
         if self._broken is not None:
-            raise RuntimeError(BROKEN) from self._broken
+            raise RuntimeError(PARTED if self._split else BROKEN) from self._broken
 
     def generate(
         self,
@@ -355,7 +365,7 @@ class DynamicInferenceEngine:
         """Queue a prompt now and return an iterator over its tokens.
 
         Asking for a token advances all requests until this one has it. A stream closed early, or let go of,
-        cancels its request.
+        cancels its request; of a split model, only one closed.
         """
         request_id = self.add_request(
             prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
@@ -366,7 +376,8 @@ class DynamicInferenceEngine:
                 self._step_and_keep()
             return request_id in self._requests
 
-        stream = TokenStream(advance, lambda: self._forget(request_id))
+        # Each rank collects garbage when it likes: a split model's requests end where `close` is called.
+        stream = TokenStream(advance, lambda: self._forget(request_id), not self._split)
         self._streams[request_id] = stream
         return stream
 
@@ -405,7 +416,7 @@ class DynamicInferenceEngine:
 
         Takes the state at its last block boundary. Requests under way are served along.
         """
-        self._check_usable("warm")
+        self.check_usable("warm")
         prefix = integers("tokens", tokens, 0, self.context.spec.vocab_size - 1)
         salt = _salt_bytes(cache_salt)
         whole = len(prefix) // self.config.block_size_tokens * self.config.block_size_tokens
@@ -424,18 +435,18 @@ class DynamicInferenceEngine:
 
         Raises ValueError where none of its boundaries has a state; `warm` it first.
         """
-        self._check_usable("pin")
+        self.check_usable("pin")
         prefix = integers("tokens", tokens, 0, self.context.spec.vocab_size - 1)
         return self.context.pin_prefix(prefix, _salt_bytes(cache_salt))
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Let go of a pinned prefix; ValueError if it is not pinned (any more)."""
-        self._check_usable("unpin")
+        self.check_usable("unpin")
         self.context.unpin_prefix(prefix)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, and leave nothing in the cache."""
-        self._check_usable("reset_prefix_cache")
+        self.check_usable("reset_prefix_cache")
         if not self.context.suspended:  # else there is none
             self.context.reset_prefix_cache()
 
@@ -463,7 +474,7 @@ class DynamicInferenceEngine:
 
         Until `resume`, requests can be added and cancelled, and `step` raises RuntimeError.
         """
-        self._check_usable("suspend")
+        self.check_usable("suspend")
         if not self.context.suspended:
             self._scheduler.restart(self._scheduler.requests)
             self._drop_graphs()
@@ -475,13 +486,13 @@ class DynamicInferenceEngine:
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
-        self._check_usable("resume")
+        self.check_usable("resume")
         self.context.resume()
 
     def reset(self) -> None:
         """Drop every request, result, prefix and count; also mends an engine that could not recover."""
         if self._stepping:
-            self._check_usable("reset")
+            self.check_usable("reset")
         self._scheduler = Scheduler(self.context, self._drafter)
         self._speculation = SpeculationStats()
         self._requests.clear()

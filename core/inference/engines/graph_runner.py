@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel_groups import ParallelGroups
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs, StepShape
 
@@ -123,10 +124,11 @@ class GraphRunner:
     Padding carries -1 in every index, and a capture executes nothing: neither writes any state.
     """
 
-    def __init__(self, buckets: GraphBuckets, max_graphs: int) -> None:
-        """`max_graphs`: most decode graphs, and most others."""
+    def __init__(self, buckets: GraphBuckets, max_graphs: int, groups: ParallelGroups | None = None) -> None:
+        """`max_graphs`: most decode graphs, and most others. `groups`: of a split model."""
         self._buckets = buckets
         self._max_graphs = max_graphs
+        self._groups = ParallelGroups() if groups is None else groups
         self._graphs: dict[StepShape, CapturedForward] = {}
         self._first: StepInputs | None = None
         self._addresses: tuple[int, ...] = ()
@@ -167,18 +169,23 @@ class GraphRunner:
     def capture(self, model: Forward) -> None:
         """Capture the shape that the last step ran for the first time, if any; synchronises.
 
-        A model that cannot be captured is warned of once, and runs eagerly from then on.
+        A model that cannot be captured is warned of once, and runs eagerly from then on: on all its ranks,
+        or they would pad their steps to different shapes.
         """
         inputs, self._first = self._first, None
         if inputs is None:
             return
         shared = next(iter(self._graphs.values())).pool if self._graphs else None
+        failure: object = None
         try:
             self._graphs[inputs.shape] = CapturedForward(model, inputs, shared)
         except Exception as error:
+            failure = error
+        if not self._groups.least(int(failure is None), inputs.token_ids.device):
             self._max_graphs = 0
             self.drop()
-            warnings.warn(f"the model cannot be captured, and runs without graphs: {error}", stacklevel=2)
+            failure = failure or "another rank could not capture it"
+            warnings.warn(f"the model cannot be captured, and runs without graphs: {failure}", stacklevel=2)
 
     def drop(self) -> None:
         """Forget all graphs, and give their memory back."""

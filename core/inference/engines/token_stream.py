@@ -18,8 +18,11 @@ class TokenStream(Iterator[GeneratedToken]):
     Closed, or let go of, before its end, it cancels the request.
     """
 
-    def __init__(self, advance: Callable[[], bool], close: Callable[[], None]) -> None:
+    def __init__(
+        self, advance: Callable[[], bool], close: Callable[[], None], close_when_let_go: bool = True
+    ) -> None:
         """`advance()` makes a step and says whether the request goes on; `close()` ends the request."""
+        self._close_when_let_go = close_when_let_go
         self._advance = advance
         self._close = close
         self._arrived: deque[GeneratedToken] = deque()
@@ -43,4 +46,5 @@ class TokenStream(Iterator[GeneratedToken]):
         self._close()
 
     def __del__(self) -> None:
-        self.close()
+        if self._close_when_let_go:
+            self.close()

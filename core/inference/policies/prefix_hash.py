@@ -31,13 +31,17 @@ class PrefixHashChain:
         stop = min(len(sequence), len(sequence) if length is None else length) // size
         whole = len(self._digests) - 1  # a digest comes last, so an interrupted block is hashed anew
         del self.keys[whole:], self.tokens[whole:]
-        for block in range(whole, stop):
-            ids = np.asarray(sequence[block * size : (block + 1) * size], dtype="<u4")
-            content = ids.tobytes()
-            digest = hashlib.sha256(self._digests[-1] + content).digest()
-            self.keys.append(int.from_bytes(digest[:8], "big") >> 1 or 1)
-            self.tokens.append(content)
-            self._digests.append(digest)
+        if stop > whole:
+            content, width = np.asarray(sequence[whole * size : stop * size], dtype="<u4").tobytes(), 4 * size
+            for first in range(0, len(content), width):
+                self.append(content[first : first + width])
+
+    def append(self, content: bytes) -> None:
+        """Hash one more block, given as the bytes of its token ids."""
+        digest = hashlib.sha256(self._digests[-1] + content).digest()
+        self.keys.append(int.from_bytes(digest[:8], "big") >> 1 or 1)
+        self.tokens.append(content)
+        self._digests.append(digest)
 
     def cut_to(self, length: int) -> None:
         """Forget the blocks that `length` tokens do not fill: what comes there may be others."""

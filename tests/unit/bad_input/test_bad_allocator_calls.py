@@ -280,6 +280,7 @@ BLOCK_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("evict_lru_blocks", (1,), 0, bad.integer(), "num_blocks"),
     ("note_state_changed", (2,), 0, bad.integer(0, 11), "block_id"),
     ("observe_deregistration", (print,), 0, bad.anything().only(callable), "observer"),
+    ("unobserve_deregistration", (print,), 0, bad.anything().also(print), "observer"),
 ]  # fmt: skip
 
 

@@ -1,13 +1,18 @@
 """Ranks as threads, each with an engine of a whole model: what they compare, and what they say."""
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import mambaslots as ms
+import numpy as np
 import pytest
 import torch.distributed as dist
 from mambaslots.distributed import Agreement, DisagreementError
 from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.serving import random_tokens, run_checked, small_engine
 
 Work = Callable[[ms.DynamicInferenceEngine, Agreement], None]
@@ -59,7 +64,33 @@ def messages(errors: list[BaseException | None]) -> set[str]:
 def test_ranks_that_do_the_same_agree_and_leave_little_in_the_store() -> None:
     store = dist.HashStore()
     assert run_ranks(serve, serve, serve, store=store) == [None] * 3
-    assert store.num_keys() <= 9  # of each rank: how many it made, and its last digest or two
+    assert store.num_keys() == 3  # of each rank: how many it made
+
+
+@pytest.mark.parametrize("ended", ["agreed", "disagreed", "gave up"])
+def test_the_last_rank_to_close_leaves_nothing_but_counts_and_no_earlier_one_takes_what_others_read(
+    ended: str,
+) -> None:
+    store, all_made = dist.HashStore(), threading.Barrier(3)
+    keys: list[int] = []
+
+    def work(rank: int) -> Work:
+        def compare(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+            all_made.wait()
+            agreement.compare()
+            if ended == "disagreed":
+                agreement._note(str(rank))
+            if ended != "gave up" or rank:
+                with suppress(DisagreementError):
+                    agreement.compare()
+            agreement.close()
+            keys.append(store.num_keys())
+            agreement.close()
+
+        return compare
+
+    assert run_ranks(*map(work, range(3)), store=store, timeout_s=0.5) == [None] * 3
+    assert keys[-1] == 3
 
 
 def test_a_second_agreement_over_the_same_store_starts_anew() -> None:
@@ -112,7 +143,7 @@ def test_a_rank_that_does_not_come_is_named_to_all_also_to_itself() -> None:
     came_late: list[str] = []
 
     def late(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
-        while not agreement._store.check(["agreement 1, given up"]):
+        while not agreement._store.check([agreement._verdict_key("digest", 0)]):
             pass
         with pytest.raises(DisagreementError) as caught:
             agreement.compare()
@@ -122,6 +153,66 @@ def test_a_rank_that_does_not_come_is_named_to_all_also_to_itself() -> None:
     (message,) = messages(run_ranks(deciding("a"), late, deciding("a"), timeout_s=0.5))
     assert message.startswith("step 0: ranks [1] did not come to compare decisions within 0.5 s; ")
     assert came_late == [message]
+
+
+class StoppedAtTheTimeout(dist.PrefixStore):
+    """A store whose rank stands still between finding another absent and saying so."""
+
+    def __init__(self, store: dist.Store, go_on: threading.Event) -> None:
+        super().__init__("", store)
+        self.found_absent, self.go_on = threading.Event(), go_on
+
+    def check(self, keys: list[str]) -> bool:
+        here = bool(super().check(keys))
+        if not here:
+            self.found_absent.set()
+            assert self.go_on.wait(20.0)
+        return here
+
+
+def test_a_rank_that_comes_right_at_the_timeout_agrees_with_all_or_with_nobody() -> None:
+    base, second_is_done = dist.HashStore(), threading.Event()
+    first_store = StoppedAtTheTimeout(base, second_is_done)
+
+    def compare(rank: int) -> None:
+        store = dist.PrefixStore("", base) if rank else first_store
+        agreement = Agreement(small_engine().context, store, rank, 2, 20.0 if rank else 0.1)
+        try:
+            if rank:
+                assert first_store.found_absent.wait(20.0)
+            agreement.compare()
+        finally:
+            if rank:
+                second_is_done.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = [future.exception() for future in [pool.submit(compare, rank) for rank in range(2)]]
+    assert errors == [None] * 2
+
+
+def test_ranks_that_come_near_the_timeout_all_say_the_same() -> None:
+    contexts, store = [small_engine().context for _ in range(3)], dist.HashStore()
+    random, outcomes = np.random.default_rng(3), set()
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(100):
+            agreements = [Agreement(context, store, r, 3, 0.01) for r, context in enumerate(contexts)]
+            delays = random.uniform(0.0, 0.02, 3)
+
+            def compare(rank: int, agreements=agreements, delays=delays) -> str:  # type: ignore[no-untyped-def]
+                time.sleep(delays[rank])
+                try:
+                    agreements[rank].compare()
+                except DisagreementError as error:
+                    return str(error)
+                return "agreed"
+
+            said = set(pool.map(compare, range(3)))
+            assert len(said) == 1, said
+            outcomes |= said
+            for agreement in agreements:
+                agreement.close()
+    assert len(outcomes) > 1, "some should come in time, and some not"
+    assert store.num_keys() == 3
 
 
 def test_after_a_disagreement_every_step_says_so_again_until_both_begin_anew() -> None:
@@ -170,9 +261,10 @@ def test_an_observer_is_told_of_each_step_and_fails_it_by_raising() -> None:
         def __init__(self) -> None:
             self.told: list[tuple[str, int, int]] = []
 
-        def step_begun(self, chunks: Sequence[ScheduledChunk]) -> None:
+        def step_begun(self, chunks: Sequence[ScheduledChunk], inputs: StepInputs) -> None:
             self.told += [("begun", chunk.start, chunk.stop) for chunk in chunks]
             assert engine.context.step_chunks == tuple(chunks)
+            assert inputs.shape.rows == len(chunks)
             if len(self.told) == 3:
                 raise LookupError("not this step")
 
@@ -207,3 +299,20 @@ def test_a_closed_agreement_follows_nothing() -> None:
     engine.generate([random_tokens(9, 0)])
     engine.reset_prefix_cache()
     assert not agreement._decisions
+    assert not engine.context._observers
+    assert not engine.context.kv_block_allocator._observers
+
+
+def test_steps_that_are_padded_otherwise_are_other_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def padding(blocks: int) -> Work:
+        def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
+            begin = engine.context.begin_step
+            wider = lambda shape: shape._replace(table_blocks=shape.table_blocks + blocks)  # noqa: E731
+            monkeypatch.setattr(engine.context, "begin_step", lambda chunks, _: begin(chunks, wider))
+            serve(engine, agreement)
+
+        return work
+
+    (message,) = messages(run_ranks(padding(0), padding(1), padding(0)))
+    assert "ranks [1] differ from [0, 2]" in message
+    assert "'step of shape StepShape(decodes=0, prefills=" in message

@@ -1,6 +1,7 @@
 """Ranks that die in several ways, as processes of a model that serves; and the heartbeat by itself."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from mambaslots import KVBlockCapacityError
 from mambaslots.distributed import Heartbeat, RankDiedError
-from oracle.heartbeat_rank import TIMEOUT_S, RankProcess, rank_processes, store_process
+from mambaslots.distributed.heartbeat import LEAST_INTERVALS
+from oracle.heartbeat_rank import SERVED, TIMEOUT_S, RankProcess, rank_processes, store_process
 
 SLACK_S = 8.0  # to notice and to end where others keep the machine busy
 STUCK = 70
@@ -48,6 +50,33 @@ def test_a_stopped_rank_is_named_though_the_others_hang_in_a_collective(tmp_path
         assert_all_say([other], "RankDiedError: rank 0 died, or stands still", (STUCK,))
 
 
+@pytest.mark.parametrize(("unread", "told"), [("stdout", "RankDiedError: rank 0 died"), ("stderr", SERVED)])
+def test_a_stuck_rank_ends_though_nobody_reads_what_it_says(tmp_path: Path, unread: str, told: str) -> None:
+    with rank_processes(tmp_path, "serves", f"serves unread {unread}") as (stopped, other):
+        stopped.signal(signal.SIGSTOP)
+        assert_all_say([other], told, (STUCK,))
+
+
+def test_ranks_that_pause_together_accuse_nobody_even_at_the_shortest_timeout(tmp_path: Path) -> None:
+    """As in a virtual machine that is suspended."""
+    interval_s = 0.4
+    brief = {"interval_s": interval_s, "timeout_s": LEAST_INTERVALS * interval_s}
+    with rank_processes(tmp_path, "serves", "serves", **brief) as ranks:
+        for _ in range(3):
+            for process in ranks:
+                process.signal(signal.SIGSTOP)
+            time.sleep(3 * interval_s)
+            ranks.reverse()  # it is who beats last in an interval that has not heard of the other since
+            for process in ranks:
+                process.signal(signal.SIGCONT)
+                time.sleep(interval_s / 4)
+            time.sleep(2.5 * interval_s)
+        time.sleep(LEAST_INTERVALS * interval_s)
+        for process in ranks:
+            assert process.process.is_alive(), process.said
+            assert process.said == f"{SERVED}\n"
+
+
 def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:
     with rank_processes(tmp_path, "serves", "raises") as (other, raises):
         assert_all_say([other], "RankDiedError: rank 1 ended with KeyError('what this rank cannot find')")
@@ -76,7 +105,7 @@ def test_without_the_store_nobody_serves_on(tmp_path: Path, sent: signal.Signals
 # ---- by itself
 
 INTERVAL_S = 0.05
-BRISK = {"interval_s": INTERVAL_S, "timeout_s": 1.15}  # a second of silence
+BRISK = {"interval_s": INTERVAL_S, "timeout_s": 1.2}  # a second of silence
 
 
 @contextmanager
@@ -146,6 +175,52 @@ def test_who_was_stopped_itself_accuses_nobody() -> None:
         hearts[0]._looked -= 1000.0
         time.sleep(6 * INTERVAL_S)
         hearts[0].check()
+
+
+def test_a_late_look_alone_is_no_death_at_the_shortest_timeout() -> None:
+    interval_s, store = 20.0, dist.HashStore()  # the thread looks at nothing while this test does
+    store.set("heartbeat 1 of 1", "0")
+    with Heartbeat(store, 0, 2, interval_s, LEAST_INTERVALS * interval_s) as heart:
+        heart._look()
+        heart._looked -= 1.9 * interval_s  # as long as the silence of who lives may last
+        heart._look()
+        heart._looked -= 1000.0 * interval_s  # a pause of all
+        heart._look()
+        heart.check()
+        for _ in range(LEAST_INTERVALS):
+            heart._looked -= interval_s
+            heart._look()
+        with pytest.raises(RankDiedError):
+            heart.check()
+
+
+@pytest.mark.parametrize("who", ["this thread", "another"])
+def test_who_is_inside_stays_so_when_an_inner_block_or_another_thread_leaves(
+    monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("os._exit", lambda status: ended.set() if status == STUCK else None)
+    monkeypatch.setattr(Heartbeat, "_say_where", lambda *_: None)
+    with beating(2) as hearts:
+        hearts[0]._exit_when_stuck = True
+
+        def leave_a_block() -> None:
+            with hearts[0].naming_the_dead():
+                pass
+
+        def be_stuck() -> None:
+            with hearts[0].naming_the_dead():
+                if who == "another":
+                    thread = threading.Thread(target=leave_a_block)
+                    thread.start()
+                    thread.join()
+                else:
+                    leave_a_block()
+                die(hearts[1])
+                assert ended.wait(SLACK_S)
+
+        with pytest.raises(RankDiedError):
+            be_stuck()
 
 
 def test_who_is_taken_for_dead_hears_who_left_it() -> None:

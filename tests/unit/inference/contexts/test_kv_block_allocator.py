@@ -434,6 +434,23 @@ def test_an_observer_that_raises_loses_nothing(failing, caplog):
     kv.check_integrity()
 
 
+def test_one_that_observes_no_more_hears_nothing():
+    class Observer(list):
+        def hear(self, *news):
+            self.append(news)
+
+    kv = KVBlockAllocator(3)
+    leaving, staying = Observer(), Observer()
+    kv.observe_deregistration(leaving.hear)
+    kv.observe_deregistration(staying.hear)
+    kv.unobserve_deregistration(leaving.hear)  # another bound method, of the same object
+    cached(kv, b"", A)
+    kv.evict_lru_blocks(1)
+    assert (len(leaving), len(staying)) == (0, 1)
+    with pytest.raises(ValueError, match=r"accepted: one that observes this allocator"):
+        kv.unobserve_deregistration(leaving.hear)
+
+
 def test_what_one_observer_does_to_its_arguments_reaches_no_other():
     kv = KVBlockAllocator(3)
     heard = []

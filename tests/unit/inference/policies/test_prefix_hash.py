@@ -43,6 +43,19 @@ def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, sal
 
 @settings(max_examples=100, deadline=None)
 @given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
+def test_appended_blocks_hash_as_those_of_a_sequence(tokens, block, data):
+    whole, chain = chain_of(tokens, block, b"salt"), PrefixHashChain(block, b"salt")
+    first = data.draw(st.integers(0, len(whole.keys)))
+    chain.extend_to(tokens, first * block)
+    for content in whole.tokens[first:]:
+        chain.append(content)
+    assert (chain.keys, chain.tokens) == (whole.keys, whole.tokens)
+    chain.extend_to(tokens * 2)
+    assert (chain.keys, chain.tokens) == by_hand(tokens * 2, block, b"salt")
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
 def test_growing_a_chain_gives_what_hashing_at_once_gives(tokens, block, data):
     chain = PrefixHashChain(block)
     for length in sorted(data.draw(st.lists(st.integers(0, len(tokens) + 6), max_size=4))):
