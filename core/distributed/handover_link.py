@@ -13,9 +13,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from .prefix_format import TransferError
 
 _ANNOUNCED, _RECEIVED = 0, 1  # tags
-MOST_BYTES = 1 << 46
-KEYS = ("0/0", "0/1")
-"""Where gloo leaves the addresses of both sides, in the store of a link."""
+PIECE_BYTES = 64 << 20
+"""Bytes go in pieces of this size, so that a receiver never takes much more memory than what has come."""
+KEYS = ("here/0", "here/1", "0/0", "0/1")
+"""What a link leaves in its store: that each side is about to connect, and, by gloo, their addresses."""
+_ATTEMPTS = 5
+"""How often gloo tries to connect, each time for as long as it is given."""
 
 
 class HandoverLink:
@@ -34,22 +37,29 @@ class HandoverLink:
     def __init__(self, store: Store, rank: int, remaining_s: Callable[[], float]) -> None:
         self._rank = rank
         self._remaining_s = remaining_s
-        self._group: Any = dist.ProcessGroupGloo(store, rank, 2, self._timeout())
+        # Gloo gets a share of the time, so the other side must be there by then.
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{1 - rank}"], self._timeout())
+        self._group: Any = dist.ProcessGroupGloo(store, rank, 2, self._timeout(_ATTEMPTS))
 
     def send(self, data: bytes) -> None:
         """Returns once the other side has all of it."""
         self._send(torch.tensor([len(data)], dtype=torch.int64), _ANNOUNCED)
-        self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _ANNOUNCED)
+        for first in range(0, len(data), PIECE_BYTES):
+            piece = bytearray(data[first : first + PIECE_BYTES])
+            self._send(torch.frombuffer(piece, dtype=torch.uint8), _ANNOUNCED)
         self._receive(torch.empty(1, dtype=torch.int64), _RECEIVED)
 
     def receive(self) -> bytes:
         size = self._receive(torch.empty(1, dtype=torch.int64), _ANNOUNCED)
-        length = int(size)
-        if not 0 < length <= MOST_BYTES:
-            raise TransferError(f"an export of {length} bytes is announced; accepted: from 1 to {MOST_BYTES}")
-        data = self._receive(torch.empty(length, dtype=torch.uint8), _ANNOUNCED)
+        length, pieces = int(size), []
+        if length < 1:
+            raise TransferError(f"an export of {length} bytes is announced; accepted: at least 1")
+        for first in range(0, length, PIECE_BYTES):
+            piece = torch.empty(min(PIECE_BYTES, length - first), dtype=torch.uint8)
+            pieces.append(self._receive(piece, _ANNOUNCED).numpy())
         self._send(size, _RECEIVED)
-        return data.numpy().tobytes()
+        return b"".join(pieces)
 
     def close(self) -> None:
         """Ends the group; the peer, if it still waits, loses it at once. Its `KEYS` stay in the store."""
@@ -64,5 +74,6 @@ class HandoverLink:
         self._group.recv([tensor], 1 - self._rank, tag).wait(self._timeout())
         return tensor
 
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self._remaining_s())
+    def _timeout(self, times: int = 1) -> timedelta:
+        """What is left for each of so many waits; never 0, which would mean for ever."""
+        return timedelta(seconds=max(0.001, self._remaining_s() / times))

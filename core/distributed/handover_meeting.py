@@ -2,26 +2,30 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from threading import Thread
+from typing import Any, Literal
 
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..model_shard import ModelShard
-from ..validation import instance, integer, real, shown
+from ..parallel_groups import ParallelGroups
+from ..validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from .handover_link import KEYS, HandoverLink
 from .prefix_format import PrefixFormat, TransferError, json_object, shard_from_json, shard_of, shard_to_json
-from .prefix_replica import replica_rank, replica_size
-from .prefix_shard import sources_for
+from .prefix_shard import check_totals, sources_for
 
 Side = Literal["source", "destination"]
-LONGEST_TIMEOUT_S = 1e6
 _OTHER: dict[Side, Side] = {"source": "destination", "destination": "source"}
 _MOST_RANKS = 1 << 20
+GRACE_S = 1.0
+"""How long after the deadline a rank still waits to hear why nothing came; all waits end at the deadline."""
 _GONE = "gone"  # no seat: what a store returns in place of one that is not there
 
 
@@ -45,14 +49,17 @@ class _Seat:
     def from_bytes(cls, data: bytes) -> "_Seat":
         found = json_object("seat", json.loads(data), {"ranks", "format", "shard"})
         form, shard = PrefixFormat.from_json(found["format"]), shard_from_json(found["shard"])
+        check_totals(form, shard)
         return cls(integer("ranks", found["ranks"], 1, _MOST_RANKS), form, shard)
 
 
 class Meeting:
     """The ranks of two replicas under one name of a store: who is there, and who sends what to whom.
 
-    Used as a context. Keys: `source/i` and `destination/i`, a seat each; `left`, how many have left. Who
-    knows all seats counts itself out, and the last one deletes all keys; who does not deletes its own seat.
+    The clock starts when it is made; then it is used as a context, in a thread (`attend`), because neither a
+    store that stops answering nor gloo's connecting keeps to its timeout. Keys: `source/i` and
+    `destination/i`, a seat each; `left`, how many have left. Who knows all seats counts itself out, and the
+    last one deletes all keys; who does not deletes its own seat.
     """
 
     def __init__(
@@ -60,20 +67,50 @@ class Meeting:
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"name is {shown(name)}; accepted: a str that names this hand-over alone")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"name is {shown(name)}; accepted: a str that UTF-8 can encode") from error
         self._timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._store = PrefixStore(f"mambaslots/handover/{name}", instance("store", store, Store))
         self._side: Side = side
-        spec = engine.context.spec
-        self.rank = replica_rank(spec.groups)
+        groups = engine.context.spec.groups
+        _check_ranks_wait(groups, self._timeout_s)
+        self.rank = groups.rank
         self.shard = shard_of(engine)
-        self._seat = _Seat(replica_size(spec.groups), PrefixFormat.of(engine), self.shard)
+        self._seat = _Seat(groups.size, PrefixFormat.of(engine), self.shard)
         self._seats: dict[Side, list[_Seat]] = {}
         self._link_keys: list[str] = []
-        self._deadline = 0.0
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def attend[T](self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises, done in this context by a thread that no wait for it outlasts.
+
+        TransferError once the deadline is over by `GRACE_S`. The thread is then left behind, and ends when
+        the store and the peer let it: `work` must change nothing but what it returns.
+        """
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                with self:
+                    result = work()
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(result)
+
+        Thread(target=run, name=f"hand-over, {self._side}", daemon=True).start()
+        wait([outcome], self._remaining_s() + GRACE_S)
+        if not outcome.done():
+            raise TransferError(f"the store or a peer stopped answering; gave up after {self._timeout_s:g} s")
+        return outcome.result()
 
     def __enter__(self) -> "Meeting":
-        self._deadline = time.monotonic() + self._timeout_s
-        self._store.set(f"{self._side}/{self.rank}", self._seat.to_bytes().decode())
+        try:
+            self._store.set(f"{self._side}/{self.rank}", self._seat.to_bytes().decode())
+        except RuntimeError as error:
+            raise TransferError(f"the store was lost: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,3 +181,26 @@ class Meeting:
         finally:
             if link is not None:
                 link.close()
+
+
+def _check_ranks_wait(groups: ParallelGroups, timeout_s: float) -> None:
+    """ValueError where the replica's own groups would not let ranks that are done wait for the last one."""
+    for name, group in (("tensor", groups.tensor), ("pipeline", groups.pipeline)):
+        if group is None or dist.get_world_size(group) == 1:
+            continue
+        for limit_s in _timeouts_s(group):
+            if timeout_s + GRACE_S >= limit_s:
+                raise ValueError(
+                    f"timeout_s is {timeout_s:g}; accepted: less than {limit_s - GRACE_S:g}, because the "
+                    f"{name} group, in which the replica's ranks wait for each other, has a timeout of "
+                    f"{limit_s:g} s"
+                )
+
+
+def _timeouts_s(group: Any) -> Iterator[float]:
+    """Of each of its backends that tells."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            yield timeout.total_seconds()

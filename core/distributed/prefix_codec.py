@@ -61,12 +61,17 @@ def encode_prefixes(shard: PrefixShard) -> bytes:
     return b"".join((view[:at], signature, view[at + len(signature) :]))
 
 
-def decode_prefixes(data: bytes) -> PrefixShard:
+def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
     """The part that `encode_prefixes` made `data` of; its tensors may share memory with nothing else.
 
     Every byte is covered by the checksum, and everything that the header and the forest say is checked
     before anything is returned. TransferError where data is truncated, altered, or of another format version.
+    The ranks of a split model give their bytes to `import_prefixes` instead: what one of them refuses here,
+    before that call, the others cannot know, and wait for it there.
     """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise ValueError(f"data is {shown(data)}; accepted: bytes")
+    data = bytes(data)
     metadata = _metadata(data)
     check_version(_integer(metadata["mambaslots_prefixes"]))
     _check_checksum(data, metadata["sha256"])

@@ -18,7 +18,7 @@ PrefixName = tuple[Sequence[int] | Tensor, bytes | str | None]
 """The tokens of a prefix, and the salt it is cached under."""
 
 STAGING_BYTES = 256 << 20
-"""Most bytes of a pool that are copied at once: what the copy takes on the device."""
+"""Most bytes of a pool that are copied at once: what the copy takes beside its two sides."""
 
 
 def export_prefixes(
@@ -62,7 +62,7 @@ def export_prefixes(
 def checked_slots(engine: DynamicInferenceEngine, call: str) -> MambaSlotAllocator:
     """The durable slots of an engine whose cache can be read and written now."""
     instance("engine", engine, DynamicInferenceEngine)
-    engine._check_usable(call)
+    engine.check_usable(call)
     if engine.context.suspended:
         raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
     if engine.context.step_chunks:
@@ -83,10 +83,11 @@ def read_rows(pool: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
     return values
 
 
-def write_rows(pool: Tensor, dim: int, rows: Sequence[int], values: Tensor) -> None:
-    """The converse, from the CPU: `values` become `pool`'s distinct `rows`."""
+def write_rows(pool: Tensor, dim: int, rows: Sequence[int], values: Tensor, chosen: Sequence[int]) -> None:
+    """The converse, from the CPU: the `chosen` rows of `values` become `pool`'s distinct `rows`."""
     for first, index in _staged(pool, dim, rows):
-        pool.index_copy_(dim, index, values.narrow(dim, first, len(index)).to(pool.device))
+        part = torch.tensor(chosen[first : first + len(index)], dtype=torch.int64)
+        pool.index_copy_(dim, index, values.index_select(dim, part).to(pool.device))
 
 
 def _staged(pool: Tensor, dim: int, rows: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
@@ -99,9 +100,13 @@ def _staged(pool: Tensor, dim: int, rows: Sequence[int]) -> Iterable[tuple[int, 
 def _state_blocks(
     context: DynamicInferenceContext, slots: MambaSlotAllocator, prefixes: Iterable[PrefixName] | None
 ) -> list[int]:
-    """The blocks whose states are exported, most recently used first."""
-    block_of = slots.slot_to_block.tolist()
+    """The blocks whose states are exported, most recently used first.
+
+    Not those of slots that a host has but allocated: they hold old bytes until their hash is registered.
+    """
+    block_of, findable = slots.slot_to_block.tolist(), set(slots.hash_to_block_id.values())
     blocks = [block_of[slot] for slot in reversed(slots.slots_by_use)]
+    blocks = [block for block in blocks if block in findable]
     if prefixes is None:
         return blocks
     if not isinstance(prefixes, Iterable):
@@ -122,7 +127,10 @@ def _salt_bytes(name: str, salt: object) -> bytes:
         return salt or b""
     if not isinstance(salt, str):
         raise ValueError(f"{name} is {shown(salt)}; accepted: bytes, a str or None")
-    return salt.encode()
+    try:
+        return salt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is {shown(salt)}; accepted: a str that UTF-8 can encode") from error
 
 
 def _forest(

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
+import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from ..model_shard import ModelShard
 from ..validation import shown
 from .prefix_codec import checksum, decode_prefixes, encode_prefixes
 from .prefix_export import PrefixName, checked_slots, export_prefixes
+from .prefix_failures import described, differences, failures
 from .prefix_format import (
+    FORMAT_VERSION,
     PrefixFormat,
     TransferError,
     check_version,
@@ -24,11 +27,11 @@ from .prefix_format import (
     shard_of,
     shard_to_json,
 )
-from .prefix_import import ImportReport, import_obtained
-from .prefix_replica import described, failures, gathered, replica_rank
-from .prefix_shard import PrefixShard, check_totals, join, sources_for
+from .prefix_import import ImportReport, Obtained, import_obtained
+from .prefix_shard import check_totals, join, sources_for
 
 MANIFEST = "prefixes.json"
+_OURS = re.compile(r"prefixes-[0-9a-f]{12}-tp[0-9]+of[0-9]+-pp[0-9]+of[0-9]+\.safetensors(\.tmp)?")
 
 
 @dataclass(frozen=True)
@@ -52,46 +55,53 @@ def save_prefixes(
     Called by every rank of a replica, with one directory that all of them see and no other replica writes;
     it is made where it does not exist. A set replaces the one before at the very end, in one rename: until
     then, and where anything fails, the former set can be loaded. Between steps; synchronises the ranks.
-    OSError on all ranks where one cannot write, and what `export_prefixes` raises.
+    OSError on all ranks where one cannot write, or where they have different prefixes or directories; what
+    `export_prefixes` raises, and ValueError for what is no path, where only some ranks have a wrong argument
+    an OSError on the others.
     """
     checked_slots(engine, "save_prefixes")
-    PrefixFormat.of(engine)
-    folder, spec = _folder(directory), engine.context.spec
+    spec = engine.context.spec
     groups = spec.groups
-    set_id: str = gathered(spec, uuid.uuid4().hex[:12])[0]
+    set_id: str = groups.gather(uuid.uuid4().hex[:12], spec.device)[0]
     name = (
         f"prefixes-{set_id}-tp{groups.tensor_rank}of{groups.tensor_size}"
         f"-pp{groups.pipeline_rank}of{groups.pipeline_size}.safetensors"
     )
     entry: dict[str, Any] = {}
-    cause, reason, size, shard = None, "", 0, None
+    cause, reason, size, folder, shard, content = None, "", 0, None, None, None
     try:
+        folder = _folder(directory)
         shard = export_prefixes(engine, prefixes)
         data = encode_prefixes(shard)
         size = len(data)
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / name, data)
+        content = shard.forest.digest, shard.format
         entry = {"file": name, "sha256": checksum(data), "shard": shard_to_json(shard.shard)}
     except Exception as error:
         cause, reason = error, described(error)
-    told = gathered(spec, (reason, entry))
-    failure = failures([text for text, _ in told])
-    entries = [entry for _, entry in told]
-    if not failure and replica_rank(groups) == 0:
+    told = groups.gather((reason, content, entry, size), spec.device)
+    entries = [entry for _, _, entry, _ in told]
+    failure = failures([text for text, _, _, _ in told])
+    failure = failure or differences("prefixes or weights", [content for _, content, _, _ in told])
+    if not failure and groups.rank == 0 and folder is not None:
         try:
+            _check_sees(folder, entries, [size for _, _, _, size in told])
             _write(folder / MANIFEST, _manifest(set_id, entries))
-            _remove_others(folder, {entry["file"] for entry in entries})
-        except OSError as error:
+        except Exception as error:
             cause, reason = error, described(error)
-    failure = failure or failures(gathered(spec, reason))
-    if failure or shard is None:
-        with suppress(OSError):
-            (folder / name).unlink()
-        if isinstance(cause, ValueError):  # of an argument: the same on all ranks
+    failure = failure or failures(groups.gather(reason, spec.device))
+    if failure or folder is None or shard is None:
+        if folder is not None:
+            with suppress(OSError):
+                (folder / name).unlink()
+        if isinstance(cause, ValueError):  # of an argument
             raise cause
-        raise OSError(f"prefixes could not be saved in {str(folder)!r}: {failure}") from cause
+        raise OSError(f"prefixes could not be saved in {str(directory)!r}: {failure}") from cause
     forest = shard.forest
     files = tuple(entry["file"] for entry in entries)
+    if groups.rank == 0:
+        _remove_others(folder, files)
     return SaveReport(files, len(forest.leaves), len(forest), len(forest.states), size)
 
 
@@ -99,19 +109,24 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
     """Import what `save_prefixes` wrote last into a directory, at whatever split it was.
 
     Called by every rank of a replica; each reads the files that overlap its part. Errors and effects are
-    those of `import_prefixes`; TransferError also where the set or a file of it is not there.
+    those of `import_prefixes`; TransferError also where the set or a file of it is not there, or where
+    another set was saved while the ranks read: loading again then helps.
     """
-    folder = _folder(directory)
-    return import_obtained(engine, "load_prefixes", lambda: _load(folder, engine))
+
+    def prepare() -> Callable[[], Obtained]:
+        folder = _folder(directory)
+        return lambda: _load(folder, engine)
+
+    return import_obtained(engine, "load_prefixes", prepare)
 
 
-def _load(folder: Path, engine: DynamicInferenceEngine) -> PrefixShard:
+def _load(folder: Path, engine: DynamicInferenceEngine) -> Obtained:
     wanted, own = shard_of(engine), PrefixFormat.of(engine)
     try:
         text = (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise TransferError(f"directory is {str(folder)!r}: {error}; accepted: one that has a set") from error
-    files, shards, checksums = _read_manifest(text, own)
+    files, shards, checksums, source = _read_manifest(text, own)
     pieces = []
     for index, part in sources_for(shards, wanted).items():
         try:
@@ -128,13 +143,30 @@ def _load(folder: Path, engine: DynamicInferenceEngine) -> PrefixShard:
             )
         piece.format.check_fits(own)
         pieces.append(piece.cut(part))
-    return join(pieces, wanted)
+    return Obtained(join(pieces, wanted), source)
 
 
 def _folder(directory: object) -> Path:
     if not isinstance(directory, (str, os.PathLike)):
         raise ValueError(f"directory is {shown(directory)}; accepted: a path")
-    return Path(directory)
+    try:
+        folder = Path(directory)
+        nameable = b"\0" not in os.fsencode(folder)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ValueError(f"directory is {shown(directory)}; accepted: a path") from error
+    if not nameable:
+        raise ValueError(f"directory is {shown(directory)}; accepted: a path without NUL")
+    return folder
+
+
+def _check_sees(folder: Path, entries: Sequence[dict[str, Any]], sizes: Sequence[int]) -> None:
+    """OSError unless the files of all ranks are here."""
+    for rank, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
+        path = folder / entry["file"]
+        if not path.is_file() or path.stat().st_size != size:
+            raise OSError(
+                f"{path.name}, which rank {rank} wrote, is not here; accepted: one directory for all ranks"
+            )
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -151,16 +183,17 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
-def _remove_others(folder: Path, kept: set[str]) -> None:
+def _remove_others(folder: Path, kept: Collection[str]) -> None:
     """The files of earlier sets, and of ones that were never finished, as far as they can be removed."""
-    for path in folder.glob("prefixes-*.safetensors*"):
-        if path.name not in kept:
-            with suppress(OSError):
-                path.unlink()
+    with suppress(Exception):  # the set is whole without
+        for path in folder.glob("prefixes-*.safetensors*"):
+            if path.name not in kept and _OURS.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
 
 
 def _manifest(set_id: str, entries: list[dict[str, Any]]) -> bytes:
-    content = {"format_version": 1, "set": set_id, "files": entries}
+    content = {"format_version": FORMAT_VERSION, "set": set_id, "files": entries}
     return json.dumps({"content": content, "sha256": _content_digest(content)}, indent=1).encode()
 
 
@@ -168,8 +201,8 @@ def _content_digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(text: bytes, own: PrefixFormat) -> tuple[list[str], list[ModelShard], list[str]]:
-    """File names, their parts and their checksums."""
+def _read_manifest(text: bytes, own: PrefixFormat) -> tuple[list[str], list[ModelShard], list[str], str]:
+    """File names, their parts and their checksums; the checksum of all that, which names the set."""
     try:
         found = json_object(MANIFEST, json.loads(text), {"content", "sha256"})
         content = json_object("content", found["content"], {"format_version", "set", "files"})
@@ -185,7 +218,7 @@ def _read_manifest(text: bytes, own: PrefixFormat) -> tuple[list[str], list[Mode
         raise TransferError(f"{MANIFEST} is truncated or altered: {error}") from error
     for shard in shards:
         check_totals(own, shard)
-    return files, shards, [entry["sha256"] for entry in entries]
+    return files, shards, [entry["sha256"] for entry in entries], found["sha256"]
 
 
 def _file_name(value: object) -> str:

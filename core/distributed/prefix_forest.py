@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 
@@ -51,13 +49,11 @@ class PrefixForest:
         size, keys = self.block_size_tokens, [0] * len(self)
         for index, salt in enumerate(self.salts):
             chain = PrefixHashChain(size, salt)
-            # What is read of the sequence is the block at hand: one block stands for all of them.
             waiting = [(node, 0) for node in children.get(-1 - index, ())]
             while waiting:
                 node, depth = waiting.pop()
                 chain.cut_to(depth * size)
-                block = _LastBlock(depth * size, np.frombuffer(self.tokens[node], dtype="<u4"))
-                chain.extend_to(cast(Sequence[int], block), (depth + 1) * size)
+                chain.append(self.tokens[node])
                 keys[node] = chain.keys[-1]
                 waiting += [(child, depth + 1) for child in children.get(node, ())]
         return tuple(keys)
@@ -91,17 +87,3 @@ class PrefixForest:
             raise TransferError(f"states is {shown(self.states)}; accepted: distinct nodes below {nodes}")
         if not self.leaves <= set(self.states):
             raise TransferError("the export holds blocks below the deepest state of their prefix")
-
-
-class _LastBlock:
-    """A token sequence of which only what comes from `start` on is there."""
-
-    def __init__(self, start: int, tokens: "np.typing.NDArray[np.uint32]") -> None:
-        self._start = start
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return self._start + len(self._tokens)
-
-    def __getitem__(self, wanted: slice) -> "np.typing.NDArray[np.uint32]":
-        return self._tokens[wanted.start - self._start : wanted.stop - self._start]

@@ -81,8 +81,8 @@ class PrefixShard:
 def join(pieces: Sequence[PrefixShard], wanted: ModelShard) -> PrefixShard:
     """The part `wanted`, put together from pieces of one export that may overlap and hold more.
 
-    Tensors are new, unless one piece is just what is wanted. TransferError where the pieces are of several
-    exports or lack something.
+    Tensors are new, unless one piece is just what is wanted. TransferError where the pieces lack something or
+    are of different prefixes; those of two exports of the same prefixes cannot be told apart.
     """
     if not pieces:
         raise TransferError("pieces is empty; accepted: at least one part of an export")
@@ -92,8 +92,9 @@ def join(pieces: Sequence[PrefixShard], wanted: ModelShard) -> PrefixShard:
             raise TransferError(
                 f"pieces[{index}] is of another export than pieces[0]; accepted: parts of one"
             )
-        if piece.shard == wanted:
-            return piece
+    whole = next((piece for piece in pieces if piece.shard == wanted), None)
+    if whole is not None:
+        return whole
     taken = sources_for([piece.shard for piece in pieces], wanted)
     tensors = {
         name: torch.empty(

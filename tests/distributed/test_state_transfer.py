@@ -12,8 +12,8 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.distributed as dist
-from mambaslots.distributed import handover, handover_link, prefix_import
-from mambaslots.distributed.state_transfer import (
+from mambaslots.distributed import (
+    CopyError,
     ImportReport,
     PrefixShard,
     SendReport,
@@ -21,13 +21,17 @@ from mambaslots.distributed.state_transfer import (
     decode_prefixes,
     encode_prefixes,
     export_prefixes,
+    handover,
+    handover_link,
     import_prefixes,
-    join,
     load_prefixes,
+    prefix_files,
+    prefix_import,
     receive_prefixes,
     save_prefixes,
     send_prefixes,
 )
+from mambaslots.distributed.prefix_shard import join
 from oracle.distributed_world import World
 from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_model
 from oracle.transfers import conv_of, engine_of, maps_of, shard_of_rank
@@ -272,8 +276,31 @@ def test_a_copy_that_fails_on_one_rank_is_undone_on_all(
 
     if world.rank == 1:
         monkeypatch.setattr(prefix_import, "write_rows", broken)
-    text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), RuntimeError)
+    text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), CopyError)
     assert text == "prefixes could not be imported: rank 1 of the replica: no room"
+
+
+def test_ranks_that_placed_differently_are_told_apart_from_a_copy_that_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = whole_replica(world)
+    giver, taker = engine_at(world, split), engine_at(world, split)
+    serve(giver)
+    export = export_prefixes(giver)
+
+    def broken(_: object) -> None:
+        raise ValueError("broken")
+
+    if world.rank == 1:
+        monkeypatch.setattr(prefix_import.PrefixImport, "place", broken)
+    with pytest.raises(RuntimeError) as raised:
+        import_prefixes(taker, export)
+    assert type(raised.value) is RuntimeError
+    assert str(raised.value) == (
+        "prefixes could not be imported: rank 1 of the replica: broken; and ranks "
+        "[1] of the replica have other caches than rank 0; accepted: the same on all"
+    )
+    taker.context.check_integrity()
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(world: World, folder: Path) -> None:
@@ -288,6 +315,115 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(world: World, folder: Path) 
         save_prefixes(giver, place)
     world.gathered(None)
     assert {path.name for path in folder.iterdir()} == {*before.files, "prefixes.json", "a file"}
+    world.gathered(None)
+
+
+def test_ranks_with_different_prefixes_save_no_set(world: World, folder: Path) -> None:
+    split = whole_replica(world)
+    giver = engine_at(world, split)
+    serve(giver)
+    before = save_prefixes(giver, folder)
+    for refused in ("other prefixes", "other weights"):
+        if refused == "other weights" and world.rank:
+            giver._weights_version = "weights 2"
+        names = [(PROMPTS[0 if world.rank and refused == "other prefixes" else 2], b"")]
+        with pytest.raises(OSError, match=r"have other prefixes or weights than rank 0; accepted: the same"):
+            save_prefixes(giver, folder, names)
+        world.gathered(None)
+        assert {path.name for path in folder.iterdir()} == {*before.files, "prefixes.json"}
+        world.gathered(None)
+    taker = engine_at(world, split)
+    assert load_prefixes(taker, folder).imported.blocks == before.blocks
+
+
+def test_ranks_that_see_different_directories_save_no_set(world: World, folder: Path) -> None:
+    split = whole_replica(world)
+    giver = engine_at(world, split)
+    serve(giver)
+    before = save_prefixes(giver, folder)
+    with pytest.raises(
+        OSError, match=r"which rank 1 wrote, is not here; accepted: one directory for all ranks"
+    ):
+        save_prefixes(giver, folder if world.rank == 0 else folder / "of another node")
+    world.gathered(None)
+    assert {path.name for path in folder.glob("*.*")} == {*before.files, "prefixes.json"}
+    assert load_prefixes(engine_at(world, split), folder).imported.blocks == before.blocks
+
+
+def test_a_manifest_that_cannot_be_made_fails_on_all(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = whole_replica(world)
+    giver = engine_at(world, split)
+    serve(giver)
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no room")
+
+    if world.rank == 0:
+        monkeypatch.setattr(prefix_files, "_manifest", broken)
+    with pytest.raises(OSError, match=r"rank 0 of the replica: no room"):
+        save_prefixes(giver, folder)
+    world.gathered(None)
+    assert list(folder.iterdir()) == []
+    world.gathered(None)
+
+
+def test_ranks_that_read_different_sets_are_refused(world: World, folder: Path) -> None:
+    """The same prefixes; their numbers may be others."""
+    split = whole_replica(world)
+    giver, taker = engine_at(world, split), engine_at(world, split)
+    serve(giver)
+    for name in ("one", "other"):
+        save_prefixes(giver, folder / name)
+    place = folder / ("one" if world.rank else "other")
+    text = refused_on_all(world, taker, lambda: load_prefixes(taker, place), TransferError)
+    assert text.endswith("of the replica have other exports than rank 0; accepted: the same on all")
+
+
+def test_bytes_damaged_on_one_rank_are_refused_on_all(world: World) -> None:
+    split = whole_replica(world)
+    giver, taker = engine_at(world, split), engine_at(world, split)
+    serve(giver)
+    data = encode_prefixes(export_prefixes(giver))
+    damaged = data[:-1] if world.rank == 1 else data
+    text = refused_on_all(world, taker, lambda: import_prefixes(taker, damaged), TransferError)
+    assert text.startswith("rank 1 of the replica: ")
+    taker.reset()
+    assert import_prefixes(taker, data).imported.blocks > 0
+    assert serve(taker)[0][0] > 0
+
+
+@pytest.mark.parametrize("wrong", ["piece", "weights", "folder", "folder to save in", "name", "timeout_s"])
+def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(world: World, folder: Path, wrong: str) -> None:
+    split = whole_replica(world)
+    giver, taker = engine_at(world, split), engine_at(world, split)
+    serve(giver)
+    export, here, before = export_prefixes(giver), world.rank == 1, maps_of(taker)
+    store = dist.distributed_c10d._get_default_store()
+    if wrong == "weights" and here:
+        taker._weights_version = None
+    name: Any
+    name, timeout_s = 5 if wrong == "name" and here else wrong, 1e5 if wrong == "timeout_s" and here else 0.5
+    calls: dict[str, Any] = {
+        "piece": lambda: import_prefixes(taker, None if here else export),  # type: ignore[arg-type]
+        "weights": lambda: import_prefixes(taker, export),
+        "folder": lambda: load_prefixes(taker, 5 if here else folder),  # type: ignore[arg-type]
+        "folder to save in": lambda: save_prefixes(giver, 5 if here else folder),  # type: ignore[arg-type]
+    }
+    call = calls.get(wrong, lambda: receive_prefixes(taker, store, name, timeout_s=timeout_s))
+    with pytest.raises((ValueError, OSError)) as raised:
+        call()
+    texts = world.gathered(str(raised.value))
+    assert maps_of(taker) == before
+    assert texts[1] in texts[0]
+    assert "rank 1 of the replica: " in texts[0]
+    assert "accepted: " in texts[1]
+    if wrong == "timeout_s":
+        assert "the tensor group, in which the replica's ranks wait for each other, has a timeout" in texts[1]
+    taker._weights_version = giver.weights_version
+    serve(taker)
+    assert list(folder.iterdir()) == []
     world.gathered(None)
 
 

@@ -1,5 +1,8 @@
 """Hand-overs between two replicas of one rank each: two threads of this process, over a TCP store."""
 
+import json
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,9 +15,16 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.distributed as dist
-from mambaslots.distributed import handover, handover_link
+from mambaslots.distributed import (
+    ImportReport,
+    SendReport,
+    handover,
+    handover_link,
+    prefix_import,
+    receive_prefixes,
+    send_prefixes,
+)
 from mambaslots.distributed.handover_meeting import Meeting
-from mambaslots.distributed.state_transfer import ImportReport, SendReport, receive_prefixes, send_prefixes
 from mambaslots.model_shard import Part
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
@@ -204,6 +214,89 @@ def test_a_process_that_dies_while_it_sends(host: Any) -> None:
     serve_checked(target, PROMPTS)
 
 
+CONNECTS = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import torch.distributed as dist
+from mambaslots.distributed import send_prefixes
+from oracle.transfers import engine_of
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+send_prefixes(engine_of(), store, "a to b")
+"""
+
+
+def test_a_process_that_dies_while_it_connects(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is known by then, and gloo tries it again and again."""
+    real, path = dist.ProcessGroupGloo, [entry for entry in sys.path if entry]
+    with subprocess.Popen([sys.executable, "-c", CONNECTS, str(host.port), *path]) as peer:
+
+        def connect(store: Any, *arguments: Any) -> Any:
+            store.wait(["0/0"], MINUTE)
+            peer.kill()
+            peer.wait()
+            return real(store, *arguments)
+
+        monkeypatch.setattr(handover_link.dist, "ProcessGroupGloo", connect)
+        target = engine_of()
+        host.wait(["mambaslots/handover/a to b/source/0"], MINUTE)
+        begin = time.monotonic()
+        failure = receive_prefixes(target, client(host), "a to b", timeout_s=3.0).failure
+    assert peer.returncode == -signal.SIGKILL
+    assert time.monotonic() - begin < 4.5
+    assert "rank 0 of the source was lost" in failure
+    target.context.check_integrity()
+    serve_checked(target, PROMPTS)
+
+
+def test_connecting_that_does_not_end(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover_link.dist, "ProcessGroupGloo", lambda *_: time.sleep(4.0))
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=1.0)
+        received = receive_prefixes(engine_of(), client(host), "a to b", timeout_s=1.0)
+        text = "the store or a peer stopped answering; gave up after 1 s"
+        assert received == ImportReport(failure=text)
+        assert sent.result() == SendReport(failure=text)
+    assert time.monotonic() - begin < 3.0
+
+
+FROZEN = """
+import time, torch.distributed as dist
+host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(host.port, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("after", ["before the call", "while it waits"])
+def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        calls: list[tuple[Callable[..., Any], str]] = [(send_prefixes, "x"), (receive_prefixes, "y")]
+        stores: list[Any] = [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in calls]
+        waits = 0.0 if after == "before the call" else 0.5
+        begin, before = time.monotonic(), maps_of(source)
+        with ThreadPoolExecutor(2) as threads:
+            if not waits:
+                process.send_signal(signal.SIGSTOP)
+            reports = [
+                threads.submit(call, source, store, name, timeout_s=1.5)
+                for store, (call, name) in zip(stores, calls, strict=True)
+            ]
+            time.sleep(waits)
+            process.send_signal(signal.SIGSTOP)
+            failures = [report.result().failure for report in reports]
+        took = time.monotonic() - begin
+        process.kill()
+    assert took < 4.0
+    assert all(failures)
+    assert maps_of(source) == before
+    serve_checked(source, PROMPTS)
+
+
 @pytest.mark.parametrize("call", [send_prefixes, receive_prefixes])
 def test_nobody_comes(host: Any, source: ms.DynamicInferenceEngine, call: Callable[..., Any]) -> None:
     begin, before = time.monotonic(), maps_of(source)
@@ -232,11 +325,105 @@ def test_a_garbled_seat(host: Any, source: ms.DynamicInferenceEngine) -> None:
         assert "rank 0 of the destination is no rank of a hand-over" in failure
 
 
+def test_a_seat_whose_part_is_of_another_whole(host: Any, source: ms.DynamicInferenceEngine) -> None:
+    """Nothing is allocated by a peer's numbers."""
+    seat = json.loads(Meeting(source, client(host), "x", "destination", 1.0)._seat.to_bytes())
+    for part in seat["shard"].values():
+        part[2] = 1 << 20
+    host.set("mambaslots/handover/wide/destination/0", json.dumps(seat))
+    failure = send_prefixes(source, client(host), "wide", timeout_s=1.0).failure
+    assert re.search(r"shard\.\w+ is of 1048576; accepted: \d+, as the format says", failure)
+
+
+def test_what_is_sent_in_pieces_is_one(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover_link, "PIECE_BYTES", 1000)
+    target = engine_of()
+    sent, received = both(host, source, target)
+    assert (sent.failure, received.failure) == ("", "")
+    assert sent.bytes > 2000
+    assert sent.bytes % 1000
+    assert received.imported.states == sent.states
+
+
+def test_an_announcement_alone_takes_no_memory(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, real = [], handover_link.HandoverLink._receive
+
+    def send(self: handover_link.HandoverLink, data: bytes) -> None:
+        self._send(torch.tensor([1 << 45]), 0)
+        raise RuntimeError("killed")
+
+    def receive(self: handover_link.HandoverLink, tensor: torch.Tensor, tag: int) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return real(self, tensor, tag)
+
+    monkeypatch.setattr(handover_link.HandoverLink, "send", send)
+    monkeypatch.setattr(handover_link.HandoverLink, "_receive", receive)
+    missed(host, source, engine_of(), timeout_s=4.0)
+    assert sizes == [1, handover_link.PIECE_BYTES]
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_an_export_of_no_bytes(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    def send(self: handover_link.HandoverLink, data: bytes) -> None:
+        self._send(torch.tensor([length]), 0)
+
+    monkeypatch.setattr(handover_link.HandoverLink, "send", send)
+    _, failure = missed(host, source, engine_of(), timeout_s=4.0)
+    assert f"an export of {length} bytes is announced; accepted: at least 1" in failure
+
+
+def test_a_copy_that_fails_is_a_miss(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(prefix_import, "write_rows", broken)
+    assert missed(host, source, engine_of()) == ("", "prefixes could not be imported: no room")
+
+
+@pytest.mark.parametrize("broken", ["the first gather", "the last gather", "publishing"])
+def test_what_fails_within_the_replica_is_no_miss(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    target, gathers = engine_of(), []
+    real = ms.ParallelGroups.gather
+
+    def gather(*arguments: Any) -> Any:
+        gathers.append(None)
+        if len(gathers) == ["the first gather", "the last gather"].index(broken) + 1:
+            raise RuntimeError("a rank was lost")
+        return real(*arguments)
+
+    def publish(self: object) -> None:
+        raise RuntimeError("a rank was lost")
+
+    if broken == "publishing":
+        monkeypatch.setattr(prefix_import.PrefixImport, "publish", publish)
+    else:
+        monkeypatch.setattr(ms.ParallelGroups, "gather", gather)
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=20.0)
+        with pytest.raises(RuntimeError, match=r"^a rank was lost$"):
+            receive_prefixes(target, client(host), "a to b", timeout_s=20.0)
+        assert sent.result().failure == ""
+    monkeypatch.undo()
+    target.context.check_integrity()
+    serve_checked(target, PROMPTS)
+
+
 def test_bad_arguments(host: Any, source: ms.DynamicInferenceEngine) -> None:
     for call in (send_prefixes, receive_prefixes):
         for store, name, timeout_s, text in (
             (None, "x", 1.0, "store"), (host, "", 1.0, "name"), (host, 5, 1.0, "name"),
-            (host, "x", 0, "timeout_s"), (host, "x", float("nan"), "timeout_s"),
+            (host, "\ud800", 1.0, "name"), (host, "x", 0, "timeout_s"),
+            (host, "x", float("nan"), "timeout_s"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=f"{text} is"):
                 call(source, store, name, timeout_s=timeout_s)  # type: ignore[operator]

@@ -54,6 +54,15 @@ def test_round_trip(version: str | int | bytes, dtype: torch.dtype) -> None:
     assert decoded.forest.salts == export.forest.salts
 
 
+def test_bytes_of_other_types() -> None:
+    assert equal(decode_prefixes(bytearray(BYTES)), EXPORT)
+    assert equal(decode_prefixes(memoryview(BYTES)), EXPORT)
+    assert "truncated" in refused(memoryview(BYTES)[:-1])  # type: ignore[arg-type]
+    for data in (None, 5, "text", [1]):
+        with pytest.raises(ValueError, match="data is"):
+            decode_prefixes(data)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("pipeline", [(0, 3), (1, 3), (2, 3)])
 def test_round_trip_of_a_stage_without_some_layers(pipeline: tuple[int, int]) -> None:
     part = EXPORT.cut(shard_of_rank(CONFIG, (1, 2), pipeline))

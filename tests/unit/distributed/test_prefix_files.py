@@ -1,6 +1,7 @@
 """Exports in files: what was saved is loaded, whole and of one set, or nothing is."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,12 +66,18 @@ def test_round_trip(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
 
 
 def test_a_later_set_replaces_the_one_before(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
-    write_set(tmp_path, export_prefixes(source), 4, set_id="stale")
-    (tmp_path / "prefixes-cut-tp0of1-pp0of1.safetensors.tmp").write_bytes(b"half")
-    (tmp_path / "notes.txt").write_text("ours")
+    write_set(tmp_path, export_prefixes(source), 4, set_id="0123456789ab")
+    (tmp_path / "prefixes-0123456789ac-tp0of1-pp0of1.safetensors.tmp").write_bytes(b"half")
+    others = [
+        "notes.txt",
+        "prefixes-backup.safetensors",
+        "prefixes-0123456789ab-tp0of1-pp0of1.safetensors.bak",
+    ]
+    for name in others:
+        (tmp_path / name).write_text("the user's")
     saved = save_prefixes(source, tmp_path, [(PROMPTS[0], None)])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [*saved.files, "notes.txt", "prefixes.json"]
+        [*saved.files, *others, "prefixes.json"]
     )
     assert load_prefixes(engine_of(), tmp_path).imported.prefixes == 1
 
@@ -99,9 +106,30 @@ def test_a_save_that_fails_leaves_the_set_before(
 
 
 def test_what_cannot_be_removed_stays(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
-    (tmp_path / "prefixes-a-folder.safetensors").mkdir()
+    (tmp_path / "prefixes-0123456789ab-tp0of1-pp0of1.safetensors").mkdir()
     saved = save_prefixes(source, tmp_path)
     assert load_prefixes(engine_of(), tmp_path).imported.blocks == saved.blocks
+
+
+def test_a_folder_that_cannot_be_listed_keeps_the_new_set(
+    source: ms.DynamicInferenceEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_prefixes(source, tmp_path)
+
+    def glob(*_: object) -> None:
+        raise OSError("stale handle")
+
+    monkeypatch.setattr(Path, "glob", glob)
+    saved = save_prefixes(source, tmp_path)
+    assert load_prefixes(engine_of(), tmp_path).imported.blocks == saved.blocks > 0
+
+
+def test_the_manifest_says_the_format_version(
+    source: ms.DynamicInferenceEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_files, "FORMAT_VERSION", 9)
+    save_prefixes(source, tmp_path)
+    assert "format_version is 9; accepted: 1" in refused(engine_of(), tmp_path)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
@@ -123,7 +151,7 @@ def test_files_that_no_rank_needs_are_not_read(
         path.write_bytes(b"")
     wanted = shard_of_rank(small_model().config, (0, 2))
     monkeypatch.setattr(prefix_files, "shard_of", lambda engine: wanted)
-    piece = prefix_files._load(tmp_path, source)
+    piece = prefix_files._load(tmp_path, source).shard
     for name, tensor in export.cut(wanted).tensors.items():
         assert torch.equal(piece.tensors[name], tensor)
 
@@ -199,9 +227,14 @@ def test_manifests_that_are_none(
     assert text in refused(engine_of(), tmp_path)
 
 
+class PathOfBytes(os.PathLike[bytes]):
+    def __fspath__(self) -> bytes:
+        return b"bytes"
+
+
 def test_no_set_and_no_directory(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
     assert "accepted: one that has a set" in refused(engine_of(), tmp_path / "nowhere")
-    for directory in (None, 5, b"bytes"):
+    for directory in (None, 5, b"bytes", "a\0b", "\ud800", PathOfBytes()):
         for call in (save_prefixes, load_prefixes):
             with pytest.raises(ValueError, match="directory is"):
                 call(source, directory)  # type: ignore[arg-type, operator]

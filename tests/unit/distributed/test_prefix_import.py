@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.distributed import prefix_import
-from mambaslots.distributed.prefix_format import PrefixFormat
-from mambaslots.distributed.state_transfer import (
+from mambaslots.distributed import (
     ImportReport,
     PrefixCounts,
     TransferError,
@@ -21,9 +19,13 @@ from mambaslots.distributed.state_transfer import (
     export_prefixes,
     import_prefixes,
     load_prefixes,
+    prefix_export,
+    prefix_import,
 )
+from mambaslots.distributed.prefix_format import PrefixFormat
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, tensors_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SYSTEM = random_tokens(21, 0)
 PROMPTS = [
@@ -303,6 +305,122 @@ def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
             call(128)
 
 
+def timestamps(engine: ms.DynamicInferenceEngine, blocks: Any) -> list[int]:
+    return [int(engine.context.kv_block_allocator.block_timestamps[block]) for block in blocks]
+
+
+def test_what_is_known_gives_way_to_nothing_imported() -> None:
+    """A pool that is full of one prefix, and an export of it and of another that was used later."""
+    old, new = random_tokens(40, 50), random_tokens(40, 51)
+    source, target = engine_of(), engine_of(num_kv_blocks=7, num_mamba_slots=64)
+    serve(source, [old, new], [b""] * 2)
+    serve(target, [old], [b""])
+    before = maps_of(target)
+    report = moved(source, target)
+    assert (report.known.blocks, report.known.prefixes) == (5, 1)
+    assert report.known.states == len(before["state keys"])
+    assert before["blocks"].items() <= maps_of(target)["blocks"].items()
+    assert target.context.resumable_tokens([*old, 1]) == 40
+
+
+def test_known_states_give_way_to_nothing_imported() -> None:
+    old, new = random_tokens(40, 50), random_tokens(40, 51)
+    source, twin = engine_of(), engine_of()
+    serve(source, [old, new], [b""] * 2)
+    serve(twin, [old], [b""])
+    held = len(maps_of(twin)["state keys"])
+    target = engine_of(num_mamba_slots=held)
+    serve(target, [old], [b""])
+    report = moved(source, target)
+    assert (report.known.states, report.imported.states) == (held, 0)
+    assert target.context.resumable_tokens([*old, 1]) == 40
+
+
+def test_an_import_is_a_use_of_what_is_known() -> None:
+    """Of blocks and of states, among what is new in the order of the exporter."""
+    known, new, other = (random_tokens(40, seed) for seed in (50, 51, 52))
+    for first, second in ((known, new), (new, known)):
+        source, target = engine_of(), engine_of()
+        serve(source, [first, second], [b""] * 2)
+        serve(target, [known, other], [b""] * 2)
+        before = maps_of(target)
+        forest = export_prefixes(source).forest
+        report = moved(source, target)
+        assert report.known.states
+        assert report.imported.states
+        after, keys = maps_of(target), [forest.keys[node] for node in forest.states]
+        slots = [after["states"][after["blocks"][key]] for key in keys]
+        others = [slot for slot in before["order"] if slot not in slots]
+        assert after["order"] == others + slots[::-1]
+        times = timestamps(target, [after["blocks"][key] for key in keys])
+        assert times == sorted(times, reverse=True)
+        rest = before["blocks"].keys() - set(forest.keys)
+        here = [after["blocks"][key] for key in forest.keys]
+        assert max(timestamps(target, [after["blocks"][key] for key in rest])) < min(timestamps(target, here))
+
+
+def test_slots_are_counted_and_reserved_once(
+    source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once a state: either looks at all reservations or pins."""
+    target = engine_of()
+    slots, calls = type(target.context.mamba_slot_allocator), []
+    for name in ("available_count", "reserved_blocks"):
+        real = getattr(slots, name).fget
+
+        def counted(self: object, name: str = name, real: Any = real) -> Any:
+            calls.append(name)
+            return real(self)
+
+        monkeypatch.setattr(slots, name, property(counted))
+    assert import_prefixes(target, export_prefixes(source)).imported.states > 2
+    assert sorted(calls) == ["available_count", "reserved_blocks"]
+
+
+def test_copies_take_no_more_than_they_may(
+    source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host too: no tensor is made that is larger than a staged one."""
+    target, sizes = engine_of(), []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in known:
+                sizes.append(made.untyped_storage().nbytes())
+            return made
+
+    export, write = export_prefixes(source), prefix_import.PrefixImport.write
+    limit = 3 * export.tensors["kv"][:, :, :1].nbytes
+
+    def watched(self: prefix_import.PrefixImport) -> None:
+        with Sizes():
+            write(self)
+
+    monkeypatch.setattr(prefix_export, "STAGING_BYTES", limit)
+    monkeypatch.setattr(prefix_import.PrefixImport, "write", watched)
+    import_prefixes(target, export)
+    assert limit // 2 < max(sizes) <= limit
+    assert serve(target) == serve(warm_engine())
+
+
+def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
+    """It holds bytes of another state until its host has filled it."""
+    source = warm_engine()
+    slots, kv = source.context.mamba_slot_allocator, source.context.kv_block_allocator
+    assert slots is not None
+    stateless = [block for block in kv.kv_hash_to_block_id.values() if not slots.has_state(block)]
+    if not stateless:
+        stateless = [slots.slot_to_block.tolist()[slots.slots_by_use[0]]]
+        assert slots.drop_state(stateless[0])
+    before = export_prefixes(source)
+    slots.allocate_slots_batch(stateless[:1])
+    assert export_prefixes(source).forest.digest == before.forest.digest
+    slots.register_block_hashes_batch(stateless[:1], [kv.hash_of(stateless[0])])
+    assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
+
+
 # ---- what is refused, and then changes nothing
 
 
@@ -426,15 +544,32 @@ def test_not_from_inside_a_step(source: ms.DynamicInferenceEngine) -> None:
     assert all("from inside a step" in text for text in raised)
 
 
-@pytest.mark.parametrize("arguments", [[(1, 2)], [([1], 5)], [([-1], b"")], [([300], b"")], 5, ["ab"]])
+@pytest.mark.parametrize(
+    "arguments", [[(1, 2)], [([1], 5)], [([-1], b"")], [([300], b"")], [([1], "\ud800")], 5, ["ab"]]
+)
 def test_prefixes_that_are_none(source: ms.DynamicInferenceEngine, arguments: Any) -> None:
     with pytest.raises(ValueError, match="prefixes"):
         export_prefixes(source, arguments)
 
 
+def test_pieces_as_bytes(source: ms.DynamicInferenceEngine) -> None:
+    export = export_prefixes(source)
+    data = encode_prefixes(export)
+    for pieces in (data, bytearray(data), memoryview(data), [data], (data, export)):
+        target = engine_of()
+        assert import_prefixes(target, pieces).imported == expected_counts(source)
+        target.context.check_integrity()
+    target = engine_of()
+    before = maps_of(target)
+    for damaged in (data[:-1], [export, data[:-1]], b""):
+        with pytest.raises(TransferError, match="truncated"):
+            import_prefixes(target, damaged)  # type: ignore[arg-type]
+    assert maps_of(target) == before
+
+
 def test_pieces_that_are_none() -> None:
-    for pieces in (5, "ab", [5], None):
-        with pytest.raises(ValueError, match="pieces is"):
+    for pieces in (5, "ab", [5], None, ["ab"]):
+        with pytest.raises(ValueError, match=r"pieces(\[0\])? is"):
             import_prefixes(engine_of(), pieces)  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="pieces is empty"):
         import_prefixes(engine_of(), [])
@@ -443,7 +578,7 @@ def test_pieces_that_are_none() -> None:
 # ---- what fails half-way
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 2])
+@pytest.mark.parametrize("fails_at", range(5))
 @pytest.mark.parametrize("warm", [[], [0], [2, 3]])
 def test_a_copy_that_fails_is_undone(
     source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, fails_at: int, warm: list[int]
@@ -469,8 +604,10 @@ def test_a_copy_that_fails_is_undone(
     assert serve(target) == serve(warm_engine())
 
 
-@pytest.mark.parametrize("method", ["reserve", "commit", "pin"])
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    ("method", "after"),
+    [("reserve", 0), ("commit", 0), ("commit", 2), ("pin", 0), ("pin", 2), ("note_use", 1)],
+)
 def test_bookkeeping_that_fails_leaves_nothing_held(
     source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, method: str, after: int
 ) -> None:

@@ -125,6 +125,13 @@ def test_pieces_of_two_exports_do_not_join() -> None:
         join([one.cut(first), later.cut(second)], one.shard)
 
 
+def test_a_piece_that_suffices_hides_no_other_export() -> None:
+    one, other = random_export(config_of(2, 2), 0), random_export(config_of(2, 2), 1)
+    with pytest.raises(TransferError, match=r"pieces\[1\] is of another export"):
+        join([one, other], one.shard)
+    assert join([one, one.cut(one.shard)], one.shard) is one
+
+
 def test_parts_of_another_model_have_nothing_in_common() -> None:
     whole = random_export(config_of(2, 2))
     with pytest.raises(TransferError, match="different wholes"):
