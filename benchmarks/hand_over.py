@@ -1,8 +1,8 @@
 """What a hand-over of a warm prefix costs, beside computing the prefix again.
 
-Two processes, each with the whole model (two GPUs, or the CPU). One computes a prefix, with a state at its
-end and one at its half, and sends it; the other receives it into an empty cache. In the same run, in the
-first process alone: the parts of a hand-over without the way between, and SHA-256 over as many bytes, which both
+Two processes, each with the whole model (two GPUs, or the CPU). One computes a prefix, with states at its
+half and at its end, and sends it; the other receives it into an empty cache. In the same run, in the first
+process alone: the parts of a hand-over without the way between, and SHA-256 over as many bytes, which both
 sides compute and which bounds them.
 
     python benchmarks/hand_over.py --json out.json                          (two GPUs; bfloat16)

@@ -5,13 +5,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, KeysView, Sequence
 from operator import countOf
-from typing import TypeGuard
 
 import torch
 
 from ...config import EVICTION_POLICIES
 from ...errors import KVBlockCapacityError
-from ...validation import INT32_MAX, boolean, integer, integers, one_of, shown
+from ...validation import INT32_MAX, boolean, checked_integers, integer, integers, one_of, shown
 from ..policies.ghost_list import GhostList
 
 logger = logging.getLogger(__name__)
@@ -521,24 +520,6 @@ class KVBlockAllocator:
         for block, entry in self._leaf_entry.items():
             assert id(entry) in offered, "an evictable leaf is not offered"
             assert entry[1:] == (self._timestamps[block], block), "a leaf is offered under another time"
-
-
-def all_ints(values: Sequence[int]) -> TypeGuard[list[int]]:
-    """Whether this is a list of ints; bools, tensors and other integers are none."""
-    return type(values) is list and countOf(map(type, values), int) == len(values)
-
-
-def ints_within(values: Sequence[int], minimum: int, maximum: int) -> TypeGuard[list[int]]:
-    """Whether this is a list of at least one int, all of them accepted."""
-    if not all_ints(values) or not values:
-        return False
-    ordered = sorted(values)  # in a third of the time of `min` and `max`
-    return ordered[0] >= minimum and ordered[-1] <= maximum
-
-
-def checked_integers(name: str, values: Sequence[int], minimum: int, maximum: int) -> list[int]:
-    """`integers`, without a copy and in half the time where a list of accepted ints is given."""
-    return values if ints_within(values, minimum, maximum) else integers(name, values, minimum, maximum)
 
 
 def _checked_contents(tokens: Sequence[bytes]) -> list[bytes]:

@@ -11,11 +11,14 @@ from ...errors import MambaSlotCapacityError
 from ...validation import (
     INT32_MAX,
     addressable,
+    all_ints,
+    checked_integers,
     described,
     float_dtype,
     holds_data,
     integer,
     integers,
+    ints_within,
     numbers,
     one_of,
     shown,
@@ -24,7 +27,7 @@ from ..kernels.state_copy import StateTensors, copy_states
 from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
-from .kv_block_allocator import MAX_HASH, all_ints, checked_integers, ints_within
+from .kv_block_allocator import MAX_HASH
 from .state_index import StateIndex
 from .state_pool import StatePool
 

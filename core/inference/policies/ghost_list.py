@@ -27,10 +27,6 @@ class GhostList:
         if len(young) >= self._capacity:
             self._old, self._young = (young if self._capacity else {}), {}
 
-    def discard(self, key: int) -> None:
-        self._young.pop(key, None)
-        self._old.pop(key, None)
-
     def discard_all(self, keys: list[int]) -> None:
         for generation in (self._young, self._old):
             if generation and not generation.keys().isdisjoint(keys):
@@ -46,9 +42,6 @@ class GhostList:
 
     def __contains__(self, key: int) -> bool:
         return (key in self._young or key in self._old) and key not in self._present
-
-    def __bool__(self) -> bool:
-        return len(self) > 0
 
     def __len__(self) -> int:
         return sum(1 for key in self._young.keys() | self._old.keys() if key not in self._present)

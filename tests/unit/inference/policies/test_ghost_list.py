@@ -32,8 +32,7 @@ def test_ghosts_can_be_discarded_and_cleared():
     ghosts = GhostList(3)
     ghosts.add(1, "evicted")
     ghosts.add(2, "evicted")
-    ghosts.discard(1)
-    ghosts.discard(9)
+    ghosts.discard_all([1, 9])
     assert len(ghosts) == 1
     ghosts.clear()
     assert len(ghosts) == 0
