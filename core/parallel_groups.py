@@ -108,10 +108,13 @@ class ParallelGroups:
             dist.broadcast(values, group=self.pipeline, group_src=self.pipeline_size - 1)
         return values
 
-    def gather(self, value: Any, device: torch.device) -> list[Any]:
-        """What each rank passes, a small value that pickles, in order of `rank`, on all; synchronises."""
+    def gather(self, value: Any, device: torch.device | None = None) -> list[Any]:
+        """What each rank passes, a small value that pickles, in order of `rank`, on all; synchronises.
+
+        `device`: the groups', from which nccl sends; None: the current one.
+        """
         values = [value]
-        with torch.cuda.device(device if device.type == "cuda" else _AS_IT_IS):  # nccl sends from there
+        with torch.cuda.device(device if device and device.type == "cuda" else _AS_IT_IS):
             for group in self._split_groups():
                 parts: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(parts, values, group=group)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
 from .host_record import DYNAMIC_CONTEXT, HostRecord, record_of
 from .overrides import override
@@ -66,12 +65,9 @@ def _affordable_slots(context: Any, mamba_gb: float) -> int:
 
 def _poorest_stage(context: Any, slots: int, mamba_gb: float) -> tuple[int, float]:
     """Slots and budget of the stage with the fewest slots; collective, so that all stages judge the same."""
-    group = context.pipeline_parallel_group
-    stages = [(slots, mamba_gb)]
-    if group is not None:
-        stages *= torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(stages, (slots, mamba_gb), group=group)
-    return min(stages)
+    stages = ParallelGroups(pipeline=context.pipeline_parallel_group)
+    told: list[tuple[int, float]] = stages.gather((slots, mamba_gb))
+    return min(told)
 
 
 @override(DYNAMIC_CONTEXT, "reset_metadata", part="lifecycle", faults=(6, 7))

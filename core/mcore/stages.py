@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..parallel_groups import ParallelGroups
 from .host_record import DYNAMIC_CONTEXT, STATE_CONFIG
 from .overrides import override
 
@@ -105,12 +106,11 @@ def _stages(config: Any, group: Any) -> list[Stage]:
     """What each stage is; where one of them cannot say, an error on all."""
     if group is None:
         return [Stage.of(config)]
-    told: list[Any] = [None] * torch.distributed.get_world_size(group)
     try:
         here: Any = Stage.of(config)
     except Exception as error:
         here = f"{type(error).__name__}: {error}"
-    torch.distributed.all_gather_object(told, here, group=group)
+    told = ParallelGroups(pipeline=group).gather(here)
     for number, stage in enumerate(told):
         if isinstance(stage, str):
             raise ValueError(f"pipeline stage {number} has an unusable configuration: {stage}")
