@@ -52,11 +52,11 @@ from typing import Any, Protocol
 import mambaslots as ms
 import stock_host
 import torch
-from mambaslots.config import HybridStateSpec
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.kv_block_allocator import KVBlockAllocator
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from mambaslots.request import DynamicInferenceRequest
+from mambaslots.state_spec import HybridStateSpec
 from stock_host import ContextSizes, SlotHost
 
 TURN = 20

@@ -108,7 +108,7 @@ class Side:
         report, received = self.time_ms(lambda: msd.receive_prefixes(self.engine, self.store, name))
         assert not report.failure, report.failure
         (result,) = self.engine.generate([[*self.tokens(length), 1]])
-        assert result.resumed_tokens == length
+        assert result.num_resumed_tokens == length
         return {"received": received}
 
 

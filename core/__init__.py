@@ -2,7 +2,7 @@
 
 from . import models
 from .cache_stats import COMPUTE_REASONS, CacheStats, SpeculationStats
-from .config import HybridStateSpec, InferenceConfig, SamplingParams
+from .config import InferenceConfig
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
 from .inference.contexts.dynamic_context import DynamicInferenceContext
 from .inference.contexts.kv_block_allocator import KVBlockAllocator
@@ -18,6 +18,8 @@ from .inference.policies.checkpoint_plan import CheckpointPlan
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
 from .request import RequestResult
+from .sampling_params import SamplingParams
+from .state_spec import HybridStateSpec
 
 __version__ = "0.1.0"
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .cache_stats import ComputeReason, Span, TokenLedger
-from .config import SamplingParams
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.prefix_hash import PrefixHashChain
+from .sampling_params import SamplingParams
 
 FinishReason = Literal["length", "stop", "cancelled"]
 
@@ -79,17 +79,17 @@ class RequestResult:
     """A finished request.
 
     `tokens` and `log_probs` (None unless asked for) cover generated tokens only, one float a token;
-    `prompt_log_probs` (None unless asked for) prompt tokens 1 .. N-1. `prompt_tokens` and `resumed_tokens`
-    are counts, `ttft_s` seconds from arrival to the first token (None if there was none).
+    `prompt_log_probs` (None unless asked for) prompt tokens 1 .. N-1. `num_prompt_tokens` and
+    `num_resumed_tokens` are counts, `ttft_s` seconds from arrival to the first token (None without one).
     """
 
     request_id: int
     tokens: list[int]
     log_probs: list[float] | None
     prompt_log_probs: list[float] | None
-    prompt_tokens: int
-    resumed_tokens: int
+    num_prompt_tokens: int
+    num_resumed_tokens: int
     computed_by_reason: Mapping[ComputeReason, int]
-    recomputed_tokens: int
+    num_recomputed_tokens: int
     ttft_s: float | None
     finish_reason: FinishReason

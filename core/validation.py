@@ -1,16 +1,14 @@
 """Argument checks shared by the public constructors and calls.
 
-Every message names the argument, the value it got and what is accepted.
+Every message names the argument, the value it got and what is accepted. Nothing here needs torch: policies
+check their settings without it. `tensor_validation` checks tensors, dtypes and devices.
 """
 
-import math
 import operator
 import sys
 from collections.abc import Sequence
 from operator import countOf
 from typing import Any, TypeGuard
-
-import torch
 
 INT32_MAX = 2**31 - 1
 """Most blocks, slots, rows and tokens: hosts and kernels number them in int32 tensors."""
@@ -68,10 +66,11 @@ def one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
 
 def integers(name: str, values: object, minimum: int | None = None, maximum: int | None = None) -> list[int]:
     """A list of ints within [minimum, maximum] from any iterable or 1-D integer tensor, or a ValueError."""
-    if isinstance(values, torch.Tensor):
-        if values.dim() != 1 or values.dtype not in _INTEGER_DTYPES or not holds_data(values):
+    if is_tensor(values):
+        tensor: Any = values
+        if tensor.dim() != 1 or str(tensor.dtype) not in _INTEGER_DTYPES or not holds_data(tensor):
             raise ValueError(f"{name} {described(values)}; accepted: a 1-D integer tensor that holds data")
-        values = values.tolist()
+        values = tensor.tolist()
     result = list(values) if type(values) is list else _listed(values)
     if result is None:
         raise ValueError(f"{name} is {shown(values)}; accepted: a list of integers or a 1-D integer tensor")
@@ -80,38 +79,6 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
     if not result or (set(map(type, result)) == {int} and low <= min(result) and max(result) <= high):
         return result
     return [integer(f"{name}[{i}]", value, minimum, maximum) for i, value in enumerate(result)]
-
-
-def float_dtype(name: str, value: object) -> torch.dtype:
-    """One of the dtypes that arithmetic is done in; not every floating-point dtype has a zero."""
-    if not isinstance(value, torch.dtype) or value not in _FLOAT_DTYPES:
-        raise ValueError(f"{name} is {shown(value)}; accepted: torch.float16, bfloat16, float32 or float64")
-    return value
-
-
-def numbers(name: str, value: object, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of this shape whose real numbers can be copied into a state."""
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.shape != torch.Size(shape)
-        or value.dtype not in _FLOAT_DTYPES + _INTEGER_DTYPES
-        or not holds_data(value)
-    ):
-        raise ValueError(
-            f"{name} {described(value)}; accepted: a tensor of real numbers, of shape {tuple(shape)}, that "
-            "holds data"
-        )
-    return value
-
-
-def device(name: str, value: object) -> torch.device:
-    """A device, or the name of one, on which tensors can be made and hold data."""
-    try:
-        if isinstance(value, (str, torch.device)) and holds_data(torch.empty(0, device=value)):
-            return torch.device(value)
-    except Exception as error:  # each backend that is missing raises its own
-        raise ValueError(f"{name} is {value!r}; accepted: a device that is here") from error
-    raise ValueError(f"{name} is {shown(value)}; accepted: a torch.device that holds data, or its name")
 
 
 def all_ints(values: Sequence[int]) -> TypeGuard[list[int]]:
@@ -138,20 +105,6 @@ def instance[T](name: str, value: object, cls: type[T]) -> T:
     return value
 
 
-def addressable(name: str, value: object, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A ValueError that blames `value` if a tensor of this shape is larger than any memory."""
-    size = math.prod(shape) * dtype.itemsize
-    if size > _MOST_BYTES:
-        raise ValueError(
-            f"{name} is {shown(value)}, which makes a tensor of {size:.3g} bytes; accepted: less than 2**63"
-        )
-
-
-def holds_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie in memory, one after another or with strides."""
-    return tensor.layout is torch.strided and not tensor.is_meta
-
-
 def shown(value: object) -> str:
     """`repr`, or the type of what has none that Python prints (integers of thousands of digits)."""
     try:
@@ -160,20 +113,31 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that cannot be printed"
 
 
-def described(value: object) -> str:
+def described(value: Any) -> str:
     """`is ...` for messages: a tensor by its dtype, shape and device, anything else as it is shown."""
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return f"is a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     return f"is {shown(value)}"
 
 
+def is_tensor(value: object) -> bool:
+    """Whether this is a torch tensor; asks nothing of torch, which need not be there."""
+    return any(cls.__module__ == "torch" and cls.__name__ == "Tensor" for cls in type(value).__mro__)
+
+
+def holds_data(tensor: Any) -> bool:
+    """Whether a tensor's numbers lie in memory, one after another or with strides."""
+    return str(tensor.layout) == "torch.strided" and not tensor.is_meta
+
+
+def set_field(settings: object, name: str, value: object) -> None:
+    """Set a field of a frozen dataclass: numpy integers become ints, which neither wrap around nor raise."""
+    object.__setattr__(settings, name, value)
+
+
 _INFINITY = float("inf")
 _LARGEST_FLOAT = sys.float_info.max
-_MOST_BYTES = 2**63 - 1
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGER_DTYPES = (
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-)  # fmt: skip
+_INTEGER_DTYPES = {f"torch.{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 def _listed(values: Any) -> list[Any] | None:
@@ -184,7 +148,7 @@ def _listed(values: Any) -> list[Any] | None:
 
 
 def _index(value: object) -> int | None:
-    if isinstance(value, (bool, torch.Tensor)):
+    if isinstance(value, bool) or is_tensor(value):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]

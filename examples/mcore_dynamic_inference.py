@@ -41,7 +41,7 @@ class Run:
     stats: Any = None
 
     @property
-    def resumed_tokens(self) -> int:
+    def num_resumed_tokens(self) -> int:
         return self.prompt_tokens - self.computed_tokens
 
     def identical(self, other: "Run") -> int:
@@ -96,7 +96,7 @@ def print_table(without: Run, *cached: Run) -> None:
     row("", *(run.name for run in runs))
     row("requests", *(str(run.requests) for run in runs))
     row("prompt tokens", *(f"{run.prompt_tokens:,}" for run in runs))
-    row("  resumed", *(f"{run.resumed_tokens:,}" for run in runs))
+    row("  resumed", *(f"{run.num_resumed_tokens:,}" for run in runs))
     row("  computed", *(f"{run.computed_tokens:,}" for run in runs))
     row(
         "answers identical to no cache",

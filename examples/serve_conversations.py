@@ -55,11 +55,11 @@ class Run:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(result.prompt_tokens for result in self.results.values())
+        return sum(result.num_prompt_tokens for result in self.results.values())
 
     @property
-    def resumed_tokens(self) -> int:
-        return sum(result.resumed_tokens for result in self.results.values())
+    def num_resumed_tokens(self) -> int:
+        return sum(result.num_resumed_tokens for result in self.results.values())
 
     @property
     def ideal_resumed_tokens(self) -> int:
@@ -127,7 +127,7 @@ class Server:
         """Advance the engine, and return how many turns it finished."""
         if self.waiting:  # this step may admit somebody, so the oracle must know what precedes it
             for request_id, key in self.running.items():
-                self.oracle.computed(key, self.engine.computed_tokens(request_id))
+                self.oracle.computed(key, self.engine.computed_prefix(request_id))
         report = self.engine.step()
         self.run.steps += 1
         for request_id in self.waiting.intersection(report.admitted):
@@ -284,13 +284,13 @@ def print_table(without: Run, cached: Run) -> None:
     row("", without.name, cached.name)
     row("requests", len(without.results), len(cached.results))
     row("prompt tokens", without.prompt_tokens, cached.prompt_tokens)
-    row("  resumed", without.resumed_tokens, cached.resumed_tokens)
+    row("  resumed", without.num_resumed_tokens, cached.num_resumed_tokens)
     for reason, tokens in cached.computed_by_reason.items():
         if tokens or without.computed_by_reason[reason]:
             row(f"  computed: {reason.replace('_', ' ')}", without.computed_by_reason[reason], tokens)
     ideal = cached.ideal_resumed_tokens
     row("ideal resumed tokens", "", ideal)
-    row("resumed / ideal", "", cached.resumed_tokens / ideal if ideal else "-", form=".4f")
+    row("resumed / ideal", "", cached.num_resumed_tokens / ideal if ideal else "-", form=".4f")
     for name in ("mean", "median", "p90"):
         times = without.ttft_ms[name], cached.ttft_ms[name]
         row(f"time to first token, {name} (ms)", *times, form=",.1f")
@@ -305,8 +305,8 @@ def figures(args: argparse.Namespace, without: Run, cached: Run) -> dict[str, An
         {
             "conversation": key[0],
             "turn": key[1],
-            "prompt_tokens": result.prompt_tokens,
-            "resumed_tokens": result.resumed_tokens,
+            "prompt_tokens": result.num_prompt_tokens,
+            "num_resumed_tokens": result.num_resumed_tokens,
             "ideal_resumed_tokens": cached.ideal[key],
             "computed_by_reason": dict(result.computed_by_reason),
             "ttft_ms": {"without_cache": _ttft_ms(without.results[key]), "with_cache": _ttft_ms(result)},
@@ -323,7 +323,7 @@ def figures(args: argparse.Namespace, without: Run, cached: Run) -> dict[str, An
         "device": torch.cuda.get_device_name(args.device) if args.device != "cpu" else "cpu",
         "seed": args.seed,
         "prompt_tokens": cached.prompt_tokens,
-        "resumed_tokens": cached.resumed_tokens,
+        "num_resumed_tokens": cached.num_resumed_tokens,
         "ideal_resumed_tokens": cached.ideal_resumed_tokens,
         "computed_by_reason": cached.computed_by_reason,
         "ttft_ms": {"without_cache": without.ttft_ms, "with_cache": cached.ttft_ms},
@@ -352,7 +352,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     def mean(name: str) -> list[float]:
         return [statistics.fmean(turn[name] for turn in turns) for turns in by_turn]
 
-    resumed, prompt = mean("resumed_tokens"), mean("prompt_tokens")
+    resumed, prompt = mean("num_resumed_tokens"), mean("prompt_tokens")
     computed = [whole - part for whole, part in zip(prompt, resumed, strict=True)]
     figure, (tokens, times) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     tokens.bar(numbers, resumed, label="resumed from a cached state", color="#4c78a8")

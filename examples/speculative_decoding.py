@@ -47,7 +47,7 @@ class Run:
     answers: list[list[int]]
     log_probs: list[list[float]]
     prompt_tokens: int = 0
-    resumed_tokens: int = 0
+    num_resumed_tokens: int = 0
     steps: int = 0
     cpu_s: float = 0.0
     speculation: ms.SpeculationStats = field(default_factory=ms.SpeculationStats)
@@ -97,8 +97,8 @@ def serve(model: ms.models.HybridLM, params: ms.SamplingParams, tokens: int, cac
             result = results[request_id]
             run.answers.append(result.tokens)
             run.log_probs.append(result.log_probs or [])
-            run.prompt_tokens += result.prompt_tokens
-            run.resumed_tokens += result.resumed_tokens
+            run.prompt_tokens += result.num_prompt_tokens
+            run.num_resumed_tokens += result.num_resumed_tokens
             history += result.tokens
             if turn < len(FOLLOW_UPS):
                 history += FOLLOW_UPS[turn].encode()
@@ -113,9 +113,9 @@ def print_table(text: str, plain: Run, cached: Run, drafted: Run) -> None:
         (f"{text} text", "plain, no cache", "plain, cache", "drafts, cache"),
         ("generated tokens", *(f"{sum(map(len, run.answers)):,}" for run in (plain, cached, drafted))),
         ("prompt tokens", *(f"{run.prompt_tokens:,}" for run in (plain, cached, drafted))),
-        ("  resumed", *(f"{run.resumed_tokens:,}" for run in (plain, cached, drafted))),
-        ("drafted tokens", "", "", f"{stats.drafted:,}"),
-        ("  accepted", "", "", f"{stats.accepted:,}"),
+        ("  resumed", *(f"{run.num_resumed_tokens:,}" for run in (plain, cached, drafted))),
+        ("drafted tokens", "", "", f"{stats.num_drafted:,}"),
+        ("  accepted", "", "", f"{stats.num_accepted:,}"),
         ("acceptance", "", "", f"{stats.acceptance:.1%}"),
         ("tokens a decode", "1.00", "1.00", f"{stats.tokens_per_decode:.2f}"),
         ("engine steps", *(f"{run.steps:,}" for run in (plain, cached, drafted))),
@@ -170,7 +170,7 @@ def main() -> int:
             "tokens_per_decode": drafted.speculation.tokens_per_decode,
             "steps": {"plain": plain.steps, "cached": cached.steps, "drafted": drafted.steps},
             "speculation": asdict(drafted.speculation),
-            "resumed_tokens": drafted.resumed_tokens,
+            "num_resumed_tokens": drafted.num_resumed_tokens,
             "log_prob_difference": log_prob_difference(plain, drafted),
         }
     figures["identical"] = identical

@@ -51,7 +51,11 @@ class Replica:
         """Greedy answers of `length` tokens."""
         sampling = ms.SamplingParams(num_tokens_to_generate=length)
         return [
-            {"tokens": result.tokens, "resumed": result.resumed_tokens, "prompt": result.prompt_tokens}
+            {
+                "tokens": result.tokens,
+                "resumed": result.num_resumed_tokens,
+                "prompt": result.num_prompt_tokens,
+            }
             for result in self.engine.generate(prompts, sampling)
         ]
 

@@ -14,27 +14,27 @@ class HostStats:
     """A snapshot of one context; token counts are of prompt tokens.
 
     Attributes:
-        requests: requests added, each once.
-        hits: chunks that resumed from a state.
-        prompt_tokens: resumed_tokens + computed_tokens.
+        num_requests: requests added, each once.
+        num_hits: chunks that resumed from a state.
+        num_prompt_tokens: num_resumed_tokens + num_computed_tokens.
         computed_by_reason: why tokens were computed; see `cache_stats.COMPUTE_REASONS`.
-        recomputed_tokens: computed again after a request was evicted and restarted; they come on top.
-        dropped_checkpoints: boundaries that were planned and could not be taken.
+        num_recomputed_tokens: computed again after a request was evicted and restarted; they come on top.
+        num_dropped_checkpoints: boundaries that were planned and could not be taken.
     """
 
-    requests: int
-    hits: int
-    prompt_tokens: int
-    resumed_tokens: int
-    computed_tokens: int
+    num_requests: int
+    num_hits: int
+    num_prompt_tokens: int
+    num_resumed_tokens: int
+    num_computed_tokens: int
     computed_by_reason: Mapping[ComputeReason, int]
-    recomputed_tokens: int
-    slots_free: int
-    slots_reserved: int
-    slots_committed: int
-    states_committed_total: int
-    states_evicted_total: int
-    dropped_checkpoints: int
+    num_recomputed_tokens: int
+    num_free_slots: int
+    num_reserved_slots: int
+    num_committed_slots: int
+    num_states_committed: int
+    num_states_evicted: int
+    num_dropped_checkpoints: int
 
 
 def stats(context: Any) -> HostStats:
@@ -47,17 +47,17 @@ def stats(context: Any) -> HostStats:
     record, ledger = record_of(context), record_of(context).ledger
     retired = record.retired
     return HostStats(
-        requests=record.requests,
-        hits=record.hits,
-        prompt_tokens=ledger.prompt,
-        resumed_tokens=ledger.resumed,
-        computed_tokens=ledger.computed_tokens,
+        num_requests=record.requests,
+        num_hits=record.hits,
+        num_prompt_tokens=ledger.prompt,
+        num_resumed_tokens=ledger.resumed,
+        num_computed_tokens=ledger.computed_tokens,
         computed_by_reason=ledger.by_reason(),
-        recomputed_tokens=ledger.recomputed,
-        slots_free=slots.free_count if slots else 0,
-        slots_reserved=slots.reserved_count if slots else 0,
-        slots_committed=slots.committed_count if slots else 0,
-        states_committed_total=retired["committed"] + (slots.committed_total if slots else 0),
-        states_evicted_total=retired["evicted"] + (slots.evicted_total if slots else 0),
-        dropped_checkpoints=retired["dropped"] + (slots.dropped_checkpoints if slots else 0),
+        num_recomputed_tokens=ledger.recomputed,
+        num_free_slots=slots.free_count if slots else 0,
+        num_reserved_slots=slots.reserved_count if slots else 0,
+        num_committed_slots=slots.committed_count if slots else 0,
+        num_states_committed=retired["committed"] + (slots.committed_total if slots else 0),
+        num_states_evicted=retired["evicted"] + (slots.evicted_total if slots else 0),
+        num_dropped_checkpoints=retired["dropped"] + (slots.dropped_checkpoints if slots else 0),
     )

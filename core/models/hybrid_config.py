@@ -8,7 +8,8 @@ import torch
 from ..inference.kernels.reference import compute_dtype
 from ..model_shard import ModelShard, Part
 from ..parallel_groups import ParallelGroups
-from ..validation import INT32_MAX, float_dtype, integer, real, shown
+from ..tensor_validation import float_dtype
+from ..validation import INT32_MAX, integer, real, shown
 
 
 @dataclass(frozen=True, kw_only=True)

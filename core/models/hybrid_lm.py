@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import HybridStateSpec
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
 from ..model_shard import ModelShard, Part
 from ..parallel_groups import ParallelGroups
-from ..validation import device as checked_device
+from ..state_spec import HybridStateSpec
+from ..tensor_validation import device as checked_device
 from ..validation import instance, integer
 from .hybrid_config import HybridConfig
 

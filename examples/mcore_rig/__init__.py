@@ -6,7 +6,7 @@
         model = mcore_rig.hybrid_model()               # "M*-": Mamba, attention, MLP; random weights
         engine = mcore_rig.make_engine(model, num_mamba_slots=16)  # a DynamicInferenceEngine
         (first,), (again,) = (mcore_rig.serve(engine, [prompt], new_tokens=4) for _ in range(2))
-        assert again.tokens == first.tokens            # and .log_probs, .prompt_tokens, .resumed_tokens
+        assert again.tokens == first.tokens  # also .log_probs, .num_resumed_tokens
 
 `on_this_machine` replaces only what the machine lacks. Without a GPU: the `torch.cuda` entry points that
 megatron-core touches, and Triton interprets its kernels. Without flash_attn, mamba_ssm, causal_conv1d or

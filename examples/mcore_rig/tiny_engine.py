@@ -158,10 +158,10 @@ def make_engine(
 
 @dataclass
 class Served:
-    """What a request came to. `resumed_tokens` is known of one request served alone, else None."""
+    """What a request came to. `num_resumed_tokens` is known of one request served alone, else None."""
 
-    prompt_tokens: int
-    resumed_tokens: int | None = None
+    num_prompt_tokens: int
+    num_resumed_tokens: int | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -242,6 +242,6 @@ def serve(
         number = add(engine, prompt, new_tokens, **sampling)
         result = finish(engine)[number]
         computed = engine.context.lifetime_prefill_token_count - before
-        result.resumed_tokens = result.prompt_tokens - computed
+        result.num_resumed_tokens = result.num_prompt_tokens - computed
         results.append(result)
     return results

@@ -31,7 +31,10 @@ def assert_same_step(split: ms.StepReport, whole: ms.StepReport) -> None:
         log_probs = [[token.log_prob for token in one] for one in (tokens, other)]
         np.testing.assert_allclose(*log_probs, rtol=0, atol=TOLERANCE)
     hits = [
-        [(r.resumed_tokens, r.computed_by_reason, r.recomputed_tokens, r.finish_reason) for r in one.finished]
+        [
+            (r.num_resumed_tokens, r.computed_by_reason, r.num_recomputed_tokens, r.finish_reason)
+            for r in one.finished
+        ]
         for one in (split, whole)
     ]
     assert hits[0] == hits[1]
@@ -109,8 +112,8 @@ def test_random_traffic(world: World, split: str, pools: dict[str, object], mode
     Traffic(*engines, seed=len(mode) + len(pools)).run(requests=12, arrivals=0.9 if crowd else 0.4)
     stats = world.gathered(engines[0].context.cache_stats())
     assert all(each == stats[0] for each in stats)
-    assert bool(stats[0].resumed_tokens) == engines[0].config.enable_prefix_caching
-    assert stats[0].states_evicted_total or pools.get("num_mamba_slots") != 3
+    assert bool(stats[0].num_resumed_tokens) == engines[0].config.enable_prefix_caching
+    assert stats[0].num_states_evicted or pools.get("num_mamba_slots") != 3
 
 
 def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferenceContext:

@@ -42,7 +42,7 @@ def test_tokens_are_the_cpus_by_the_rule_of_float32(world: World, split: str, gr
     for _ in range(2):  # the second time with all that the first left in the cache
         for prompt, result, other in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), expected, strict=True):
             comparison.add(whole, prompt, other.tokens, result.tokens)
-    assert engine.context.cache_stats().resumed_tokens
+    assert engine.context.cache_stats().num_resumed_tokens
     assert not graphs or len(engine._graphs.shapes) > 3
     stats = world.gathered(engine.context.cache_stats())
     assert all(each == stats[0] for each in stats)

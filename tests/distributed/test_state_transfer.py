@@ -69,7 +69,7 @@ def serve(engine: ms.DynamicInferenceEngine) -> tuple[list[int], float]:
         assert result.tokens == tokens
         error = max(error, *(abs(a - b) for a, b in zip(result.log_probs or [], log_probs, strict=True)))
         assert error < TOLERANCE
-        resumed.append(result.resumed_tokens)
+        resumed.append(result.num_resumed_tokens)
         engine.context.check_integrity()
     return resumed, error
 

@@ -1,8 +1,9 @@
 """What is asked of megatron-core's engine, with a cache or without: a case serves requests and returns them.
 
 `make` builds an engine of the case's sizes. A case is a pure function of it: the same prompts, whichever
-cache there is. What a cache may change is `resumed_tokens`, and nothing else. The answers to compare with are
-those of an engine without a cache that prefills whole prompts: stock's chunks lose a convolution window, too.
+cache there is. What a cache may change is `num_resumed_tokens`, and nothing else. The answers to compare with
+are those of an engine without a cache that prefills whole prompts: stock's chunks lose a convolution
+window, too.
 """
 
 from collections.abc import Callable, Iterator

@@ -102,7 +102,7 @@ def engine(pattern: str, weights: str) -> dict[str, Any]:
         served = mcore_rig.serve(made, prompts(), new_tokens=2)
     return {
         "answers": [one.tokens for one in served],
-        "resumed": [one.resumed_tokens for one in served],
+        "resumed": [one.num_resumed_tokens for one in served],
         "states": sorted(made.context.mamba_slot_allocator.hash_to_block_id),
     }
 

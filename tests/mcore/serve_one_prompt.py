@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
         served = mcore_rig.serve(engine, [prompt] * 3)
     report = {
         "answers": [one.tokens for one in served],
-        "resumed": [one.resumed_tokens for one in served],
+        "resumed": [one.num_resumed_tokens for one in served],
         "arguments": arguments,
         "script": __file__,
         "mambaslots": "mambaslots" in sys.modules,

@@ -89,7 +89,7 @@ def wrong_answers(served: list[Served], expected: list[Served]) -> list[int]:
 
 
 def resumed(served: list[Served]) -> int:
-    return sum(one.resumed_tokens or 0 for one in served)
+    return sum(one.num_resumed_tokens or 0 for one in served)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,7 +101,7 @@ def test_answers_are_those_without_a_cache(name: str, model: Any, reference: Cal
             if context.mamba_slot_allocator is not None:
                 context.mamba_slot_allocator.check_integrity()
     assert wrong_answers(served, reference(name)) == []
-    assert [one.resumed_tokens for one in served] == RESUMED[name]
+    assert [one.num_resumed_tokens for one in served] == RESUMED[name]
 
 
 def test_answers_sent_again_resume_further_than_with_stock(model: Any) -> None:

@@ -13,10 +13,10 @@ def test_conversations_with_stock_and_with_the_drop_in(
     monkeypatch.setattr(example, "ANSWER_TOKENS", mcore_rig.BLOCK)
     without, stock, ours = example.three_runs(conversations(1, 2))
     assert ours.identical(without) == ours.requests == 2
-    assert without.resumed_tokens == 0
-    assert ours.resumed_tokens == ours.stats.resumed_tokens > stock.resumed_tokens
+    assert without.num_resumed_tokens == 0
+    assert ours.num_resumed_tokens == ours.stats.num_resumed_tokens > stock.num_resumed_tokens
     capsys.readouterr()
     example.print_table(without, stock, ours)
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["no", "cache", "stock", "mambaslots"]
-    assert table[3].split() == ["resumed", "0", str(stock.resumed_tokens), str(ours.resumed_tokens)]
+    assert table[3].split() == ["resumed", "0", str(stock.num_resumed_tokens), str(ours.num_resumed_tokens)]

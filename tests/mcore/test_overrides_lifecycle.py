@@ -112,7 +112,7 @@ def test_fault_14_recompute_frees_the_pool_and_comes_back_empty() -> None:
     host.context.reinitialize_inference_state_buffers()
     assert [host.serve(PROMPT)[0] for _ in range(2)] == [0, 3 * BLOCK]
     host.check_idle()
-    assert mambaslots.mcore.stats(host.context).states_committed_total == 2 * committed
+    assert mambaslots.mcore.stats(host.context).num_states_committed == 2 * committed
 
 
 def test_fault_14_stock_keeps_the_pool_while_suspended() -> None:
@@ -174,7 +174,11 @@ def test_a_request_that_restarts_is_counted_once() -> None:
     host.next_id = number
     host.add(PROMPT)
     stats = mambaslots.mcore.stats(host.context)
-    assert (stats.requests, stats.prompt_tokens, stats.recomputed_tokens) == (1, len(PROMPT), len(PROMPT))
+    assert (stats.num_requests, stats.num_prompt_tokens, stats.num_recomputed_tokens) == (
+        1,
+        len(PROMPT),
+        len(PROMPT),
+    )
 
 
 # ---- size

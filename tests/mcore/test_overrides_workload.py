@@ -117,5 +117,5 @@ def test_states_and_kv_are_right_after_every_step(traffic: Callable[..., Recurre
         host = traffic(seed, 60, **sizes)
         host.check_idle()
         stats = mambaslots.mcore.stats(host.context)
-    assert stats.prompt_tokens == stats.resumed_tokens + sum(stats.computed_by_reason.values())
-    assert stats.hits > 0 or sizes
+    assert stats.num_prompt_tokens == stats.num_resumed_tokens + sum(stats.computed_by_reason.values())
+    assert stats.num_hits > 0 or sizes

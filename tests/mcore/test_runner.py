@@ -53,11 +53,11 @@ def test_stats_account_for_every_prompt_token_and_every_slot(model: Any) -> None
         engine = mcore_rig.make_engine(model, num_mamba_slots=3)
         served = mcore_rig.serve(engine, [prompts[0], prompts[1], prompts[0], prompts[1]])
         stats = mambaslots.mcore.stats(engine.context)
-    assert stats.requests == 4
-    assert stats.prompt_tokens == sum(one.prompt_tokens for one in served)
-    assert stats.resumed_tokens == sum(one.resumed_tokens for one in served) > 0
-    assert stats.computed_tokens == stats.prompt_tokens - stats.resumed_tokens
-    assert sum(stats.computed_by_reason.values()) == stats.computed_tokens
-    assert stats.recomputed_tokens == 0
-    assert stats.slots_free + stats.slots_reserved + stats.slots_committed == 3
-    assert stats.states_committed_total - stats.states_evicted_total >= stats.slots_committed
+    assert stats.num_requests == 4
+    assert stats.num_prompt_tokens == sum(one.num_prompt_tokens for one in served)
+    assert stats.num_resumed_tokens == sum(one.num_resumed_tokens for one in served) > 0
+    assert stats.num_computed_tokens == stats.num_prompt_tokens - stats.num_resumed_tokens
+    assert sum(stats.computed_by_reason.values()) == stats.num_computed_tokens
+    assert stats.num_recomputed_tokens == 0
+    assert stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots == 3
+    assert stats.num_states_committed - stats.num_states_evicted >= stats.num_committed_slots

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from mambaslots.config import HybridStateSpec
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
+from mambaslots.state_spec import HybridStateSpec
 from torch import Tensor
 
 

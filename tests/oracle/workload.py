@@ -111,9 +111,9 @@ class Client:
         np.testing.assert_allclose(result.log_probs or [], log_probs, rtol=0, atol=TOLERANCE)
         if result.finish_reason != "cancelled":
             computed = sum(result.computed_by_reason.values())
-            assert result.prompt_tokens == len(asked.prompt) == result.resumed_tokens + computed
+            assert result.num_prompt_tokens == len(asked.prompt) == result.num_resumed_tokens + computed
             if asked.prompt_log_probs:
-                assert result.resumed_tokens == 0
+                assert result.num_resumed_tokens == 0
                 expected = prompt_log_probs(asked.prompt)
                 np.testing.assert_allclose(result.prompt_log_probs, expected, rtol=0, atol=TOLERANCE)  # type: ignore[arg-type]
         self.results.append(result)

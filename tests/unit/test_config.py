@@ -4,6 +4,7 @@ import math
 
 import mambaslots as ms
 import pytest
+from mambaslots.pool_sizes import PoolSizes
 from oracle.serving import small_model
 
 VALID: dict[str, object] = {"block_size_tokens": 8, "num_kv_blocks": 16, "num_mamba_slots": 4}
@@ -91,9 +92,9 @@ def test_budgets_in_gigabytes_buy_what_fits() -> None:
         buffer_size_gb=10.5 * spec.kv_block_bytes(8) / gb,
         prefix_caching_mamba_gb=3.5 * spec.state_bytes / gb,
     )  # fmt: skip
-    assert (sized.kv_block_count(spec), sized.mamba_slot_count(spec)) == (10, 3)
+    assert PoolSizes.of(sized, spec) == PoolSizes(10, 3)
     with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 0\.0; accepted: at least"):
-        config(num_mamba_slots=None, prefix_caching_mamba_gb=0.0).mamba_slot_count(spec)
+        PoolSizes.of(config(num_mamba_slots=None, prefix_caching_mamba_gb=0.0), spec)
 
 
 def test_the_state_bytes_of_nemotron_h_8b_are_those_of_the_table() -> None:

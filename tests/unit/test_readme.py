@@ -13,12 +13,12 @@ PYTHON: list[str] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_the_in_process_example_runs_and_resumes_what_its_comment_says() -> None:
     example, _, _ = PYTHON
-    claimed = re.search(r"again\.resumed_tokens +# (\d+) of (\d+)", example)
+    claimed = re.search(r"again\.num_resumed_tokens +# (\d+) of (\d+)", example)
     assert claimed is not None
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)
     again = names["again"]
-    assert (again.resumed_tokens, again.prompt_tokens) == tuple(map(int, claimed.groups()))  # type: ignore[attr-defined]
+    assert (again.num_resumed_tokens, again.num_prompt_tokens) == tuple(map(int, claimed.groups()))  # type: ignore[attr-defined]
     assert again.tokens == names["first"].tokens  # type: ignore[attr-defined]
 
 

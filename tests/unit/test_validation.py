@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from mambaslots import validation
+from mambaslots import tensor_validation, validation
 
 
 def refusal(message):
@@ -111,9 +111,9 @@ def test_a_tensor_of_anything_else_is_refused(values):
 
 
 def test_a_float_dtype_is_a_torch_dtype_of_floats():
-    assert validation.float_dtype("d", torch.bfloat16) is torch.bfloat16
+    assert tensor_validation.float_dtype("d", torch.bfloat16) is torch.bfloat16
     for value in (torch.int32, torch.complex64, torch.float8_e5m2, "float32", float):
         with pytest.raises(
             ValueError, match=r"^d is .*; accepted: torch\.float16, bfloat16, float32 or float64$"
         ):
-            validation.float_dtype("d", value)
+            tensor_validation.float_dtype("d", value)

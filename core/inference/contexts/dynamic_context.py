@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from ...cache_stats import CacheStats, TokenLedger
-from ...config import HybridStateSpec, InferenceConfig
+from ...config import InferenceConfig
+from ...pool_sizes import PoolSizes
 from ...request import DynamicInferenceRequest
-from ...validation import addressable, instance, integer, integers, shown
+from ...state_spec import HybridStateSpec
+from ...tensor_validation import addressable
+from ...validation import instance, integer, integers, shown
 from ..policies.prefix_hash import PrefixHashChain
 from .admission import Admission
 from .kv_block_allocator import KVBlockAllocator, Parent
@@ -74,7 +77,8 @@ class DynamicInferenceContext:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.prefix_caching_eviction_policy = config.prefix_caching_eviction_policy
         self.checkpoint_plan = config.checkpoint_plan
-        self._num_kv_blocks, num_slots = config.pool_counts(spec)
+        sizes = PoolSizes.of(config, spec)
+        self._num_kv_blocks, num_slots = sizes.num_kv_blocks, sizes.num_mamba_slots
 
         self.kv_cache = self._new_kv_cache()
         live_slots = self.max_requests * (1 + self.num_speculative_tokens)
@@ -526,20 +530,20 @@ class DynamicInferenceContext:
     def cache_stats(self) -> CacheStats:
         slots, kv, ledger = self.mamba_slot_allocator, self.kv_block_allocator, self._ledger
         return CacheStats(
-            requests=self._requests_seen,
-            prompt_tokens=ledger.prompt,
-            resumed_tokens=ledger.resumed,
-            computed_tokens=ledger.computed_tokens,
+            num_requests=self._requests_seen,
+            num_prompt_tokens=ledger.prompt,
+            num_resumed_tokens=ledger.resumed,
+            num_computed_tokens=ledger.computed_tokens,
             computed_by_reason=ledger.by_reason(),
-            recomputed_tokens=ledger.recomputed,
-            slots_free=slots.free_count if slots else 0,
-            slots_reserved=slots.reserved_count if slots else 0,
-            slots_committed=slots.committed_count if slots else 0,
-            states_committed_total=slots.committed_total if slots else 0,
-            states_evicted_total=slots.evicted_total if slots else 0,
-            kv_blocks_free=kv.total_avail,
-            kv_blocks_cached=kv.cached_count,
-            kv_blocks_held=kv.held_count,
+            num_recomputed_tokens=ledger.recomputed,
+            num_free_slots=slots.free_count if slots else 0,
+            num_reserved_slots=slots.reserved_count if slots else 0,
+            num_committed_slots=slots.committed_count if slots else 0,
+            num_states_committed=slots.committed_total if slots else 0,
+            num_states_evicted=slots.evicted_total if slots else 0,
+            num_free_kv_blocks=kv.total_avail,
+            num_cached_kv_blocks=kv.cached_count,
+            num_held_kv_blocks=kv.held_count,
         )
 
     def check_integrity(self) -> None:

@@ -8,10 +8,10 @@ from operator import countOf
 
 import torch
 
-from ...config import EVICTION_POLICIES
 from ...errors import KVBlockCapacityError
 from ...validation import INT32_MAX, boolean, checked_integers, integer, integers, one_of, shown
 from ..policies.ghost_list import GhostList
+from ..policies.slot_eviction import EVICTION_POLICIES
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import RequestOverflowError
+from ...tensor_validation import device as checked_device
 from ...validation import INT32_MAX, described, holds_data, integer, integers, shown
-from ...validation import device as checked_device
 from .chunk_grid import MAX_POSITION, Int64Array, absolute_chunks, row_lengths
 
 

@@ -6,26 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import EVICTION_POLICIES
 from ...errors import MambaSlotCapacityError
+from ...tensor_validation import addressable, float_dtype, numbers
 from ...validation import (
     INT32_MAX,
-    addressable,
     all_ints,
     checked_integers,
     described,
-    float_dtype,
     holds_data,
     integer,
     integers,
     ints_within,
-    numbers,
     one_of,
     shown,
 )
 from ..kernels.state_copy import StateTensors, copy_states
 from ..policies.ghost_list import GhostList
-from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
+from ..policies.slot_eviction import EVICTION_POLICIES, LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
 from .kv_block_allocator import MAX_HASH
 from .state_index import StateIndex

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...validation import INT32_MAX, addressable, float_dtype, integer, integers
-from ...validation import device as checked_device
+from ...tensor_validation import addressable, float_dtype
+from ...tensor_validation import device as checked_device
+from ...validation import INT32_MAX, integer, integers
 
 
 class StatePool:

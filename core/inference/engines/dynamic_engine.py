@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ...cache_stats import SpeculationStats
-from ...config import HybridStateSpec, InferenceConfig, SamplingParams
+from ...config import InferenceConfig
 from ...errors import KVBlockCapacityError
 from ...request import DynamicInferenceRequest, FinishReason, RequestResult
+from ...sampling_params import SamplingParams
+from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
@@ -183,7 +185,7 @@ class DynamicInferenceEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 
-    def computed_tokens(self, request_id: int) -> list[int]:
+    def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request whose KV and state exist now (prompt first, then answer)."""
         request = self._request(request_id)
         return request.tokens[: request.computed]
@@ -268,8 +270,8 @@ class DynamicInferenceEngine:
                 accepted += count_accepted(chunk.drafts, new)
         before = self._speculation
         self._speculation = SpeculationStats(
-            before.decodes + decodes, before.tokens + tokens,
-            before.drafted + drafted, before.accepted + accepted,
+            before.num_decodes + decodes, before.num_tokens + tokens,
+            before.num_drafted + drafted, before.num_accepted + accepted,
         )  # fmt: skip
 
     def speculation_stats(self) -> SpeculationStats:
@@ -516,10 +518,10 @@ class DynamicInferenceEngine:
             tokens=request.generated,
             log_probs=request.log_probs if sampling.return_log_probs else None,
             prompt_log_probs=prompt_log_probs if sampling.returns_prompt_log_probs else None,
-            prompt_tokens=len(request.prompt_tokens),
-            resumed_tokens=ledger.resumed,
+            num_prompt_tokens=len(request.prompt_tokens),
+            num_resumed_tokens=ledger.resumed,
             computed_by_reason=ledger.by_reason(),
-            recomputed_tokens=ledger.recomputed,
+            num_recomputed_tokens=ledger.recomputed,
             ttft_s=request.ttft_s,
             finish_reason=reason,
         )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...config import SamplingParams
 from ...request import DynamicInferenceRequest
+from ...sampling_params import SamplingParams
 from ...validation import described, holds_data, integers, shown
 from ..contexts.scheduled_chunk import ScheduledChunk
 from .acceptance import accepted_tokens

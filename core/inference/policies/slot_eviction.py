@@ -5,6 +5,9 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
+EVICTION_POLICIES = ("lru", "ref_zero")
+"""The names by which configurations choose a policy."""
+
 
 class SlotEvictionPolicy(Protocol):
     """Orders the committed slots of a pool; told of every change, it names victims and evicts nothing."""

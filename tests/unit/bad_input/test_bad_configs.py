@@ -234,9 +234,3 @@ def test_a_spec_is_asked_for_the_bytes_of_a_block_of_some_size() -> None:
     refuse_all(
         "HybridStateSpec", bad.integer(1), ms.HybridStateSpec(**SPEC).kv_block_bytes, "block_size_tokens"
     )
-
-
-def test_a_config_counts_units_of_a_spec() -> None:
-    config = ms.InferenceConfig(**CONFIG)
-    refuse_all("InferenceConfig", bad.anything(), config.kv_block_count, "spec")
-    refuse_all("InferenceConfig", bad.anything(), config.mamba_slot_count, "spec")

@@ -124,7 +124,7 @@ def test_requests_there_are_not(served: Served) -> None:
     engine = served.engine
     unknown = bad.integer(0).also(99, 2**70, 0)  # 0 ended: it warmed the prefix
     refuse_all(_engine_target, unknown, engine.cancel, "request_id", served.unchanged)
-    refuse_all(_engine_target, unknown, engine.computed_tokens, "request_id", served.unchanged)
+    refuse_all(_engine_target, unknown, engine.computed_prefix, "request_id", served.unchanged)
     refuse_all(_engine_target, bad.integer(0), engine.take_result, "request_id", served.unchanged)
 
 

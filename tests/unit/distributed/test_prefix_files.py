@@ -60,8 +60,8 @@ def test_round_trip(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
     report = load_prefixes(target, str(folder))
     assert (report.imported.prefixes, report.imported.blocks) == (saved.prefixes, saved.blocks)
     assert report.imported.states == saved.states
-    again = [result.resumed_tokens for result in serve_checked(target, PROMPTS)]
-    assert again == [result.resumed_tokens for result in serve_checked(source, PROMPTS)]
+    again = [result.num_resumed_tokens for result in serve_checked(target, PROMPTS)]
+    assert again == [result.num_resumed_tokens for result in serve_checked(source, PROMPTS)]
     assert min(again) > 0
 
 

@@ -44,7 +44,7 @@ def serve(engine: ms.DynamicInferenceEngine, prompts: Any = None, salts: Any = N
         result = engine.generate([prompt], params, cache_salt=salt)[0]
         engine.context.check_integrity()
         assert_answers(prompt, result)
-        resumed.append(result.resumed_tokens)
+        resumed.append(result.num_resumed_tokens)
     return resumed
 
 

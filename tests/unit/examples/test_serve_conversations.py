@@ -41,10 +41,10 @@ def test_a_small_run(plan: str, tmp_path: Path) -> None:
     assert figures["versions"]["torch"] == torch.__version__
     for part in (figures, *figures["turns"]):
         computed = sum(part["computed_by_reason"].values())
-        assert part["prompt_tokens"] == part["resumed_tokens"] + computed
-    for name in ("prompt_tokens", "resumed_tokens", "ideal_resumed_tokens"):
+        assert part["prompt_tokens"] == part["num_resumed_tokens"] + computed
+    for name in ("prompt_tokens", "num_resumed_tokens", "ideal_resumed_tokens"):
         assert figures[name] == sum(turn[name] for turn in figures["turns"])
-    assert 0 < 0.92 * figures["ideal_resumed_tokens"] <= figures["resumed_tokens"]
+    assert 0 < 0.92 * figures["ideal_resumed_tokens"] <= figures["num_resumed_tokens"]
     for run_name in ("without_cache", "with_cache"):
         assert figures["ttft_ms"][run_name]["mean"] > 0
 
@@ -134,7 +134,7 @@ def test_the_oracle_agrees_with_the_engine() -> None:
     answer = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=20))[0].tokens
     oracle.computed(0, [*prompt, *answer[:-1]])
     for longer in (prompt, [*prompt, *answer], [*prompt, *answer, 1, 2, 3]):
-        assert engine.generate([longer])[0].resumed_tokens == oracle.ideal(longer) > 0
+        assert engine.generate([longer])[0].num_resumed_tokens == oracle.ideal(longer) > 0
 
 
 @pytest.fixture(scope="module")

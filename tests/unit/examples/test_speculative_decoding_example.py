@@ -19,5 +19,5 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert figures["repetitive"]["acceptance"] > figures["free"]["acceptance"]
     for text in ("repetitive", "free"):
         assert figures[text]["steps"]["drafted"] < figures[text]["steps"]["cached"]
-        assert figures[text]["resumed_tokens"] > 0
+        assert figures[text]["num_resumed_tokens"] > 0
         assert figures[text]["log_prob_difference"] < 1e-9

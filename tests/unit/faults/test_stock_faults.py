@@ -32,7 +32,7 @@ def test_fault_01_a_repeat_of_length_1_mod_block_resumes_from_a_boundary_that_ha
     engine, prompt = small_engine(), random_tokens(blocks * BLOCK + 1, seed=blocks)
     serve_checked(engine, [prompt])
     (again,) = serve_checked(engine, [prompt])
-    assert again.resumed_tokens == blocks * BLOCK
+    assert again.num_resumed_tokens == blocks * BLOCK
 
 
 def test_fault_02_a_continuation_chunk_skips_no_token_on_a_kv_match_alone() -> None:
@@ -51,7 +51,7 @@ def test_fault_03_a_suffix_shorter_than_the_convolution_carries_the_window_befor
     engine, prompt = small_engine(), random_tokens(4 * BLOCK, seed=1)
     serve_checked(engine, [prompt])
     (resumed,) = serve_checked(engine, [prompt + random_tokens(suffix, seed=2)])
-    assert resumed.resumed_tokens == 4 * BLOCK  # the tokens are held against the recurrence
+    assert resumed.num_resumed_tokens == 4 * BLOCK  # the tokens are held against the recurrence
 
 
 def test_fault_04_a_state_that_left_since_it_was_matched_is_not_resumed_from() -> None:
@@ -271,7 +271,7 @@ def test_fault_18_what_an_answer_computed_is_there_for_the_next_turn() -> None:
     (first,) = serve_checked(engine, [prompt], length=30)
     history = prompt + first.tokens
     (second,) = serve_checked(engine, [[*history, 1, 2]])
-    assert second.resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
+    assert second.num_resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
 
 
 def test_fault_19_a_kv_match_refreshes_no_state_that_was_not_consumed() -> None:
@@ -327,7 +327,7 @@ def test_fault_21_resuming_and_committing_copy_no_state(monkeypatch: pytest.Monk
     prompts = [random_tokens(40, seed=1), random_tokens(24, seed=2)]
     for _ in range(2):
         results = serve_checked(engine, prompts, length=20)
-    assert all(result.resumed_tokens for result in results)
+    assert all(result.num_resumed_tokens for result in results)
     assert copies == []
 
 

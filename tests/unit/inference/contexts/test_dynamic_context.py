@@ -141,11 +141,11 @@ def test_an_aborted_step_leaves_what_was_cached_and_nothing_else() -> None:
     context.abort_step()
     context.check_integrity()
     after = context.cache_stats()
-    assert (after.slots_committed, after.slots_reserved, after.slots_free) == (
-        before.slots_committed, before.slots_reserved, before.slots_free,
+    assert (after.num_committed_slots, after.num_reserved_slots, after.num_free_slots) == (
+        before.num_committed_slots, before.num_reserved_slots, before.num_free_slots,
     )  # fmt: skip
-    assert after.kv_blocks_held == 0
-    assert after.prompt_tokens == before.prompt_tokens
+    assert after.num_held_kv_blocks == 0
+    assert after.num_prompt_tokens == before.num_prompt_tokens
 
 
 def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() -> None:
@@ -218,5 +218,10 @@ def test_reset_drops_requests_prefixes_and_counts() -> None:
     context.reset()
     context.check_integrity()
     stats = context.cache_stats()
-    assert (stats.requests, stats.prompt_tokens, stats.slots_committed, stats.kv_blocks_free) == (0, 0, 0, 40)
+    assert (
+        stats.num_requests,
+        stats.num_prompt_tokens,
+        stats.num_committed_slots,
+        stats.num_free_kv_blocks,
+    ) == (0, 0, 0, 40)
     assert context.requests == []

@@ -55,7 +55,7 @@ class TestBits:
             for (request, _), chunk in zip(work, chunks, strict=True):
                 if chunk.completes:
                     request.tokens.append(11)
-        assert context.cache_stats().states_committed_total > 3
+        assert context.cache_stats().num_states_committed > 3
 
     def _both_ways(self, model, context, inputs) -> None:
         assert GraphBuckets.of(context).smallest(inputs.shape) == inputs.shape
@@ -105,7 +105,7 @@ class TestTokens:
             results = engine.generate(PROMPTS, GREEDY)
             for prompt, result, other in zip(PROMPTS, results, expected, strict=True):
                 comparison.add(model, prompt, other.tokens, result.tokens)
-        assert bool(engine.context.cache_stats().resumed_tokens) == cached
+        assert bool(engine.context.cache_stats().num_resumed_tokens) == cached
         assert not graphs or len(engine._graphs.shapes) > 3
         print(f"{comparison.same} answers the same, {comparison.ties} parted at a tie")
         record_property("cases", {"answers compared with the CPU's": comparison.same + comparison.ties})

@@ -24,7 +24,7 @@ def test_a_repeated_prompt_resumes_from_its_deepest_boundary(length: int) -> Non
     engine, prompt = small_engine(), random_tokens(length, seed=length)
     serve_checked(engine, [prompt])
     (again,) = serve_checked(engine, [prompt])
-    assert again.resumed_tokens == (length - 1) // BLOCK * BLOCK
+    assert again.num_resumed_tokens == (length - 1) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("length", [5, 8, 16, 17, 23, 24])
@@ -33,7 +33,7 @@ def test_an_extended_prompt_resumes_where_the_first_ended(length: int, extra: in
     engine, prompt = small_engine(), random_tokens(length, seed=length)
     serve_checked(engine, [prompt], length=1)
     (longer,) = serve_checked(engine, [prompt + random_tokens(extra, seed=99)])
-    assert longer.resumed_tokens == min(length, length + extra - 1) // BLOCK * BLOCK
+    assert longer.num_resumed_tokens == min(length, length + extra - 1) // BLOCK * BLOCK
 
 
 def test_the_next_turn_resumes_from_the_state_taken_while_decoding() -> None:
@@ -41,13 +41,13 @@ def test_the_next_turn_resumes_from_the_state_taken_while_decoding() -> None:
     (first,) = serve_checked(engine, [prompt], length=30)
     history = prompt + first.tokens
     (second,) = serve_checked(engine, [history + random_tokens(6, seed=2)])
-    assert second.resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
+    assert second.num_resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
 
 
 def test_a_fork_is_paid_by_the_first_sibling_stored_by_it_and_used_by_the_next() -> None:
     engine, shared = small_engine(), random_tokens(40, seed=1)
     tails = [random_tokens(20, seed=seed) for seed in (2, 3, 4)]
-    resumed = [serve_checked(engine, [shared + tail])[0].resumed_tokens for tail in tails]
+    resumed = [serve_checked(engine, [shared + tail])[0].num_resumed_tokens for tail in tails]
     assert resumed == [0, 0, 40]
 
 
@@ -77,7 +77,7 @@ def test_chunks_of_any_size_compute_the_same(max_tokens: int) -> None:
     prompts = [random_tokens(n, seed=5) for n in (70, 41, 64, 16, 9, 1)]
     serve_checked(engine, prompts)
     again = serve_checked(engine, prompts)
-    assert [r.resumed_tokens for r in again] == [(n - 1) // BLOCK * BLOCK for n in (70, 41, 64, 16, 9, 1)]
+    assert [r.num_resumed_tokens for r in again] == [(n - 1) // BLOCK * BLOCK for n in (70, 41, 64, 16, 9, 1)]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 50])
@@ -94,15 +94,15 @@ def test_any_state_pool_serves_many_at_once(slots: int, policy: str) -> None:
     for _ in range(2):
         serve_checked(engine, prompts, length=12)
     if slots == 50 and policy == "lru":
-        assert all(r.resumed_tokens for r in serve_checked(engine, prompts))
+        assert all(r.num_resumed_tokens for r in serve_checked(engine, prompts))
 
 
 def test_a_prefix_shared_in_flight_is_computed_once() -> None:
     engine, prompt = small_engine(), random_tokens(50, seed=4)
     first, second, third = serve_checked(engine, [prompt, prompt, prompt[:30]])
-    assert first.resumed_tokens == 0
-    assert second.resumed_tokens == 48
-    assert third.resumed_tokens == 0  # the plan took no state inside its part of the prefix
+    assert first.num_resumed_tokens == 0
+    assert second.num_resumed_tokens == 48
+    assert third.num_resumed_tokens == 0  # the plan took no state inside its part of the prefix
 
 
 def test_requests_pause_when_kv_runs_out_and_all_finish() -> None:
@@ -117,10 +117,10 @@ def test_requests_pause_when_kv_runs_out_and_all_finish() -> None:
         engine.context.check_integrity()
         paused += engine.context.paused_request_count
     assert paused > 0
-    assert sum(result.recomputed_tokens for result in results.values()) > 0
+    assert sum(result.num_recomputed_tokens for result in results.values()) > 0
     for prompt, request_id in zip(prompts, ids, strict=True):
         assert_answers(prompt, results[request_id])
-        assert results[request_id].prompt_tokens == 20
+        assert results[request_id].num_prompt_tokens == 20
 
 
 def test_an_evicted_request_restarts_from_its_last_checkpoint() -> None:
@@ -134,8 +134,8 @@ def test_an_evicted_request_restarts_from_its_last_checkpoint() -> None:
     engine.context.check_integrity()
     result = run_checked(engine)[request_id]
     assert_answers(prompt, result)
-    assert result.recomputed_tokens == 35 - 32  # computed 35 tokens; the rolling state lies at 32
-    assert result.resumed_tokens == 0  # counted on the first way through only
+    assert result.num_recomputed_tokens == 35 - 32  # computed 35 tokens; the rolling state lies at 32
+    assert result.num_resumed_tokens == 0  # counted on the first way through only
 
 
 def test_a_paused_request_keeps_a_state_that_only_a_durable_slot_holds() -> None:
@@ -152,7 +152,7 @@ def test_salts_separate_and_equal_salts_share() -> None:
     for salt in salts:
         (result,) = engine.generate([prompt], params, cache_salt=salt)
         assert_answers(prompt, result)
-        resumed.append(result.resumed_tokens)
+        resumed.append(result.num_resumed_tokens)
     assert resumed == [0, 0, 0, 32, 32, 32]
 
 
@@ -162,7 +162,7 @@ def test_prompt_log_probs_turn_resuming_off_for_that_request() -> None:
     params = ms.SamplingParams(num_tokens_to_generate=2, return_log_probs=True, skip_prompt_log_probs=False)
     (result,) = engine.generate([prompt], params)
     assert_answers(prompt, result)
-    assert result.resumed_tokens == 0
+    assert result.num_resumed_tokens == 0
     assert result.computed_by_reason["disabled"] == 41
     logits = torch.log_softmax(_oracle_logits(prompt), dim=-1)
     expected = [float(logits[i, prompt[i + 1]]) for i in range(40)]
@@ -236,7 +236,7 @@ def test_cancelling_frees_everything_and_keeps_what_was_computed(steps: int) -> 
     assert result.finish_reason == "cancelled"
     assert engine.context.kv_block_allocator.held_count == 0
     (repeat,) = serve_checked(engine, [prompt])
-    assert repeat.resumed_tokens == min(16 * steps, 32)
+    assert repeat.num_resumed_tokens == min(16 * steps, 32)
 
 
 def test_cancelling_an_unknown_request_says_so() -> None:
@@ -296,19 +296,21 @@ def test_every_block_resumes_what_is_ideal() -> None:
             )
             prompts[engine.add_request(prompt, params)] = prompt
         for request_id in engine._requests:
-            oracle.computed(request_id, engine.computed_tokens(request_id))
+            oracle.computed(request_id, engine.computed_prefix(request_id))
         report = engine.step()
         ideal |= {request_id: oracle.ideal(prompts[request_id]) for request_id in report.admitted}
         for result in report.finished:
             prompt = prompts[result.request_id]
             assert_answers(prompt, result)
-            resumed += result.resumed_tokens
+            resumed += result.num_resumed_tokens
             known.append((prompt + result.tokens)[:120])
             oracle.computed(result.request_id, (prompt + result.tokens)[:-1])
     stats = engine.context.cache_stats()
-    assert stats.resumed_tokens == resumed
+    assert stats.num_resumed_tokens == resumed
     assert (
-        stats.prompt_tokens == sum(map(len, prompts.values())) == stats.resumed_tokens + stats.computed_tokens
+        stats.num_prompt_tokens
+        == sum(map(len, prompts.values()))
+        == stats.num_resumed_tokens + stats.num_computed_tokens
     )
     assert resumed >= 0.99 * sum(ideal.values()) > 0
 
@@ -353,11 +355,11 @@ def test_a_state_that_a_newer_one_of_the_answer_replaces_is_not_evicted() -> Non
     engine = small_engine(num_mamba_slots=3)
     engine.generate([random_tokens(9, seed=1)], ms.SamplingParams(num_tokens_to_generate=60))
     stats = engine.context.cache_stats()
-    assert stats.states_evicted_total == 0
-    assert stats.states_committed_total > 3
+    assert stats.num_states_evicted == 0
+    assert stats.num_states_committed > 3
     engine.reset()
     stats = engine.context.cache_stats()
-    assert (stats.states_committed_total, stats.states_evicted_total) == (0, 0)
+    assert (stats.num_states_committed, stats.num_states_evicted) == (0, 0)
 
 
 def test_a_repeated_prompt_takes_no_second_slot_and_evicts_nobody() -> None:
@@ -366,8 +368,8 @@ def test_a_repeated_prompt_takes_no_second_slot_and_evicts_nobody() -> None:
     engine.generate([other], ms.SamplingParams(num_tokens_to_generate=1))
     for _ in range(3):
         engine.generate([repeated], ms.SamplingParams(num_tokens_to_generate=10))
-    assert engine.context.cache_stats().states_evicted_total == 0
-    assert serve_checked(engine, [other])[0].resumed_tokens == 8
+    assert engine.context.cache_stats().num_states_evicted == 0
+    assert serve_checked(engine, [other])[0].num_resumed_tokens == 8
 
 
 def test_blocks_of_one_token_keep_one_state_of_the_answer() -> None:
@@ -379,6 +381,6 @@ def test_blocks_of_one_token_keep_one_state_of_the_answer() -> None:
     (result,) = engine.generate([[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=30))
     engine.context.check_integrity()
     stats = engine.context.cache_stats()
-    assert (stats.slots_committed, stats.states_evicted_total) == (3, 0)
+    assert (stats.num_committed_slots, stats.num_states_evicted) == (3, 0)
     (again,) = engine.generate([[1, 2, 3, *result.tokens]], ms.SamplingParams(num_tokens_to_generate=1))
-    assert again.resumed_tokens == 32
+    assert again.num_resumed_tokens == 32

@@ -83,9 +83,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.check_tokens(prompt, result)
         self.known.append((prompt + result.tokens)[:60])
         computed = sum(result.computed_by_reason.values())
-        assert result.prompt_tokens == len(prompt) == result.resumed_tokens + computed
+        assert result.num_prompt_tokens == len(prompt) == result.num_resumed_tokens + computed
         if result.prompt_log_probs is not None:
-            assert result.resumed_tokens == 0
+            assert result.num_resumed_tokens == 0
             assert None not in result.prompt_log_probs
 
     def check_tokens(self, prompt: list[int], result: ms.RequestResult) -> None:
@@ -96,8 +96,8 @@ class EngineMachine(RuleBasedStateMachine):
     def nothing_contradicts_itself(self) -> None:
         self.engine.context.check_integrity()
         stats = self.engine.context.cache_stats()
-        assert stats.computed_tokens == sum(stats.computed_by_reason.values())
-        assert stats.prompt_tokens == stats.resumed_tokens + stats.computed_tokens
+        assert stats.num_computed_tokens == sum(stats.computed_by_reason.values())
+        assert stats.num_prompt_tokens == stats.num_resumed_tokens + stats.num_computed_tokens
 
     def teardown(self) -> None:
         while self.engine.has_unfinished_requests:

@@ -278,8 +278,8 @@ def test_an_engine_that_cannot_recover_says_so_at_every_call_until_reset(second:
     assert not engine.has_unfinished_requests
     assert_idle(engine)
     (result,) = serve_checked(engine, [HEADS[4]])
-    assert result.resumed_tokens == 0
-    assert serve_checked(engine, [HEADS[4]])[0].resumed_tokens == 16
+    assert result.num_resumed_tokens == 0
+    assert serve_checked(engine, [HEADS[4]])[0].num_resumed_tokens == 16
     assert_idle(engine)
 
 
@@ -507,7 +507,7 @@ def test_a_failure_costs_the_tokens_since_the_last_state_and_no_more() -> None:
         request_id = engine.add_request(
             prompt, ms.SamplingParams(num_tokens_to_generate=60, return_log_probs=True)
         )
-        while len(engine.computed_tokens(request_id)) != length:
+        while len(engine.computed_prefix(request_id)) != length:
             engine.step()
         with failing(engine, "forward", after=True), pytest.raises(InjectedError):
             engine.step()
@@ -515,5 +515,5 @@ def test_a_failure_costs_the_tokens_since_the_last_state_and_no_more() -> None:
         while engine.has_unfinished_requests:
             results += engine.step().finished
         assert_answers(prompt, results[0])
-        recomputed.append(results[0].recomputed_tokens)
+        recomputed.append(results[0].num_recomputed_tokens)
     assert recomputed == [46 - 40, 47 - 40]

@@ -116,7 +116,7 @@ class TestEngine:
         shared = [[*PROMPTS[0], *tail] for tail in ([1, 2], [3], list(range(30)))]
         for prompts in (PROMPTS, shared, PROMPTS[:2]):
             serve_checked(engine, prompts, length=9)
-        assert engine.context.cache_stats().resumed_tokens > 0
+        assert engine.context.cache_stats().num_resumed_tokens > 0
         kinds = {shape.prefills == 0 for shape in engine._graphs.shapes}
         assert kinds == {True, False}
         assert recorded.captures == len(engine._graphs.shapes)

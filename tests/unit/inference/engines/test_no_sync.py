@@ -57,7 +57,7 @@ def test_whole_steps_of_every_kind(graphs):
         again = serve(engine)
     assert again == first
     assert not graphs or (captured and engine._graphs.shapes == captured)
-    assert engine.context.cache_stats().resumed_tokens > 0
+    assert engine.context.cache_stats().num_resumed_tokens > 0
 
 
 @pytest.mark.parametrize("graphs", [None, 32], ids=["eager", "graphs"])

@@ -39,7 +39,7 @@ def cached(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
 
 
 def resumed(engine: ms.DynamicInferenceEngine, prompt: list[int], salt: bytes | None = None) -> int:
-    return engine.generate([prompt], ONE, cache_salt=salt)[0].resumed_tokens
+    return engine.generate([prompt], ONE, cache_salt=salt)[0].num_resumed_tokens
 
 
 def situations(engine: ms.DynamicInferenceEngine) -> set[str]:
@@ -155,7 +155,7 @@ def test_requests_after_a_reset_start_clean_and_share_among_themselves() -> None
     client.finish()
     client.ask(Asked(tuple(LONG), 2))
     client.finish()
-    by_id = {result.request_id: result.resumed_tokens for result in client.results}
+    by_id = {result.request_id: result.num_resumed_tokens for result in client.results}
     assert by_id[first] == 0
     assert list(by_id.values())[-1] == 48
     assert by_id[old] == 0
@@ -358,9 +358,9 @@ def test_warm_separates_salts() -> None:
 def test_warm_extends_what_is_there_and_takes_tensors() -> None:
     engine = small_engine()
     assert engine.warm(torch.tensor(LONG[:16])) == 16
-    before = engine.context.cache_stats().resumed_tokens
+    before = engine.context.cache_stats().num_resumed_tokens
     assert engine.warm(torch.tensor(LONG)) == 56
-    assert engine.context.cache_stats().resumed_tokens - before == 16
+    assert engine.context.cache_stats().num_resumed_tokens - before == 16
 
 
 def test_warm_under_load_serves_the_others_along() -> None:
@@ -538,7 +538,7 @@ def test_a_prompt_that_continues_a_pinned_prefix_needs_only_the_rest() -> None:
     client = Client(engine)
     client.ask(Asked((*LONG, 1), 7))
     client.finish()
-    assert client.results[0].resumed_tokens == 56
+    assert client.results[0].num_resumed_tokens == 56
     assert_idle(engine, pinned_blocks=7)
     engine.unpin(pinned)
 
@@ -573,8 +573,8 @@ def test_suspending_frees_the_pools() -> None:
     back = (pool.conv_states, pool.ssm_states, context.kv_cache)
     assert [t.untyped_storage().nbytes() for t in back] == sizes
     assert not any(t.any() for t in back)
-    assert serve_checked(engine, [LONG])[0].resumed_tokens == 0
-    assert serve_checked(engine, [LONG])[0].resumed_tokens == 48
+    assert serve_checked(engine, [LONG])[0].num_resumed_tokens == 0
+    assert serve_checked(engine, [LONG])[0].num_resumed_tokens == 48
 
 
 def test_suspending_between_any_two_steps_changes_no_token() -> None:
@@ -653,14 +653,14 @@ def test_a_reset_at_any_moment_leaves_a_new_engine() -> None:
         assert not engine.has_unfinished_requests
         stats = engine.context.cache_stats()
         counts = (
-            stats.requests,
-            stats.prompt_tokens,
-            stats.states_committed_total,
-            stats.states_evicted_total,
+            stats.num_requests,
+            stats.num_prompt_tokens,
+            stats.num_states_committed,
+            stats.num_states_evicted,
         )
         assert counts == (0, 0, 0, 0)
         assert len(list(stream)) <= 1  # what had arrived, and no more
-        assert serve_checked(engine, [LONG[:40]])[0].resumed_tokens == 0
+        assert serve_checked(engine, [LONG[:40]])[0].num_resumed_tokens == 0
 
 
 def test_a_reset_drops_results_nobody_took() -> None:

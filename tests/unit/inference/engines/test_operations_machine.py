@@ -140,7 +140,7 @@ class OperationsMachine(RuleBasedStateMachine):
     def nothing_contradicts_itself(self) -> None:
         self.engine.context.check_integrity()
         stats = self.engine.context.cache_stats()
-        assert stats.prompt_tokens == stats.resumed_tokens + stats.computed_tokens
+        assert stats.num_prompt_tokens == stats.num_resumed_tokens + stats.num_computed_tokens
         for pin, prompt, salt in self.pins:
             assert self.engine.context.resumable_tokens(prompt, (salt or "").encode()) >= pin.tokens
 

@@ -142,7 +142,7 @@ class TestAcceptance:
         for a, b in zip(plain, engine.generate(prompts, params), strict=True):
             assert a.tokens == b.tokens
             np.testing.assert_allclose(a.log_probs or [], b.log_probs or [], rtol=0, atol=TOLERANCE)
-        assert drafter is not RightDrafter or engine.speculation_stats().accepted > 5
+        assert drafter is not RightDrafter or engine.speculation_stats().num_accepted > 5
 
 
 class TestAnswers:
@@ -159,10 +159,10 @@ class TestAnswers:
                 steps[-1] += 1
         assert steps == [1 + -(-21 // (1 + most)), 22]
         stats = engine.speculation_stats()
-        assert (stats.decodes, stats.tokens) == (steps[0] - 1, 21)
-        assert stats.drafted == stats.accepted == 21 - stats.decodes
+        assert (stats.num_decodes, stats.num_tokens) == (steps[0] - 1, 21)
+        assert stats.num_drafted == stats.num_accepted == 21 - stats.num_decodes
         assert stats.acceptance == 1.0
-        assert stats.tokens_per_decode == 21 / stats.decodes
+        assert stats.tokens_per_decode == 21 / stats.num_decodes
         assert plain.speculation_stats() == ms.SpeculationStats()
         engine.reset()
         assert engine.speculation_stats() == ms.SpeculationStats(0, 0, 0, 0)
@@ -171,8 +171,8 @@ class TestAnswers:
         engine = speculating(WrongDrafter, most=4)
         serve_checked(engine, [random_tokens(n, seed=n) for n in (20, 33)], length=20)
         stats = engine.speculation_stats()
-        assert stats.accepted == 0
-        assert stats.decodes == stats.tokens == 38
+        assert stats.num_accepted == 0
+        assert stats.num_decodes == stats.num_tokens == 38
 
     @pytest.mark.parametrize("at", range(1, 12))
     def test_a_stop_token_among_accepted_drafts_ends_the_answer(self, at):
@@ -187,7 +187,7 @@ class TestAnswers:
         assert result.finish_reason == "stop"
         history = prompt + result.tokens
         (again,) = serve_checked(engine, [[*history, 1, 2]])
-        assert again.resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
+        assert again.num_resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
 
     @pytest.mark.parametrize("length", range(1, 9))
     def test_an_answer_is_never_longer_than_asked(self, length):
@@ -311,7 +311,7 @@ class TestStates:
             (first,) = serve_checked(engine, [prompt], length=30)
             history = prompt + first.tokens
             (second,) = serve_checked(engine, [history + random_tokens(6, seed=2)])
-            assert second.resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
+            assert second.num_resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
 
     def test_a_guess_evicts_no_state_and_a_boundary_reached_does(self):
         for drafter in (WrongDrafter, RightDrafter):
@@ -356,7 +356,7 @@ class TestStates:
                     copies.clear()
                     engine.step()
                     assert len(copies) <= (2 if in_place else 0)
-            assert engine.context.cache_stats().resumed_tokens
+            assert engine.context.cache_stats().num_resumed_tokens
 
     @pytest.mark.parametrize("most", [2, 5, 9])
     def test_requests_that_say_the_same_take_one_slot_a_boundary(self, most):
@@ -409,7 +409,7 @@ class TestStates:
         engine = speculating(MixedDrafter)
         prompt = random_tokens(20, seed=4)
         serve_checked(engine, [prompt], length=20)
-        assert serve_checked(engine, [prompt], length=20)[0].resumed_tokens == 16
+        assert serve_checked(engine, [prompt], length=20)[0].num_resumed_tokens == 16
 
     @pytest.mark.parametrize("value", [None, 1, "yes"])
     def test_the_models_word_is_checked(self, value):

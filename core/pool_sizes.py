@@ -1,0 +1,97 @@
+"""How many KV blocks and durable slots a configuration buys, on one rank and on all ranks of a model."""
+
+from dataclasses import dataclass
+
+from .config import InferenceConfig
+from .state_spec import HybridStateSpec
+from .validation import INT32_MAX
+
+GIGABYTE = 1 << 30
+_UNLIMITED = INT32_MAX + 2
+"""A stage whose units cost nothing can afford any number; the minimum over the ranks counts."""
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Units of the two pools, the same on every rank of a model."""
+
+    num_kv_blocks: int
+    num_mamba_slots: int
+
+    @classmethod
+    def of(cls, config: InferenceConfig, spec: HybridStateSpec) -> "PoolSizes":
+        """What every rank of the model can afford.
+
+        A collective: all ranks of `spec.groups` make this call; it synchronises with them.
+
+        Raises:
+            ValueError: a budget buys no unit on some rank, or more than can be numbered, or the ranks differ
+                in `enable_prefix_caching`; the same error on all ranks.
+        """
+        kv, slots = _kv_budget(config, spec), _slot_budget(config, spec)
+        caching = config.enable_prefix_caching
+        ranks = spec.groups.gather((kv.affordable, slots.affordable, caching), spec.device)
+        switches = [switch for *_, switch in ranks]
+        if len(set(switches)) > 1:
+            raise ValueError(
+                f"enable_prefix_caching is {switches} on the ranks of the model; accepted: the same on all"
+            )
+        num_kv_blocks = kv.checked(min(blocks for blocks, _, _ in ranks))
+        return cls(num_kv_blocks, slots.checked(min(rank[1] for rank in ranks)) if caching else 0)
+
+
+def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
+    return _Budget(
+        "num_kv_blocks", config.num_kv_blocks, "buffer_size_gb", config.buffer_size_gb,
+        spec.kv_block_bytes(config.block_size_tokens), "",
+    )  # fmt: skip
+
+
+def _slot_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
+    return _Budget(
+        "num_mamba_slots", config.num_mamba_slots, "prefix_caching_mamba_gb", config.prefix_caching_mamba_gb,
+        spec.state_bytes, " (without state slots, set enable_prefix_caching=False)",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """A number of units of `unit_bytes` bytes on this rank: a count, or what so many GB buy."""
+
+    count_name: str
+    count: int | None
+    gb_name: str
+    gb: float | None
+    unit_bytes: int
+    advice: str
+    """How to do without these units, for the error message."""
+
+    @property
+    def affordable(self) -> int:
+        """Units that the budget buys here, at most INT32_MAX + 1; _UNLIMITED where they cost nothing."""
+        if self.gb is None:
+            return self.count or 0
+        if self.unit_bytes == 0:
+            return _UNLIMITED
+        return int(min(self.gb * GIGABYTE, (INT32_MAX + 1) * self.unit_bytes)) // self.unit_bytes
+
+    def checked(self, count: int) -> int:
+        """`count`, which the poorest rank can afford, or a ValueError where it is no size of a pool."""
+        if self.gb is None:
+            if count < 1:
+                raise ValueError(
+                    f"{self.count_name} is {self.count}; accepted: an integer >= 1, on every rank, or "
+                    f"{self.gb_name}{self.advice}"
+                )
+            return count
+        if count == _UNLIMITED:
+            accepted = f"{self.count_name} instead, for a model whose units are empty"
+        elif count > INT32_MAX:
+            accepted = f"what buys at most {INT32_MAX} units"
+        elif count < 1 and self.affordable < 1:
+            accepted = f"at least {self.unit_bytes / GIGABYTE:.3g}, one unit"
+        elif count < 1:
+            accepted = "what buys one unit on every rank of the model"
+        else:
+            return count
+        raise ValueError(f"{self.gb_name} is {self.gb}; accepted: {accepted}")

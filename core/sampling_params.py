@@ -1,0 +1,66 @@
+"""How the tokens of one request are chosen."""
+
+from dataclasses import dataclass
+
+from .validation import INT32_MAX, boolean, integer, integers, optional_integer, real, set_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Without temperature, top_k and top_p decoding is greedy.
+
+    Attributes:
+        num_tokens_to_generate: most tokens to generate, >= 1.
+        temperature: divides the logits; 0 or None is greedy (None with top_k or top_p means 1).
+        top_k: keep the k most likely tokens; None or 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p; None keeps all.
+        seed: of this request's random numbers. Token i depends on the seed, i and the distribution only,
+            not on the batch, on pauses or on restarts.
+        termination_id: token that ends the answer (and is its last token); None or -1 for none.
+        stop_token_ids: more of the same.
+        return_log_probs: one log-prob a generated token, of the model's own distribution (before
+            temperature, top_k and top_p).
+        skip_prompt_log_probs: False also returns the log-probs of prompt tokens 1 .. N-1; every prompt
+            token is then computed, so the request resumes from no cached state.
+    """
+
+    num_tokens_to_generate: int = 16
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    termination_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    return_log_probs: bool = False
+    skip_prompt_log_probs: bool = True
+
+    def __post_init__(self) -> None:
+        length = integer("num_tokens_to_generate", self.num_tokens_to_generate, 1, INT32_MAX)
+        set_field(self, "num_tokens_to_generate", length)
+        if self.temperature is not None:
+            set_field(self, "temperature", real("temperature", self.temperature, 0.0))
+        set_field(self, "top_k", optional_integer("top_k", self.top_k, 0))
+        if self.top_p is not None:
+            set_field(self, "top_p", real("top_p", self.top_p, 0.0, 1.0))
+            if self.top_p == 0.0:
+                raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
+        set_field(self, "seed", integer("seed", self.seed, 0, (1 << 63) - 1))
+        set_field(self, "termination_id", optional_integer("termination_id", self.termination_id, -1))
+        set_field(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
+        boolean("return_log_probs", self.return_log_probs)
+        boolean("skip_prompt_log_probs", self.skip_prompt_log_probs)
+
+    @property
+    def greedy(self) -> bool:
+        if self.temperature is None:
+            return not self.top_k and self.top_p is None
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def stops(self) -> tuple[int | None, ...]:
+        """The tokens that end the answer."""
+        return self.termination_id, *self.stop_token_ids
+
+    @property
+    def returns_prompt_log_probs(self) -> bool:
+        return not self.skip_prompt_log_probs
