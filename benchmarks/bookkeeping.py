@@ -55,7 +55,7 @@ import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.kv_block_allocator import KVBlockAllocator
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
-from mambaslots.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.state_spec import HybridStateSpec
 from stock_host import ContextSizes, SlotHost
 
@@ -242,7 +242,7 @@ class OurBlockLives(BlockLives):
         host = SlotHost(2)
         self._kv = host.kv_block_allocator = KVBlockAllocator(num_kv_blocks, True, policy)
         self._slots = host.slot_allocator(ms.MambaSlotAllocator, num_kv_blocks)
-        self._kv.holds_state = self._slots.has_state
+        self._kv.leaves.holds_state = self._slots.has_state
 
     def _live(self) -> None:
         kv, slots, keys = self._kv, self._slots, self._keys
@@ -442,14 +442,14 @@ class OurSteps(Steps):
             budget -= chunk.length
 
     def _prepare(self) -> None:
-        self._inputs = self._context.begin_step(self._chunks)
+        self._inputs = self._context.begin_step(self._chunks).inputs
 
     def _look(self) -> None:
         self._rows = {}
-        for chunk in self._context.step_chunks:
+        for chunk in self._context.steps:
             taken = () if chunk.decoding else tuple(sorted(chunk.destinations))
             request = chunk.request
-            self._rows[request.request_id] = RowStep(chunk.start, chunk.stop, len(request.blocks), taken)
+            self._rows[request.request_id] = RowStep(chunk.start, chunk.stop, len(request.holding.path.blocks), taken)
         self._chunk_starts = self._inputs.chunks.cu_chunk_seqlens.tolist()
 
     def _finish(self) -> None:

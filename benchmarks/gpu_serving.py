@@ -27,7 +27,7 @@ from typing import Any
 import mambaslots as ms
 import torch
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
-from mambaslots.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
 
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ class Bench:
         )
         chunk = context.schedule(request, length)
         assert chunk is not None
-        stored = context.begin_step([chunk])
+        stored = context.begin_step([chunk]).inputs
         states = len(stored.checkpoints.rows)
         chunks = replace(stored.chunks, destinations=torch.full_like(stored.chunks.destinations, -1))
         none = replace(

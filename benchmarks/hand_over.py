@@ -62,7 +62,7 @@ class Side:
         )
         model = ms.models.HybridLM(config, seed=0, device=device)
         self.engine = ms.DynamicInferenceEngine(model, settings)
-        self.engine.weights_version = "seed 0"
+        self.engine.set_weights_version("seed 0")
         self.vocabulary, self.on_gpu = config.vocab_size, args.device == "cuda"
 
     def meet(self) -> None:

@@ -1,7 +1,7 @@
 """mambaslots: the prefix cache for hybrid Mamba/attention language models."""
 
 from . import models
-from .cache_stats import COMPUTE_REASONS, CacheStats, SpeculationStats
+from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
 from .config import InferenceConfig
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
 from .inference.contexts.dynamic_context import DynamicInferenceContext
@@ -9,15 +9,20 @@ from .inference.contexts.kv_block_allocator import KVBlockAllocator
 from .inference.contexts.mamba_metadata import MambaMetadata
 from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .inference.contexts.pinned_prefixes import PinnedPrefix
+from .inference.contexts.prefix_cache import PrefixCache
+from .inference.contexts.request import DynamicInferenceRequest
 from .inference.contexts.state_pool import StatePool
-from .inference.contexts.step_inputs import StepInputs
+from .inference.contexts.step import StepObserver
+from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
+from .inference.engines.model import Model
 from .inference.engines.token_stream import GeneratedToken, TokenStream
+from .inference.kernels.kernel_set import kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
-from .request import RequestResult
+from .request import FinishReason, RequestResult
 from .sampling_params import SamplingParams
 from .state_spec import HybridStateSpec
 
@@ -26,12 +31,15 @@ __version__ = "0.1.0"
 __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
-    "RequestResult", "GeneratedToken", "TokenStream", "StepReport", "PinnedPrefix", "CacheStats",
-    "COMPUTE_REASONS", "Drafter", "NgramDrafter", "SpeculationStats",
+    "RequestResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport", "PinnedPrefix",
+    "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
+    "Drafter", "NgramDrafter",
     # the parts
-    "DynamicInferenceContext", "KVBlockAllocator", "MambaSlotAllocator", "MambaMetadata", "StatePool",
+    "DynamicInferenceContext", "DynamicInferenceRequest", "StepObserver", "PrefixCache", "KVBlockAllocator",
+    "MambaSlotAllocator", "MambaMetadata", "StatePool",
     # bringing a model
-    "HybridStateSpec", "StepInputs", "ModelShard", "ParallelGroups", "models",
+    "Model", "HybridStateSpec", "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set",
+    "ModelShard", "ParallelGroups", "models",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip

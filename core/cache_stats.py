@@ -1,73 +1,13 @@
 """What became of every prompt token, and how full the pools are."""
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
 
-ComputeReason = Literal[
-    "never_seen",
-    "kv_evicted",
-    "state_not_taken",
-    "branch_first_seen",
-    "state_evicted",
-    "last_token",
-    "partial_block",
-    "capacity",
-    "disabled",
-]
-COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
-"""Why a prompt token was computed and not resumed:
+from .inference.policies.compute_reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
 
-never_seen: no earlier request had this prefix.
-kv_evicted: one had, and the KV is gone.
-state_not_taken: KV is there, but the plan took no state that deep.
-branch_first_seen: KV is there up to where this prompt leaves a known path; no state was taken there, because
-    this is the first request to leave it at that point.
-state_evicted: a state was there and was evicted.
-last_token: the whole prompt is known, but its last block must be computed for the last token's logits.
-partial_block: tokens after the last whole block of a prompt that is otherwise known.
-capacity: a state was planned there, and no slot was available.
-disabled: no prefix caching, or none for this request.
-"""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens [start, stop) of a prompt that must be computed, all for one reason."""
-
-    start: int
-    stop: int
-    reason: ComputeReason
-
-
-@dataclass
-class TokenLedger:
-    """Running counts of prompt tokens dealt with, of one request or of all.
-
-    Every prompt token is counted once, when the step that computes it, or the first one after it, has been
-    launched; tokens computed again after a restart only in `recomputed`.
-    """
-
-    resumed: int = 0
-    recomputed: int = 0
-    computed: Counter[ComputeReason] = field(default_factory=Counter)
-
-    def add(self, other: "TokenLedger") -> None:
-        self.resumed += other.resumed
-        self.recomputed += other.recomputed
-        self.computed.update(other.computed)
-
-    @property
-    def prompt(self) -> int:
-        return self.resumed + self.computed_tokens
-
-    @property
-    def computed_tokens(self) -> int:
-        return self.computed.total()
-
-    def by_reason(self) -> dict[ComputeReason, int]:
-        return {reason: self.computed[reason] for reason in COMPUTE_REASONS}
+__all__ = [
+    "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,12 +34,37 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True)
+class PoolStats:
+    """How full the two pools of a `PrefixCache` are, and how many states came and went.
+
+    Attributes:
+        num_free_slots, num_reserved_slots, num_committed_slots: durable slots; together all there are.
+        num_states_committed, num_states_evicted: states, since the beginning.
+        num_free_kv_blocks: blocks that store nothing.
+        num_cached_kv_blocks: registered blocks that nobody holds.
+        num_held_kv_blocks: blocks that requests or pins hold.
+    """
+
+    num_free_slots: int
+    num_reserved_slots: int
+    num_committed_slots: int
+    num_states_committed: int
+    num_states_evicted: int
+    num_free_kv_blocks: int
+    num_cached_kv_blocks: int
+    num_held_kv_blocks: int
+
+
+@dataclass(frozen=True)
 class CacheStats:
-    """A snapshot. Token counts are of the prompt tokens dealt with so far; generated tokens are not counted.
+    """A snapshot of a context's cache. Token counts are of prompt tokens; generated tokens are not counted.
+
+    A prompt token is counted when its step has been launched. `COMPUTE_REASONS` lists the reasons, and
+    `ComputeReason` explains each.
 
     `num_prompt_tokens = num_resumed_tokens + num_computed_tokens`, and `num_computed_tokens` is the sum of
-    `computed_by_reason`. `num_recomputed_tokens`, tokens computed again after a request was evicted and
-    restarted, come on top.
+    `computed_by_reason`. `num_recomputed_tokens`, tokens computed again after a request was preempted, come
+    on top. The fields from `num_free_slots` on are those of `PoolStats`.
     """
 
     num_requests: int
@@ -116,3 +81,35 @@ class CacheStats:
     num_free_kv_blocks: int
     num_cached_kv_blocks: int
     num_held_kv_blocks: int
+
+    @classmethod
+    def of(cls, num_requests: int, ledger: TokenLedger, pools: PoolStats) -> "CacheStats":
+        """Put together what a context counts: requests, prompt tokens, and the use of its pools."""
+        return cls(
+            num_requests=num_requests,
+            num_prompt_tokens=ledger.num_prompt_tokens,
+            num_resumed_tokens=ledger.resumed,
+            num_computed_tokens=ledger.num_computed_tokens,
+            computed_by_reason=ledger.by_reason(),
+            num_recomputed_tokens=ledger.recomputed,
+            **vars(pools),
+        )
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of an engine: its cache, its drafts and its queue.
+
+    Attributes:
+        cache: what became of prompt tokens, and how full the pools are.
+        speculation: what drafts were worth.
+        num_running: requests that hold memory, paused ones included.
+        num_paused: of the running requests, those that waited for a KV block in the last step.
+        num_waiting: requests in the queue.
+    """
+
+    cache: CacheStats
+    speculation: SpeculationStats
+    num_running: int
+    num_paused: int
+    num_waiting: int

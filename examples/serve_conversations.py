@@ -207,7 +207,7 @@ def serve_both_ways(args: argparse.Namespace) -> tuple[Run, Run]:
     for plan in (None, args.plan):  # a process's first steps are slow: neither run shall pay for them
         Server("warm-up", make_engine(model, users[:1], plan), users[:1]).serve(progress=False)
     engine = make_engine(model, users, args.plan)
-    print(engine.context.memory_summary())
+    print(engine.memory_summary())
     without = Server("without cache", make_engine(model, users, None), users).serve()
     return without, Server("with cache", engine, users).serve()
 

@@ -89,7 +89,7 @@ def serve(model: ms.models.HybridLM, params: ms.SamplingParams, tokens: int, cac
         ]
         ids = [engine.add_request(history, one) for history, one in zip(histories, asked, strict=True)]
         results: dict[int, ms.RequestResult] = {}
-        while engine.has_unfinished_requests:
+        while engine.has_unfinished_requests():
             results |= {result.request_id: result for result in engine.step().finished}
             run.steps += 1
         engine.context.check_integrity()
@@ -103,7 +103,7 @@ def serve(model: ms.models.HybridLM, params: ms.SamplingParams, tokens: int, cac
             if turn < len(FOLLOW_UPS):
                 history += FOLLOW_UPS[turn].encode()
     run.cpu_s = time.process_time() - begin
-    run.speculation = engine.speculation_stats()
+    run.speculation = engine.stats().speculation
     return run
 
 

@@ -43,7 +43,7 @@ class Replica:
         self.store = store
         model = ms.models.HybridLM(CONFIG, seed=0, groups=ms.ParallelGroups(tensor=dist.group.WORLD))
         self.engine = ms.DynamicInferenceEngine(model, settings())
-        self.engine.weights_version = WEIGHTS
+        self.engine.set_weights_version(WEIGHTS)
         decisions = dist.PrefixStore(f"decisions of {name}", store)
         msd.Agreement(self.engine.context, decisions, dist.get_rank(), dist.get_world_size())
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache_stats import Span, TokenLedger
+from ..inference.policies.compute_reasons import Span, TokenLedger
 from ..inference.policies.ghost_list import GhostList
 from .request_track import RequestTrack
 
@@ -24,7 +24,7 @@ class HostRecord:
 
     Attributes:
         tracks: request id -> its tokens, of requests in the context whose blocks are hashed.
-        ledger: what became of prompt tokens; tokens of a restarted request's first way count as recomputed.
+        ledger: what became of prompt tokens; tokens already counted before a restart are recomputed ones.
         kv_ghosts: hashes of KV blocks that were evicted.
         retired: counts of allocators that were replaced on resume.
     """
@@ -52,14 +52,19 @@ class HostRecord:
 
     def count_chunk(self, request_id: int, finished: int, skipped: int, length: int) -> None:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
-        seen, start, stop = self._counted.get(request_id, 0), finished + skipped, finished + length
+        num_counted, stop = self._counted.get(request_id, 0), finished + length
         self.hits += skipped > 0
-        self.ledger.resumed += max(0, start - max(finished, seen))
-        self.ledger.recomputed += max(0, min(stop, seen) - start)
-        for span in self._spans.get(request_id, ()):
-            counted = min(span.stop, stop) - max(span.start, start, seen)
-            self.ledger.computed[span.reason] += max(0, counted)
-        self._counted[request_id] = max(seen, stop)
+        self.ledger.add(
+            TokenLedger.of_step(
+                resumed_from=finished,
+                start=finished + skipped,
+                stop=stop,
+                spans=self._spans.get(request_id, ()),
+                num_counted=num_counted,
+                num_prompt_tokens=stop,
+            )
+        )
+        self._counted[request_id] = max(num_counted, stop)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """These requests left the context."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache_stats import ComputeReason
+from ..inference.policies.compute_reasons import ComputeReason
 from .host_record import record_of
 from .slot_allocator import HostSlotAllocator
 
@@ -49,9 +49,9 @@ def stats(context: Any) -> HostStats:
     return HostStats(
         num_requests=record.requests,
         num_hits=record.hits,
-        num_prompt_tokens=ledger.prompt,
+        num_prompt_tokens=ledger.num_prompt_tokens,
         num_resumed_tokens=ledger.resumed,
-        num_computed_tokens=ledger.computed_tokens,
+        num_computed_tokens=ledger.num_computed_tokens,
         computed_by_reason=ledger.by_reason(),
         num_recomputed_tokens=ledger.recomputed,
         num_free_slots=slots.free_count if slots else 0,

@@ -1,10 +1,10 @@
 """Where a request of the host can resume."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache_stats import ComputeReason, Span
+from ..inference.policies import compute_reasons as policy
+from ..inference.policies.compute_reasons import Span
 from .host_record import HostRecord
 
 
@@ -81,33 +81,17 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
     allocator = getattr(context, "mamba_slot_allocator", None)
     if allocator is None or _needs_every_token(request) or (not keys and length >= size):
         return (Span(0, length, "disabled"),)
-    return tuple(_spans(context, record, keys, skipped // size, size, length))
-
-
-def _spans(
-    context: Any, record: HostRecord, keys: Sequence[int], depth: int, size: int, length: int
-) -> Iterator[Span]:
-    named = context.kv_block_allocator.kv_hash_to_block_id
-    ghosts = context.mamba_slot_allocator.ghosts
-    matched = next((d for d, key in enumerate(keys) if key not in named), len(keys))
+    kv_blocks, state_ghosts = context.kv_block_allocator.kv_hash_to_block_id, allocator.ghosts
+    matched = next((d for d, key in enumerate(keys) if key not in kv_blocks), len(keys))
     seen = next((d for d in range(matched, len(keys)) if keys[d] not in record.kv_ghosts), len(keys))
-    reachable = max(depth, min(matched, (length - 1) // size))
-    lost = next((d for d in range(reachable, depth, -1) if keys[d - 1] in ghosts), depth)
-    lost_reason: ComputeReason = "state_evicted"
-    if lost > depth and ghosts.reason(keys[lost - 1]) == "capacity":
-        lost_reason = "capacity"
-    not_taken: ComputeReason = "branch_first_seen" if seen < len(keys) else "state_not_taken"
-    tail: ComputeReason = "partial_block" if seen == len(keys) and keys else "never_seen"
-    start = depth * size
-    ends: tuple[tuple[int, ComputeReason], ...] = (
-        (lost, lost_reason),
-        (reachable, not_taken),
-        (matched, "last_token"),
-        (seen, "kv_evicted"),
+    depth = skipped // size
+    return policy.compute_spans(
+        keys,
+        num_resumed=depth,
+        num_reachable=max(depth, min(matched, (length - 1) // size)),
+        num_matched=matched,
+        num_seen=seen,
+        num_tokens=length,
+        block_size_tokens=size,
+        state_ghosts=state_ghosts,
     )
-    for end, reason in ends:
-        if end * size > start:
-            yield Span(start, end * size, reason)
-            start = end * size
-    if length > start:
-        yield Span(start, length, tail)

@@ -1,17 +1,21 @@
 """Our slot allocator as megatron-core's context holds it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..inference.contexts.host_settings import HostSettings
+from ..inference.contexts.intermediate_states import StateSource
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from ..inference.kernels.state_copy import copy_states
+from ..inference.contexts.rolling_states import RollingStates
+from ..inference.kernels.state_copy import StateTensors, copy_states
 from ..inference.policies.checkpoint_plan import CheckpointPlan
 from .answers import Crossing, crossings, register_block, rows_of
 from .host_record import record_of
+from .request_track import RequestTrack
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,16 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where a state is copied from: a scratch row, or the live slot of a request row.
+class _DecodeState:
+    """A state that a decode row left in its live slot.
 
-    `crossing`, of a decode row; `settled`: whether all tokens before it are known.
+    Attributes:
+        crossing: the row, and the boundary that it reached.
+        settled: whether all tokens before the boundary are known on the CPU.
     """
 
-    from_scratch: bool
-    index: int
-    crossing: Crossing | None = None
-    settled: bool = True
+    crossing: Crossing
+    settled: bool
 
 
 @dataclass(frozen=True)
@@ -55,23 +59,26 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
         self.settings.plan.check_block_size(context.block_size_tokens)
-        context.checkpoint_plan = self.settings.plan
-        counted = hasattr(context, "max_mamba_intermediate_states_per_step")
-        if not counted:  # megatron-core 0.18, whose mixer writes as many scratch rows as its metadata has
-            context.max_mamba_intermediate_states_per_step = context.mamba_metadata.max_intermediate_count
         super().__init__(context, *args, **kwargs)
-        if not counted:
-            del context.max_mamba_intermediate_states_per_step
         # What transfer_intermediate_to_gpu fills, under the host's names.
-        self._intermediate_offsets_gpu = self._intermediate._offsets_device
-        self._intermediate_counts_gpu = self._intermediate._counts_device
+        self._intermediate_offsets_gpu = self.intermediate.offsets_device
+        self._intermediate_counts_gpu = self.intermediate.counts_device
         self.planned_rows: set[int] = set()
+        self._rolling = RollingStates(self.slots)
         self._restore_pins: list[int] = []
         self._unsettled: list[_Unsettled] = []
-        self._backup: tuple[Tensor, Tensor] | None = None
+        self._backup: StateTensors | None = None
 
-    def _policy(self) -> object:
-        return super()._policy() if self.settings.eviction is None else self.settings.eviction
+    def _host_settings(self) -> HostSettings:
+        """What the host states, with what `install` was called with in place of it."""
+        settings = replace(HostSettings.of(self.context), plan=self.settings.plan)
+        if self.settings.eviction is not None:
+            settings = replace(settings, eviction_policy=self.settings.eviction)
+        if settings.max_intermediate_states is None:  # 0.18, whose mixer has as many scratch rows as metadata
+            settings = replace(
+                settings, max_intermediate_states=self.context.mamba_metadata.max_intermediate_count
+            )
+        return settings
 
     # ---- restores
 
@@ -133,56 +140,33 @@ class HostSlotAllocator(MambaSlotAllocator):
         try:
             self._commit_step()
         finally:
-            self._intermediate.clear()
+            self.intermediate.clear()
             self.planned_rows.clear()
 
     def _commit_step(self) -> None:
-        sources = self._answer_sources()  # first to go where slots are short
-        sources.update(self._prompt_sources())
-        self._make_room(sources)
-        chosen = list(sources)[-self.available_count :] if self.available_count else []
-        for block in sources.keys() - set(chosen):
-            key = int(self.context.kv_block_allocator.block_hashes[block])
-            self.ghosts.add(key, "capacity")
-        slots = self.reserve(chosen)
-        try:
-            taken = [(sources[block], slot) for block, slot in zip(chosen, slots, strict=True)]
-            scratch = [(source.index, slot) for source, slot in taken if source.from_scratch]
-            live = [(source.index, slot) for source, slot in taken if not source.from_scratch]
-            if scratch:
-                self._copy_intermediate_to_cache([i for i, _ in scratch], [slot for _, slot in scratch])
-            if live:
-                self.store_from_live_batch([slot for _, slot in live], [row for row, _ in live])
-        except BaseException:
-            self.release_reservation(slots)
-            raise
-        for block, (source, slot) in zip(chosen, taken, strict=True):
-            if source.crossing is not None and not source.settled:
-                self._unsettled.append(_Unsettled(source.crossing, slot))
+        decoded = self._decode_states()
+        sources = {block: StateSource(False, state.crossing.row) for block, state in decoded.items()}
+        sources |= self.intermediate.sources()  # behind the others: where slots are short, those go first
+        decoding = [self._track(state.crossing) for state in decoded.values()]
+        self._rolling.make_room(decoding, len(sources))
+        for block, slot in self.intermediate.take(sources).items():
+            state = decoded.get(block)
+            if state is not None and not state.settled:
+                self._unsettled.append(_Unsettled(state.crossing, slot))
                 continue
-            self.commit([slot])
-            if source.crossing is not None:
-                self._roll(source.crossing, block, slot)
+            self.slots.commit([slot])
+            if state is not None:
+                self._roll(state.crossing, block, slot)
 
-    def _prompt_sources(self) -> "dict[int, _Source]":
-        """Planned boundaries of this step's chunks, shallow ones first, chunk ends last."""
-        collected = self._intermediate.collect()
-        if collected is None:
-            return {}
-        blocks, scratch, end_blocks, end_rows, hashes = collected
-        origins = [_Source(True, row) for row in scratch] + [_Source(False, row) for row in end_rows]
-        sources: dict[int, _Source] = {}
-        for block, key, source in zip(blocks + end_blocks, hashes, origins, strict=True):
-            if key > 0 and self._lacks_state(block) and self.hash_to_block_id.get(key, block) == block:
-                sources.setdefault(block, source)
-        return sources
+    def _decode_states(self) -> dict[int, _DecodeState]:
+        """Block -> the state there, of boundaries that decode rows reached and that nobody has stored.
 
-    def _answer_sources(self) -> "dict[int, _Source]":
-        """Boundaries that decode rows reached; where its tokens are known the KV block is registered."""
+        Where the tokens before a boundary are known, its KV block is registered here.
+        """
         if not self.settings.cache_answers:
             return {}
         context, tracks = self.context, record_of(self.context).tracks
-        sources: dict[int, _Source] = {}
+        states: dict[int, _DecodeState] = {}
         for crossing in crossings(context):
             track = tracks.get(crossing.request_id)
             if track is None:
@@ -194,60 +178,47 @@ class HostSlotAllocator(MambaSlotAllocator):
                 index = crossing.position // context.block_size_tokens - 1
                 block = int(context.request_to_kv_block_ids[crossing.row, index])
             if block >= 0 and self.settings.plan.decode != "off" and self._lacks_state(block):
-                sources[block] = _Source(False, crossing.row, crossing, settled)
-        return sources
+                states[block] = _DecodeState(crossing, settled)
+        return states
 
     def _lacks_state(self, block: int) -> bool:
-        return not self.has_state(block) and block not in self.reserved_blocks
+        return block not in self.slots.map and block not in self.reserved_blocks
 
-    def _make_room(self, sources: "dict[int, _Source]") -> None:
-        """Where slots are short, a request's older decode state goes before anybody else's state."""
-        for source in sources.values():
-            if self.free_count >= len(sources):
-                return
-            if source.crossing is not None:
-                self._drop_rolling(source.crossing)
+    def _track(self, crossing: Crossing) -> RequestTrack:
+        return record_of(self.context).tracks[crossing.request_id]
 
     def _roll(self, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
-        self._drop_rolling(crossing)
-        track = record_of(self.context).tracks[crossing.request_id]
-        if self.get_slot(block) == slot and not self.settings.plan.keeps_decode_state(crossing.position):
-            track.rolling_block = block
-
-    def _drop_rolling(self, crossing: Crossing) -> None:
-        """Unless somebody resumed from it."""
-        track = record_of(self.context).tracks[crossing.request_id]
-        slot = self.get_slot(track.rolling_block) if track.rolling_block >= 0 else -1
-        if slot < 0 or self.was_used(slot) or self.drop_state(track.rolling_block):
-            track.rolling_block = -1
+        keeps = self.settings.plan.keeps_decode_state(crossing.position)
+        own = self.slots.map.slot_of(block) == slot
+        self._rolling.advance(self._track(crossing), block, rolls=own and not keeps)
 
     def settle_answers(self) -> None:
         """Make decode states findable whose last token has become known."""
         waiting, self._unsettled = self._unsettled, []
         tracks = record_of(self.context).tracks
-        rows = rows_of(self.context, [each.crossing.request_id for each in waiting]) if waiting else {}
-        for each in waiting:
-            crossing, track = each.crossing, tracks.get(each.crossing.request_id)
+        rows = rows_of(self.context, [state.crossing.request_id for state in waiting]) if waiting else {}
+        for state in waiting:
+            crossing, track = state.crossing, tracks.get(state.crossing.request_id)
             row = rows.get(crossing.request_id)
             if track is None or row is None:
-                self.release_reservation([each.slot])
+                self.slots.release([state.slot])
             elif track.known_tokens < crossing.position:
-                self._unsettled.append(each)
+                self._unsettled.append(state)
             else:
                 block = register_block(self.context, row, track, crossing.position)
                 if block < 0:
-                    self.release_reservation([each.slot])
-                elif self.commit([each.slot], [block]) == [each.slot]:
-                    self._roll(crossing, block, each.slot)
+                    self.slots.release([state.slot])
+                elif self.slots.commit([state.slot], [block]) == [state.slot]:
+                    self._roll(crossing, block, state.slot)
 
     def drop_unsettled(self, request_ids: Sequence[int]) -> None:
         """These requests leave before the last token of a state became known."""
         if not self._unsettled:
             return
-        gone = [each for each in self._unsettled if each.crossing.request_id in request_ids]
-        self._unsettled = [each for each in self._unsettled if each not in gone]
-        self.release_reservation([each.slot for each in gone])
+        gone = [state for state in self._unsettled if state.crossing.request_id in request_ids]
+        self._unsettled = [state for state in self._unsettled if state not in gone]
+        self.slots.release([state.slot for state in gone])
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         super().on_kv_blocks_deregistered(block_ids_list, hashes_to_delete)
@@ -260,10 +231,10 @@ class HostSlotAllocator(MambaSlotAllocator):
     def abandon_step(self) -> None:
         """The rows of the host are gone: nothing planned, pinned or reserved for them remains."""
         self.unpin_restores()
-        self._intermediate.reset()
+        self.intermediate.reset()
         self.planned_rows.clear()
         self._unsettled.clear()
-        self.release_reservation([slot for slot in list(self._reserved) if self.is_reserved(slot)])
+        self.slots.release([slot for slot in list(self.slots.reserved) if self.slots.is_reserved(slot)])
 
     def reset(self) -> None:
         super().reset()
@@ -276,37 +247,28 @@ class HostSlotAllocator(MambaSlotAllocator):
     def release_pool(self) -> None:
         """Forget every state and free the durable tensors; scratch stays, because graphs may write it."""
         self.reset()
-        self._own_conv, self._own_ssm = self._emptied()
+        self._own = self._new_states(0, self.ssm_states.device)
         self._backup = None
 
     def retire(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
-        self.intermediate_conv_out = self._intermediate.conv_out = self._own_conv
-        self.intermediate_ssm_out = self._intermediate.ssm_out = self._own_ssm
+        self.intermediate.free_scratch()
 
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""
-        self._backup = (_to_host(self._own_conv), _to_host(self._own_ssm))
-        self._own_conv, self._own_ssm = self._emptied()
+        self._backup = StateTensors(_to_host(self.conv_states), _to_host(self.ssm_states))
+        self._own = self._new_states(0, self.ssm_states.device)
 
     def resume_pool(self) -> None:
         """Allocate the durable tensors again: as they were offloaded, else as zeros. Addresses are new."""
-        if self._own_conv.shape[1] == self.max_slots:
+        device = self.ssm_states.device
+        if self.ssm_states.shape[1] == self.max_slots:
             return
-        shape = (self.num_mamba_layers, self.max_slots)
-        device = self._own_conv.device
         if self._backup is None:
-            self._own_conv = self._own_conv.new_zeros(*shape, *self._own_conv.shape[2:])
-            self._own_ssm = self._own_ssm.new_zeros(*shape, *self._own_ssm.shape[2:])
+            self._own = self._new_states(self.max_slots, device)
         else:
-            self._own_conv, self._own_ssm = (part.to(device) for part in self._backup)
+            self._own = StateTensors(self._backup.conv.to(device), self._backup.ssm.to(device))
         self._backup = None
-
-    def _emptied(self) -> tuple[Tensor, Tensor]:
-        return (
-            self._own_conv.new_empty(self.num_mamba_layers, 0, *self._own_conv.shape[2:]),
-            self._own_ssm.new_empty(self.num_mamba_layers, 0, *self._own_ssm.shape[2:]),
-        )
 
 
 def _to_host(states: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from mambaslots.distributed import Agreement, DisagreementError
-from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.drafters import MODES
@@ -58,17 +58,17 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
             engine.step()
             engine.context.check_integrity()
             steps += 1
-        while engine.has_unfinished_requests:
+        while engine.has_unfinished_requests():
             engine.step()
             steps += 1
         agreement.compare()
     stats = engine.context.cache_stats()
     assert stats.num_states_evicted
-    assert engine.context.kv_block_allocator.departures
+    assert engine.context.kv_block_allocator.tree.num_departures
     assert stats.num_resumed_tokens
-    print(f"rank {world.rank}: {steps} steps agreed upon, {stats}, {engine.speculation_stats()}")
+    print(f"rank {world.rank}: {steps} steps agreed upon, {stats}, {engine.stats().speculation}")
     assert (
-        not MODES.get(mode or "", {}).get("num_speculative_tokens") or engine.speculation_stats().num_drafted
+        not MODES.get(mode or "", {}).get("num_speculative_tokens") or engine.stats().speculation.num_drafted
     )
 
 
@@ -140,7 +140,7 @@ def a_lost_state(engine: Engine) -> None:
 def another_padding(engine: Engine) -> None:
     begin = engine.context.begin_step
 
-    def begin_wider(chunks: Sequence[ScheduledChunk], _: object) -> StepInputs:
+    def begin_wider(chunks: Sequence[RequestStep], _: object) -> StepInputs:
         return begin(chunks, lambda shape: shape._replace(table_blocks=shape.table_blocks + 1))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -265,7 +265,7 @@ def test_other_weights_are_named(world: World, split: str) -> None:
 @pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
 def test_other_drafts_are_named(world: World, split: str) -> None:
     class Drafter:
-        def draft(self, tokens: list[int], most: int) -> list[int]:
+        def draft(self, tokens: list[int], max_drafts: int) -> list[int]:
             return [world.rank] * most if world.rank == 1 else [0] * most
 
     engine = small_engine(model=world.model(split), num_speculative_tokens=2, make_drafter=Drafter)

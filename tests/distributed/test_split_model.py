@@ -52,7 +52,7 @@ class Traffic:
     def run(self, requests: int, arrivals: float = 0.4) -> None:
         split, _ = self.engines
         added = 0
-        while added < requests or split.has_unfinished_requests:
+        while added < requests or split.has_unfinished_requests():
             if added < requests and self.random.random() < arrivals:
                 self.add()
                 added += 1
@@ -187,7 +187,7 @@ def test_fault_15_pools_are_as_large_as_the_poorest_stage_can_afford(world: Worl
     ]
     affordable = world.gathered(alone)
     slots, blocks = (min(rank[i] for rank in affordable if rank[i]) for i in range(2))
-    assert context.state_pool.num_durable == slots
+    assert context.memory.state_pool.num_durable == slots
     assert context.kv_block_allocator.total_count == blocks
     assert len({rank[0] for rank in affordable}) > 1, "the stages could afford the same"
 
@@ -203,7 +203,7 @@ def test_a_budget_that_buys_nothing_on_one_stage_is_refused_by_all(world: World,
 @pytest.mark.ranks(2)
 def test_poorer_settings_of_one_rank_hold_for_all(world: World) -> None:
     context = budget(world, "M*-M", num_mamba_slots=10 + world.rank, num_kv_blocks=31 - world.rank)
-    assert context.state_pool.num_durable == 10
+    assert context.memory.state_pool.num_durable == 10
     assert context.kv_block_allocator.total_count == 30
 
 
@@ -264,12 +264,12 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
     buffer = engine.context.step_buffer
     buffer._hosts[1] = buffer._hosts[0]  # fixed addresses, as on a GPU
     buckets = graph_runner.GraphBuckets.of(engine.context)
-    engine._graphs = graph_runner.GraphRunner(buckets, 100, engine.context.spec.groups)
+    engine._runner = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
     prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]
     why = "out of memory" if world.rank == 1 else "another rank could not"
     with pytest.warns(UserWarning, match=f"cannot be captured.*{why}"):
         serve_checked(engine, prompts)
-    assert not engine._graphs.shapes
+    assert not engine._runner.shapes
 
 
 @pytest.mark.ranks(2)
@@ -284,7 +284,7 @@ def test_a_stream_let_go_of_on_one_rank_alone_cancels_nothing(world: World) -> N
     closed = engine.stream(prompts[1], ms.SamplingParams(num_tokens_to_generate=8))
     next(closed)
     closed.close()
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.ranks(2)

@@ -43,7 +43,7 @@ def test_tokens_are_the_cpus_by_the_rule_of_float32(world: World, split: str, gr
         for prompt, result, other in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), expected, strict=True):
             comparison.add(whole, prompt, other.tokens, result.tokens)
     assert engine.context.cache_stats().num_resumed_tokens
-    assert not graphs or len(engine._graphs.shapes) > 3
+    assert not graphs or len(engine._runner.shapes) > 3
     stats = world.gathered(engine.context.cache_stats())
     assert all(each == stats[0] for each in stats)
     print(f"{split}: {comparison.same} answers the same, {comparison.ties} parted at a tie")
@@ -59,4 +59,4 @@ def test_ranks_generate_the_same_tokens_in_bfloat16_with_graphs(world: World, sp
     answers = [[result.tokens for result in engine.generate(PROMPTS, params)] for _ in range(2)]
     told = world.gathered(answers)
     assert all(each == told[0] for each in told)
-    assert len(engine._graphs.shapes) > 3
+    assert len(engine._runner.shapes) > 3

@@ -115,7 +115,7 @@ def pooled(engine: ms.DynamicInferenceEngine, whole: PrefixShard) -> dict[str, t
     return {
         "ssm": slots.ssm_states[:, held].cpu(),
         "conv": slots.conv_states[:, held].cpu(),
-        "kv": context.kv_cache[:, :, blocks].cpu(),
+        "kv": context.memory.kv_cache[:, :, blocks].cpu(),
     }
 
 

@@ -5,9 +5,9 @@ from itertools import count
 import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
-from mambaslots.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from oracle.serving import small_model
 
 BLOCK = 8
@@ -39,16 +39,16 @@ def make_request(tokens: list[int], plan: ms.CheckpointPlan | None = None) -> Dy
 
 def schedule(
     context: DynamicInferenceContext, request: DynamicInferenceRequest, budget: int = 64
-) -> ScheduledChunk:
+) -> RequestStep:
     chunk = context.schedule(request, budget)
     assert chunk is not None
     return chunk
 
 
-def run(context: DynamicInferenceContext, *chunks: ScheduledChunk) -> torch.Tensor:
+def run(context: DynamicInferenceContext, *chunks: RequestStep) -> torch.Tensor:
     """One whole step; logits."""
     with torch.inference_mode():
-        logits = small_model()(context.begin_step(chunks))
+        logits = small_model()(context.begin_step(chunks).inputs)
     context.end_step()
     context.check_integrity()
     return logits

@@ -39,14 +39,14 @@ class RightDrafter:
         self._known[sequence] = _continuation(sequence)
         return self._known[sequence]
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         return self.right(tokens)[:most]
 
 
 class WrongDrafter(RightDrafter):
     """Never right."""
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         return [(self.right(tokens)[0] + 1 + i) % 256 for i in range(most)]
 
 
@@ -57,7 +57,7 @@ class MixedDrafter(RightDrafter):
         super().__init__()
         self._random = np.random.default_rng(seed)
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         wrong = self._random.integers(0, 256, most + 2).tolist()
         right = self.right(tokens)[: self._random.integers(0, most + 2)]
         return (right + wrong)[: self._random.integers(0, most + 3)]

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
-from mambaslots.inference.contexts import dynamic_context
+from mambaslots.inference.contexts.cached_path import CachedPath
 from mambaslots.inference.engines import dynamic_engine, sampling
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]
@@ -23,30 +23,31 @@ class Interrupted(KeyboardInterrupt):
 
 POINTS: dict[str, tuple[Owner, str]] = {
     "scheduling": (lambda e: e._scheduler, "schedule"),
-    "matching": (lambda e: e.context._index, "match"),
+    "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context._admission, "schedule"),
     "admitted": (lambda e: e.context, "schedule"),
-    "row": (lambda e: e.context._rows, "take"),
-    "block table": (lambda e: e.context._rows, "append_blocks"),
+    "row": (lambda e: e.context._rows, "seat"),
+    "block table": (lambda e: CachedPath, "append"),
     "KV allocation": (lambda e: e.context.kv_block_allocator, "allocate_memory_blocks"),
     "KV references": (lambda e: e.context.kv_block_allocator, "add_references"),
     "KV release": (lambda e: e.context.kv_block_allocator, "release_memory_blocks"),
-    "resume": (lambda e: e.context._states, "resume"),
-    "slot pin": (lambda e: e.context.mamba_slot_allocator, "pin"),
-    "slot unpin": (lambda e: e.context.mamba_slot_allocator, "unpin"),
-    "slot reservation": (lambda e: e.context.mamba_slot_allocator, "reserve"),
-    "planned slots": (lambda e: e.context._checkpoints, "reserve"),
-    "inputs": (lambda e: dynamic_context, "build_step_inputs"),
+    "resume": (lambda e: e.context._states, "start_from"),
+    "slot pin": (lambda e: e.context.prefix_cache.slots, "pin"),
+    "slot unpin": (lambda e: e.context.prefix_cache.slots, "unpin"),
+    "slot reservation": (lambda e: e.context.prefix_cache.slots, "reserve"),
+    "planned slots": (lambda e: e.context.prefix_cache, "reserve"),
+    "inputs": (lambda e: e.context._builder, "build"),
     "begin": (lambda e: e.context, "begin_step"),
     "forward": (lambda e: e, "model"),
     "register_chain": (lambda e: e.context.kv_block_allocator, "register_chain"),
-    "commit": (lambda e: e.context.mamba_slot_allocator, "commit"),
+    "commit": (lambda e: e.context.prefix_cache.slots, "commit"),
     "advance": (lambda e: e.context._states, "advance"),
-    "trim": (lambda e: e.context._checkpoints, "trim_path"),
+    "trim": (lambda e: e.context.prefix_cache._checkpoints, "_trim"),
     "end": (lambda e: e.context, "end_step"),
     "sample": (lambda e: sampling, "sample"),
     "log_softmax": (lambda e: sampling, "log_softmax"),
     "sampled": (lambda e: dynamic_engine, "sample_step"),
+    "waited": (lambda e: sampling.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),
 }
 

@@ -77,7 +77,7 @@ def assert_answers(prompt: Sequence[int], result: ms.RequestResult) -> None:
 def run_checked(engine: ms.DynamicInferenceEngine) -> dict[int, ms.RequestResult]:
     """Step to the end, checking integrity after every step; results by request."""
     results: dict[int, ms.RequestResult] = {}
-    while engine.has_unfinished_requests:
+    while engine.has_unfinished_requests():
         for result in engine.step().finished:
             results[result.request_id] = result
         engine.context.check_integrity()

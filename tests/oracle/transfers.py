@@ -25,7 +25,7 @@ def engine_of(model: ms.models.HybridLM | None = None, **overrides: Any) -> ms.D
     }  # fmt: skip
     config = ms.InferenceConfig(**(settings | overrides))
     engine = ms.DynamicInferenceEngine(model or small_model(), config)
-    engine.weights_version = version
+    engine.set_weights_version(version)
     return engine
 
 
@@ -49,8 +49,8 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
 
 
 def tensors_of(engine: ms.DynamicInferenceEngine) -> list[torch.Tensor]:
-    pool = engine.context.state_pool
-    return [t.clone() for t in (pool.conv_states, pool.ssm_states, engine.context.kv_cache)]
+    pool = engine.context.memory.state_pool
+    return [t.clone() for t in (pool.conv_states, pool.ssm_states, engine.context.memory.kv_cache)]
 
 
 def random_forest(seed: int, salts: tuple[bytes, ...] = (b"", b"x"), size: int = 4) -> PrefixForest:

@@ -123,7 +123,7 @@ class Client:
 
     def finish(self, most_steps: int = 600) -> None:
         """Step to the end, checking integrity after every step."""
-        while self.engine.has_unfinished_requests:
+        while self.engine.has_unfinished_requests():
             most_steps -= 1
             assert most_steps > 0, "the engine does not go on"
             self.step()

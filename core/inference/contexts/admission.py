@@ -1,117 +1,115 @@
-"""What a request needs for its next chunk: a row, a state to start from, and KV blocks."""
+"""What a request needs for its next step: a row, a state to start from, and KV blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...cache_stats import Span
 from ...config import InferenceConfig
 from ...errors import RequestOverflowError
-from ...request import DynamicInferenceRequest
 from ..policies.checkpoint_plan import Boundary
-from .kv_block_allocator import KVBlockAllocator
-from .prefix_index import PrefixIndex, PrefixMatch
+from .holding import Holding
+from .prefix_cache import PrefixCache
+from .prefix_match import PrefixMatch
+from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates
-from .scheduled_chunk import ScheduledChunk
+from .request_step import RequestStep
 
 
 class Admission:
-    """Gives requests what their next chunk needs, all of it or nothing."""
+    """Gives requests what their next step needs, all of it or nothing.
+
+    This class alone writes `Holding.seen_tokens` and `Holding.spans`.
+    """
 
     def __init__(
         self,
         config: InferenceConfig,
         ssd_chunk_size: int,
-        index: PrefixIndex,
-        kv_blocks: KVBlockAllocator,
+        cache: PrefixCache,
         rows: RequestRows,
         states: RequestStates,
     ) -> None:
         self._config = config
         self._block_size = config.block_size_tokens
         self._ssd_chunk_size = ssd_chunk_size
-        self._index = index
-        self._kv_blocks = kv_blocks
+        self._cache = cache
         self._rows = rows
         self._states = states
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What the cache knows of all tokens of a request; changes nothing but its hash chain."""
-        length = len(request.tokens)
-        if request.row >= 0 and not request.shares_cache:
-            return PrefixMatch((), 0, -1, 0, (Span(0, length, "disabled"),), self._index.version)
-        if self._config.enable_prefix_caching:
+        path = request.holding.path if request.holding is not None else None
+        if self._config.enable_prefix_caching and (path is None or path.shares):
             request.hashes.extend_to(request.tokens)
-        held = request.blocks[: request.immutable_blocks]
-        return self._index.match(request.hashes, length, held, not request.sampling.returns_prompt_log_probs)
+        resume = not request.sampling.returns_prompt_log_probs
+        return self._cache.match(request.hashes, len(request.tokens), path, resume)
 
     def schedule(
         self, request: DynamicInferenceRequest, token_budget: int, match: PrefixMatch | None
-    ) -> ScheduledChunk | None:
-        """See `DynamicInferenceContext.schedule`."""
-        if request.row >= 0 and request.decoding:
-            return self._schedule_decode(request)
-        if request.row < 0 and not self._rows.free_count:
-            raise RequestOverflowError(self._rows.count + 1, self._rows.count)
-        if match is None or match.version != self._index.version:
+    ) -> RequestStep | None:
+        """The request's next step of at most `token_budget` tokens, with all that it needs, or None."""
+        holding = request.holding
+        if holding is not None and holding.decoding:
+            return self._schedule_decode(request, holding)
+        if holding is None and not self._rows.num_free:
+            raise RequestOverflowError(self._rows.num_rows + 1, self._rows.num_rows)
+        if match is None or match.version != self._cache.version:
             match = self.match(request)
-        ahead = match.resume_tokens > request.computed
-        start = match.resume_tokens if ahead else request.computed
-        stop = self._chunk_stop(start, len(request.tokens), token_budget)
-        shared = match.blocks[request.immutable_blocks :]
-        kept = len(match.blocks) if shared else len(request.blocks)
-        if stop <= start or not self._affordable(request, stop, kept, shared):
+        num_computed = holding.num_computed if holding is not None else 0
+        ahead = match.resume_tokens > num_computed
+        start = match.resume_tokens if ahead else num_computed
+        stop = self._stop(start, len(request.tokens), token_budget)
+        if stop <= start or not self._affords(request, match, stop):
             return None
-        if request.row < 0:
-            self._rows.take(request)
-            request.prefill_length = len(request.tokens)
-            request.shares_cache = self._config.enable_prefix_caching
-        if shared:
-            self._adopt(request, list(shared))
-        missing = max(0, self._blocks_for(stop) - len(request.blocks))
-        self._rows.append_blocks(request, self._kv_blocks.allocate_memory_blocks(missing))
+        if holding is None:
+            holding = self._rows.seat(request)
+        self._cache.hold(holding.path, match)
+        self._cache.grow(holding.path, self._num_blocks(stop))
         if ahead:
-            self._states.resume(request, match.resume_slot)
-        if ahead or not request.computed:
-            request.spans = match.spans
-        request.seen_tokens = match.seen_tokens
-        skipped = start - request.computed
-        request.computed = start
-        return ScheduledChunk(request, start, stop, skipped, request.spans, self._plan(request, start, stop))
+            self._states.start_from(holding, match.resume_slot, start)
+        if ahead or not num_computed:
+            holding.spans = match.spans
+        holding.seen_tokens = match.seen_tokens
+        return RequestStep(
+            request,
+            holding,
+            start,
+            stop,
+            num_resumed=start - num_computed,
+            spans=holding.spans,
+            boundaries=self._boundaries(holding, start, stop),
+        )
 
-    def _schedule_decode(self, request: DynamicInferenceRequest) -> ScheduledChunk | None:
-        start = request.computed
-        if start == len(request.blocks) * self._block_size:
-            if not self._kv_blocks.is_memory_available(1):
+    def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
+        start, path = holding.num_computed, holding.path
+        if start == len(path.blocks) * self._block_size:
+            if not self._cache.kv_blocks.is_memory_available(1):
                 return None
-            self._rows.append_blocks(request, self._kv_blocks.allocate_memory_blocks(1))
-        return ScheduledChunk(request, start, start + 1, boundaries=self._plan(request, start, start + 1))
+            self._cache.grow(path, len(path.blocks) + 1)
+        boundaries = self._boundaries(holding, start, start + 1)
+        return RequestStep(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
 
-    def draft(self, chunk: ScheduledChunk, tokens: Sequence[int]) -> ScheduledChunk:
-        """See `DynamicInferenceContext.draft`."""
-        request = chunk.request
-        room = len(request.blocks) * self._block_size - chunk.stop
-        missing = self._blocks_for(max(0, len(tokens) - room))
-        while missing and not self._kv_blocks.is_memory_available(missing):
-            missing -= 1
-        if missing:
-            self._rows.append_blocks(request, self._kv_blocks.allocate_memory_blocks(missing))
-        tokens = tuple(tokens[: room + missing * self._block_size])
-        if not tokens:
-            return chunk
-        stop = chunk.stop + len(tokens)
-        return replace(chunk, stop=stop, drafts=tokens, boundaries=self._plan(request, chunk.start, stop))
+    def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
+        """The step with as many of the drafts as there are KV blocks for."""
+        path = step.holding.path
+        room = len(path.blocks) * self._block_size - step.stop
+        num_missing = self._num_blocks(max(0, len(tokens) - room))
+        while num_missing and not self._cache.kv_blocks.is_memory_available(num_missing):
+            num_missing -= 1
+        self._cache.grow(path, len(path.blocks) + num_missing)
+        drafts = tuple(tokens[: room + num_missing * self._block_size])
+        if not drafts:
+            return step
+        stop = step.stop + len(drafts)
+        boundaries = self._boundaries(step.holding, step.start, stop)
+        return replace(step, stop=stop, drafts=drafts, boundaries=boundaries)
 
-    def trim(self, request: DynamicInferenceRequest) -> None:
-        """Give back the KV blocks that only drafts needed: what is left is what plain decoding would hold."""
-        needed = self._blocks_for(request.computed)
-        unneeded = request.blocks[needed:]
-        if unneeded:
-            self._rows.replace_blocks(request, needed, [])
-            self._kv_blocks.release_memory_blocks(unneeded)
+    def trim(self, holding: Holding) -> None:
+        """Give back the KV blocks that only drafts needed; a plain decode would hold the rest, too."""
+        self._cache.trim(holding.path, self._num_blocks(holding.num_computed))
 
-    def _chunk_stop(self, start: int, length: int, budget: int) -> int:
-        """Cuts fall on a block, else on the SSD grid, so that states at chunk ends can be kept."""
+    def _stop(self, start: int, length: int, budget: int) -> int:
+        """Where the step ends: on a block, else on the SSD grid, so that the state there can be kept."""
         if length - start <= budget:
             return length
         if not self._config.enable_chunked_prefill:
@@ -122,32 +120,24 @@ class Admission:
                 return stop
         return start + budget
 
-    def _affordable(
-        self, request: DynamicInferenceRequest, stop: int, kept: int, shared: Sequence[int]
-    ) -> bool:
-        """Whether the chunk's blocks can be had; a new request also waits until its whole prompt fits."""
-        length = len(request.tokens) if request.row < 0 else stop
-        needed = max(0, self._blocks_for(length) - kept)
-        return self._kv_blocks.is_memory_available(needed, self._kv_blocks.count_cached(shared))
+    def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
+        """Whether the step's blocks can be had; a waiting request also waits until its whole prompt fits."""
+        holding = request.holding
+        if holding is None:
+            return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
+        return self._cache.affords(self._num_blocks(stop), match, holding.path)
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
 
-    def _plan(self, request: DynamicInferenceRequest, start: int, stop: int) -> tuple[Boundary, ...]:
-        if not request.shares_cache or start // self._block_size == stop // self._block_size:
-            return ()  # no boundary in (start, stop]
-        return request.plan.boundaries(
+    def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
+        """The boundaries in (start, stop] whose states the request's plan takes."""
+        if not holding.path.shares or start // self._block_size == stop // self._block_size:
+            return ()
+        return holding.path.plan.boundaries(
             start=start,
             stop=stop,
-            prompt_tokens=request.prefill_length,
+            prompt_tokens=holding.prefill_length,
             block_size_tokens=self._block_size,
-            seen_tokens=request.seen_tokens,
+            seen_tokens=holding.seen_tokens,
         )
-
-    def _adopt(self, request: DynamicInferenceRequest, shared: list[int]) -> None:
-        """Go on with registered blocks in place of the request's own unfinished ones."""
-        own = request.blocks[request.immutable_blocks :]
-        self._kv_blocks.add_references(shared)
-        self._kv_blocks.release_memory_blocks(own)
-        self._rows.replace_blocks(request, request.immutable_blocks, shared)
-        request.immutable_blocks = len(request.blocks)

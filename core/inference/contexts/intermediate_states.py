@@ -1,108 +1,127 @@
-"""Checkpoints of hosts whose kernels cannot store a state into a slot.
+"""The half of a slot allocator for hosts whose kernels cannot store a state into a slot.
 
-Such kernels (megatron-core's own) write the states inside a prefill chunk to scratch rows of fixed address,
-and leave the state at its end in the live slot. This module plans the rows before the step, and moves them
+Such kernels (megatron-core's own) write the states inside a prefill to scratch rows of fixed address, and
+leave the state at its end in the live slot. This module plans the rows before the step, and moves the states
 into durable slots after it.
 """
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...validation import INT32_MAX, instance, integer, shown
-from ..policies.checkpoint_plan import CheckpointPlan
+from ...validation import integer, shown
+from ..kernels.state_copy import StateTensors
+from ..policies.slot_choice import choose_for_slots
+from .durable_slots import DurableSlots
+from .host_settings import HostSettings
 
-if TYPE_CHECKING:
-    from .mamba_slot_allocator import MambaSlotAllocator
 
-MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Offset rows a request where the host does not say (`context.max_intermediate_offsets_per_request`)."""
+@dataclass(frozen=True)
+class StateSource:
+    """Where a state of the launched step is: scratch row `index`, or the live slot of request row `index`."""
+
+    in_scratch: bool
+    index: int
 
 
 class IntermediateStates:
-    """What one step checkpoints: rows of offsets a request, and at most one chunk end.
+    """What one step checkpoints: rows of offsets a request, and at most one end of its prefill step.
 
-    Rows are the host's request rows, `max_requests` of them. `offsets_cpu` [rows, width] counts tokens from
-    the first token the chunk computes; `block_ids_cpu` [rows, width] names the blocks; `counts_cpu` [rows];
-    `eos_block_id_cpu` [rows] is the block whose boundary the chunk ends on, or -1. Hosts move and clear rows
-    of these four.
+    Rows are the host's request rows, `max_requests` of them. Hosts move and clear rows of the four `*_cpu`
+    tensors.
+
+    Attributes:
+        offsets_cpu: [rows, width] int32, tokens from the first token that the step computes to the boundary.
+        counts_cpu: [rows] int32, how many offsets a row has.
+        block_ids_cpu: [rows, width] int32, the blocks that end there, -1 for none.
+        eos_block_id_cpu: [rows] int32, the block whose boundary the step ends on, or -1.
+        offsets_device, counts_device: what `transfer` fills, of the same shapes, on the states' device.
+        conv_out, ssm_out: [layers, scratch rows, ...]: the scratch that the host's kernels write.
+        pending: whether anything is planned.
+        num_dropped: planned boundaries for which offset rows or scratch had no room, since the beginning.
     """
 
     def __init__(
-        self, allocator: "MambaSlotAllocator", conv_dtype: torch.dtype, ssm_dtype: torch.dtype
+        self,
+        context: Any,
+        settings: HostSettings,
+        slots: DurableSlots,
+        scratch: StateTensors,
+        copy_to_slots: Callable[[StateSource, list[int], list[int]], None],
     ) -> None:
-        context = allocator.context
-        self._allocator = allocator
-        plan = getattr(context, "checkpoint_plan", None)
-        self._plan = CheckpointPlan() if plan is None else plan
-        instance("context.checkpoint_plan", self._plan, CheckpointPlan)
-
-        def size(name: str, missing: int, minimum: int = 0) -> int:
-            """A size that the host states, or may state."""
-            value = getattr(context, name, None)
-            return missing if value is None else integer(f"context.{name}", value, minimum, INT32_MAX)
-
-        rows = size("max_requests", 0)
-        width = size("max_intermediate_offsets_per_request", MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
-        self.max_count = size("max_mamba_intermediate_states_per_step", 0)
+        """
+        Args:
+            context: the host. Its step is read when a step is planned and committed.
+            settings: what the host states.
+            slots: the book of durable slots.
+            scratch: for the states of one step.
+            copy_to_slots: called with (a source of the kind, indices, slots) to copy states of one kind.
+        """
+        self._context = context
+        self._settings = settings
+        self._slots = slots
+        self._copy_to_slots = copy_to_slots
         self.pending = False
-        self.dropped = 0
-        block = size("block_size_tokens", 0, minimum=1)
-        grid = size("ssm_chunk_alignment", 0) or size("mamba_chunk_size", 1) or 1
-        if block and grid and block % grid:
+        self.num_dropped = 0
+        block, grid = settings.block_size_tokens, settings.ssd_chunk_size
+        if block and block % grid:
             warnings.warn(
                 f"block_size_tokens is {block}, no multiple of the SSD chunk ({grid}): most block boundaries "
                 "have no state inside a prefill, and few prompts will resume",
                 stacklevel=4,
             )
+        rows, width = settings.max_requests, settings.max_offsets_per_request
         self.offsets_cpu = torch.zeros(rows, width, dtype=torch.int32)
         self.counts_cpu = torch.zeros(rows, dtype=torch.int32)
         self.block_ids_cpu = torch.full((rows, width), -1, dtype=torch.int32)
         self.eos_block_id_cpu = torch.full((rows,), -1, dtype=torch.int32)
-        conv, ssm = allocator.conv_states, allocator.ssm_states
-        scratch = (allocator.num_mamba_layers, self.max_count)
-        self.conv_out = torch.zeros(*scratch, *conv.shape[2:], dtype=conv_dtype, device=conv.device)
-        self.ssm_out = torch.zeros(*scratch, *ssm.shape[2:], dtype=ssm_dtype, device=ssm.device)
-        self._offsets_device = torch.zeros_like(self.offsets_cpu, device=ssm.device)
-        self._counts_device = torch.zeros_like(self.counts_cpu, device=ssm.device)
+        self.conv_out, self.ssm_out = scratch.conv, scratch.ssm
+        self.max_count = scratch.ssm.shape[1]
+        self.offsets_device = torch.zeros_like(self.offsets_cpu, device=scratch.ssm.device)
+        self.counts_device = torch.zeros_like(self.counts_cpu, device=scratch.ssm.device)
+
+    # ---- before the step
 
     def plan(
         self, req: Any, row: int, skip_tokens: int, prefill_chunk_length: int, num_matched_blocks: int
     ) -> None:
-        """Choose the boundaries to keep of the chunk that request row `row` computes.
+        """Choose the boundaries to keep of the part of a prompt that request row `row` computes.
 
-        The chunk is tokens [finished + skip_tokens, finished + prefill_chunk_length) of `req.prompt_tokens`
-        (finished = `req.finished_chunk_token_count`); `num_matched_blocks` of its blocks, after those
-        allocated by earlier chunks, were found in the KV cache. Requests without block hashes
-        (`req.precomputed_block_hashes` empty) take no state: nobody could find it.
+        The part is tokens [finished + skip_tokens, finished + prefill_chunk_length) of `req.prompt_tokens`,
+        finished = `req.finished_chunk_token_count`. `num_matched_blocks` of its blocks, after those that
+        earlier parts allocated, were found in the KV cache. Requests without block hashes
+        (`req.precomputed_block_hashes` empty) take no state, because nobody could find it.
         """
-        context = self._allocator.context
+        context, settings = self._context, self._settings
         row = integer("current_id", row, 0, len(self.counts_cpu) - 1)
-        block = int(context.block_size_tokens)
+        block = settings.block_size_tokens
         try:
             finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"req is {shown(req)}; accepted: what has prompt_tokens and finished_chunk_token_count"
             ) from error
-        most = context.request_to_kv_block_ids.shape[1] * block - finished
+        longest = context.request_to_kv_block_ids.shape[1] * block - finished
         start = finished + integer("skip_tokens", skip_tokens, 0)
-        stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, most)
+        stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, longest)
         num_matched_blocks = integer("num_matched_blocks", num_matched_blocks, 0)
         self._clear_rows(slice(row, row + 1))
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return
         seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
-        boundaries = self._plan.boundaries(
+        boundaries = settings.plan.boundaries(
             start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, seen_tokens=seen
         )
         blocks = context.request_to_kv_block_ids[row]
         inside = [b.position for b in boundaries if b.position < stop]
+        on_grid = [position for position in inside if (position - start) % settings.ssd_chunk_size == 0]
         room = max(0, min(self.offsets_cpu.shape[1], self.max_count - int(self.counts_cpu.sum())))
-        kept = sorted([position for position in inside if (position - start) % self._grid == 0][:room])
-        self.dropped += len(inside) - len(kept)
+        kept = sorted(on_grid[:room])
+        self.num_dropped += len(inside) - len(kept)
         for column, position in enumerate(kept):
             self.offsets_cpu[row, column] = position - start
             self.block_ids_cpu[row, column] = blocks[position // block - 1]
@@ -112,31 +131,28 @@ class IntermediateStates:
             self.pending = True
         self.pending |= bool(kept)
 
-    @property
-    def _grid(self) -> int:
-        context = self._allocator.context
-        return int(getattr(context, "ssm_chunk_alignment", 0) or getattr(context, "mamba_chunk_size", 0) or 1)
-
     # ---- the step's rows
 
     def _prefill_rows(self) -> slice:
-        context = self._allocator.context
+        context = self._context
         start = context.paused_request_count + context.batch_dimensions.decode_req_count
         return slice(start, start + context.batch_dimensions.prefill_req_count)
 
     def step_rows(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Offsets and counts of the step's prefill rows, or (None, None) where nothing is planned."""
         rows = self._prefill_rows()
         if not self.pending or rows.start == rows.stop:
             return None, None
         return self.offsets_cpu[rows], self.counts_cpu[rows]
 
     def transfer(self, start: int, count: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Copy rows [start, start + count) to the device tensors, without waiting; returns views of these."""
         integer("prefill_start", start, 0, len(self.counts_cpu))
         integer("prefill_count", count, 0, len(self.counts_cpu) - start)
         if count == 0:
             return None, None
         rows = slice(start, start + count)
-        offsets, counts = self._offsets_device[rows], self._counts_device[rows]
+        offsets, counts = self.offsets_device[rows], self.counts_device[rows]
         offsets.copy_(self.offsets_cpu[rows], non_blocking=True)
         counts.copy_(self.counts_cpu[rows], non_blocking=True)
         return offsets, counts
@@ -144,12 +160,12 @@ class IntermediateStates:
     # ---- after the step
 
     def collect(self) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        """(blocks, scratch rows, chunk-end blocks, their request rows, hashes of both), or None.
+        """(blocks, scratch rows, blocks of step ends, their request rows, hashes of both), or None.
 
         Scratch rows are as the kernels filled them: request after request, in the order of
         `mamba_metadata.per_request_intermediate_counts`.
         """
-        context = self._allocator.context
+        context = self._context
         rows = self._prefill_rows()
         if rows.start == rows.stop:
             return None
@@ -169,57 +185,65 @@ class IntermediateStates:
         hashes = context.kv_block_allocator.block_hashes[torch.tensor(blocks + end_blocks)].tolist()
         return blocks, scratch_rows, end_blocks, end_rows, hashes
 
-    def commit(self) -> None:
-        """Reserve, copy, commit. Blocks that nobody can find, or that have a state, are passed over."""
-        try:
-            collected = self.collect()
-            if collected is not None:
-                self._store(*collected)
-        finally:
-            self.clear()
+    def sources(self) -> dict[int, StateSource]:
+        """Block -> where its state is, of the step's planned boundaries that nobody has stored yet.
 
-    def _store(
-        self,
-        blocks: list[int],
-        scratch: list[int],
-        end_blocks: list[int],
-        end_rows: list[int],
-        hashes: list[int],
-    ) -> None:
-        allocator = self._allocator
-        sources = [(True, row) for row in scratch] + [(False, row) for row in end_rows]
-        reserved = allocator.reserved_blocks
-        wanted: dict[int, tuple[bool, int]] = {}
-        for block, key, source in zip(blocks + end_blocks, hashes, sources, strict=True):
-            if (
-                key <= 0
-                or block in reserved
-                or allocator.has_state(block)
-                or allocator.hash_to_block_id.get(key, block) != block
-            ):
-                continue
-            wanted.setdefault(block, source)
-        # Shallow boundaries come before deep ones, and chunk ends last: where slots are short, those stay.
-        chosen = list(wanted)[-allocator.available_count :] if allocator.available_count else []
-        for block in wanted.keys() - set(chosen):
-            allocator.ghosts.add(int(allocator.context.kv_block_allocator.block_hashes[block]), "capacity")
-        slots = allocator.reserve(chosen)
+        Shallow boundaries come first, ends of steps last. Blocks that nobody can find are passed over.
+        """
+        collected = self.collect()
+        if collected is None:
+            return {}
+        blocks, scratch, end_blocks, end_rows, hashes = collected
+        places = [StateSource(True, row) for row in scratch] + [StateSource(False, row) for row in end_rows]
+        states = self._slots.map
+        reserved = set(self._slots.reserved.values())
+        sources: dict[int, StateSource] = {}
+        for block, key, place in zip(blocks + end_blocks, hashes, places, strict=True):
+            findable = key > 0 and states.hash_to_block_id.get(key, block) == block
+            if findable and block not in reserved and block not in states:
+                sources.setdefault(block, place)
+        return sources
+
+    def take(self, sources: Mapping[int, StateSource]) -> dict[int, int]:
+        """Reserve slots for the states of blocks, and copy the states there; at most one copy a kind of
+        source.
+
+        Where slots are short, the last of `sources` are served, and the others become ghosts.
+
+        Returns:
+            Block -> reserved slot. Where a copy raises, nothing stays reserved.
+        """
+        slots = self._slots
+        chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.num_available)
+        if refused:
+            hashes = self._context.kv_block_allocator.block_hashes
+            slots.ghosts.add_all([int(hashes[block]) for block in refused], "capacity")
+        chosen.reverse()
+        reserved = slots.reserve(chosen)
         try:
-            for from_scratch, store in (
-                (True, allocator._copy_intermediate_to_cache),
-                (False, lambda rows, slots: allocator.store_from_live_batch(slots, rows)),
-            ):
+            for in_scratch in (True, False):
                 pairs = [
-                    (wanted[b][1], s)
-                    for b, s in zip(chosen, slots, strict=True)
-                    if wanted[b][0] is from_scratch
+                    (sources[block], slot)
+                    for block, slot in zip(chosen, reserved, strict=True)
+                    if sources[block].in_scratch is in_scratch
                 ]
                 if pairs:
-                    store([row for row, _ in pairs], [slot for _, slot in pairs])
+                    self._copy_to_slots(
+                        pairs[0][0], [source.index for source, _ in pairs], [slot for _, slot in pairs]
+                    )
         except BaseException:
-            allocator.release_reservation(slots)
+            slots.release(reserved)
             raise
-        allocator.commit(slots)
+        return dict(zip(chosen, reserved, strict=True))
+
+    def commit(self) -> None:
+        """Reserve, copy, commit what the step took; a full pool costs states, not the step."""
+        try:
+            sources = self.sources()
+            if sources:
+                self._slots.commit(list(self.take(sources).values()))
+        finally:
+            self.clear()
 
     def clear(self) -> None:
         """Forget this step's rows."""
@@ -227,10 +251,15 @@ class IntermediateStates:
         self.pending = False
 
     def reset(self) -> None:
+        """Forget all rows, and zero the scratch."""
         self._clear_rows(slice(None))
         self.pending = False
         self.conv_out.zero_()
         self.ssm_out.zero_()
+
+    def free_scratch(self) -> None:
+        """Let go of the scratch's memory; tensors without rows remain."""
+        self.conv_out, self.ssm_out = self.conv_out[:, :0].clone(), self.ssm_out[:, :0].clone()
 
     def _clear_rows(self, rows: slice) -> None:
         self.offsets_cpu[rows] = 0

@@ -1,12 +1,13 @@
-"""Durable slots: which block's state each one holds, who may write it, and which goes when one is needed."""
+"""The slot allocator that hosts plug in: megatron-core's names over the book of durable slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...errors import MambaSlotCapacityError
 from ...tensor_validation import addressable, float_dtype, numbers
 from ...validation import (
     INT32_MAX,
@@ -17,36 +18,34 @@ from ...validation import (
     integer,
     integers,
     ints_within,
-    one_of,
     shown,
 )
 from ..kernels.state_copy import StateTensors, copy_states
 from ..policies.ghost_list import GhostList
-from ..policies.slot_eviction import EVICTION_POLICIES, LRUEviction, RefZeroEviction, SlotEvictionPolicy
-from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates
+from .durable_slots import DurableSlots
+from .host_settings import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, HostSettings
+from .intermediate_states import IntermediateStates, StateSource
 from .kv_block_allocator import MAX_HASH
-from .state_index import StateIndex
+from .mirrored import MirroredTensor
 from .state_pool import StatePool
 
 __all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
 
 
 class MambaSlotAllocator:
-    """A pool of durable state slots for the prefix cache of a hybrid model.
+    """A pool of durable state slots for the prefix cache of a hybrid model, as a host's context holds it.
 
-    A slot is FREE, RESERVED or COMMITTED:
+    It is a facade over two parts. `slots`, a `DurableSlots`, is the book: which slot is free, reserved or
+    committed, pinned, next to be evicted. `intermediate`, an `IntermediateStates`, is for hosts whose kernels
+    write states to scratch: it is built at once where the host states how much scratch a step needs
+    (`max_mamba_intermediate_states_per_step`), else at its first use. Arguments are checked here, once.
 
-        FREE -- reserve --> RESERVED -- commit --> COMMITTED (its block is in the maps)
-          ^                    |                       |
-          +- release_reservation / evict, invalidate, deregistration
+    `allocate_slots_batch` is the host's shorthand for slots that enter the maps at once and that the caller
+    fills (`store_from_*`) before it registers a hash. From its host the allocator needs `kv_block_allocator`
+    (`block_hashes` and a block count) and, where they exist, uses `state_pool`, `max_requests`,
+    `mamba_metadata`, the live states and the step's batch dimensions.
 
-    A reserved slot is written by one step and read by nobody; a committed one is immutable, and a pinned
-    one is not evicted. `allocate_slots_batch` is the host's shorthand for slots that enter the maps at once
-    and that the caller fills (`store_from_*`) before registering a hash.
-
-    The constructor and the names of its upper half are megatron-core's. From its host it needs
-    `kv_block_allocator` (`block_hashes` and a block count) and, where they exist, uses `state_pool`,
-    `max_requests`, `mamba_metadata`, the live states and the step's batch dimensions.
+    This class is over 400 lines long because its names are the contract with hosts.
 
     Attributes (for hosts to read):
         block_to_slot [blocks] int32, slot_to_block [max_slots] int32, free_slots [max_slots] int32 (the
@@ -69,233 +68,217 @@ class MambaSlotAllocator:
         ssm_states_shape: tuple[int, ...],
         conv_states_dtype: torch.dtype,
         ssm_states_dtype: torch.dtype,
+        *,
+        slots: DurableSlots | None = None,
     ) -> None:
+        """
+        Args:
+            context: the host.
+            max_slots: slots of the pool.
+            num_mamba_layers: layers with a state.
+            conv_states_shape, ssm_states_shape: of one layer's state.
+            conv_states_dtype, ssm_states_dtype: of the durable states.
+            slots: the book of a prefix cache that owns it; None makes one.
+        """
         self.context = context
         self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
         self.num_mamba_layers = integer("num_mamba_layers", num_mamba_layers, 0, INT32_MAX)
-        conv_shape = tuple(integers("conv_states_shape", conv_states_shape, 1, INT32_MAX))
-        ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1, INT32_MAX))
+        self._conv_shape = tuple(integers("conv_states_shape", conv_states_shape, 1, INT32_MAX))
+        self._ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1, INT32_MAX))
         float_dtype("conv_states_dtype", conv_states_dtype)
         float_dtype("ssm_states_dtype", ssm_states_dtype)
-        slots = (self.num_mamba_layers, self.max_slots)
-        addressable("conv_states_shape", conv_shape, (*slots, *conv_shape), conv_states_dtype)
-        addressable("ssm_states_shape", ssm_shape, (*slots, *ssm_shape), ssm_states_dtype)
-        self.num_blocks = _block_count(context)
-
+        rows = (self.num_mamba_layers, self.max_slots)
+        addressable("conv_states_shape", self._conv_shape, (*rows, *self._conv_shape), conv_states_dtype)
+        addressable("ssm_states_shape", self._ssm_shape, (*rows, *self._ssm_shape), ssm_states_dtype)
+        self._dtypes = conv_states_dtype, ssm_states_dtype
+        self._settings = self._host_settings()
+        self.num_blocks = self._settings.num_blocks
         self._pool: StatePool | None = getattr(context, "state_pool", None)
-        if self._pool is not None:
-            _check_pool(
-                self._pool,
-                [((*slots, *conv_shape), conv_states_dtype), ((*slots, *ssm_shape), ssm_states_dtype)],
-            )
+        self._own: StateTensors | None = None
+        if self._pool is None:
+            self._own = self._new_states(self.max_slots, _device_of_live_states(context))
         else:
-            live = getattr(context, "mamba_ssm_states", None)
-            if not isinstance(live, Tensor) or not holds_data(live):
-                raise ValueError(
-                    f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that "
-                    "holds data"
-                )
-            device = live.device
-            self._own_conv = torch.zeros(*slots, *conv_shape, dtype=conv_states_dtype, device=device)
-            self._own_ssm = torch.zeros(*slots, *ssm_shape, dtype=ssm_states_dtype, device=device)
+            self._check_pool(self._pool)
+        self.slots = slots or DurableSlots(
+            self.max_slots, self._settings.eviction_policy, self._kv_hash, self._tell_kv
+        )
+        self.hash_to_block_id = self.slots.map.hash_to_block_id
+        self._block_to_slot = MirroredTensor(
+            torch.full((self.num_blocks,), -1, dtype=torch.int32), self._fill_block_to_slot
+        )
+        self._slot_to_block = MirroredTensor(
+            torch.full((self.max_slots,), -1, dtype=torch.int32), self._fill_slot_to_block
+        )
+        self._free_slots = MirroredTensor(
+            torch.arange(self.max_slots, dtype=torch.int32), self._fill_free_slots
+        )
+        self._built_intermediate: IntermediateStates | None = None
+        if self._settings.max_intermediate_states is not None:
+            self._built_intermediate = self._new_intermediate()
 
-        self._index = StateIndex(self.num_blocks, self.max_slots)
-        self.hash_to_block_id = self._index.hash_to_block_id
-        self._free = list(range(self.max_slots))
-        self._free_slots = torch.arange(self.max_slots, dtype=torch.int32)
-        self._free_mirrored = True  # `_free_slots` is up to date
-        self.ghosts = GhostList(8 * self.max_slots)
-        self._reserved: dict[int, int] = {}  # slot -> the block it is reserved for, -1 once that block left
-        self._pins: dict[int, int] = {}
-        self._used: set[int] = set()  # slots some request resumed from
-        self._eviction = self._make_policy()
-        self.committed_total = 0
-        self.evicted_total = 0
+    def _host_settings(self) -> HostSettings:
+        return HostSettings.of(self.context)
 
-        self._intermediate = IntermediateStates(self, conv_states_dtype, ssm_states_dtype)
-        self.max_intermediate_count = self._intermediate.max_count
-        self.intermediate_ssm_out = self._intermediate.ssm_out
-        self.intermediate_conv_out = self._intermediate.conv_out
-        self._intermediate_offsets_cpu = self._intermediate.offsets_cpu
-        self._intermediate_counts_cpu = self._intermediate.counts_cpu
-        self._intermediate_block_ids_cpu = self._intermediate.block_ids_cpu
-        self._eos_cache_block_id_cpu = self._intermediate.eos_block_id_cpu
+    def _new_states(self, num_slots: int, device: torch.device) -> StateTensors:
+        rows = (self.num_mamba_layers, num_slots)
+        (conv_dtype, ssm_dtype) = self._dtypes
+        return StateTensors(
+            torch.zeros(*rows, *self._conv_shape, dtype=conv_dtype, device=device),
+            torch.zeros(*rows, *self._ssm_shape, dtype=ssm_dtype, device=device),
+        )
 
-    def _policy(self) -> object:
-        """The eviction policy by name, or as an enumeration of the host's."""
-        return getattr(self.context, "prefix_caching_eviction_policy", "lru")
-
-    def _make_policy(self) -> SlotEvictionPolicy:
-        policy = self._policy()
-        policy = getattr(policy, "value", policy)
-        policy = policy.lower() if isinstance(policy, str) else policy
-        name = one_of("context.prefix_caching_eviction_policy", policy, EVICTION_POLICIES)
-        return RefZeroEviction() if name == "ref_zero" else LRUEviction()
+    def _check_pool(self, pool: object) -> None:
+        if not isinstance(pool, StatePool):
+            raise ValueError(f"context.state_pool is {shown(pool)}; accepted: a StatePool")
+        rows = (self.num_mamba_layers, self.max_slots)
+        expected = [
+            ((*rows, *shape), dtype)
+            for shape, dtype in zip((self._conv_shape, self._ssm_shape), self._dtypes, strict=True)
+        ]
+        durable = (pool.durable_conv_states, pool.durable_ssm_states)
+        found = [(tuple(states.shape), states.dtype) for states in durable]
+        if found != expected:
+            raise ValueError(
+                f"context.state_pool has durable states {found[0]} and {found[1]}; accepted: {expected[0]} "
+                f"and {expected[1]}"
+            )
 
     @property
     def conv_states(self) -> Tensor:
         """[layers, max_slots, *conv_states_shape]: the durable part of the host's pool, or our own tensor."""
-        return self._own_conv if self._pool is None else self._pool.durable_conv_states
+        return self._durable_states().conv
 
     @property
     def ssm_states(self) -> Tensor:
         """[layers, max_slots, *ssm_states_shape]: likewise."""
-        return self._own_ssm if self._pool is None else self._pool.durable_ssm_states
+        return self._durable_states().ssm
+
+    def _durable_states(self) -> StateTensors:
+        if self._pool is not None:
+            return StateTensors(self._pool.durable_conv_states, self._pool.durable_ssm_states)
+        return self._own  # type: ignore[return-value]
+
+    def _live_states(self) -> StateTensors:
+        return StateTensors(self.context.mamba_conv_states, self.context.mamba_ssm_states)
 
     # ---- lookup
 
     @property
     def block_to_slot(self) -> Tensor:
-        return self._index.block_to_slot
+        return self._block_to_slot.read(self.slots.version)
 
     @property
     def slot_to_block(self) -> Tensor:
-        return self._index.slot_to_block
+        return self._slot_to_block.read(self.slots.version)
 
     @property
     def free_slots(self) -> Tensor:
-        if not self._free_mirrored:
-            self._free_slots[: self.free_count] = torch.tensor(self._free, dtype=torch.int32)
-            self._free_mirrored = True
-        return self._free_slots
+        return self._free_slots.read(self.slots.version)
+
+    def _fill_block_to_slot(self, array: npt.NDArray[np.generic]) -> None:
+        slot_by_block = self.slots.map.slot_by_block
+        array[:] = -1
+        array[list(slot_by_block.keys())] = list(slot_by_block.values())
+
+    def _fill_slot_to_block(self, array: npt.NDArray[np.generic]) -> None:
+        slot_by_block = self.slots.map.slot_by_block
+        array[:] = -1
+        array[list(slot_by_block.values())] = list(slot_by_block.keys())
+
+    def _fill_free_slots(self, array: npt.NDArray[np.generic]) -> None:
+        array[: self.free_count] = self.slots.free
+
+    @property
+    def ghosts(self) -> GhostList:
+        return self.slots.ghosts
 
     @property
     def free_count(self) -> int:
-        return len(self._free)
-
-    def has_state(self, block_id: int) -> bool:
-        """Whether a committed slot holds the state after block `block_id`."""
-        if type(block_id) is int and 0 <= block_id < self.num_blocks:
-            return block_id in self._index.slot_by_block
-        return self.get_slot(block_id) >= 0
-
-    def get_slot(self, block_id: int) -> int:
-        """The committed slot of `block_id`, or -1."""
-        return self._index.slot_of(integer("block_id", block_id, 0, self.num_blocks - 1))
-
-    def is_reserved(self, slot: int) -> bool:
-        """Whether a step under way may write `slot`."""
-        slot = integer("slot", slot, 0, self.max_slots - 1)
-        return slot in self._reserved and slot not in self._pins
-
-    @property
-    def reserved_blocks(self) -> set[int]:
-        """The blocks whose states a step under way will store."""
-        return set(self._reserved.values()) - {-1}
+        return len(self.slots.free)
 
     @property
     def reserved_count(self) -> int:
-        return len(self._reserved)
+        return len(self.slots.reserved)
 
     @property
     def committed_count(self) -> int:
-        return len(self._index)
+        return len(self.slots.map)
 
     @property
-    def departures(self) -> int:
-        """States that have left; a slot looked up before another departure may hold another state."""
-        return self._index.departures
+    def committed_total(self) -> int:
+        """States committed since the beginning."""
+        return self.slots.counts.committed_total
 
     @property
-    def slots_by_use(self) -> list[int]:
-        """The committed slots, the next to be evicted first; pinned ones are among them."""
-        return self._eviction.victims(self.max_slots, lambda slot: True)
+    def evicted_total(self) -> int:
+        """States evicted since the beginning."""
+        return self.slots.counts.evicted_total
 
     @property
     def available_count(self) -> int:
         """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
-        pinned = sum(1 for slot in self._pins if slot not in self._reserved)
-        return self.free_count + len(self._index) - pinned
+        return self.slots.num_available
 
-    # ---- reservations: how our own host stores states
-
-    def reserve(self, block_ids: Sequence[int]) -> list[int]:
-        """Take one slot for the state of each block, evicting unpinned states if it must.
-
-        Enters no map. Blocks are distinct and have neither a state nor a reservation (ValueError). Raises
-        MambaSlotCapacityError with nothing changed.
-        """
-        blocks = self._checked(block_ids)
-        taken = self.reserved_blocks
-        for i, block in enumerate(blocks):
-            if block in self._index or block in taken:
-                raise ValueError(
-                    f"block_ids[{i}] is {block}; accepted: distinct blocks without state or reservation"
-                )
-            taken.add(block)
-        slots = self._take_slots(len(blocks), keep=())
-        self._reserved.update(zip(slots, blocks, strict=True))
-        return slots
-
-    def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
-        """Make reserved, written slots findable as the states of `block_ids` (default: as reserved).
-
-        Returns for each the committed slot that now holds the block's state: this one, or an earlier one
-        (ours is then freed; both hold the state after the same tokens), or -1 where the block is not
-        registered in the KV index, so that nobody could find it (freed). Reads `block_hashes`.
-        """
-        slots = integers("slots", slots, 0, self.max_slots - 1)
-        self._check_reserved(slots)
-        blocks = [self._reserved[slot] for slot in slots] if block_ids is None else self._checked(block_ids)
-        if len(blocks) != len(slots):
-            raise ValueError(
-                f"block_ids has {len(blocks)} entries; accepted: one for each of the {len(slots)} slots"
-            )
-        results = []
-        for slot, block in zip(slots, blocks, strict=True):
-            # Where its block was deregistered since, the same id may mean another prefix by now.
-            gone = self._reserved.pop(slot) < 0
-            key = -1 if gone or block < 0 else self._kv_hash(block)
-            if key > 0 and block not in self._index:
-                self._enter([block], [slot])
-                self._name([block], [slot], [key])
-            else:
-                self._push_free([slot])
-            results.append(-1 if gone else self._index.slot_of(block))
-        return results
-
-    def release_reservation(self, slots: Sequence[int]) -> None:
-        """Free reserved slots that were not, or not usefully, written."""
-        slots = integers("slots", slots, 0, self.max_slots - 1)
-        self._check_reserved(slots)
-        for slot in slots:
-            del self._reserved[slot]
-        self._push_free(slots)
-
-    def pin(self, slot: int) -> None:
-        """Keep a committed slot from eviction until `unpin`; pins nest."""
-        self._check_committed(slot)
-        self._pins[slot] = self._pins.get(slot, 0) + 1
-
-    def unpin(self, slot: int) -> None:
-        if integer("slot", slot, 0, self.max_slots - 1) not in self._pins:
-            raise ValueError(f"slot is {slot}; accepted: a pinned slot")
-        self._pins[slot] -= 1
-        if not self._pins[slot]:
-            del self._pins[slot]
-            if slot in self._reserved:  # its block left while it was being read
-                del self._reserved[slot]
-                self._push_free([slot])
-
-    def note_use(self, slot: int) -> None:
-        """A request resumes from this committed slot, or an import brought its state once more.
-
-        Nothing else refreshes its recency.
-        """
-        self._check_committed(slot)
-        self._eviction.use(slot)
-        self._used.add(slot)
-
-    def was_used(self, slot: int) -> bool:
-        """Whether `note_use` was ever called of what this slot holds now."""
-        return integer("slot", slot, 0, self.max_slots - 1) in self._used
+    @property
+    def reserved_blocks(self) -> set[int]:
+        """The blocks whose states a step under way will store."""
+        return set(self.slots.reserved.values()) - {-1}
 
     @property
     def pins(self) -> dict[int, int]:
         """Pinned slots and how often each is pinned."""
-        return dict(self._pins)
+        return dict(self.slots.pins)
 
-    # ---- allocation and eviction under megatron-core's names
+    def has_state(self, block_id: int) -> bool:
+        """Whether a committed slot holds the state after block `block_id`."""
+        if type(block_id) is int and 0 <= block_id < self.num_blocks:
+            return block_id in self.slots.map.slot_by_block
+        return self.get_slot(block_id) >= 0
+
+    def get_slot(self, block_id: int) -> int:
+        """The committed slot of `block_id`, or -1."""
+        return self.slots.map.slot_of(integer("block_id", block_id, 0, self.num_blocks - 1))
+
+    def is_reserved(self, slot: int) -> bool:
+        """Whether a step under way may write `slot`."""
+        return self.slots.is_reserved(self._checked_slot(slot))
+
+    # ---- reservations
+
+    def reserve(self, block_ids: Sequence[int]) -> list[int]:
+        """See `DurableSlots.reserve`."""
+        return self.slots.reserve(self._checked_blocks(block_ids))
+
+    def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
+        """See `DurableSlots.commit`."""
+        slots = self._checked_slots(slots)
+        blocks = None if block_ids is None else self._checked_blocks(block_ids)
+        if blocks is not None and len(blocks) != len(slots):
+            raise ValueError(
+                f"block_ids has {len(blocks)} entries; accepted: one for each of the {len(slots)} slots"
+            )
+        return self.slots.commit(slots, blocks)
+
+    def release_reservation(self, slots: Sequence[int]) -> None:
+        """See `DurableSlots.release`."""
+        self.slots.release(self._checked_slots(slots))
+
+    def pin(self, slot: int) -> None:
+        """See `DurableSlots.pin`."""
+        self.slots.pin(self._checked_slot(slot))
+
+    def unpin(self, slot: int) -> None:
+        self.slots.unpin(self._checked_slot(slot))
+
+    def note_use(self, slot: int) -> None:
+        """See `DurableSlots.note_use`."""
+        self.slots.note_use(self._checked_slot(slot))
+
+    def was_used(self, slot: int) -> bool:
+        """Whether `note_use` was ever called of what this slot holds now."""
+        return self.slots.was_used(self._checked_slot(slot))
+
+    # ---- allocation, eviction and invalidation under megatron-core's names
 
     def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
         """A slot for each block, evicting where needed; a block that has one, or comes twice, keeps one.
@@ -303,92 +286,55 @@ class MambaSlotAllocator:
         The maps change at once; the caller fills the slots. Raises MambaSlotCapacityError with nothing
         changed.
         """
-        blocks = self._checked(block_ids)
-        reserved = self.reserved_blocks.intersection(blocks) if self._reserved else None
-        if reserved:
-            raise ValueError(
-                f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
-            )
-        slot_by_block = self._index.slot_by_block
-        if slot_by_block.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
-            slots = self._take_slots(len(blocks), keep=())
-            self._enter(blocks, slots)
-            return slots
-        new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
-        keep = [slot_by_block[block] for block in blocks if block in slot_by_block]
-        self._enter(new, self._take_slots(len(new), keep))
-        return [slot_by_block[block] for block in blocks]
+        return self.slots.allocate(self._checked_blocks(block_ids))
 
     def _evict_lru_slots_batch(self, num_needed: int) -> list[int]:
         """Evict states; the caller owns the returned slots, as reserved ones, until `release_reservation`."""
-        slots = self._evict(integer("num_needed", num_needed, 0), keep=())
-        self._reserved.update(dict.fromkeys(slots, -1))
-        return slots
-
-    def _take_slots(self, count: int, keep: Sequence[int]) -> list[int]:
-        from_free = min(count, len(self._free))
-        evicted = self._evict(count - from_free, keep, free=from_free)
-        if not from_free:
-            return evicted
-        cut = len(self._free) - from_free
-        taken = self._free[cut:]
-        del self._free[cut:]
-        self._free_mirrored = False
-        return taken + evicted
-
-    def _evict(self, count: int, keep: Sequence[int], free: int = 0) -> list[int]:
-        if count == 0:
-            return []
-        kept = self._pins.keys() | keep
-        victims = self._eviction.victims(count, lambda slot: slot not in kept)
-        if len(victims) < count:
-            raise MambaSlotCapacityError(count + free, len(victims) + free)
-        blocks = self._index.blocks_of(victims)
-        self.ghosts.add_all(self._index.keys_of(victims), "evicted")
-        self._leave(blocks)
-        self._tell_kv(blocks)
-        self.evicted_total += len(victims)
-        return victims
+        return self.slots.evict(integer("num_needed", num_needed, 0))
 
     def drop_state(self, block_id: int) -> bool:
-        """Free the slot of a state that its owner wants no longer; False, and nothing done, while pinned.
+        """Free the slot of a state that its owner does not want any more; False, and nothing done, while
+        pinned.
 
-        No eviction: it is not counted as one, and leaves no ghost.
+        This is no eviction: it is not counted as one, and leaves no ghost.
         """
-        if self.get_slot(block_id) in self._pins:
-            return False
-        self.invalidate_block(block_id)
-        return True
-
-    # ---- invalidation
+        return self.slots.drop(integer("block_id", block_id, 0, self.num_blocks - 1))
 
     def invalidate_block(self, block_id: int) -> None:
         """Free the slot of `block_id`, if any, and drop its index key."""
-        self._invalidate([integer("block_id", block_id, 0, self.num_blocks - 1)])
+        self.slots.forget([integer("block_id", block_id, 0, self.num_blocks - 1)])
 
     def _invalidate_blocks_batch(self, block_ids_list: list[int]) -> None:
-        self._invalidate(self._checked(block_ids_list, "block_ids_list"))
-
-    def _invalidate(self, blocks: list[int]) -> None:
-        slots = self._leave(blocks)
-        if self._pins and not self._pins.keys().isdisjoint(slots):
-            pinned = [slot for slot in slots if slot in self._pins]
-            self._reserved.update(dict.fromkeys(pinned, -1))  # still being read: free when unpinned
-            slots = [slot for slot in slots if slot not in self._pins]
-        self._push_free(slots)
-        self._tell_kv(blocks)
+        self.slots.forget(self._checked_blocks(block_ids_list, "block_ids_list"))
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         """Free the slot of every listed block, with a registered hash or without.
 
-        `hashes_to_delete` is not needed: the keys are remembered here, because newer hosts call after
-        clearing `block_hashes`.
+        `hashes_to_delete` is not needed: the hashes of states are remembered here, because newer hosts call
+        after they cleared `block_hashes`.
         """
-        listed = self._checked(block_ids_list, "block_ids_list")
-        self._invalidate(listed)
-        if self._reserved:
-            gone = set(listed)
-            self._reserved = {slot: -1 if block in gone else block for slot, block in self._reserved.items()}
+        listed = self._checked_blocks(block_ids_list, "block_ids_list")
+        self.slots.on_blocks_deregistered(listed, hashes_to_delete)
+
+    def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
+        """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.
+
+        A hash that names another block's state already keeps naming it.
+        """
+        blocks = block_ids if all_ints(block_ids) else self._checked_blocks(block_ids)
+        skips = not ints_within(hashes, 1, MAX_HASH)
+        keys = integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH) if skips else hashes
+        if len(blocks) != len(keys):
+            raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
+        if skips:
+            named = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
+            blocks, keys = [block for block, _ in named], [key for _, key in named]
+        try:
+            slots = self.slots.map.slots_of(blocks)
+        except KeyError:
+            listed = self._checked_blocks(block_ids)
+            raise ValueError(f"block_ids is {listed}; accepted: blocks with a slot") from None
+        self.slots.name(blocks, slots, keys)
 
     # ---- states
 
@@ -401,14 +347,14 @@ class MambaSlotAllocator:
             raise ValueError(f"block_id is {block_id}; accepted: a block with a slot")
         self._check_writable(slot)
         integer("layer_idx", layer_idx, 0, self.num_mamba_layers - 1)
-        numbers("ssm_state", ssm_state, self.ssm_states.shape[2:])
-        numbers("conv_state", conv_state, self.conv_states.shape[2:])
+        numbers("ssm_state", ssm_state, self._ssm_shape)
+        numbers("conv_state", conv_state, self._conv_shape)
         self.ssm_states[layer_idx, slot].copy_(ssm_state)
         self.conv_states[layer_idx, slot].copy_(conv_state)
 
     def store_from_live_batch(self, slots: list[int], request_indices: list[int]) -> None:
         """Copy the live states of context requests into slots, all layers, in one batched copy."""
-        slots = integers("slots", slots, 0, self.max_slots - 1)
+        slots = self._checked_slots(slots)
         request_indices = integers("request_indices", request_indices, 0)
         if len(slots) != len(request_indices):
             raise ValueError(
@@ -432,7 +378,7 @@ class MambaSlotAllocator:
         if slot < 0:
             return False
         live = self._live_index(request_idx)
-        self.note_use(slot)
+        self.slots.note_use(slot)
         copy_states(self._durable_states(), [slot], self._live_states(), [live])
         return True
 
@@ -443,40 +389,74 @@ class MambaSlotAllocator:
             raise ValueError(f"request_idx is {request_idx}; accepted: a request with a live slot")
         return index
 
-    def _live_states(self) -> StateTensors:
-        return StateTensors(self.context.mamba_conv_states, self.context.mamba_ssm_states)
+    def _check_writable(self, slot: int) -> None:
+        """A slot may be written while reserved, or while no request can find or is reading what it holds."""
+        book = self.slots
+        block = book.map.block_of(slot)
+        unowned = block < 0 and slot not in book.reserved
+        if slot in book.pins or unowned or book.map.key_of(block) > 0:
+            raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
-    def _durable_states(self) -> StateTensors:
-        return StateTensors(self.conv_states, self.ssm_states)
+    # ---- intermediate states, for hosts whose kernels write scratch
 
-    # ---- hashes
+    @property
+    def intermediate(self) -> IntermediateStates:
+        """The host half, built at its first use where the host did not ask for it before."""
+        if self._built_intermediate is None:
+            self._built_intermediate = self._new_intermediate()
+        return self._built_intermediate
 
-    def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
-        """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.
+    def _new_intermediate(self) -> IntermediateStates:
+        scratch = self._new_states(self._settings.max_intermediate_states or 0, self.ssm_states.device)
+        return IntermediateStates(self.context, self._settings, self.slots, scratch, self._copy_to_slots)
 
-        A hash that names another block's state already keeps naming it.
-        """
-        blocks = block_ids if all_ints(block_ids) else self._checked(block_ids)
-        skips = not ints_within(hashes, 1, MAX_HASH)
-        keys = integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH) if skips else hashes
-        if len(blocks) != len(keys):
-            raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
-        if skips:
-            wanted = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
-            blocks, keys = [block for block, _ in wanted], [key for _, key in wanted]
-        try:
-            slots = self._index.slots_of(blocks)
-        except KeyError:
-            raise ValueError(
-                f"block_ids is {self._checked(block_ids)}; accepted: blocks with a slot"
-            ) from None
-        self._name(blocks, slots, keys)
+    def _copy_to_slots(self, kind: StateSource, indices: list[int], slots: list[int]) -> None:
+        if kind.in_scratch:
+            self._copy_intermediate_to_cache(indices, slots)
+        else:
+            self.store_from_live_batch(slots, indices)
 
-    # ---- intermediate states of hosts whose kernels write scratch
+    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
+        """Copy scratch states to slots: both tensors, all layers, batched."""
+        scratch = StateTensors(self.intermediate_conv_out, self.intermediate_ssm_out)
+        copy_states(scratch, src_offsets, self._durable_states(), slots)
+
+    @property
+    def max_intermediate_count(self) -> int:
+        return self.intermediate.max_count
+
+    @property
+    def intermediate_conv_out(self) -> Tensor:
+        return self.intermediate.conv_out
+
+    @property
+    def intermediate_ssm_out(self) -> Tensor:
+        return self.intermediate.ssm_out
+
+    @property
+    def _intermediate_offsets_cpu(self) -> Tensor:
+        return self.intermediate.offsets_cpu
+
+    @property
+    def _intermediate_counts_cpu(self) -> Tensor:
+        return self.intermediate.counts_cpu
+
+    @property
+    def _intermediate_block_ids_cpu(self) -> Tensor:
+        return self.intermediate.block_ids_cpu
+
+    @property
+    def _eos_cache_block_id_cpu(self) -> Tensor:
+        return self.intermediate.eos_block_id_cpu
 
     @property
     def _has_intermediates(self) -> bool:
-        return self._intermediate.pending
+        return self.intermediate.pending
+
+    @property
+    def dropped_checkpoints(self) -> int:
+        """Planned boundaries that this host's offset rows or scratch had no room for."""
+        return self.intermediate.num_dropped
 
     def compute_and_store_offsets(
         self,
@@ -488,16 +468,16 @@ class MambaSlotAllocator:
         matched_block_ids: list[int],
         overall_required_blocks: int,
     ) -> None:
-        """Plan this prefill chunk's checkpoints; see `IntermediateStates.plan`."""
-        self._intermediate.plan(req, current_id, skip_tokens, prefill_chunk_length, num_matched_blocks)
+        """Plan the checkpoints of this part of a prompt; see `IntermediateStates.plan`."""
+        self.intermediate.plan(req, current_id, skip_tokens, prefill_chunk_length, num_matched_blocks)
 
     def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Offsets [prefills, width] and counts [prefills], int32 on the CPU, or (None, None)."""
-        return self._intermediate.step_rows()
+        return self.intermediate.step_rows()
 
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """The same on the states' device (megatron-core 0.17)."""
-        offsets, counts = self._intermediate.step_rows()
+        offsets, counts = self.intermediate.step_rows()
         if offsets is None or counts is None:
             return None, None
         device = self.ssm_states.device
@@ -507,137 +487,69 @@ class MambaSlotAllocator:
         self, prefill_start: int, prefill_count: int
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Rows [prefill_start, +prefill_count) of offsets and counts in fixed device buffers."""
-        return self._intermediate.transfer(prefill_start, prefill_count)
+        return self.intermediate.transfer(prefill_start, prefill_count)
 
     def commit_intermediate_states(self) -> None:
-        """Copy what this step's kernels wrote to scratch, and states at chunk ends, into durable slots.
+        """Copy what this step's kernels wrote to scratch, and states at step ends, into durable slots.
 
         After the forward or the graph replay, once a step. Two batched copies; a full pool costs states.
         """
-        self._intermediate.commit()
-
-    @property
-    def dropped_checkpoints(self) -> int:
-        """Planned boundaries that this host's offset rows or scratch had no room for."""
-        return self._intermediate.dropped
+        self.intermediate.commit()
 
     def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        return self._intermediate.collect()
-
-    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
-        """Copy scratch states to slots: both tensors, all layers, batched."""
-        scratch = StateTensors(self.intermediate_conv_out, self.intermediate_ssm_out)
-        copy_states(scratch, src_offsets, self._durable_states(), slots)
+        return self.intermediate.collect()
 
     def _clear_intermediate_state(self) -> None:
-        self._intermediate.clear()
+        self.intermediate.clear()
 
     # ---- reset and checks
 
     def reset(self) -> None:
         """Forget every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
-        self._free = list(range(self.max_slots))
-        self._free_mirrored = False
-        for part in (self._index, self.ghosts, self._reserved, self._pins, self._used, self._eviction):
-            part.clear()
-        self._intermediate.reset()
+        self.slots.clear()
+        if self._built_intermediate is not None:
+            self._built_intermediate.reset()
 
-    def _checked(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
+        self.slots.check_integrity()
+        version, states = self.slots.version, self.slots.map
+        if self._free_slots.shows(version):
+            assert self.free_slots[: self.free_count].tolist() == self.slots.free, "free_slots shows others"
+        if self._block_to_slot.shows(version):
+            shown_slots = {b: s for b, s in enumerate(self.block_to_slot.tolist()) if s >= 0}
+            assert shown_slots == states.slot_by_block, "block_to_slot shows others"
+        if self._slot_to_block.shows(version):
+            shown_blocks = {b: s for s, b in enumerate(self.slot_to_block.tolist()) if b >= 0}
+            assert shown_blocks == states.slot_by_block, "slot_to_block shows others"
+
+    def _checked_blocks(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
         return checked_integers(name, block_ids, 0, self.num_blocks - 1)
 
-    def _check_committed(self, slot: int) -> None:
-        if self._index.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
-            raise ValueError(f"slot is {slot}; accepted: a committed slot")
+    def _checked_slot(self, slot: int) -> int:
+        return integer("slot", slot, 0, self.max_slots - 1)
 
-    def _check_writable(self, slot: int) -> None:
-        """A slot may be written while reserved, or while no request can find or is reading what it holds."""
-        block = self._index.block_of(slot)
-        if slot in self._pins or (block < 0 and slot not in self._reserved) or self._index.key_of(block) > 0:
-            raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
+    def _checked_slots(self, slots: Sequence[int]) -> list[int]:
+        return integers("slots", slots, 0, self.max_slots - 1)
 
-    def _check_reserved(self, slots: list[int]) -> None:
-        if len(set(slots)) < len(slots) or not all(map(self.is_reserved, slots)):
-            raise ValueError(f"slots is {slots}; accepted: distinct reserved slots")
-
-    def _enter(self, blocks: list[int], slots: list[int]) -> None:
-        self._index.enter(blocks, slots)
-        self._eviction.insert(*slots)
-        self.committed_total += len(blocks)
-        self._tell_kv(blocks)
-
-    def _name(self, blocks: list[int], slots: list[int], keys: list[int]) -> None:
-        self._index.name(blocks, slots, keys)
-        self.ghosts.discard_all(keys)
-
-    def _leave(self, blocks: list[int]) -> list[int]:
-        slots = self._index.leave(blocks)
-        self._eviction.remove(*slots)
-        if self._used:
-            self._used.difference_update(slots)
-        return slots
-
-    def _push_free(self, slots: Sequence[int]) -> None:
-        self._free.extend(slots)
-        self._free_mirrored = False
+    # ---- the host's KV allocator, which may be another one later
 
     def _kv_hash(self, block: int) -> int:
         """The block's prefix hash in the KV index, or -1."""
         kv = self.context.kv_block_allocator
-        hash_of = getattr(kv, "hash_of", None)  # ours, whose tensors are brought up to date when read
-        return int(kv.block_hashes[block] if hash_of is None else hash_of(block))
+        tree = getattr(kv, "tree", None)  # ours, whose tensors would be brought up to date when read
+        return int(kv.block_hashes[block]) if tree is None else tree.hash_of(block)
 
-    def _tell_kv(self, blocks: list[int]) -> None:
-        kv = self.context.kv_block_allocator
-        note = getattr(kv, "note_state_changed", None)
-        if note is None:
-            return
-        leaves = getattr(kv, "evictable_leaves", None)  # ours: the only ones whose place depends on states
-        if leaves is None or (leaves and not leaves.isdisjoint(blocks)):
-            for block in blocks:
-                note(block)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
-        self._index.check_integrity(self._kv_hash)
-        free = set(self._free)
-        if self._free_mirrored:
-            assert self._free_slots[: self.free_count].tolist() == self._free, "free_slots shows others"
-        committed, reserved = set(self._index.slots), set(self._reserved)
-        assert len(free) == self.free_count, "a slot is free twice"
-        assert free.isdisjoint(committed | reserved), "a slot is free and in use"
-        assert committed.isdisjoint(reserved), "a slot is committed and reserved"
-        assert len(free) + len(reserved) + len(committed) == self.max_slots, "a slot is nowhere"
-        targets = [block for block in self._reserved.values() if block >= 0]
-        assert len(targets) == len(set(targets)), "two slots are reserved for one block"
-        ordered = self._eviction.victims(self.max_slots, lambda slot: True)
-        assert sorted(ordered) == sorted(committed), (
-            "the eviction policy orders other slots than the committed"
-        )
-        assert self._pins.keys() <= committed | reserved, "a free slot is pinned"
-        assert self._used <= committed, "a slot without a state counts as used"
+    def _tell_kv(self, blocks: Iterable[int]) -> None:
+        leaves = getattr(self.context.kv_block_allocator, "leaves", None)  # ours
+        if leaves is not None:
+            leaves.note_states_changed(blocks)
 
 
-def _block_count(context: object) -> int:
-    """The KV blocks of a host; a ValueError for what is no host."""
-    kv = getattr(context, "kv_block_allocator", None)
-    if kv is None:
-        raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")
-    name = next((name for name in ("total_count", "pool_size") if hasattr(kv, name)), "")
-    if not name or not hasattr(kv, "block_hashes"):
+def _device_of_live_states(context: Any) -> torch.device:
+    live = getattr(context, "mamba_ssm_states", None)
+    if not isinstance(live, Tensor) or not holds_data(live):
         raise ValueError(
-            f"context.kv_block_allocator is {shown(kv)}; accepted: what has block_hashes, and total_count or "
-            "pool_size"
+            f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that holds data"
         )
-    return integer(f"context.kv_block_allocator.{name}", getattr(kv, name), 0, INT32_MAX)
-
-
-def _check_pool(pool: object, expected: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
-    if not isinstance(pool, StatePool):
-        raise ValueError(f"context.state_pool is {shown(pool)}; accepted: a StatePool")
-    durable = (pool.durable_conv_states, pool.durable_ssm_states)
-    found = [(tuple(states.shape), states.dtype) for states in durable]
-    if found != expected:
-        raise ValueError(
-            f"context.state_pool has durable states {found[0]} and {found[1]}; accepted: {expected[0]} and "
-            f"{expected[1]}"
-        )
+    return live.device

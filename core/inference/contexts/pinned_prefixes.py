@@ -4,41 +4,42 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...validation import shown
+from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
-from .mamba_slot_allocator import MambaSlotAllocator
 
 
 @dataclass(frozen=True, eq=False)
 class PinnedPrefix:
-    """A prefix whose state and KV stay until it is unpinned, or the cache is reset.
+    """A prefix whose state and KV stay until the prefix is unpinned, or the cache is reset.
 
-    Equal to itself only: one made by hand, or pinned in another context, unpins nothing.
+    Equal to itself only: a `PinnedPrefix` made by hand, or pinned in another cache, unpins nothing.
 
-    `tokens`: its length, the deepest boundary with a state when it was pinned.
+    Attributes:
+        num_tokens: the length of the prefix: the deepest boundary that had a state when it was pinned.
     """
 
     pin_id: int
-    tokens: int
+    num_tokens: int
 
 
 class PinnedPrefixes:
     """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix."""
 
-    def __init__(self, slots: MambaSlotAllocator, kv_blocks: KVBlockAllocator) -> None:
+    def __init__(self, slots: DurableSlots, kv_blocks: KVBlockAllocator) -> None:
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
         self._next_id = 0
 
-    def pin(self, blocks: list[int], tokens: int) -> PinnedPrefix:
+    def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix stored by registered `blocks`, the last of which has a state."""
-        slot = self._slots.get_slot(blocks[-1])
+        slot = self._slots.map.slot_of(blocks[-1])
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
-        pinned = PinnedPrefix(self._next_id, tokens)
-        self._held[pinned] = (blocks, slot)
+        prefix = PinnedPrefix(self._next_id, num_tokens)
+        self._held[prefix] = (blocks, slot)
         self._next_id += 1
-        return pinned
+        return prefix
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
@@ -54,7 +55,7 @@ class PinnedPrefixes:
             self.unpin(prefix)
 
     def clear(self) -> None:
-        """Forget all pins; the allocators are reset by the caller."""
+        """Forget all pins; the caller resets the allocators."""
         self._held.clear()
 
     @property

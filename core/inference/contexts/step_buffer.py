@@ -8,9 +8,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .step_inputs import Checkpoints, PrefillChunks, StepShape
+from .step_fields import STEP_FIELDS
+from .step_inputs import StepShape
 
-_VIEWS_KEPT = 256
+_MAX_CACHED_VIEWS = 256
 Array = npt.NDArray[np.integer[Any]]
 
 
@@ -28,9 +29,9 @@ class StepBuffer:
     host buffer itself, so those of a step live until the next but one is filled.
     """
 
-    def __init__(self, most: StepShape, device: torch.device) -> None:
-        """`most`: every size at its largest."""
-        words = _total_words(most)
+    def __init__(self, largest: StepShape, device: torch.device) -> None:
+        """`largest`: every size at its largest."""
+        words = _total_words(largest)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._device = torch.zeros(words, dtype=torch.int64, device=device) if pinned else None
@@ -44,7 +45,8 @@ class StepBuffer:
     def arrays(self, shape: StepShape) -> dict[str, Array]:
         """The host's arrays of the next step, by name, to be filled; what they hold is stale.
 
-        Waits until the step before the last has crossed, which it has where its tokens were read.
+        Waits until the copy of the step before the last is over. It is, where the tokens of that step were
+        read.
         """
         self._turn ^= 1
         if self._copied:
@@ -71,57 +73,13 @@ class StepBuffer:
         return self._tensors[key]
 
 
-def prefill_chunks(tensors: dict[str, Tensor]) -> PrefillChunks:
-    return PrefillChunks(
-        query_start_loc=tensors["query_start_loc"],
-        token_rows=tensors["token_rows"],
-        cu_chunk_seqlens=tensors["cu_chunk_seqlens"],
-        seq_idx=tensors["seq_idx"],
-        row_chunk_starts=tensors["row_chunk_starts"],
-        destinations=tensors["chunk_destinations"],
-    )
-
-
-def checkpoints(tensors: dict[str, Tensor]) -> Checkpoints:
-    return Checkpoints(
-        rows=tensors["checkpoint_rows"],
-        token_ends=tensors["checkpoint_token_ends"],
-        destinations=tensors["checkpoint_destinations"],
-    )
-
-
-def _fields(shape: StepShape) -> tuple[tuple[str, int, bool], ...]:
-    """(name, numbers, whether they are int32 and not int64), in the order of the buffer."""
-    rows, prefills = shape.rows, shape.prefills
-    return (
-        ("token_ids", shape.tokens, False),
-        ("positions", shape.tokens, False),
-        ("kv_write_tokens", shape.kv_writes, False),
-        ("kv_write_positions", shape.kv_writes, False),
-        ("kv_lengths", rows, False),
-        ("block_table", rows * shape.table_blocks, False),
-        ("state_sources", rows, False),
-        ("state_destinations", shape.state_writes, False),
-        ("logit_tokens", shape.logits, False),
-        ("query_start_loc", prefills + 1, False),
-        ("token_rows", shape.prefill_tokens, False),
-        ("cu_chunk_seqlens", shape.chunks + 1, True),
-        ("seq_idx", shape.chunks, True),
-        ("row_chunk_starts", prefills + 1, True),
-        ("chunk_destinations", shape.chunks, False),
-        ("checkpoint_rows", shape.checkpoints, False),
-        ("checkpoint_token_ends", shape.checkpoints, False),
-        ("checkpoint_destinations", shape.checkpoints, False),
-    )
-
-
-def _words(numbers: int, narrow: bool) -> int:
-    """int64 words that a field takes, an even number: each starts at a multiple of 16 bytes."""
-    return 2 * (-(-numbers // 4) if narrow else -(-numbers // 2))
+def _words(count: int, int32: bool) -> int:
+    """int64 words that `count` numbers take; even, so that each field starts at a multiple of 16 bytes."""
+    return 2 * (-(-count // 4) if int32 else -(-count // 2))
 
 
 def _total_words(shape: StepShape) -> int:
-    return sum(_words(numbers, narrow) for _, numbers, narrow in _fields(shape))
+    return sum(_words(field.size(shape), field.int32) for field in STEP_FIELDS)
 
 
 def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
@@ -129,14 +87,14 @@ def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
     if needed > buffer.shape[0]:
         raise ValueError(f"shape is {shape}, {needed} words; accepted: at most {buffer.shape[0]}")
     start = 0
-    narrow_buffer = buffer.view(torch.int32)
-    for name, numbers, narrow in _fields(shape):
-        of, first = (narrow_buffer, 2 * start) if narrow else (buffer, start)
-        view = of[first : first + numbers]
-        yield name, view.view(shape.rows, shape.table_blocks) if name == "block_table" else view
-        start += _words(numbers, narrow)
+    int32_buffer = buffer.view(torch.int32)
+    for field in STEP_FIELDS:
+        count = field.size(shape)
+        view = int32_buffer[2 * start : 2 * start + count] if field.int32 else buffer[start : start + count]
+        yield field.name, view.view(shape.rows, shape.table_blocks) if field.name == "block_table" else view
+        start += _words(count, field.int32)
 
 
 def _make_room(views: dict[tuple[int, StepShape], Any]) -> None:
-    if len(views) >= _VIEWS_KEPT:
+    if len(views) >= _MAX_CACHED_VIEWS:
         views.clear()

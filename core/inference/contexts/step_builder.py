@@ -1,19 +1,19 @@
-"""From scheduled chunks to the tensors a model reads."""
+"""From what requests do in a step to the tensors that a model reads."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from .chunk_grid import chunk_grid
-from .scheduled_chunk import ScheduledChunk
-from .step_buffer import checkpoints, prefill_chunks
-from .step_inputs import StepInputs, StepShape
-
-if TYPE_CHECKING:
-    from .dynamic_context import DynamicInferenceContext
+from .request_step import RequestStep
+from .state_pool import StatePool
+from .step_buffer import StepBuffer
+from .step_fields import STEP_FIELDS, StepField
+from .step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 
 Array = npt.NDArray[np.integer[Any]]
 Padding = Callable[[StepShape], StepShape]
@@ -27,167 +27,233 @@ class BatchDimensions(NamedTuple):
     prefill_req_count: int
 
 
-def build_step_inputs(
-    context: "DynamicInferenceContext", chunks: Sequence[ScheduledChunk], padding: Padding | None = None
-) -> StepInputs:
-    """The inputs of a step whose chunks are ordered decodes first; fills `context.step_buffer`, and sends it.
+class StepBuilder:
+    """Fills the step buffer, and sends it, one step after another."""
 
-    Tokens in immutable blocks are computed without writing their KV again. A token that ends a block with a
-    reserved slot has that as its state's destination, any other a live slot.
-    """
-    size = context.block_size_tokens
-    requests = [chunk.request for chunk in chunks]
-    prefills = [chunk for chunk in chunks if not chunk.decoding]
-    decodes = len(chunks) - len(prefills)
-    starts = [chunk.start for chunk in chunks]
-    stops = [chunk.stop for chunk in chunks]
-    lengths = np.subtract(stops, starts)
-    query_start_loc = np.zeros(len(chunks) + 1, np.int64)
-    lengths.cumsum(out=query_start_loc[1:])
-    decode_tokens = int(query_start_loc[decodes])
+    def __init__(self, buffer: StepBuffer, block_size_tokens: int, ssd_chunk_size: int) -> None:
+        self._buffer = buffer
+        self._block_size = block_size_tokens
+        self._ssd_chunk_size = ssd_chunk_size
 
-    token_rows = np.arange(len(chunks)).repeat(lengths)
-    positions = np.arange(len(token_rows)) + (starts - query_start_loc[:-1])[token_rows]
-    table = context.request_to_kv_block_ids.numpy()[[request.row for request in requests]]
-    table = table[:, : -(-max(stops) // size)].clip(min=0)
-    immutable = np.array([request.immutable_blocks * size for request in requests])
-    writes = np.flatnonzero(positions >= immutable[token_rows])
-    written = positions[writes]
-    blocks = table[token_rows[writes], written // size].astype(np.int64)
+    def build(
+        self,
+        steps: Sequence[RequestStep],
+        block_table: Array,
+        destinations: Sequence[int],
+        kv_cache: Tensor,
+        state_pool: StatePool,
+        padding: Padding,
+    ) -> StepInputs:
+        """The inputs of a step. Their tensors are copied to the device at once, without synchronising.
 
-    inner = [
-        (row, position, slot)
-        for row, chunk in enumerate(prefills)
-        for position, slot in chunk.destinations.items()
-        if position != chunk.stop
-    ]
-    rows = [row for row, _, _ in inner]
-    slots = [context.state_pool.durable_index(slot) for _, _, slot in inner]
-    grid = chunk_grid(
-        starts[decodes:],
-        lengths[decodes:],
-        context.mamba_chunk_size,
-        rows,
-        [position for _, position, _ in inner],
-    )
-    chunk_destinations = np.full(len(grid.seq_idx), -1)
-    chunk_destinations[grid.checkpoint_chunks] = slots
-    token_ids = chain.from_iterable(chunk.tokens for chunk in chunks)
+        Tokens in registered blocks are computed without writing their KV again.
+
+        Args:
+            steps: what each request does, decodes first.
+            block_table: [rows, blocks] the KV blocks of all rows of the context.
+            destinations: pool indices for the state after each decode token and after each prefill.
+            kv_cache, state_pool: handed on to the model.
+            padding: from the step's shape to one, at least as large, that the inputs are padded to.
+        """
+        packing = _Packing.of(steps)
+        values: dict[str, Any] = {"state_destinations": destinations}
+        values |= _token_values(steps, packing)
+        values |= self._kv_values(steps, packing, block_table)
+        values |= self._state_values(steps, packing, state_pool.num_live)
+        shape = padding(packing.shape(values))
+        layout = _Layout(packing, shape)
+        for name in ("kv_write_tokens", "logit_tokens"):
+            values[name] = layout.padded_tokens(values[name])
+        arrays = self._buffer.arrays(shape)
+        for field in STEP_FIELDS:
+            layout.fill(arrays[field.name], values[field.name], field)
+        return _inputs(shape, len(values["logit_tokens"]), self._buffer.send(shape), kv_cache, state_pool)
+
+    def _kv_values(
+        self, steps: Sequence[RequestStep], packing: "_Packing", block_table: Array
+    ) -> dict[str, Any]:
+        size = self._block_size
+        table = block_table[[step.holding.row for step in steps]]
+        table = table[:, : -(-max(packing.stops) // size)].clip(min=0)
+        registered = np.array([step.holding.path.num_registered * size for step in steps])
+        writes = np.flatnonzero(packing.positions >= registered[packing.token_rows])
+        written = packing.positions[writes]
+        blocks = table[packing.token_rows[writes], written // size].astype(np.int64)
+        return {
+            "kv_lengths": packing.stops,
+            "block_table": table,
+            "kv_write_tokens": writes,
+            "kv_write_positions": blocks * size + written % size,
+        }
+
+    def _state_values(
+        self, steps: Sequence[RequestStep], packing: "_Packing", first_durable: int
+    ) -> dict[str, Any]:
+        inner = [
+            (row, position, first_durable + slot)
+            for row, step in enumerate(steps[packing.num_decodes :])
+            for position, slot in step.destinations.items()
+            if position != step.stop
+        ]
+        rows, slots = [row for row, _, _ in inner], [slot for _, _, slot in inner]
+        decodes, num_decode_tokens = packing.num_decodes, packing.num_decode_tokens
+        grid = chunk_grid(
+            packing.starts[decodes:],
+            packing.lengths[decodes:],
+            self._ssd_chunk_size,
+            rows,
+            [position for _, position, _ in inner],
+        )
+        chunk_destinations = np.full(len(grid.seq_idx), -1)
+        chunk_destinations[grid.checkpoint_chunks] = slots
+        return {
+            "state_sources": [
+                step.holding.state_index if step.holding.num_computed else -1 for step in steps
+            ],
+            "query_start_loc": packing.query_start_loc[decodes:] - num_decode_tokens,
+            "token_rows": grid.token_rows,
+            "cu_chunk_seqlens": grid.cu_chunk_seqlens,
+            "seq_idx": grid.seq_idx,
+            "row_chunk_starts": grid.row_chunk_starts,
+            "chunk_destinations": chunk_destinations,
+            "checkpoint_rows": rows,
+            "checkpoint_token_ends": grid.checkpoint_token_ends,
+            "checkpoint_destinations": slots,
+        }
+
+
+class _Packing(NamedTuple):
+    """Where each request's tokens lie in the packed step, decode rows first."""
+
+    starts: list[int]
+    stops: list[int]
+    lengths: Array
+    query_start_loc: Array  # [rows + 1] where each row's tokens start; trailing total
+    token_rows: Array  # [tokens] the row of each token
+    positions: Array  # [tokens] in the token's sequence
+    num_decodes: int
+    num_decode_tokens: int
+
+    @classmethod
+    def of(cls, steps: Sequence[RequestStep]) -> "_Packing":
+        starts, stops = [step.start for step in steps], [step.stop for step in steps]
+        lengths = np.subtract(stops, starts)
+        query_start_loc = np.zeros(len(steps) + 1, np.int64)
+        lengths.cumsum(out=query_start_loc[1:])
+        token_rows = np.arange(len(steps)).repeat(lengths)
+        positions = np.arange(len(token_rows)) + (starts - query_start_loc[:-1])[token_rows]
+        decodes = sum(step.decoding for step in steps)
+        decode_tokens = int(query_start_loc[decodes])
+        return cls(starts, stops, lengths, query_start_loc, token_rows, positions, decodes, decode_tokens)
+
+    @property
+    def num_prefills(self) -> int:
+        return len(self.starts) - self.num_decodes
+
+    def shape(self, values: dict[str, Any]) -> StepShape:
+        """The step's sizes without padding."""
+        decodes = self.num_decodes
+        drafts = self.num_decode_tokens > decodes
+        return StepShape(
+            decodes=decodes,
+            prefills=self.num_prefills,
+            prefill_tokens=len(self.positions) - self.num_decode_tokens,
+            max_query_tokens=int(max(self.lengths[decodes:], default=0)),
+            table_blocks=values["block_table"].shape[1],
+            kv_writes=len(values["kv_write_tokens"]),
+            chunks=len(values["seq_idx"]),
+            checkpoints=len(values["checkpoint_rows"]),
+            logits=len(values["logit_tokens"]),
+            decode_tokens=int(self.lengths[:decodes].max()) if drafts else 1,
+        )
+
+
+def _token_values(steps: Sequence[RequestStep], packing: _Packing) -> dict[str, Any]:
+    token_ids = chain.from_iterable(step.tokens for step in steps)
     logits = [
-        first + position - chunk.start
-        for first, chunk in zip(query_start_loc[:-1].tolist(), chunks, strict=True)
-        for position in chunk.logit_positions
+        first + position - step.start
+        for first, step in zip(packing.query_start_loc[:-1].tolist(), steps, strict=True)
+        for position in step.logit_positions
     ]
+    return {
+        "token_ids": np.fromiter(token_ids, np.int64, len(packing.positions)),
+        "positions": packing.positions,
+        "logit_tokens": np.array(logits, np.int64),
+    }
 
-    shape = StepShape(
-        decodes=decodes,
-        prefills=len(prefills),
-        prefill_tokens=len(positions) - decode_tokens,
-        max_query_tokens=int(max(lengths[decodes:], default=0)),
-        table_blocks=table.shape[1],
-        kv_writes=len(writes),
-        chunks=len(grid.seq_idx),
-        checkpoints=len(inner),
-        logits=len(logits),
-        decode_tokens=1 if decode_tokens == decodes else int(lengths[:decodes].max()),
-    )
-    if padding is not None:
-        shape = padding(shape)
-    into = context.step_buffer.arrays(shape)
-    gap = decodes, shape.decodes
-    places = _padded_places(query_start_loc, token_rows, decodes, shape)
-    _fill_at(into["token_ids"], np.fromiter(token_ids, np.int64, len(positions)), places, 0)
-    _fill_at(into["positions"], positions, places, 0)
-    _fill(into["kv_write_tokens"], writes if places is None else places[writes], 0)
-    _fill(into["kv_write_positions"], blocks * size + written % size, -1)
-    _fill_around(into["kv_lengths"], stops, gap, 0)
-    _fill_table(into["block_table"], table, gap)
-    sources = [request.state_index if request.computed else -1 for request in requests]
-    _fill_around(into["state_sources"], sources, gap, -1)
-    destinations = [index for chunk in chunks for index in context.state_destinations(chunk)]
-    state_places = None
-    if shape.state_writes != len(destinations):
-        decoded = np.arange(decode_tokens) if places is None else places[:decode_tokens]
-        behind = np.arange(len(prefills)) + shape.decodes * shape.decode_tokens
-        state_places = np.append(decoded, behind)
-    _fill_at(into["state_destinations"], destinations, state_places, -1)
-    wanted = np.array(logits, np.int64)
-    _fill(into["logit_tokens"], wanted if places is None else places[wanted], 0)
-    _fill(into["query_start_loc"], query_start_loc[decodes:] - decode_tokens, len(positions) - decode_tokens)
-    _fill(into["token_rows"], grid.token_rows, -1)
-    _fill(into["cu_chunk_seqlens"], grid.cu_chunk_seqlens, grid.cu_chunk_seqlens[-1])
-    _fill(into["seq_idx"], grid.seq_idx, 0)
-    _fill(into["row_chunk_starts"], grid.row_chunk_starts, len(grid.seq_idx))
-    _fill(into["chunk_destinations"], chunk_destinations, -1)
-    _fill(into["checkpoint_rows"], rows, -1)
-    _fill(into["checkpoint_token_ends"], grid.checkpoint_token_ends, 0)
-    _fill(into["checkpoint_destinations"], slots, -1)
 
-    tensors = context.step_buffer.send(shape)
+class _Layout:
+    """Where the values of a packed step go in arrays that are padded to a shape."""
+
+    def __init__(self, packing: _Packing, shape: StepShape) -> None:
+        self._packing = packing
+        self._shape = shape
+        self._token_places = self._places_of_tokens()
+
+    def _places_of_tokens(self) -> Array | None:
+        """[tokens] where each token is once all decode rows have equally many; None: where it is now."""
+        packing, shape = self._packing, self._shape
+        total, decode_tokens = len(packing.token_rows), packing.num_decode_tokens
+        if shape.tokens == total:
+            return None
+        places = np.arange(total)
+        places[decode_tokens:] += shape.decodes * shape.decode_tokens - decode_tokens
+        if shape.decode_tokens > 1:
+            rows = packing.token_rows[:decode_tokens]
+            places[:decode_tokens] += rows * shape.decode_tokens - packing.query_start_loc[rows]
+        return places
+
+    def padded_tokens(self, tokens: Array) -> Array:
+        """The packed `tokens` by the places that they have in the padded step."""
+        return tokens if self._token_places is None else self._token_places[tokens]
+
+    def fill(self, array: Array, values: Sequence[int] | Array, field: StepField) -> None:
+        """Write a field's values into its array, and padding into the rest."""
+        if array.shape == np.shape(values):
+            array[:] = values
+            return
+        padding: Any = values[-1] if field.padding is None else field.padding
+        if field.layout == "front":
+            array[: len(values)] = values
+            array[len(values) :] = padding
+            return
+        array.fill(padding)
+        if field.layout == "rows":
+            self._fill_rows(array, values)
+        else:
+            array[self._places(field, len(values))] = values
+
+    def _fill_rows(self, array: Array, values: Any) -> None:
+        """Decode rows in front, prefill rows behind all decode rows, padding rows included."""
+        decodes, first, prefills = self._packing.num_decodes, self._shape.decodes, self._packing.num_prefills
+        columns = tuple(slice(size) for size in np.shape(values)[1:])
+        array[(slice(decodes), *columns)] = values[:decodes]
+        array[(slice(first, first + prefills), *columns)] = values[decodes:]
+
+    def _places(self, field: StepField, count: int) -> Array:
+        tokens: Array = np.arange(
+            self._packing.num_decode_tokens if field.layout == "state_writes" else count
+        )
+        if self._token_places is not None:
+            tokens = self._token_places[: len(tokens)]
+        if field.layout == "tokens":
+            return tokens
+        first = self._shape.decodes * self._shape.decode_tokens
+        return np.append(tokens, np.arange(self._packing.num_prefills) + first)
+
+
+def _inputs(
+    shape: StepShape, num_logits: int, tensors: dict[str, Tensor], kv_cache: Tensor, pool: StatePool
+) -> StepInputs:
+    owned: dict[str, dict[str, Tensor]] = {"": {}, "chunks": {}, "checkpoints": {}}
+    for field in STEP_FIELDS:
+        owned[field.owner][field.attribute or field.name] = tensors[field.name]
     return StepInputs(
         shape=shape,
-        token_ids=tensors["token_ids"],
-        positions=tensors["positions"],
-        kv_lengths=tensors["kv_lengths"],
-        block_table=tensors["block_table"],
-        kv_write_tokens=tensors["kv_write_tokens"],
-        kv_write_positions=tensors["kv_write_positions"],
-        state_sources=tensors["state_sources"],
-        state_destinations=tensors["state_destinations"],
-        chunks=prefill_chunks(tensors),
-        checkpoints=checkpoints(tensors),
-        logit_tokens=tensors["logit_tokens"],
-        num_logits=len(logits),
-        kv_cache=context.kv_cache,
-        state_pool=context.state_pool,
+        **owned[""],
+        chunks=PrefillChunks(**owned["chunks"]),
+        checkpoints=Checkpoints(**owned["checkpoints"]),
+        num_logits=num_logits,
+        kv_cache=kv_cache,
+        state_pool=pool,
     )
-
-
-def _fill(array: Array, values: Sequence[int] | Array, padding: int) -> None:
-    array[: len(values)] = values
-    if len(values) < len(array):
-        array[len(values) :] = padding
-
-
-def _fill_at(array: Array, values: Sequence[int] | Array, places: Array | None, padding: int) -> None:
-    """Each value in its place, padding elsewhere; `places` None: one after another, and no padding."""
-    if places is None:
-        array[:] = values
-    else:
-        array.fill(padding)
-        array[places] = values
-
-
-def _fill_around(array: Array, values: Sequence[int] | Array, gap: tuple[int, int], padding: int) -> None:
-    """As `_fill`, with more padding from the first number of `gap` to the second: behind the decodes."""
-    decodes, padded = gap
-    if len(array) == len(values):
-        array[:] = values
-        return
-    array.fill(padding)
-    array[:decodes] = values[:decodes]
-    array[padded : padded + len(values) - decodes] = values[decodes:]
-
-
-def _fill_table(array: Array, table: Array, gap: tuple[int, int]) -> None:
-    decodes, padded = gap
-    if array.shape == table.shape:
-        array[:] = table
-        return
-    array.fill(0)
-    rows, blocks = table.shape
-    array[:decodes, :blocks] = table[:decodes]
-    array[padded : padded + rows - decodes, :blocks] = table[decodes:]
-
-
-def _padded_places(query_start_loc: Array, token_rows: Array, decodes: int, shape: StepShape) -> Array | None:
-    """Where each of the tokens is once all decode rows have equally many; None where that changes nothing."""
-    total, decode_tokens = len(token_rows), int(query_start_loc[decodes])
-    if shape.tokens == total:
-        return None
-    places = np.arange(total)
-    places[decode_tokens:] += shape.decodes * shape.decode_tokens - decode_tokens
-    if shape.decode_tokens > 1:
-        rows = token_rows[:decode_tokens]
-        places[:decode_tokens] += rows * shape.decode_tokens - query_start_loc[rows]
-    return places

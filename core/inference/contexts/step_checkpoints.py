@@ -3,149 +3,134 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...request import DynamicInferenceRequest
 from ..policies.checkpoint_plan import KINDS_BY_WORTH, Boundary
-from .kv_block_allocator import KVBlockAllocator
-from .mamba_slot_allocator import MambaSlotAllocator
-from .scheduled_chunk import ScheduledChunk
+from ..policies.slot_choice import choose_for_slots
+from .cached_path import CachedPath
+from .durable_slots import DurableSlots
+from .prefix_tree import PrefixTree
+from .request_step import RequestStep
+from .rolling_states import RollingStates
+
+Candidate = tuple[RequestStep, Boundary]
 
 
 class StepCheckpoints:
-    """Carries the planned boundaries of scheduled chunks into durable slots."""
+    """Carries the planned boundaries of scheduled steps into durable slots."""
 
-    def __init__(
-        self, slots: MambaSlotAllocator, kv_blocks: KVBlockAllocator, block_size_tokens: int
-    ) -> None:
+    def __init__(self, slots: DurableSlots, tree: PrefixTree, rolling: RollingStates) -> None:
         self._slots = slots
-        self._kv_blocks = kv_blocks
-        self._block_size = block_size_tokens
+        self._tree = tree
+        self._rolling = rolling
 
-    def boundary_keys(self, chunk: ScheduledChunk) -> set[int]:
-        """The hashes under which the chunk's planned states will be found."""
-        return {self._key(chunk, boundary.position) for boundary in chunk.boundaries}
-
-    def _key(self, chunk: ScheduledChunk, position: int) -> int:
-        request = chunk.request
-        hashes = request.hashes
-        hashes.extend_to(request.tokens, position)
-        if position > len(request.tokens):  # drafts enter no hash that is kept
-            hashes = hashes.fork()
-            hashes.extend_to([*request.tokens, *chunk.drafts], position)
-        return hashes.keys[position // self._block_size - 1]
-
-    def reserve(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+    def reserve(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go, without error.
 
-        Returns the chunks with their `destinations`. May evict states, but none for a boundary that only
-        drafts reach: such get the slots that are free.
+        Returns the steps with their `destinations`. May evict states, but none for a boundary that only
+        drafts
+        reach: such boundaries get slots that are free.
         """
-        wanted: dict[int, tuple[ScheduledChunk, Boundary]] = {}
-        guessed: dict[int, tuple[ScheduledChunk, Boundary]] = {}
-        for chunk in chunks:
-            for boundary in chunk.boundaries:
-                key = self._key(chunk, boundary.position)
-                if key not in self._slots.hash_to_block_id:
-                    certain = boundary.position <= len(chunk.request.tokens)
-                    (wanted if certain else guessed).setdefault(key, (chunk, boundary))
-        by_worth = sorted(wanted, key=lambda key: KINDS_BY_WORTH.index(wanted[key][1].kind))
-        self._make_room([wanted[key] for key in by_worth])
-        available = self._slots.available_count
-        for key in by_worth[available:]:
-            self._slots.ghosts.add(key, "capacity")
-        chosen = [wanted[key] for key in by_worth[:available]]
-        if guessed:
-            free = max(0, self._slots.free_count - len(chosen))
-            chosen += [guessed[key] for key in guessed if key not in wanted][:free]
-        slots = self._slots.reserve([self._block(chunk, boundary) for chunk, boundary in chosen])
+        certain: dict[int, Candidate] = {}
+        guessed: dict[int, Candidate] = {}
+        for step in steps:
+            for boundary in step.boundaries:
+                key = step.key_at(boundary.position)
+                if key not in self._slots.map.hash_to_block_id:
+                    known = boundary.position <= len(step.request.tokens)
+                    (certain if known else guessed).setdefault(key, (step, boundary))
+        if not (certain or guessed):
+            return list(steps)
+        by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
+        decoding = [certain[key][0] for key in by_worth if certain[key][1].kind == "decode"]
+        self._rolling.make_room([step.holding.path for step in decoding], len(certain))
+        chosen, refused = choose_for_slots(
+            by_worth,
+            [key for key in guessed if key not in certain],
+            num_available=self._slots.num_available,
+            num_free=len(self._slots.free),
+        )
+        self._slots.ghosts.add_all(refused, "capacity")
+        taken = [certain.get(key) or guessed[key] for key in chosen]
+        slots = self._slots.reserve([step.block_at(boundary.position) for step, boundary in taken])
         destinations: dict[int, dict[int, int]] = {}
-        for (chunk, boundary), slot in zip(chosen, slots, strict=True):
-            destinations.setdefault(chunk.request.row, {})[boundary.position] = slot
+        for (step, boundary), slot in zip(taken, slots, strict=True):
+            destinations.setdefault(step.holding.row, {})[boundary.position] = slot
         return [
-            replace(chunk, destinations=destinations[chunk.request.row])
-            if chunk.request.row in destinations
-            else chunk
-            for chunk in chunks
+            replace(step, destinations=destinations[step.holding.row])
+            if step.holding.row in destinations
+            else step
+            for step in steps
         ]
 
-    def _block(self, chunk: ScheduledChunk, boundary: Boundary) -> int:
-        return chunk.request.blocks[boundary.position // self._block_size - 1]
+    def after_verification(
+        self, planned: Sequence[RequestStep], accepted: Sequence[RequestStep]
+    ) -> list[RequestStep]:
+        """Once drafts are verified: give back slots of boundaries not reached, and reserve what was refused.
 
-    def _make_room(self, wanted: list[tuple[ScheduledChunk, Boundary]]) -> None:
-        """Where slots are short, a request's older decode state goes before anybody else's state."""
-        for chunk, boundary in wanted:
-            if self._slots.free_count >= len(wanted):
-                return
-            if boundary.kind == "decode":
-                self._drop_rolling_state(chunk.request)
+        Args:
+            planned: the steps as they were reserved.
+            accepted: what remains of them, in the same order.
 
-    def _drop_rolling_state(self, request: DynamicInferenceRequest) -> None:
-        """The newer state of an answer replaces the older, unless somebody resumed from that."""
-        block = request.rolling_block
-        slot = self._slots.get_slot(block) if block >= 0 else -1
-        if slot < 0 or self._slots.was_used(slot) or self._slots.drop_state(block):
-            request.rolling_block = -1
-
-    def settle(self, step: Sequence[ScheduledChunk], cut: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Once drafts are verified: `cut` is what stays of the chunks of `step`, in the same order.
-
-        Gives back slots of boundaries not reached, and reserves some for those reached where none was free
-        while they were guesses. Returns chunks with these as `destinations`, which states must be copied to.
+        Returns:
+            Steps with boundaries that were reached and had got no slot while they were guesses. Their
+            `destinations` are reserved only now, so that states must be copied there.
         """
         unserved = []
-        for planned, chunk in zip(step, cut, strict=True):
-            if planned is not chunk:
-                beyond = planned.destinations.keys() - chunk.destinations.keys()
-                self._slots.release_reservation([planned.destinations[position] for position in beyond])
-                missing = tuple(b for b in chunk.boundaries if b.position not in chunk.destinations)
+        for before, after in zip(planned, accepted, strict=True):
+            if before.drafts:
+                beyond = before.destinations.keys() - after.destinations.keys()
+                self._slots.release([before.destinations[position] for position in beyond])
+                missing = tuple(b for b in after.boundaries if b.position not in after.destinations)
                 if missing:
-                    unserved.append(replace(chunk, boundaries=missing, destinations={}))
+                    unserved.append(replace(after, boundaries=missing, destinations={}))
         if not unserved:
             return []
-        reserved = {self._key(chunk, position) for chunk in cut for position in chunk.destinations}
+        reserved = {step.key_at(position) for step in accepted for position in step.destinations}
         return self.reserve(
             [
                 replace(
-                    chunk,
-                    boundaries=tuple(
-                        b for b in chunk.boundaries if self._key(chunk, b.position) not in reserved
-                    ),
+                    step,
+                    boundaries=tuple(b for b in step.boundaries if step.key_at(b.position) not in reserved),
                 )
-                for chunk in unserved
+                for step in unserved
             ]
         )
 
-    def commit(self, chunk: ScheduledChunk) -> dict[int, int]:
-        """Make the states of a launched chunk findable; its request's blocks are registered already.
+    def commit(self, step: RequestStep) -> dict[int, int]:
+        """Make the states of a launched step findable; its request's blocks are registered already.
 
-        Returns boundary -> the committed slot that holds its state, which is the reserved one or one that
-        another request committed for the same prefix; -1 where the prefix cannot be registered.
+        Returns boundary -> the committed slot that holds its state: the reserved one, or one that another
+        request committed for the same prefix; -1 where the prefix cannot be registered.
         """
-        request = chunk.request
+        path = step.holding.path
         committed: dict[int, int] = {}
-        for position, slot in sorted(chunk.destinations.items()):
-            depth = position // self._block_size
-            if depth > request.immutable_blocks:
-                self._slots.release_reservation([slot])
+        for position, slot in sorted(step.destinations.items()):
+            depth = position // path.chain.block_size_tokens
+            if depth > path.num_registered:
+                self._slots.release([slot])
                 committed[position] = -1
                 continue
-            block = request.blocks[depth - 1]
+            block = path.blocks[depth - 1]
             (committed[position],) = self._slots.commit([slot], [block])
-            if chunk.decoding:
-                self._drop_rolling_state(request)
-                if committed[position] == slot and not request.plan.keeps_decode_state(position):
-                    request.rolling_block = block
+            if step.decoding:
+                rolls = committed[position] == slot and not path.plan.keeps_decode_state(position)
+                self._rolling.advance(path, block, rolls=rolls)
+        if committed:
+            self._trim(path, newest=step.block_at(max(committed)))
         return committed
 
-    def trim_path(self, request: DynamicInferenceRequest) -> None:
-        """Hold the request's path to its plan's cap: the shallowest states go, the deepest and forks stay."""
-        most = request.plan.max_states_per_path
-        if most is None:
+    def _trim(self, path: CachedPath, newest: int) -> None:
+        """Hold a path to its plan's cap: the shallowest states go.
+
+        The deepest state, forks, and the state of block `newest`, which the request may continue from, stay.
+        """
+        cap = path.plan.max_states_per_path
+        if cap is None:
             return
-        path = request.blocks[: request.immutable_blocks]
-        states = [block for block in path if self._slots.has_state(block)]
-        excess = len(states) - most
+        states = [block for block in path.blocks[: path.num_registered] if block in self._slots.map]
+        num_excess = len(states) - cap
         for block in states[:-1]:
-            if excess <= 0:
+            if num_excess <= 0:
                 return
-            if self._kv_blocks.child_count(block) < 2 and self._slots.drop_state(block):
-                excess -= 1
+            exempt = block == newest or self._tree.num_children(block) > 1
+            if not exempt and self._slots.drop(block):
+                num_excess -= 1

@@ -38,7 +38,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillChunks:
-    """SSD chunk metadata of the prefill rows, on the absolute grid of `mamba_metadata`.
+    """SSD chunk metadata of the prefill rows, on the absolute grid of `chunk_grid`.
 
     Tokens are counted in the packed prefill stream (token 0 is the first prefill token of the step),
     rows from the first prefill row.

@@ -10,11 +10,12 @@ from ...validation import INT32_MAX, integer
 class Drafter(Protocol):
     """Whatever guesses well: an n-gram table, a small model. Guesses cost time, never an answer."""
 
-    def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Up to `most` token ids that may follow `tokens`, a prompt and its answer so far; none is fine too.
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """Up to `max_drafts` token ids that may follow `tokens`, a prompt and its answer so far; none is fine
+        too.
 
-        Called once a step for each decoding request, with `most` >= 1; what is more than that is ignored.
-        `tokens` is the request's own list: not to be changed, nor kept.
+        Called once a step for each decoding request, with `max_drafts` >= 1; what is more than that is
+        ignored. `tokens` is the request's own list: not to be changed, nor kept.
         """
 
 
@@ -29,7 +30,7 @@ class NgramDrafter:
         self.shortest = integer("shortest", shortest, 1, INT32_MAX)
         self.longest = integer("longest", longest, self.shortest, INT32_MAX)
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         """See `Drafter`; O(tokens) a call."""
         ids = array("i", tokens)
         sequence = ids.tobytes()
@@ -38,7 +39,7 @@ class NgramDrafter:
             if start >= 0:
                 follows = start + length
                 period = len(ids) - follows
-                return [ids[follows + i % period] for i in range(most)]
+                return [ids[follows + i % period] for i in range(max_drafts)]
         return []
 
 

@@ -2,115 +2,111 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
-from ...cache_stats import SpeculationStats
+from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
-from ...errors import KVBlockCapacityError
-from ...request import DynamicInferenceRequest, FinishReason, RequestResult
+from ...request import FinishReason, RequestResult
 from ...sampling_params import SamplingParams
-from ...state_spec import HybridStateSpec
-from ...validation import instance, integer, integers, shown
+from ...validation import instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
-from ..contexts.scheduled_chunk import ScheduledChunk
-from ..contexts.step_inputs import StepInputs
+from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request_step import RequestStep
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
 from .acceptance import count_accepted
-from .drafter import Drafter, NgramDrafter
+from .arguments import (
+    Prompt,
+    Salt,
+    check_length,
+    checked_drafter,
+    checked_plan,
+    checked_prompt,
+    checked_prompts,
+    checked_sampling,
+    one_each,
+    salt_bytes,
+)
+from .drafter import Drafter
 from .graph_runner import GraphBuckets, GraphRunner
+from .model import Model
+from .model_runner import ModelRunner
 from .sampling import sample_step
 from .scheduler import Scheduler
-from .token_stream import GeneratedToken, TokenStream
+from .step_transaction import EngineState, StepUndo
+from .token_stream import GeneratedToken, StreamFeed, TokenStream
 
-Prompt = Sequence[int] | Tensor
-Salt = bytes | str | None
-BROKEN = "the engine could not recover from a failed step; call reset()"
-PARTED = (
-    "a step failed on this rank of a split model, and other ranks may have made it; once no rank is in a "
-    "step, call reset() on all of them, or start all again"
-)
-
-
-class Model(Protocol):
-    """What the engine needs of a model."""
-
-    def state_spec(self) -> HybridStateSpec: ...
-
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Logits [len(inputs.logit_tokens), vocabulary]."""
+NewTokens = dict[int, tuple[GeneratedToken, ...]]
+_CURRENT_DEVICE = -1  # for torch.cuda.device: leave the current device as it is
 
 
 @dataclass(frozen=True)
 class StepReport:
     """What one `step` did.
 
-    `admitted`: requests that were given a row. `generated`: the newest token of each request that got any.
-    `finished`: results of the requests that ended. `tokens`: all new tokens of those requests, in order; more
-    than one only where drafts were accepted.
+    Attributes:
+        admitted: requests that were given a row.
+        generated: the newest token of each request that got any.
+        finished: results of the requests that ended.
+        tokens: all new tokens of those requests, in order; more than one only where drafts were accepted.
     """
 
     admitted: tuple[int, ...] = ()
     generated: dict[int, GeneratedToken] = field(default_factory=dict)
     finished: tuple[RequestResult, ...] = ()
-    tokens: dict[int, tuple[GeneratedToken, ...]] = field(default_factory=dict)
+    tokens: NewTokens = field(default_factory=dict)
 
 
 class DynamicInferenceEngine:
     """Serves requests with a hybrid model, resuming prompts from the prefix cache of its context.
 
-    Not thread-safe: one thread calls it, and from inside its own step only `add_request` (the others raise
+    One thread at a time calls it, and from inside its own step only `add_request` (other calls raise
     RuntimeError). `generate` serves a batch to the end; `add_request` and `step`, or `stream`, serve
     requests as they come.
+
+    Attributes:
+        model, config: as given.
+        context: what the requests hold, and the prefix cache.
     """
 
     def __init__(self, model: Model, config: InferenceConfig, *, drafter: Drafter | None = None) -> None:
-        """`drafter`: in place of prompt lookup, where `config.num_speculative_tokens` asks for drafts."""
+        """Allocate all pools. A collective where the model is split: all its ranks make this call.
+
+        Args:
+            model: a hybrid model, on the device where it is to run.
+            config: sizes and switches.
+            drafter: in place of prompt lookup, where `config.num_speculative_tokens` asks for drafts.
+        """
         if not callable(model) or isinstance(model, type) or not callable(getattr(model, "state_spec", None)):
             raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
         self.model = model
         self.config = instance("config", config, InferenceConfig)
         self.context = DynamicInferenceContext(model.state_spec(), config)
-        device = self.context.spec.device
-        self._gpu = -1 if device.type != "cuda" else device  # where launches go; -1: as it is
-        self._split = self.context.spec.groups.is_split
-        self._graphs = self._graph_runner()
-        self._drafter = self._checked_drafter(drafter)
+        spec = self.context.spec
+        self._is_split = spec.groups.is_split
+        self._launch_device = spec.device if spec.device.type == "cuda" else _CURRENT_DEVICE
+        self._runner = self._new_runner()
+        self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
         self._scheduler = Scheduler(self.context, self._drafter)
         self._speculation = SpeculationStats()
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._unclaimed: dict[int, RequestResult] = {}
-        self._streams: WeakValueDictionary[int, TokenStream] = WeakValueDictionary()
-        self._abandoned: list[int] = []  # requests of streams let go of during a step
+        self._feeds: WeakValueDictionary[int, StreamFeed] = WeakValueDictionary()
+        self._abandoned: list[int] = []  # requests of streams that were let go of during a step
         self._new_ids = count()
         self._weights_version: object = None
-        self._stepping = False
-        self._broken: BaseException | None = None
+        self._state = EngineState(self._is_split)
 
-    def _graph_runner(self) -> GraphRunner | None:
-        spec, most = self.context.spec, self.config.num_cuda_graphs
-        if most is None or spec.device.type != "cuda" or spec.ssm_states_dtype == torch.float64:
-            return None
-        return GraphRunner(GraphBuckets.of(self.context), most, spec.groups)
-
-    def _checked_drafter(self, drafter: Drafter | None) -> Drafter | None:
-        most = self.config.num_speculative_tokens
-        if drafter is None:
-            return NgramDrafter() if most else None
-        if not most or isinstance(drafter, type) or not callable(getattr(drafter, "draft", None)):
-            raise ValueError(
-                f"drafter is {shown(drafter)} and num_speculative_tokens {most}; accepted: an object with "
-                "`draft(tokens, most)`, where num_speculative_tokens is at least 1, or None"
-            )
-        return drafter
+    def _new_runner(self) -> ModelRunner:
+        spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
+        if max_graphs is None or spec.device.type != "cuda" or spec.ssm_states_dtype == torch.float64:
+            return ModelRunner(spec)
+        return GraphRunner(spec, GraphBuckets.of(self.context), max_graphs)
 
     # ---- requests
 
@@ -122,35 +118,28 @@ class DynamicInferenceEngine:
         cache_salt: Salt = None,
         checkpoint_plan: CheckpointPlan | None = None,
     ) -> int:
-        """Queue a prompt (token ids) and return its request id.
+        """Queue a prompt.
 
-        `cache_salt`: requests share cached states only with requests of the same salt. `checkpoint_plan`:
-        in place of the configuration's. Raises ValueError for what can never run: an empty prompt, ids
-        outside the vocabulary, a prompt and answer longer than `max_sequence_length` or than the KV pool.
+        Args:
+            prompt: token ids, a list or a 1-D integer tensor.
+            sampling_params: how tokens are chosen; None for the defaults.
+            cache_salt: requests share cached states only with requests of the same salt.
+            checkpoint_plan: which states are taken, in place of the configuration's plan.
+
+        Returns:
+            The request id.
+
+        Raises:
+            ValueError: what can never run: an empty prompt, ids outside the vocabulary, a prompt and answer
+                longer than `max_sequence_length` or than the KV pool.
         """
-        self._check_not_broken()
-        spec, config = self.context.spec, self.config
-        tokens = integers("prompt", prompt, 0, spec.vocab_size - 1)
-        sampling = SamplingParams() if sampling_params is None else sampling_params
-        instance("sampling_params", sampling, SamplingParams)
-        plan = self._checked_plan(checkpoint_plan)
-        salt = _salt_bytes(cache_salt)
-        if not tokens:
-            raise ValueError("prompt is empty; accepted: at least one token")
-        length = len(tokens) + sampling.num_tokens_to_generate
-        pool_tokens = self.context.kv_block_allocator.total_count * config.block_size_tokens
-        if length > min(config.max_sequence_length, pool_tokens):
-            raise ValueError(
-                f"prompt and answer have {len(tokens)} + {sampling.num_tokens_to_generate} tokens; accepted: "
-                f"together at most max_sequence_length ({config.max_sequence_length}) and the KV pool "
-                f"({pool_tokens})"
-            )
-        longest_prefill = length - 1  # an evicted request prefills its own answer
-        if not config.enable_chunked_prefill and longest_prefill > config.max_tokens:
-            raise ValueError(
-                f"prompt and answer have {len(tokens)} + {sampling.num_tokens_to_generate} tokens; accepted: "
-                f"at most max_tokens + 1 ({config.max_tokens + 1}) without chunked prefill"
-            )
+        self._state.check_not_broken()
+        config, kv = self.config, self.context.prefix_cache.kv_blocks
+        tokens = checked_prompt("prompt", prompt, self.context.spec.vocab_size)
+        sampling = checked_sampling(sampling_params)
+        plan = checked_plan(checkpoint_plan, config)
+        salt = salt_bytes(cache_salt)
+        check_length(len(tokens), sampling, config, kv.total_count * config.block_size_tokens)
         request = DynamicInferenceRequest(
             request_id=next(self._new_ids),
             prompt_tokens=tokens,
@@ -163,13 +152,6 @@ class DynamicInferenceEngine:
         self._scheduler.add(request)
         return request.request_id
 
-    def _checked_plan(self, plan: CheckpointPlan | None) -> CheckpointPlan:
-        if plan is None:
-            return self.config.checkpoint_plan
-        instance("checkpoint_plan", plan, CheckpointPlan)
-        plan.check_block_size(self.config.block_size_tokens)
-        return plan
-
     def cancel(self, request_id: int) -> RequestResult:
         """End a request wherever it is and return what it has; ValueError for an unknown or ended one."""
         self.check_usable("cancel")
@@ -181,102 +163,60 @@ class DynamicInferenceEngine:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
         return request
 
-    @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request whose KV and state exist now (prompt first, then answer)."""
         request = self._request(request_id)
-        return request.tokens[: request.computed]
+        return request.tokens[: request.holding.num_computed] if request.holding is not None else []
 
     # ---- serving
 
     @torch.inference_mode()
     def step(self) -> StepReport:
-        """Advance every request that can go on by one chunk, or one token and the drafts that stand.
+        """Advance every request that can go on: by a part of its prompt, or by a token and accepted drafts.
 
-        Raises what the model raises, and then no request has a new token: all running requests are queued
-        again, and a later `step` restarts them from their last cached states. Should even that fail, the
-        engine says so in a RuntimeError, at every call, until `reset`. So it does after any failed step of a
-        split model, which other ranks may have made. Raises KVBlockCapacityError, on every rank, when pinned
-        prefixes leave too few KV blocks for the next request.
+        Raises:
+            KVBlockCapacityError: pinned prefixes leave too few KV blocks for the next request; on every rank.
+            RuntimeError: the engine is suspended, in a step, or broken. It is broken where a failed step
+                cannot be undone, and after any failed step of a split model, which other ranks may have made.
+            Exception: what the model raises. Then no request has a new token, and all running requests are
+                queued again: a later `step` restarts them from their last cached states.
         """
         self.check_usable("step")
-        if self.context.suspended:
+        if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
-        running = {request.request_id for request in self._scheduler.running}
-        before = [(request, len(request.tokens)) for request in self._scheduler.requests]
-        try:
-            self._stepping = True
-            with torch.cuda.device(self._gpu):
-                chunks, generated = self._run_step()
-            finished = self._finish_completed(generated)
+        running = set(self._scheduler.running)
+        undo = StepUndo(self.context, self._scheduler)
+        with self._state.in_step(lambda: self._undo(undo)), torch.cuda.device(self._launch_device):
+            steps, tokens = self._run_step()
+            finished = self._finish_completed(tokens)
             self._cancel_abandoned()
-            admitted = tuple(c.request.request_id for c in chunks if c.request.request_id not in running)
-        except BaseException as error:
-            self._recover(error, before)
-            if self._split and not isinstance(error, KVBlockCapacityError):
-                self._broken = error
-            raise
-        finally:
-            self._stepping = False
-        newest = {}
-        for request_id, tokens in generated.items():
-            newest[request_id] = tokens[-1]
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put(*tokens)
-        if self._drafter is not None:
-            self._count_drafts(chunks, generated)
-        return StepReport(admitted, newest, finished, generated)
+        self._deliver(steps, tokens, finished)
+        return StepReport(
+            admitted=tuple(step.request.request_id for step in steps if step.request not in running),
+            generated={request_id: new[-1] for request_id, new in tokens.items()},
+            finished=finished,
+            tokens=tokens,
+        )
 
-    def _run_step(self) -> tuple[tuple[ScheduledChunk, ...], dict[int, tuple[GeneratedToken, ...]]]:
-        scheduled = self._scheduler.schedule()
+    def _run_step(self) -> tuple[Sequence[RequestStep], NewTokens]:
+        scheduled = self._scheduler.schedule()  # match, plan, hold KV blocks
         if not scheduled:
             return (), {}
-        graphs = self._graphs
-        inputs = self.context.begin_step(scheduled, graphs.padded if graphs else None)
-        chunks = self.context.step_chunks
-        logits = graphs.run(self.model, inputs) if graphs else self.model(inputs)
-        wanted = (len(inputs.logit_tokens), self.context.spec.vocab_size)
-        shape = getattr(logits, "shape", None)
-        if shape != wanted:
-            raise ValueError(
-                f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
-                f"{wanted}"
-            )
-        logits = logits[: inputs.num_logits]
-        if any(chunk.drafts for chunk in chunks):  # what is to be kept is known once drafts are verified
-            generated = sample_step(chunks, logits)
-            self.context.end_step({request_id: len(tokens) for request_id, tokens in generated.items()})
-        else:
-            self.context.end_step()
-            generated = sample_step(chunks, logits)
-        if graphs:
-            graphs.capture(self.model)
-        return chunks, generated
+        step = self.context.begin_step(scheduled, self._runner.padded)  # reserve slots, publish
+        logits = self._runner.run(self.model, step.inputs)  # forward
+        sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
+        self.context.end_step(sampled.num_accepted)  # register, commit, advance; asks for drafts' sake only
+        tokens = sampled.wait()
+        self._runner.after_step(self.model)
+        return step.requests, tokens
 
-    def _count_drafts(
-        self, chunks: Sequence[ScheduledChunk], generated: dict[int, tuple[GeneratedToken, ...]]
-    ) -> None:
-        decodes, tokens, drafted, accepted = 0, 0, 0, 0
-        for chunk in chunks:
-            if chunk.decoding:
-                new = [token for token, _ in generated[chunk.request.request_id]]
-                decodes += 1
-                tokens += len(new)
-                drafted += len(chunk.drafts)
-                accepted += count_accepted(chunk.drafts, new)
-        before = self._speculation
-        self._speculation = SpeculationStats(
-            before.num_decodes + decodes, before.num_tokens + tokens,
-            before.num_drafted + drafted, before.num_accepted + accepted,
-        )  # fmt: skip
-
-    def speculation_stats(self) -> SpeculationStats:
-        """What drafts were worth so far, since the last `reset`; all 0 without `num_speculative_tokens`."""
-        return self._speculation
+    def _undo(self, undo: StepUndo) -> None:
+        undo(self._requests)
+        self._cancel_abandoned()
+        self.context.check_integrity()
 
     def _finish_completed(self, generated: Iterable[int]) -> tuple[RequestResult, ...]:
         """End the requests whose answer is complete; those nobody wants any more are cancelled instead."""
@@ -284,44 +224,54 @@ class DynamicInferenceEngine:
             request_id: reason
             for request_id in generated
             if request_id not in self._abandoned
-            and (reason := _finish_reason(self._requests[request_id])) is not None
+            and (reason := self._requests[request_id].finish_reason) is not None
         }
         return tuple(
             self._finish(self._requests[request_id], reason) for request_id, reason in reasons.items()
         )
 
-    def _recover(self, error: BaseException, before: list[tuple[DynamicInferenceRequest, int]]) -> None:
-        """Undo a failed step; nothing it may have written is used.
+    def _finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
+        del self._requests[request.request_id]
+        self._scheduler.remove(request)
+        result = request.result(reason)
+        if reason == "cancelled":
+            self._deliver_result(result)
+        return result
 
-        `before`: the requests there were, in the order they restart in, and how many tokens they had.
-        """
-        try:
-            for request, length in before:
-                del request.tokens[length:]
-                del request.log_probs[request.num_generated :]
-                request.hashes.cut_to(length)
-                request.ttft_s = request.ttft_s if request.num_generated else None
-            known = {request.request_id: request for request, _ in before}
-            self._requests = known | self._requests  # those added during the step wait behind the others
-            self.context.abort_step()
-            self._scheduler.restart(self._requests.values())
-            self._cancel_abandoned()
-            self.context.check_integrity()
-        except BaseException as second:
-            self._broken = second
-            raise RuntimeError(BROKEN) from error
+    def _deliver(
+        self, steps: Sequence[RequestStep], tokens: NewTokens, finished: Sequence[RequestResult]
+    ) -> None:
+        """Hand the tokens and results of a step that stands to streams and counters."""
+        for request_id, new in tokens.items():
+            feed = self._feeds.get(request_id)
+            if feed is not None:
+                feed.arrived.extend(new)
+        for result in finished:
+            self._deliver_result(result)
+        if self._drafter is not None:
+            self._count_drafts(steps, tokens)
+
+    def _deliver_result(self, result: RequestResult) -> None:
+        feed = self._feeds.get(result.request_id)
+        if feed is not None:
+            feed.result = result
+
+    def _count_drafts(self, steps: Sequence[RequestStep], tokens: NewTokens) -> None:
+        so_far = self._speculation
+        for step in steps:
+            if step.decoding:
+                new = [token for token, _ in tokens[step.request.request_id]]
+                so_far = SpeculationStats(
+                    so_far.num_decodes + 1,
+                    so_far.num_tokens + len(new),
+                    so_far.num_drafted + len(step.drafts),
+                    so_far.num_accepted + count_accepted(step.drafts, new),
+                )
+        self._speculation = so_far
 
     def check_usable(self, call: str) -> None:
-        """RuntimeError, naming `call`, from inside a step, and where a step has broken the engine."""
-        if self._stepping:
-            raise RuntimeError(
-                f"{call} is called from inside a step of the same engine; call it between steps"
-            )
-        self._check_not_broken()
-
-    def _check_not_broken(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(PARTED if self._split else BROKEN) from self._broken
+        """RuntimeError, naming `call`, during a step, and where a step has broken the engine."""
+        self._state.check_usable(call)
 
     def generate(
         self,
@@ -329,22 +279,29 @@ class DynamicInferenceEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: Salt | Sequence[Salt] = None,
+        checkpoint_plan: CheckpointPlan | Sequence[CheckpointPlan | None] | None = None,
     ) -> list[RequestResult]:
-        """Serve prompts to the end and return their results in order.
+        """Serve prompts to the end.
 
-        `sampling_params` and `cache_salt`: one for all, or one a prompt. Requests added before are served
-        along. When it raises, for a bad argument or because a step failed, its requests are cancelled.
+        Requests added before are served along. When the call raises, for a bad argument or because a step
+        failed, its requests are cancelled.
+
+        Args:
+            prompts: a list of prompts, each as `add_request` takes it.
+            sampling_params, cache_salt, checkpoint_plan: one for all, or one a prompt.
+
+        Returns:
+            The results, in the order of the prompts.
         """
-        try:
-            prompts = list(prompts)
-        except TypeError as error:
-            raise ValueError(f"prompts is {shown(prompts)}; accepted: a list of prompts") from error
-        params = _one_each("sampling_params", sampling_params, len(prompts))
-        salts = _one_each("cache_salt", cache_salt, len(prompts))
+        listed = checked_prompts(prompts)
+        params = one_each("sampling_params", sampling_params, len(listed))
+        salts = one_each("cache_salt", cache_salt, len(listed))
+        plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
+        self.check_usable("generate")
         ids: list[int] = []
         try:
-            for prompt, param, salt in zip(prompts, params, salts, strict=True):
-                ids.append(self.add_request(prompt, param, cache_salt=salt))
+            for prompt, param, salt, plan in zip(listed, params, salts, plans, strict=True):
+                ids.append(self.add_request(prompt, param, cache_salt=salt, checkpoint_plan=plan))
             self._serve(ids)
         except BaseException:
             for request_id in ids:
@@ -364,37 +321,33 @@ class DynamicInferenceEngine:
         cache_salt: Salt = None,
         checkpoint_plan: CheckpointPlan | None = None,
     ) -> TokenStream:
-        """Queue a prompt now and return an iterator over its tokens.
+        """Queue a prompt now and return an iterator over its tokens; arguments as those of `add_request`.
 
-        Asking for a token advances all requests until this one has it. A stream closed early, or let go of,
-        cancels its request; of a split model, only one closed.
+        Asking for a token advances all requests until this one has it. A stream that is closed, or let go of,
+        before its end cancels its request; of a split model, only a stream that is closed.
         """
         request_id = self.add_request(
             prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
         )
-
-        def advance() -> bool:
-            if request_id in self._requests:
-                self._step_and_keep()
-            return request_id in self._requests
-
+        feed = self._feeds[request_id] = StreamFeed()
         # Each rank collects garbage when it likes: a split model's requests end where `close` is called.
-        stream = TokenStream(advance, lambda: self._forget(request_id), not self._split)
-        self._streams[request_id] = stream
-        return stream
+        return TokenStream(
+            request_id, feed, self._step_and_keep, lambda: self._forget(request_id), not self._is_split
+        )
 
     def _step_and_keep(self) -> None:
-        """A step whose report nobody sees: results stay until they are claimed."""
+        """A step whose report nobody sees: results stay until they are claimed, or are in their streams."""
         for result in self.step().finished:
-            self._unclaimed[result.request_id] = result
+            if result.request_id not in self._feeds:
+                self._unclaimed[result.request_id] = result
 
     def _forget(self, request_id: int) -> None:
         """End a request, if it has not ended, and drop its result."""
-        if self._stepping:
+        if self._state.stepping:
             self._abandoned.append(request_id)
             return
         self._unclaimed.pop(request_id, None)
-        if request_id in self._requests and self._broken is None:
+        if request_id in self._requests and not self._state.broken:
             self._finish(self._requests[request_id], "cancelled")
 
     def _cancel_abandoned(self) -> None:
@@ -407,7 +360,8 @@ class DynamicInferenceEngine:
     def take_result(self, request_id: int) -> RequestResult | None:
         """Claim, once, the result of a request that ended while `generate` or `stream` served others.
 
-        A `step` that the caller makes reports its results itself; None for those and while it runs.
+        A `step` that the caller makes reports its results itself, and a stream has its own; None for those
+        and while a request runs.
         """
         return self._unclaimed.pop(integer("request_id", request_id, 0), None)
 
@@ -419,57 +373,88 @@ class DynamicInferenceEngine:
         Takes the state at its last block boundary. Requests under way are served along.
         """
         self.check_usable("warm")
-        prefix = integers("tokens", tokens, 0, self.context.spec.vocab_size - 1)
-        salt = _salt_bytes(cache_salt)
-        whole = len(prefix) // self.config.block_size_tokens * self.config.block_size_tokens
-        if self.context.resumable_tokens(prefix, salt) < whole:
+        prefix, chain = self._hashed(tokens, cache_salt)
+        cache, size = self.context.prefix_cache, self.config.block_size_tokens
+        whole = len(prefix) // size * size
+        if cache.resumable_tokens(chain) < whole:
             once = SamplingParams(num_tokens_to_generate=1)
             plan = CheckpointPlan(marks=(whole,))
-            request_id = self.add_request(prefix[:whole], once, cache_salt=salt, checkpoint_plan=plan)
+            request_id = self.add_request(prefix[:whole], once, cache_salt=cache_salt, checkpoint_plan=plan)
             try:
                 self._serve([request_id])
             finally:
                 self._forget(request_id)
-        return self.context.resumable_tokens(prefix, salt)
+        return cache.resumable_tokens(chain)
 
     def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:
         """Keep the deepest cached state of a prefix, and its KV, until `unpin` or the next reset.
 
-        Raises ValueError where none of its boundaries has a state; `warm` it first.
+        Raises:
+            ValueError: none of the prefix's boundaries has a state; `warm` it first.
         """
         self.check_usable("pin")
-        prefix = integers("tokens", tokens, 0, self.context.spec.vocab_size - 1)
-        return self.context.pin_prefix(prefix, _salt_bytes(cache_salt))
+        return self.context.prefix_cache.pin(self._hashed(tokens, cache_salt)[1])
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Let go of a pinned prefix; ValueError if it is not pinned (any more)."""
         self.check_usable("unpin")
-        self.context.unpin_prefix(prefix)
+        self.context.prefix_cache.unpin(prefix)
+
+    def _hashed(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
+        prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
+        chain = PrefixHashChain(self.config.block_size_tokens, salt_bytes(cache_salt))
+        chain.extend_to(prefix)
+        return prefix, chain
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, and leave nothing in the cache."""
         self.check_usable("reset_prefix_cache")
-        if not self.context.suspended:  # else there is none
+        if self.context.memory.allocated:  # else there is none
             self.context.reset_prefix_cache()
 
     @property
     def weights_version(self) -> object:
-        """Whatever names the model's weights; a different one makes every older state unreachable."""
+        """Whatever names the model's weights; None at first."""
         return self._weights_version
 
-    @weights_version.setter
-    def weights_version(self, version: object) -> None:
+    def set_weights_version(self, version: object) -> None:
+        """Name the model's weights. A new name makes every older state unreachable, and drops graphs.
+
+        Raises:
+            ValueError: `version` cannot be compared as a whole with the one before.
+        """
+        self.check_usable("set_weights_version")
         try:
             changed = bool(version != self._weights_version)
             bool(version == version)  # so that the next one can be compared with it
         except Exception as error:  # of an array, for one
             raise ValueError(
-                f"weights_version is {shown(version)}; accepted: what compares with the one before as a whole"
+                f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
             self.reset_prefix_cache()
-            self._drop_graphs()
+            self._runner.drop_graphs()
             self._weights_version = version
+
+    # ---- the whole
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the cache, of drafts, and of the queue."""
+        return EngineStats(
+            cache=self.context.cache_stats(),
+            speculation=self._speculation,
+            num_running=len(self._scheduler.running),
+            num_paused=self._scheduler.num_paused,
+            num_waiting=len(self._scheduler.waiting),
+        )
+
+    def memory_summary(self) -> str:
+        """What the bytes of the pools went to, in one line."""
+        return self.context.memory.summary()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books of the cache contradict each other; O(pools)."""
+        self.context.check_integrity()
 
     def suspend(self) -> None:
         """Free the memory of all pools. Running requests are queued again, and every prefix is forgotten.
@@ -477,14 +462,10 @@ class DynamicInferenceEngine:
         Until `resume`, requests can be added and cancelled, and `step` raises RuntimeError.
         """
         self.check_usable("suspend")
-        if not self.context.suspended:
+        if self.context.memory.allocated:
             self._scheduler.restart(self._scheduler.requests)
-            self._drop_graphs()
+            self._runner.drop_graphs()
             self.context.suspend()
-
-    def _drop_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.drop()
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
@@ -493,63 +474,15 @@ class DynamicInferenceEngine:
 
     def reset(self) -> None:
         """Drop every request, result, prefix and count; also mends an engine that could not recover."""
-        if self._stepping:
+        if self._state.stepping:
             self.check_usable("reset")
         self._scheduler = Scheduler(self.context, self._drafter)
         self._speculation = SpeculationStats()
-        self._requests.clear()
-        self._unclaimed.clear()
-        self._abandoned.clear()
-        self._streams.clear()
+        for collection in (self._requests, self._unclaimed, self._abandoned, self._feeds):
+            collection.clear()
         try:
             self.context.reset()
         except BaseException as error:
-            self._broken = error
+            self._state.set_broken(error)
             raise
-        self._broken = None
-
-    def _finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
-        del self._requests[request.request_id]
-        self._scheduler.remove(request)
-        sampling, ledger = request.sampling, request.ledger
-        prompt_log_probs: list[Any] = request.prompt_log_probs
-        return RequestResult(
-            request_id=request.request_id,
-            tokens=request.generated,
-            log_probs=request.log_probs if sampling.return_log_probs else None,
-            prompt_log_probs=prompt_log_probs if sampling.returns_prompt_log_probs else None,
-            num_prompt_tokens=len(request.prompt_tokens),
-            num_resumed_tokens=ledger.resumed,
-            computed_by_reason=ledger.by_reason(),
-            num_recomputed_tokens=ledger.recomputed,
-            ttft_s=request.ttft_s,
-            finish_reason=reason,
-        )
-
-
-def _finish_reason(request: DynamicInferenceRequest) -> FinishReason | None:
-    sampling = request.sampling
-    if request.tokens[-1] in sampling.stops:
-        return "stop"
-    return "length" if len(request.tokens) >= request.max_length else None
-
-
-def _salt_bytes(salt: object) -> bytes:
-    if salt is None:
-        return b""
-    if isinstance(salt, bytes):
-        return salt
-    if isinstance(salt, str):
-        with suppress(UnicodeEncodeError):  # half a surrogate pair is text that has no bytes
-            return salt.encode()
-    raise ValueError(f"cache_salt is {shown(salt)}; accepted: bytes, a str or None")
-
-
-def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        if len(value) != count:
-            raise ValueError(
-                f"{name} has {len(value)} entries; accepted: one for all, or {count}, one a prompt"
-            )
-        return list(value)
-    return [value] * count
+        self._state.set_mended()

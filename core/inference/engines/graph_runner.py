@@ -1,7 +1,6 @@
 """Whole forwards as CUDA graphs: one launch a step, for steps padded to a few shapes."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel_groups import ParallelGroups
+from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs, StepShape
+from .model import Model
+from .model_runner import ModelRunner
 
-Forward = Callable[[StepInputs], Tensor]
 SMALLEST_PREFILL_TOKENS = 16
 
 
@@ -39,12 +39,12 @@ class GraphBuckets:
         config = context.config
         prefill_tokens = min(config.cuda_graph_max_tokens, config.max_tokens)
         return cls(
-            max_requests=context.max_requests,
+            max_requests=config.max_requests,
             table_blocks=context.request_to_kv_block_ids.shape[1],
             max_prefill_tokens=prefill_tokens if config.use_cuda_graphs_for_non_decode_steps else 0,
-            chunk_size=context.mamba_chunk_size,
-            block_size=context.block_size_tokens,
-            decode_tokens=1 + context.num_speculative_tokens,
+            chunk_size=context.spec.ssd_chunk_size,
+            block_size=config.block_size_tokens,
+            decode_tokens=1 + config.num_speculative_tokens,
         )
 
     def smallest(self, shape: StepShape) -> StepShape | None:
@@ -94,7 +94,7 @@ class GraphBuckets:
 class CapturedForward:
     """One forward as a graph; it reads and writes the addresses that it was captured with."""
 
-    def __init__(self, model: Forward, inputs: StepInputs, pool: Any) -> None:
+    def __init__(self, model: Model, inputs: StepInputs, pool: Any) -> None:
         """Captures, which runs nothing. `pool`: another graph's memory, to share."""
         self._graph = torch.cuda.CUDAGraph()
         self._inputs = inputs  # its tensors live on
@@ -115,20 +115,21 @@ class CapturedForward:
         return self._logits
 
 
-class GraphRunner:
+class GraphRunner(ModelRunner):
     """Runs a model's steps, by graph where their shape has one.
 
     A shape's first step runs eagerly, on padded inputs: it compiles and tunes all kernels at exactly this
-    shape. `capture` then captures it, between steps, when nothing waits for tokens. Graphs hold the addresses
-    of the pools and of the step buffer; where a pool is another tensor than before, all graphs are dropped.
+    shape. `after_step` then captures it, between steps, when nothing waits for tokens. Graphs hold the
+    addresses of the pools and of the step buffer; where a pool is another tensor than before, all graphs are
+    dropped.
     Padding carries -1 in every index, and a capture executes nothing: neither writes any state.
     """
 
-    def __init__(self, buckets: GraphBuckets, max_graphs: int, groups: ParallelGroups | None = None) -> None:
-        """`max_graphs`: most decode graphs, and most others. `groups`: of a split model."""
+    def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:
+        """`max_graphs`: most decode graphs, and most others."""
+        super().__init__(spec)
         self._buckets = buckets
         self._max_graphs = max_graphs
-        self._groups = ParallelGroups() if groups is None else groups
         self._graphs: dict[StepShape, CapturedForward] = {}
         self._first: StepInputs | None = None
         self._addresses: tuple[int, ...] = ()
@@ -149,13 +150,12 @@ class GraphRunner:
         alike = sum((known.prefills == 0) == (shape.prefills == 0) for known in self._graphs)
         return alike < self._max_graphs
 
-    def run(self, model: Forward, inputs: StepInputs) -> Tensor:
-        """Logits of all of `inputs.logit_tokens`, valid until the next `run`. Does not synchronise."""
+    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
         pool = inputs.state_pool
         tensors = pool.conv_states, pool.ssm_states, inputs.kv_cache
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if addresses != self._addresses:
-            self.drop()
+            self.drop_graphs()
             self._addresses = addresses
         self._first = None
         graph = self._graphs.get(inputs.shape)
@@ -166,7 +166,7 @@ class GraphRunner:
             self._first = inputs
         return logits
 
-    def capture(self, model: Forward) -> None:
+    def after_step(self, model: Model) -> None:
         """Capture the shape that the last step ran for the first time, if any; synchronises.
 
         A model that cannot be captured is warned of once, and runs eagerly from then on: on all its ranks,
@@ -181,13 +181,13 @@ class GraphRunner:
             self._graphs[inputs.shape] = CapturedForward(model, inputs, shared)
         except Exception as error:
             failure = error
-        if not self._groups.least(int(failure is None), inputs.token_ids.device):
+        if not self._spec.groups.least(int(failure is None), inputs.token_ids.device):
             self._max_graphs = 0
-            self.drop()
+            self.drop_graphs()
             failure = failure or "another rank could not capture it"
             warnings.warn(f"the model cannot be captured, and runs without graphs: {failure}", stacklevel=2)
 
-    def drop(self) -> None:
+    def drop_graphs(self) -> None:
         """Forget all graphs, and give their memory back."""
         self._graphs.clear()
         self._first = None

@@ -4,89 +4,129 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...request import DynamicInferenceRequest
 from ...sampling_params import SamplingParams
 from ...validation import described, holds_data, integers, shown
-from ..contexts.scheduled_chunk import ScheduledChunk
+from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request_step import RequestStep
 from .acceptance import accepted_tokens
 from .token_stream import GeneratedToken
 
 _WHOLE = 1 << 53
 
 
-def sample_step(chunks: Sequence[ScheduledChunk], logits: Tensor) -> dict[int, tuple[GeneratedToken, ...]]:
-    """Append its next tokens to every request whose chunk completes, and return them by request.
+class SampledStep:
+    """The new tokens of a step: chosen where the logits are, and perhaps not computed yet."""
 
-    That is one token, and one more for each draft that stands. `logits` [tokens wanted, vocabulary]: those of
-    each chunk's `logit_positions`, chunk after chunk. Also fills in the log-probs that requests asked for.
-    When it raises, no request has a new token.
+    def __init__(
+        self, sampled: "list[_Sampled]", prompts: "list[_PromptPart]", columns: list[Tensor]
+    ) -> None:
+        """`columns`: log-probs for each of `prompts`; then, if there are `sampled`, tokens and log-probs."""
+        self._sampled = sampled
+        self._prompts = prompts
+        self._columns = columns
+        self._tokens: dict[int, tuple[GeneratedToken, ...]] | None = None
 
-    Everything is computed where the logits are and comes back in one copy, for which alone it waits; a step
-    from which nobody wants a number waits for nothing.
+    def num_accepted(self, request_id: int) -> int | None:
+        """How many tokens of a request's step are right; None without a new token. Waits as `wait` does."""
+        tokens = self.wait().get(request_id)
+        return None if tokens is None else len(tokens)
+
+    def wait(self) -> dict[int, tuple[GeneratedToken, ...]]:
+        """Append the new tokens to their requests, once, and return them by request.
+
+        Waits until they are computed, and for nothing else. They come in one copy. A step from which nobody
+        wants a number waits for nothing. When the call raises, no request has a new token.
+        """
+        if self._tokens is None:
+            self._tokens = self._read()
+        return self._tokens
+
+    def _read(self) -> dict[int, tuple[GeneratedToken, ...]]:
+        numbers = iter(_read(self._columns))
+        for part in self._prompts:
+            part.request.set_prompt_log_probs(part.positions, next(numbers))
+        if not self._sampled:
+            return {}
+        drawn = [int(token) for token in next(numbers)]
+        no_log_probs: Sequence[float | None] = [None] * len(drawn)
+        log_probs = next(numbers, no_log_probs)
+        now_s = time.perf_counter()
+        generated: dict[int, tuple[GeneratedToken, ...]] = {}
+        first = 0
+        for request, drafts in self._sampled:
+            stop = first + 1 + len(drafts)
+            tokens = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops)
+            own = (log_probs if request.sampling.return_log_probs else no_log_probs)[first:]
+            generated[request.request_id] = tuple(map(GeneratedToken, tokens, own))
+            request.append(tokens, own[: len(tokens)], now_s)
+            first = stop
+        return generated
+
+
+class _Sampled(NamedTuple):
+    """A request that gets new tokens, and the drafts that they verify."""
+
+    request: DynamicInferenceRequest
+    drafts: tuple[int, ...]
+
+
+class _PromptPart(NamedTuple):
+    """A request that gets prompt log-probs, and where they go."""
+
+    request: DynamicInferenceRequest
+    positions: slice
+
+
+def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
+    """Choose the next tokens of every request whose step completes what it has; launches, waits for nothing.
+
+    A request gets one token, and one more for each draft that turns out right.
+
+    Args:
+        steps: of each request, in the order of the logits.
+        logits: [tokens wanted, vocabulary]: those of each step's `logit_positions`, step after step.
     """
-    last_rows: list[int] = []
-    sampled: list[tuple[DynamicInferenceRequest, tuple[int, ...]]] = []
+    rows: list[int] = []
+    sampled: list[_Sampled] = []
     params: list[SamplingParams] = []
     positions: list[int] = []
-    prompts: list[tuple[DynamicInferenceRequest, slice]] = []
+    prompts: list[_PromptPart] = []
     columns: list[Tensor] = []
     first = 0
-    for chunk in chunks:
-        wanted = len(chunk.logit_positions)
-        if chunk.request.sampling.returns_prompt_log_probs:
-            asked, log_probs = _prompt_log_probs(chunk, logits[first : first + wanted])
-            prompts.append((chunk.request, asked))
+    for step in steps:
+        num_logits = len(step.logit_positions)
+        request = step.request
+        if request.sampling.returns_prompt_log_probs:
+            part, log_probs = _prompt_log_probs(step, logits[first : first + num_logits])
+            prompts.append(_PromptPart(request, part))
             columns.append(log_probs)
-        first += wanted
-        if chunk.completes:
-            request = chunk.request
-            sampled.append((request, chunk.drafts))
-            for behind in range(-len(chunk.drafts), 1):
-                last_rows.append(first - 1 + behind)
-                params.append(request.sampling)
-                positions.append(request.num_generated + len(chunk.drafts) + behind)
+        first += num_logits
+        if step.completes:
+            sampled.append(_Sampled(request, step.drafts))
+            num_tokens = 1 + len(step.drafts)
+            rows += range(first - num_tokens, first)
+            params += [request.sampling] * num_tokens
+            positions += range(request.num_generated, request.num_generated + num_tokens)
     if sampled:
-        last = logits
-        if last_rows != list(range(len(logits))):
-            last = logits.index_select(0, _on_device(torch.tensor(last_rows), logits.device))
-        tokens = sample(last, params, positions)
+        chosen = logits
+        if rows != list(range(len(logits))):
+            chosen = logits.index_select(0, _on_device(torch.tensor(rows), logits.device))
+        tokens = sample(chosen, params, positions)
         columns.append(tokens)
         if any(request.sampling.return_log_probs for request, _ in sampled):
-            columns.append(log_softmax(last).gather(1, tokens[:, None])[:, 0])
-    numbers = iter(_read(columns))
-
-    for request, asked in prompts:
-        request.prompt_log_probs[asked] = next(numbers)
-    if not sampled:
-        return {}
-    values: Sequence[float | None] = [None] * len(params)
-    drawn = [int(token) for token in next(numbers)]
-    values = next(numbers, values)
-    now = time.perf_counter()
-    generated: dict[int, tuple[GeneratedToken, ...]] = {}
-    first = 0
-    for request, drafts in sampled:
-        stop = first + 1 + len(drafts)
-        new = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops) if drafts else [drawn[first]]
-        wanted = request.sampling.return_log_probs
-        own = values[first : first + len(new)] if wanted else [None] * len(new)
-        request.log_probs += [value for value in own if value is not None]
-        request.tokens += new
-        if request.ttft_s is None:
-            request.ttft_s = now - request.arrival_s
-        generated[request.request_id] = tuple(map(GeneratedToken, new, own))
-        first = stop
-    return generated
+            columns.append(log_softmax(chosen).gather(1, tokens[:, None])[:, 0])
+    return SampledStep(sampled, prompts, columns)
 
 
-def _prompt_log_probs(chunk: ScheduledChunk, logits: Tensor) -> tuple[slice, Tensor]:
+def _prompt_log_probs(step: RequestStep, logits: Tensor) -> tuple[slice, Tensor]:
     """Where they belong in the request's list, and the log-probs: logits at p are of the token at p + 1."""
-    prompt = chunk.request.prompt_tokens
-    start, stop = chunk.logit_positions.start, min(chunk.logit_positions.stop, len(prompt) - 1)
+    prompt = step.request.prompt_tokens
+    start, stop = step.logit_positions.start, min(step.logit_positions.stop, len(prompt) - 1)
     following = _on_device(torch.tensor(prompt[start + 1 : stop + 1], dtype=torch.int64), logits.device)
     log_probs = log_softmax(logits[: len(following)]).gather(1, following[:, None])[:, 0]
     return slice(start, start + len(following)), log_probs

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from ...errors import KVBlockCapacityError
-from ...request import DynamicInferenceRequest
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.prefix_index import PrefixMatch
-from ..contexts.scheduled_chunk import ScheduledChunk
+from ..contexts.prefix_match import PrefixMatch
+from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request_step import RequestStep
 from .drafter import Drafter
 
 
@@ -16,19 +16,26 @@ class Scheduler:
 
     Decodes go first, then prefills under way, then waiting requests. A request that gets no block is
     *paused*: it keeps its row, blocks and state, and nobody new is admitted until it goes on. When nobody
-    can go on, the request admitted last is evicted and waits at the head of the queue, so the oldest
-    always finishes.
+    can go on, the request that was admitted last is preempted and waits at the head of the queue, so the
+    oldest request always finishes.
 
     Drafts come last, and take what tokens and blocks are left: they keep nobody waiting, and what they did
     not need is back when the step ends.
+
+    Attributes:
+        waiting: the queue.
+        running: the requests that hold a row, in order of admission.
+        num_paused: running requests that got no block in the last call of `schedule`.
     """
 
     def __init__(self, context: DynamicInferenceContext, drafter: Drafter | None = None) -> None:
         """`drafter`: for the drafts of decodes; None drafts none."""
         self._context = context
+        self._config = context.config
         self._drafter = drafter
         self.waiting: deque[DynamicInferenceRequest] = deque()
-        self.running: list[DynamicInferenceRequest] = []  # in order of admission
+        self.running: list[DynamicInferenceRequest] = []
+        self.num_paused = 0
 
     def add(self, request: DynamicInferenceRequest) -> None:
         self.waiting.append(request)
@@ -38,8 +45,8 @@ class Scheduler:
         self._leave_queue(request)
         self._context.release(request)  # last: whoever watches the freed blocks may raise
 
-    def requeue(self, request: DynamicInferenceRequest) -> None:
-        """Evict a running request; it restarts, before all that wait, from its deepest cached state."""
+    def preempt(self, request: DynamicInferenceRequest) -> None:
+        """Take back a running request's memory; it restarts first, from its deepest cached state."""
         self._leave_queue(request)
         self.waiting.appendleft(request)
         self._context.release(request)
@@ -59,67 +66,72 @@ class Scheduler:
         """Queue these requests, in this order, and no others; whatever any request holds is released."""
         self.waiting = deque(requests)
         self.running = []
+        self.num_paused = 0
         for request in self._context.requests:
             self._context.release(request)
 
-    def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step; empty only when there is nothing to do.
+    def schedule(self) -> list[RequestStep]:
+        """What each request does in the next step; empty only when there is nothing to do.
 
-        Raises KVBlockCapacityError when pinned prefixes leave too few KV blocks for the next request alone.
+        Raises:
+            KVBlockCapacityError: pinned prefixes leave too few KV blocks for the next request alone.
         """
         while True:
-            chunks = self._advance_running()
-            if not any(request.paused for request in self.running):
-                self._admit(chunks)
-            if chunks or not (self.running or self.waiting):
-                return self._with_drafts(chunks, self._drafter) if self._drafter else chunks
+            steps = self._advance_running()
+            if not self.num_paused:
+                self._admit(steps)
+            if steps or not (self.running or self.waiting):
+                return self._with_drafts(steps, self._drafter) if self._drafter else steps
             if not self.running:
-                raise KVBlockCapacityError(*self._context.blocks_to_admit(self.waiting[0]))
-            self.requeue(self.running[-1])
+                raise self._capacity_error(self.waiting[0])
+            self.preempt(self.running[-1])
 
-    def _advance_running(self) -> list[ScheduledChunk]:
-        chunks: list[ScheduledChunk] = []
-        budget = self._context.max_tokens
-        for request in sorted(self.running, key=lambda request: not request.decoding):
+    def _advance_running(self) -> list[RequestStep]:
+        steps: list[RequestStep] = []
+        self.num_paused = 0
+        budget = self._config.max_tokens
+        for request in sorted(self.running, key=_is_prefill):
             if budget == 0:
                 break
-            chunk = self._context.schedule(request, budget)
-            request.paused = chunk is None
-            if chunk is not None:
-                chunks.append(chunk)
-                budget -= chunk.length
-        return chunks
+            step = self._context.schedule(request, budget)
+            if step is None:
+                self.num_paused += 1
+            else:
+                steps.append(step)
+                budget -= step.length
+        return steps
 
-    def _admit(self, chunks: list[ScheduledChunk]) -> None:
-        budget = self._context.max_tokens - sum(chunk.length for chunk in chunks)
+    def _admit(self, steps: list[RequestStep]) -> None:
+        """Add steps of waiting requests, as far as tokens, rows and blocks go."""
+        budget = self._config.max_tokens - sum(step.length for step in steps)
         if not (self.waiting and budget):
             return
-        soon_stored = set[int]().union(*map(self._context.boundary_keys, chunks))
+        soon_stored = set[int]().union(*(step.boundary_keys() for step in steps))
         for request in list(self.waiting):
-            if budget <= 0 or not self._context.has_free_row:
+            if budget <= 0 or len(self.running) == self._config.max_requests:
                 return
             match = self._context.match(request)
             if self._soon_deeper(request, match, soon_stored):
                 continue
-            chunk = self._context.schedule(request, budget, match)
-            if chunk is None:
+            step = self._context.schedule(request, budget, match)
+            if step is None:
                 return
             self.waiting.remove(request)
             self.running.append(request)
-            chunks.append(chunk)
-            budget -= chunk.length
-            soon_stored |= self._context.boundary_keys(chunk)
+            steps.append(step)
+            budget -= step.length
+            soon_stored |= step.boundary_keys()
 
-    def _with_drafts(self, chunks: list[ScheduledChunk], drafter: Drafter) -> list[ScheduledChunk]:
-        budget = self._context.max_tokens - sum(chunk.length for chunk in chunks)
+    def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
+        budget = self._config.max_tokens - sum(step.length for step in steps)
         drafted = []
-        for chunk in chunks:
-            most = min(budget, self._context.most_drafts(chunk))
-            if most > 0:
-                drafts = list(drafter.draft(chunk.request.tokens, most))[:most]
-                chunk = self._context.draft(chunk, drafts)
-                budget -= len(chunk.drafts)
-            drafted.append(chunk)
+        for step in steps:
+            max_drafts = min(budget, step.max_drafts(self._config.num_speculative_tokens))
+            if max_drafts > 0:
+                drafts = list(drafter.draft(step.request.tokens, max_drafts))[:max_drafts]
+                step = self._context.draft(step, drafts)
+                budget -= len(step.drafts)
+            drafted.append(step)
         return drafted
 
     def _soon_deeper(
@@ -127,10 +139,22 @@ class Scheduler:
     ) -> bool:
         """Whether this very step stores a state of the request's prefix, deeper than what it matches now.
 
-        Then it waits one step and resumes, and does not compute the same tokens beside the other request.
+        Then the request waits one step and resumes, and does not compute the same tokens beside the other
+        one.
         """
         if request.sampling.returns_prompt_log_probs:
             return False
-        size = self._context.block_size_tokens
+        size = self._config.block_size_tokens
         first, last = match.resume_tokens // size, (len(request.tokens) - 1) // size
         return not soon_stored.isdisjoint(request.hashes.keys[first:last])
+
+    def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
+        """How many KV blocks that nobody holds a waiting request needs, and how many there are."""
+        kv, shared = self._context.prefix_cache.kv_blocks, self._context.match(request).blocks
+        num_blocks = -(-len(request.tokens) // self._config.block_size_tokens)
+        num_needed = num_blocks - len(shared) + kv.count_cached(shared)
+        return KVBlockCapacityError(num_needed, kv.total_count - kv.held_count)
+
+
+def _is_prefill(request: DynamicInferenceRequest) -> bool:
+    return request.holding is not None and not request.holding.decoding

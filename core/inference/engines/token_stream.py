@@ -1,8 +1,12 @@
 """The tokens of one request, as they come."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import NamedTuple
+
+from ...request import FinishReason, RequestResult
 
 
 class GeneratedToken(NamedTuple):
@@ -12,39 +16,99 @@ class GeneratedToken(NamedTuple):
     log_prob: float | None
 
 
-class TokenStream(Iterator[GeneratedToken]):
-    """An iterator over a request's tokens; asking for one advances the engine until it is there.
+class StreamFeed:
+    """What an engine delivers to one stream.
 
-    Closed, or let go of, before its end, it cancels the request.
+    Attributes:
+        arrived: tokens that nobody has taken yet.
+        result: what the request returned, once it ended.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: deque[GeneratedToken] = deque()
+        self.result: RequestResult | None = None
+
+
+class TokenStream(Iterator[GeneratedToken]):
+    """An iterator over a request's tokens; asking for a token advances the engine until the token is there.
+
+    Use it with `for` or `async for`, and as a context manager. `async for` advances the engine in the same
+    thread and lets other tasks run between steps. A stream that is closed, or let go of, before its end
+    cancels the request. Streams are made by `DynamicInferenceEngine.stream`.
+
+    Attributes:
+        request_id: as `add_request` would have returned it.
     """
 
     def __init__(
-        self, advance: Callable[[], bool], close: Callable[[], None], close_when_let_go: bool = True
+        self,
+        request_id: int,
+        feed: StreamFeed,
+        advance: Callable[[], None],
+        cancel: Callable[[], None],
+        cancel_when_let_go: bool = True,
     ) -> None:
-        """`advance()` makes a step and says whether the request goes on; `close()` ends the request."""
-        self._close_when_let_go = close_when_let_go
+        """
+        Args:
+            feed: what the engine delivers.
+            advance: makes a step of the engine.
+            cancel: ends the request if it has not ended.
+            cancel_when_let_go: whether garbage collection cancels, too.
+        """
+        self.request_id = request_id
+        self._feed = feed
         self._advance = advance
-        self._close = close
-        self._arrived: deque[GeneratedToken] = deque()
-        self._goes_on = True
+        self._cancel = cancel
+        self._cancel_when_let_go = cancel_when_let_go
+        self._closed = False
 
-    def put(self, *tokens: GeneratedToken) -> None:
-        self._arrived.extend(tokens)
+    @property
+    def result(self) -> RequestResult | None:
+        """What the request returned; None while it has not ended."""
+        return self._feed.result
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request ended; None while it has not."""
+        return self._feed.result.finish_reason if self._feed.result is not None else None
+
+    @property
+    def _goes_on(self) -> bool:
+        return not (self._closed or self._feed.arrived or self._feed.result)
 
     def __next__(self) -> GeneratedToken:
-        while self._goes_on and not self._arrived:
-            self._goes_on = self._advance()
-        if not self._arrived:
-            self.close()
+        while self._goes_on:
+            self._advance()
+        if self._closed or not self._feed.arrived:
             raise StopIteration
-        return self._arrived.popleft()
+        return self._feed.arrived.popleft()
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> GeneratedToken:
+        await asyncio.sleep(0)
+        while self._goes_on:
+            self._advance()
+            await asyncio.sleep(0)
+        if self._closed or not self._feed.arrived:
+            raise StopAsyncIteration
+        return self._feed.arrived.popleft()
 
     def close(self) -> None:
-        """End the request if it has not ended, and drop the tokens not taken."""
-        self._goes_on = False
-        self._arrived.clear()
-        self._close()
+        """Cancel the request if it has not ended, and drop the tokens not taken; `result` stays readable."""
+        self._closed = True
+        self._feed.arrived.clear()
+        self._cancel()
+
+    def __enter__(self) -> "TokenStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __del__(self) -> None:
-        if self._close_when_let_go:
+        if self._cancel_when_let_go and not self._closed:
             self.close()

@@ -1,6 +1,6 @@
 """A bounded memory of prefixes that are gone, so that *evicted* can be told from *never seen*."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 
 class GhostList:
@@ -27,7 +27,7 @@ class GhostList:
         if len(young) >= self._capacity:
             self._old, self._young = (young if self._capacity else {}), {}
 
-    def discard_all(self, keys: list[int]) -> None:
+    def discard_all(self, keys: Sequence[int]) -> None:
         for generation in (self._young, self._old):
             if generation and not generation.keys().isdisjoint(keys):
                 for key in keys:

@@ -22,12 +22,12 @@ class PrefixHashChain:
         self.salt = salt
         self.keys: list[int] = []
         self.tokens: list[bytes] = []
-        self._block_size = block_size_tokens
+        self.block_size_tokens = block_size_tokens
         self._digests = [hashlib.sha256(b"mambaslots.root\0" + salt).digest()]
 
     def extend_to(self, sequence: Sequence[int], length: int | None = None) -> None:
         """Hash the whole blocks of `sequence[:length]` that are not hashed yet; O(new tokens)."""
-        size = self._block_size
+        size = self.block_size_tokens
         stop = min(len(sequence), len(sequence) if length is None else length) // size
         whole = len(self._digests) - 1  # a digest comes last, so an interrupted block is hashed anew
         del self.keys[whole:], self.tokens[whole:]
@@ -45,11 +45,11 @@ class PrefixHashChain:
 
     def cut_to(self, length: int) -> None:
         """Forget the blocks that `length` tokens do not fill: what comes there may be others."""
-        whole = length // self._block_size
+        whole = length // self.block_size_tokens
         del self.keys[whole:], self.tokens[whole:], self._digests[whole + 1 :]
 
     def fork(self) -> "PrefixHashChain":
         """Another chain with the same past."""
-        other = PrefixHashChain(self._block_size, self.salt)
+        other = PrefixHashChain(self.block_size_tokens, self.salt)
         other.keys, other.tokens, other._digests = self.keys[:], self.tokens[:], self._digests[:]
         return other

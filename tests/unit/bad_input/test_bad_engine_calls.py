@@ -7,7 +7,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from mambaslots.inference.contexts.request_step import RequestStep
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse, refuse_all
 from oracle.picture import picture
@@ -116,7 +116,7 @@ def test_answers_beyond_the_kv_pool_or_one_step() -> None:
     whole = small_engine(enable_chunked_prefill=False, max_tokens=32)
     refuse(_engine_target, lambda: whole.add_request([1] * 33, ONE), "prompt and answer")
     for engine in (small, whole):
-        assert not engine.has_unfinished_requests
+        assert not engine.has_unfinished_requests()
         engine.context.check_integrity()
 
 
@@ -208,7 +208,7 @@ def test_a_prefix_is_unpinned_once() -> None:
 @pytest.mark.parametrize("version", [np.array([1, 2]), torch.tensor([1, 2]), torch.ones(2, 2)], ids=repr)
 def test_a_version_that_compares_element_by_element(served: Served, version: Any) -> None:
     def set_version() -> None:
-        served.engine.weights_version = version
+        served.engine.set_weights_version(version)
 
     refuse(_engine_target, set_version, "weights_version")
     served.unchanged()
@@ -228,7 +228,7 @@ def test_without_prefix_caching_nothing_can_be_pinned() -> None:
 def test_the_context_is_given_requests(served: Served) -> None:
     context = served.context
     foreign = Served()
-    requests = bad.anything().also(*foreign.context.requests, ScheduledChunk(context.requests[0], 0, 1))
+    requests = bad.anything().also(*foreign.context.requests, RequestStep(context.requests[0], 0, 1))
     for call in (context.match, context.release, lambda v: context.schedule(v, 8)):
         refuse_all(_context_target, requests, call, "request", served.unchanged, examples=10)
     foreign.unchanged()
@@ -256,14 +256,14 @@ def test_more_requests_than_rows(served: Served) -> None:
 def test_the_context_is_given_chunks_that_are_ready(served: Served) -> None:
     context = served.context
     first, second = context.requests
-    good = ScheduledChunk(first, first.computed, first.computed + 1)
+    good = RequestStep(first, first.computed, first.computed + 1)
     waiting = served.engine._scheduler.waiting[0]
     foreign = Served().context.requests[0]
     stale = [
-        ScheduledChunk(first, first.computed - 1, first.computed),
-        ScheduledChunk(waiting, 0, 4),
-        ScheduledChunk(foreign, foreign.computed, foreign.computed + 1),
-        ScheduledChunk(second, second.computed, second.computed + 2, drafts=(1,)),
+        RequestStep(first, first.computed - 1, first.computed),
+        RequestStep(waiting, 0, 4),
+        RequestStep(foreign, foreign.computed, foreign.computed + 1),
+        RequestStep(second, second.computed, second.computed + 2, drafts=(1,)),
     ]
     chunks = bad.anything().also([good, good], [good, None], [good, second], *([good, s] for s in stale))
     refuse_all(_context_target, chunks, context.begin_step, "chunks", served.unchanged)
@@ -304,7 +304,7 @@ def test_a_suspended_engine_computes_nothing() -> None:
         lambda: engine.warm(PREFIX),
         lambda: next(stream),
         lambda: context.schedule(request, 8),
-        lambda: context.begin_step([ScheduledChunk(request, 0, 1)]),
+        lambda: context.begin_step([RequestStep(request, 0, 1)]),
         context.reset_prefix_cache,
         context.suspend,
     ):

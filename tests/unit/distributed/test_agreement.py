@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from mambaslots.distributed import Agreement, DisagreementError
-from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.serving import random_tokens, run_checked, small_engine
 
@@ -261,16 +261,16 @@ def test_an_observer_is_told_of_each_step_and_fails_it_by_raising() -> None:
         def __init__(self) -> None:
             self.told: list[tuple[str, int, int]] = []
 
-        def step_begun(self, chunks: Sequence[ScheduledChunk], inputs: StepInputs) -> None:
+        def step_begun(self, chunks: Sequence[RequestStep], inputs: StepInputs) -> None:
             self.told += [("begun", chunk.start, chunk.stop) for chunk in chunks]
-            assert engine.context.step_chunks == tuple(chunks)
+            assert engine.context.steps == tuple(chunks)
             assert inputs.shape.rows == len(chunks)
             if len(self.told) == 3:
                 raise LookupError("not this step")
 
-        def step_ended(self, chunks: Sequence[ScheduledChunk]) -> None:
+        def step_ended(self, chunks: Sequence[RequestStep]) -> None:
             self.told += [("ended", chunk.start, chunk.stop) for chunk in chunks]
-            assert not engine.context.step_chunks
+            assert not engine.context.steps
 
     engine, observer = small_engine(), Observer()
     engine.context.observe(observer)

@@ -299,7 +299,7 @@ def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
         assert kv.is_registered(block) == (block in kv.kv_hash_to_block_id.values())
         if not kv.is_registered(block):
             with pytest.raises(ValueError, match=f"block_id is {block}; accepted: a registered block"):
-                kv.content_of(block)
+                kv.tree.content_of(block)
     for call in (kv.content_of, kv.is_registered):
         with pytest.raises(ValueError, match="block_id is 128"):
             call(128)
@@ -417,7 +417,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     before = export_prefixes(source)
     slots.allocate_slots_batch(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest
-    slots.register_block_hashes_batch(stateless[:1], [kv.hash_of(stateless[0])])
+    slots.register_block_hashes_batch(stateless[:1], [kv.tree.hash_of(stateless[0])])
     assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
 
 

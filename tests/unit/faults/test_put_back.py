@@ -44,9 +44,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "start = match.resume_tokens if ahead else request.computed",
-                "start = max(request.computed, (match.seen_tokens - 1) // self._block_size * self._block_size"
-                " if request.computed else match.resume_tokens)",
+                "start = match.resume_tokens if ahead else request.holding.num_computed",
+                "start = max(request.holding.num_computed, (match.seen_tokens - 1) // self._block_size * self._block_size"
+                " if request.holding.num_computed else match.resume_tokens)",
             ),
         ),
     ),

@@ -8,6 +8,7 @@ is put back.
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -76,7 +77,7 @@ def test_fault_05_a_prefix_registered_twice_keeps_naming_the_block_that_has_the_
     assert context.match(make_request(prompt)).resume_tokens == 16
     context.release(twin)
     context.check_integrity()
-    assert context.match(make_request(prompt)).blocks == tuple(first.blocks[:2])
+    assert context.match(make_request(prompt)).blocks == tuple(first.holding.path.blocks[:2])
 
 
 def test_fault_06_forgetting_the_kv_prefixes_forgets_the_states() -> None:
@@ -98,9 +99,9 @@ def test_fault_07_after_a_reset_nothing_that_was_pending_is_done() -> None:
     context.begin_step([schedule(context, make_request(prompt))])  # a restore, and a reservation, under way
     context.reset()
     context.check_integrity()
-    assert context.step_chunks == ()
+    assert context.steps == ()
     fresh = make_request(prompt)
-    inputs = context.begin_step([schedule(context, fresh)])
+    inputs = context.begin_step([schedule(context, fresh)]).inputs
     assert inputs.state_sources.tolist() == [-1]
 
 
@@ -235,16 +236,16 @@ def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behin
 
 def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one() -> None:
     context = make_context()
-    tensors = [ref(context.state_pool.ssm_states), ref(context.state_pool.conv_states), ref(context.kv_cache)]
+    tensors = [ref(context.memory.state_pool.ssm_states), ref(context.memory.state_pool.conv_states), ref(context.memory.kv_cache)]
     prefill(context, make_request(random_tokens(20, seed=1)))
     context.suspend()
     assert [tensor() for tensor in tensors] == [None, None, None]
-    assert context.state_pool.ssm_states.numel() == context.kv_cache.numel() == 0
+    assert context.memory.state_pool.ssm_states.numel() == context.memory.kv_cache.numel() == 0
     context.resume()
     prefill(context, make_request(random_tokens(20, seed=1)))
     slots = context.mamba_slot_allocator
     assert slots is not None
-    assert slots.ssm_states.untyped_storage().data_ptr() == context.state_pool.ssm_states.data_ptr()
+    assert slots.ssm_states.untyped_storage().data_ptr() == context.memory.state_pool.ssm_states.data_ptr()
 
 
 # ---- lost hits
@@ -335,7 +336,7 @@ def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() 
     def copies(states: int) -> Counter[str]:
         slots = host_allocator(slots=20, width=8)
         marks = tuple(4 * (i + 1) for i in range(states))
-        slots._intermediate._plan = ms.CheckpointPlan(tail=False, chunk_ends=False, branch=False, marks=marks)
+        slots.intermediate._settings = replace(slots.intermediate._settings, plan=ms.CheckpointPlan(tail=False, chunk_ends=False, branch=False, marks=marks))
         slots.compute_and_store_offsets(host_request(40), 0, 0, 40, 0, [], 10)
         counts = slots._intermediate_counts_cpu[:1].tolist()
         slots.context.mamba_metadata.intermediate_count = sum(counts)

@@ -110,7 +110,7 @@ class Scenario:
 
     def _step(self, *work: tuple[object, int]) -> None:
         chunks = [self.context.schedule(request, budget) for request, budget in work]
-        inputs = self.context.begin_step(chunks, self._padding)
+        inputs = self.context.begin_step(chunks, self._padding).inputs
         logits = self._forward(inputs)
         assert logits.shape[0] == len(inputs.logit_tokens)
         assert logits.shape[0] > inputs.num_logits or self._padding is None
@@ -119,7 +119,7 @@ class Scenario:
         self.logits.append(logits[: inputs.num_logits].cpu())
         for (request, _), chunk in zip(work, chunks, strict=True):
             if chunk.completes:
-                request.tokens.append((7 * len(request.tokens) + request.row) % 256)
+                request.tokens.append((7 * len(request.tokens) + request.holding.row) % 256)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -133,9 +133,9 @@ class Scenario:
         for ours, theirs in zip(self.run(), other.run(), strict=True):
             torch.testing.assert_close(ours, theirs, **close)
         for ours, theirs in (
-            (self.context.state_pool.conv_states, other.context.state_pool.conv_states),
-            (self.context.state_pool.ssm_states, other.context.state_pool.ssm_states),
-            (self.context.kv_cache, other.context.kv_cache),
+            (self.context.memory.state_pool.conv_states, other.context.memory.state_pool.conv_states),
+            (self.context.memory.state_pool.ssm_states, other.context.memory.state_pool.ssm_states),
+            (self.context.memory.kv_cache, other.context.memory.kv_cache),
         ):
             torch.testing.assert_close(ours.cpu(), theirs.cpu(), **close)
             assert torch.equal(ours.cpu() == 0, theirs.cpu() == 0), "a slot that nobody named was written"
@@ -202,7 +202,7 @@ def test_whole_steps_move_each_state_once():
     first, again = (make_request(random_tokens(78, 1), plan) for _ in range(2))
     for request in (first, again):
         request.hashes = type(request.hashes)(16)
-    with Touched(counted.context.state_pool) as touched:
+    with Touched(counted.context.memory.state_pool) as touched:
         counted._step((first, 40))
         counted._step((first, 64))
         counted._step((first, 1), (again, 64))

@@ -51,9 +51,9 @@ class DraftedScenario(kernel_sets.Scenario):
         chunks = []
         for request, budget in work:
             chunk = context.schedule(request, budget)
-            wanted = [(11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.row) % 4)]
+            wanted = [(11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)]
             chunks.append(context.draft(chunk, wanted) if context.most_drafts(chunk) else chunk)
-        inputs = context.begin_step(chunks, self._padding)
+        inputs = context.begin_step(chunks, self._padding).inputs
         if self._padding is None:
             assert inputs.shape.decode_tokens == max(1 + len(chunk.drafts) for chunk in chunks)
         logits = self._forward(inputs)
@@ -62,10 +62,10 @@ class DraftedScenario(kernel_sets.Scenario):
         for chunk in chunks:
             request = chunk.request
             if chunk.completes:
-                accepted = (self._steps // 2 + request.row) % (len(chunk.drafts) + 1)
+                accepted = (self._steps // 2 + request.holding.row) % (len(chunk.drafts) + 1)
                 kept[request.request_id] = accepted + 1
-                request.tokens += [*chunk.drafts[:accepted], (7 * len(request.tokens) + request.row) % 256]
-        context.end_step(kept)
+                request.tokens += [*chunk.drafts[:accepted], (7 * len(request.tokens) + request.holding.row) % 256]
+        context.end_step(kept.get)
         context.check_integrity()
 
 

@@ -4,7 +4,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
 from oracle.serving import random_tokens, small_model
 
@@ -18,11 +18,11 @@ def test_a_later_chunk_jumps_ahead_to_a_state_that_another_request_committed_mea
 
     chunk = schedule(context, slow)
 
-    assert (chunk.start, chunk.skipped, chunk.stop) == (56, 40, 60)
-    assert slow.blocks[:7] == fast.blocks[:7]
+    assert (chunk.start, chunk.num_resumed, chunk.stop) == (56, 40, 60)
+    assert slow.holding.path.blocks[:7] == fast.holding.path.blocks[:7]
     jumped = run(context, chunk)
     assert slow.ledger.resumed == 40
-    assert slow.ledger.computed_tokens == 20
+    assert slow.ledger.num_computed_tokens == 20
     expected = prefill(make_context(), make_request(prompt))
     torch.testing.assert_close(jumped, expected, rtol=0, atol=1e-9)
 
@@ -44,7 +44,7 @@ def test_a_later_chunk_does_not_skip_on_a_kv_match_without_a_state() -> None:
     first = schedule(context, request, budget=16)
     run(context, first)
     second = schedule(context, request, budget=16)
-    assert (first.start, first.stop, second.start, second.skipped) == (0, 16, 16, 0)
+    assert (first.start, first.stop, second.start, second.num_resumed) == (0, 16, 16, 0)
 
 
 def test_recomputed_tokens_in_shared_blocks_do_not_write_their_kv_again() -> None:
@@ -53,8 +53,8 @@ def test_recomputed_tokens_in_shared_blocks_do_not_write_their_kv_again() -> Non
     prefill(context, first)
     sibling = make_request(prompt[:20] + random_tokens(20, seed=2))
     chunk = schedule(context, sibling)
-    assert sibling.blocks[:2] == first.blocks[:2]
-    inputs = context.begin_step([chunk])
+    assert sibling.holding.path.blocks[:2] == first.holding.path.blocks[:2]
+    inputs = context.begin_step([chunk]).inputs
     assert chunk.start == 0
     assert inputs.kv_write_tokens.tolist() == list(range(16, 40))
     context.abort_step()
@@ -64,8 +64,8 @@ def test_twins_computed_in_the_same_step_end_up_sharing_the_blocks_registered_fi
     context, prompt = make_context(), random_tokens(33, seed=1)
     requests = [make_request(prompt), make_request(prompt)]
     run(context, *[schedule(context, request) for request in requests])
-    assert requests[0].blocks[:4] == requests[1].blocks[:4]
-    assert requests[0].blocks[4] != requests[1].blocks[4]
+    assert requests[0].holding.path.blocks[:4] == requests[1].holding.path.blocks[:4]
+    assert requests[0].holding.path.blocks[4] != requests[1].holding.path.blocks[4]
     assert context.kv_block_allocator.held_count == 6
 
 
@@ -83,7 +83,7 @@ def test_admission_without_enough_blocks_changes_nothing() -> None:
 
     assert context.cache_stats() == stats
     assert sorted(context.kv_block_allocator.kv_hash_to_block_id.items()) == order
-    assert sharing_and_too_long.row == -1
+    assert sharing_and_too_long.holding is None
     context.check_integrity()
 
 
@@ -99,17 +99,17 @@ def test_a_step_that_ends_on_a_boundary_writes_the_durable_slot_and_is_read_from
     context, prompt = make_context(), random_tokens(16, seed=1)
     request = make_request(prompt)
     chunk = schedule(context, request)
-    inputs = context.begin_step([chunk])
+    inputs = context.begin_step([chunk]).inputs
     written = int(inputs.state_destinations[0])
-    assert written >= context.state_pool.num_live
+    assert written >= context.memory.state_pool.num_live
     with torch.inference_mode():
         small_model()(inputs)
     context.end_step()
-    request.tokens.append(7)
+    request.append([7], [None], 0.0)
     step = schedule(context, request)
-    inputs = context.begin_step([step])
+    inputs = context.begin_step([step]).inputs
     assert int(inputs.state_sources[0]) == written
-    assert int(inputs.state_destinations[0]) < context.state_pool.num_live
+    assert int(inputs.state_destinations[0]) < context.memory.state_pool.num_live
     context.abort_step()
 
 
@@ -120,10 +120,10 @@ def test_a_resumed_request_reads_its_durable_slot_which_stays_pinned_until_the_s
     chunk = schedule(context, request)
     slots = context.mamba_slot_allocator
     assert slots is not None
-    slot = request.pinned_slot
+    slot = request.holding.path.state_slot
     assert slots.pins == {slot: 1}
-    inputs = context.begin_step([chunk])
-    assert inputs.state_sources.tolist() == [context.state_pool.durable_index(slot)]
+    inputs = context.begin_step([chunk]).inputs
+    assert inputs.state_sources.tolist() == [context.memory.state_pool.durable_index(slot)]
     with torch.inference_mode():
         small_model()(inputs)
     context.end_step()
@@ -157,7 +157,7 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     slots, oracle = context.mamba_slot_allocator, RecurrentLM(small_model())
     assert slots is not None
     for depth in range(1, 6):
-        slot = slots.get_slot(request.blocks[depth - 1])
+        slot = slots.get_slot(request.holding.path.blocks[depth - 1])
         conv, ssm = oracle.states_after(prompt[: depth * BLOCK])
         torch.testing.assert_close(slots.conv_states[:, slot], torch.as_tensor(conv), rtol=0, atol=1e-10)
         torch.testing.assert_close(slots.ssm_states[:, slot], torch.as_tensor(ssm), rtol=0, atol=1e-10)
@@ -172,7 +172,7 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_f
     def depths_with_state(context: DynamicInferenceContext, request: DynamicInferenceRequest) -> list[int]:
         slots = context.mamba_slot_allocator
         assert slots is not None
-        return [i + 1 for i, block in enumerate(request.blocks) if slots.has_state(block)]
+        return [i + 1 for i, block in enumerate(request.holding.path.blocks) if slots.has_state(block)]
 
     context = make_context()
     request = make_request(random_tokens(12, seed=1))
@@ -195,7 +195,7 @@ def test_a_cap_on_states_of_a_path_keeps_the_deepest(cap: int) -> None:
     prefill(context, request, budget=16)
     slots = context.mamba_slot_allocator
     assert slots is not None
-    with_state = [i + 1 for i, block in enumerate(request.blocks) if slots.has_state(block)]
+    with_state = [i + 1 for i, block in enumerate(request.holding.path.blocks) if slots.has_state(block)]
     assert with_state == list(range(6 - cap, 6))
 
 
@@ -206,7 +206,7 @@ def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused() -> None:
 
 
 def test_the_start_up_line_says_what_the_bytes_went_to() -> None:
-    line = make_context().memory_summary()
+    line = make_context().memory.summary()
     for part in ("live states 3 x", "durable states 20 x", "KV 40 blocks of 8 tokens", "total", "cpu"):
         assert part in line
 

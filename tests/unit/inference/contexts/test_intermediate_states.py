@@ -14,7 +14,7 @@ from oracle.fake_host import Chunk, FakeHost, FakeRequest, durable, same_bytes
 def make(max_slots=8, **host):
     fake = FakeHost(**host)
     slots = fake.allocator(max_slots, MambaSlotAllocator)
-    return fake, slots, slots._intermediate
+    return fake, slots, slots.intermediate
 
 
 def prompt(number, tokens, finished=0):
@@ -42,8 +42,8 @@ def test_a_host_without_scratch_or_rows_has_none():
 
 
 def test_a_chunk_of_no_tokens_plans_nothing():
-    host, _, states = make()
-    host.plan(states._allocator, Chunk(prompt(1, 12), 0, 12, 12), [1, 2, 3])
+    host, slots, states = make()
+    host.plan(slots, Chunk(prompt(1, 12), 0, 12, 12), [1, 2, 3])
     assert not states.pending
     assert states.eos_block_id_cpu.tolist() == [-1] * 4
 

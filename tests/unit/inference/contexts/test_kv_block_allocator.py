@@ -38,8 +38,8 @@ def picture(kv):
         dict(kv.kv_hash_to_block_id),
         kv.total_avail,
         kv.cached_count,
-        [kv.child_count(block) for block in range(kv.total_count)],
-        len(kv.ghosts),
+        [kv.tree.num_children(block) for block in range(kv.total_count)],
+        len(kv.tree.ghosts),
     )
 
 
@@ -205,7 +205,7 @@ def test_a_chain_continues_below_its_twins():
     kv.release_memory_blocks(second[:2])
     kv.check_integrity()
     assert kv.match_chain(b"", [1, 2, 3], [A, B, C]) == chain
-    assert kv.child_count(first[1]) == 1
+    assert kv.tree.num_children(first[1]) == 1
 
 
 def test_a_block_below_a_twin_that_nobody_took_up_can_be_released():
@@ -224,12 +224,12 @@ def test_what_a_held_block_continues_is_no_leaf_before_it_is_taken_up():
     mine, below = kv.allocate_memory_blocks(2)
     assert kv.register_chain(b"", [mine, below], [1, 3], [A, C]) == [twin, below]
     assert kv.evict_lru_blocks(1) == [leaf]
-    assert not kv.evictable_leaves
+    assert not kv.leaves.blocks
     kv.add_references([twin])
     kv.release_memory_blocks([mine])
     kv.release_memory_blocks([twin, below])
     kv.check_integrity()
-    assert list(kv.evictable_leaves) == [below]
+    assert list(kv.leaves.blocks) == [below]
 
 
 def test_a_tensor_that_a_host_keeps_shows_the_last_read():
@@ -238,7 +238,7 @@ def test_a_tensor_that_a_host_keeps_shows_the_last_read():
     (block,) = cached(kv, b"", A)
     assert [tensor[block].item() for tensor in kept] == [0, -1, 0]
     assert all(now is then for now, then in zip((kv.block_ref_counts, kv.block_hashes), kept, strict=False))
-    assert [tensor[block].item() for tensor in kept] == [0, kv.hash_of(block), 1] == [0, 1, 1]
+    assert [tensor[block].item() for tensor in kept] == [0, kv.tree.hash_of(block), 1] == [0, 1, 1]
     kv.add_references([block])
     assert kv.references == {block: 1}
     assert kv.block_ref_counts.tolist().count(1) == 1
@@ -268,12 +268,12 @@ def test_a_fork_is_a_block_with_two_children():
     kv = KVBlockAllocator(6)
     (root,) = written(kv, b"", A)
     written(kv, root, B, key=2)
-    assert kv.child_count(root) == 1
+    assert kv.tree.num_children(root) == 1
     (second,) = written(kv, root, C, key=3)
-    assert kv.child_count(root) == 2
+    assert kv.tree.num_children(root) == 2
     kv.release_memory_blocks([second])
     kv.evict_lru_blocks(1)
-    assert kv.child_count(root) == 1
+    assert kv.tree.num_children(root) == 1
 
 
 def test_without_prefix_caching_nothing_is_registered():
@@ -315,31 +315,31 @@ def test_leaves_without_a_state_go_before_older_ones_with_a_state():
     kv = KVBlockAllocator(4)
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
-    kv.holds_state = {old}.__contains__
+    kv.leaves.holds_state = {old}.__contains__
     assert kv.evict_lru_blocks(2) == [young, old]
 
 
 def test_a_leaf_that_lost_its_state_goes_like_any_other_once_noted():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.holds_state = states.__contains__
+    kv.leaves.holds_state = states.__contains__
     held = written(kv, b"", A, key=1) + written(kv, b"", B, key=2)
     states.update(held)
     for block in held:
         kv.release_memory_blocks([block])
     states.discard(held[1])
-    kv.note_state_changed(held[1])
+    kv.leaves.note_states_changed([held[1]])
     assert kv.evict_lru_blocks(1) == [held[1]]
 
 
 def test_a_leaf_that_gained_a_state_stays_longer():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.holds_state = states.__contains__
+    kv.leaves.holds_state = states.__contains__
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
     states.add(old)
-    kv.note_state_changed(old)
+    kv.leaves.note_states_changed([old])
     assert kv.evict_lru_blocks(1) == [young]
 
 
@@ -354,9 +354,9 @@ def test_evicted_prefixes_leave_a_ghost_until_registered_again():
     kv = KVBlockAllocator(4)
     cached(kv, b"", A)
     kv.evict_lru_blocks(1)
-    assert kv.ghosts.reason(1) == "evicted"
+    assert kv.tree.ghosts.reason(1) == "evicted"
     written(kv, b"", A)
-    assert 1 not in kv.ghosts
+    assert 1 not in kv.tree.ghosts
 
 
 def test_too_much_to_evict_evicts_nothing():
@@ -497,7 +497,7 @@ def test_reset_forgets_all_and_tells_nobody():
     kv.evict_lru_blocks(1)
     heard.clear()
     kv.reset()
-    assert (kv.total_avail, kv.cached_count, kv.held_count, len(kv.ghosts)) == (4, 0, 0, 0)
+    assert (kv.total_avail, kv.cached_count, kv.held_count, len(kv.tree.ghosts)) == (4, 0, 0, 0)
     assert kv.match_chain(b"", [1], [A]) == []
     assert heard == []
     kv.check_integrity()
@@ -604,7 +604,7 @@ def test_a_parent_of_any_integer_type_counts_its_child():
     block = kv.allocate_memory_blocks(1)
     kv.register_chain(np.int64(root), block, [2], [B])
     kv.check_integrity()
-    assert kv.child_count(root) == 1
+    assert kv.tree.num_children(root) == 1
 
 
 # ---- costs
@@ -619,7 +619,7 @@ def lone_blocks(size):
         asked[block] += 1
         return block % 2 == 0
 
-    kv.holds_state = holds_state
+    kv.leaves.holds_state = holds_state
     blocks = kv.allocate_memory_blocks(size)
     for block in blocks:
         kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -656,7 +656,7 @@ def test_noting_state_changes_costs_the_same_in_a_large_pool_as_in_a_small_one()
     def cost(size):
         kv = KVBlockAllocator(size)
         states = set(range(size))
-        kv.holds_state = states.__contains__
+        kv.leaves.holds_state = states.__contains__
         blocks = kv.allocate_memory_blocks(size)
         for block in blocks:
             kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -666,7 +666,7 @@ def test_noting_state_changes_costs_the_same_in_a_large_pool_as_in_a_small_one()
             for change in (states.discard, states.add, states.discard):
                 for block in blocks:
                     change(block)
-                    kv.note_state_changed(block)
+                    kv.leaves.note_states_changed([block])
 
         return lines_run(each_loses_and_gains_its_state) / size
 
@@ -691,7 +691,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def start(self, policy, size):
         self.policy = policy
         self.kv = KVBlockAllocator(size, prefix_caching_eviction_policy=policy)
-        self.kv.holds_state = lambda block: block in self.states
+        self.kv.leaves.holds_state = lambda block: block in self.states
         logger.disabled = True  # one observer fails, on purpose
         self.news = []
         self.kv.on_blocks_deregistered = lambda *news: self.news.append(news)
@@ -904,7 +904,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def states_come_and_go(self, data):
         for block in data.draw(st.lists(st.sampled_from(sorted(self.prefix_of)), max_size=4)):
             self.states ^= {block}
-            self.kv.note_state_changed(block)
+            self.kv.leaves.note_states_changed([block])
 
     @rule(data=st.data())
     def a_bad_call_changes_nothing(self, data):
@@ -957,7 +957,7 @@ class KVBlockMachine(RuleBasedStateMachine):
         assert kv.kv_hash_to_block_id == self.by_key
         assert self.news == []
         for block in self.prefix_of:
-            assert kv.child_count(block) == len(self.children(block))
+            assert kv.tree.num_children(block) == len(self.children(block))
 
 
 class CollidingKVBlockMachine(KVBlockMachine):

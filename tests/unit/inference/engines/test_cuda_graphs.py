@@ -4,6 +4,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.engines.graph_runner import CapturedForward, GraphBuckets
+from mambaslots.inference.engines.model_runner import ModelRunner
 from oracle.context_driver import make_request
 from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens
@@ -49,7 +50,7 @@ class TestBits:
             chunks = [context.schedule(request, budget) for request, budget in work]
             with torch.inference_mode():
                 self._both_ways(
-                    model, context, context.begin_step(chunks, lambda s: buckets.smallest(s) or s)
+                    model, context, context.begin_step(chunks, lambda s: buckets.smallest(s) or s).inputs
                 )
             context.end_step()
             for (request, _), chunk in zip(work, chunks, strict=True):
@@ -59,7 +60,7 @@ class TestBits:
 
     def _both_ways(self, model, context, inputs) -> None:
         assert GraphBuckets.of(context).smallest(inputs.shape) == inputs.shape
-        pools = context.state_pool.conv_states, context.state_pool.ssm_states, context.kv_cache
+        pools = context.memory.state_pool.conv_states, context.memory.state_pool.ssm_states, context.memory.kv_cache
         before = [pool.clone() for pool in pools]
         logits = model(inputs)[: inputs.num_logits].clone()
         eager = [pool.clone() for pool in pools]
@@ -80,17 +81,17 @@ class TestBits:
         context = engine_of(model).context
         request = make_request(random_tokens(40, 1))
         request.hashes = type(request.hashes)(BLOCK)
-        inputs = context.begin_step([context.schedule(request, 192)], GraphBuckets.of(context).smallest)
+        inputs = context.begin_step([context.schedule(request, 192)], GraphBuckets.of(context).smallest).inputs
         for indices in (inputs.state_sources, inputs.state_destinations, inputs.chunks.destinations,
                         inputs.checkpoints.destinations, inputs.kv_write_positions):  # fmt: skip
             indices.fill_(-1)
-        for pool in (context.state_pool.conv_states, context.state_pool.ssm_states):
+        for pool in (context.memory.state_pool.conv_states, context.memory.state_pool.ssm_states):
             pool.fill_(float("nan"))
         with torch.inference_mode():
             model(inputs)
-        assert context.state_pool.conv_states.isnan().all()
-        assert context.state_pool.ssm_states.isnan().all()
-        assert context.kv_cache.count_nonzero() == 0
+        assert context.memory.state_pool.conv_states.isnan().all()
+        assert context.memory.state_pool.ssm_states.isnan().all()
+        assert context.memory.kv_cache.count_nonzero() == 0
 
 
 class TestTokens:
@@ -106,7 +107,7 @@ class TestTokens:
             for prompt, result, other in zip(PROMPTS, results, expected, strict=True):
                 comparison.add(model, prompt, other.tokens, result.tokens)
         assert bool(engine.context.cache_stats().num_resumed_tokens) == cached
-        assert not graphs or len(engine._graphs.shapes) > 3
+        assert not graphs or len(engine._runner.shapes) > 3
         print(f"{comparison.same} answers the same, {comparison.ties} parted at a tie")
         record_property("cases", {"answers compared with the CPU's": comparison.same + comparison.ties})
 
@@ -114,7 +115,7 @@ class TestTokens:
         params = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
         cpu = engine_of(model_on("cpu", torch.float64)).generate(PROMPTS[:4], params)
         gpu_engine = engine_of(model_on("cuda", torch.float64), num_cuda_graphs=8)
-        assert gpu_engine._graphs is None
+        assert type(gpu_engine._runner) is ModelRunner
         for result, other in zip(gpu_engine.generate(PROMPTS[:4], params), cpu, strict=True):
             assert result.tokens == other.tokens
             assert result.log_probs == pytest.approx(other.log_probs, abs=1e-9)
@@ -132,16 +133,16 @@ class TestDropping:
     def test_new_pools_and_new_weights_drop_the_graphs(self):
         engine = engine_of(model_on("cuda"), num_cuda_graphs=64)
         expected = engine.generate(PROMPTS[:3], GREEDY)
-        assert engine._graphs.shapes
+        assert engine._runner.shapes
         engine.suspend()
-        assert not engine._graphs.shapes
+        assert not engine._runner.shapes
         occupied = torch.full((1 << 24,), float("nan"), device="cuda")  # where the pools may have been
         engine.resume()
         again = engine.generate(PROMPTS[:3], GREEDY)
         assert [r.tokens for r in again] == [r.tokens for r in expected]
-        assert engine._graphs.shapes
-        engine.weights_version = "new"
-        assert not engine._graphs.shapes
+        assert engine._runner.shapes
+        engine.set_weights_version("new")
+        assert not engine._runner.shapes
         assert occupied.isnan().all()
 
     def test_a_context_suspended_behind_the_engines_back(self):
@@ -187,16 +188,16 @@ class TestOtherModels:
         same_answers(on_cpu, expected, results)
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         assert not torch.cuda.is_current_stream_capturing()
-        assert not engine._graphs.shapes
+        assert not engine._runner.shapes
         other = engine_of(model, num_cuda_graphs=8)  # can still capture
         same_answers(on_cpu, expected, other.generate(PROMPTS[:4], GREEDY))
-        assert other._graphs.shapes
+        assert other._runner.shapes
 
     def test_steps_beyond_every_captured_shape_run_eagerly(self):
         engine = engine_of(model_on("cuda"), num_cuda_graphs=2, cuda_graph_max_tokens=48)
         expected = engine_of(model_on("cuda")).generate(PROMPTS, GREEDY)
         same_answers(model_on("cpu"), expected, engine.generate(PROMPTS, GREEDY))
-        shapes = engine._graphs.shapes
+        shapes = engine._runner.shapes
         assert len(shapes) >= 2
         assert max(shape.prefill_tokens for shape in shapes) <= 48
 
@@ -212,5 +213,5 @@ def test_a_model_on_a_gpu_that_is_not_the_current_one(graphs):
         same_answers(model_on("cpu"), first, second)
     assert torch.cuda.current_device() == 0
     for engine in engines:
-        assert not graphs or engine._graphs.shapes
+        assert not graphs or engine._runner.shapes
         engine.reset_prefix_cache()

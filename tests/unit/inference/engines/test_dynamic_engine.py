@@ -61,7 +61,7 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
     match = engine.context.match(_request_like(engine, sibling))
     depths = [i + 1 for i, block in enumerate(match.blocks) if slots.has_state(block)]
     assert depths == [5, 7]
-    assert kv.child_count(match.blocks[4]) == 2
+    assert kv.tree.num_children(match.blocks[4]) == 2
 
 
 def _request_like(engine: ms.DynamicInferenceEngine, prompt: list[int]) -> object:
@@ -112,10 +112,10 @@ def test_requests_pause_when_kv_runs_out_and_all_finish() -> None:
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     paused = 0
     results = {}
-    while engine.has_unfinished_requests:
+    while engine.has_unfinished_requests():
         results |= {result.request_id: result for result in engine.step().finished}
         engine.context.check_integrity()
-        paused += engine.context.paused_request_count
+        paused += engine.stats().num_paused
     assert paused > 0
     assert sum(result.num_recomputed_tokens for result in results.values()) > 0
     for prompt, request_id in zip(prompts, ids, strict=True):
@@ -130,7 +130,7 @@ def test_an_evicted_request_restarts_from_its_last_checkpoint() -> None:
     )
     for _ in range(16):
         engine.step()
-    engine._scheduler.requeue(engine._requests[request_id])
+    engine._scheduler.preempt(engine._requests[request_id])
     engine.context.check_integrity()
     result = run_checked(engine)[request_id]
     assert_answers(prompt, result)
@@ -213,7 +213,7 @@ def test_streams_interleave_and_give_the_same_tokens() -> None:
         tokens, log_probs = expected_answer(tuple(prompt), 8)
         assert [pair[i].token for pair in arrived] == tokens
         np.testing.assert_allclose([pair[i].log_prob for pair in arrived], log_probs, rtol=0, atol=TOLERANCE)
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
 
 
 def test_a_stream_closed_early_cancels_its_request() -> None:
@@ -221,7 +221,7 @@ def test_a_stream_closed_early_cancels_its_request() -> None:
     stream = engine.stream(random_tokens(20, seed=1))
     next(stream)
     stream.close()
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
     assert engine.context.kv_block_allocator.held_count == 0
 
 
@@ -263,7 +263,7 @@ def test_a_failing_forward_costs_time_and_no_tokens(failing_call: int) -> None:
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     results: dict[int, ms.RequestResult] = {}
     failures = 0
-    while engine.has_unfinished_requests:
+    while engine.has_unfinished_requests():
         try:
             results |= {result.request_id: result for result in engine.step().finished}
         except RuntimeError:
@@ -288,7 +288,7 @@ def test_every_block_resumes_what_is_ideal() -> None:
     prompts: dict[int, list[int]] = {}
     ideal: dict[int, int] = {}
     resumed = 0
-    while len(prompts) < 40 or engine.has_unfinished_requests:
+    while len(prompts) < 40 or engine.has_unfinished_requests():
         if len(prompts) < 40 and rng.random() < 0.4:
             base = known[rng.integers(len(known))]
             prompt = base[: rng.integers(1, len(base) + 1)] + random_tokens(

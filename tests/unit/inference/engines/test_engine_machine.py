@@ -76,7 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
     def evict(self, which: int) -> None:
         running = self.engine.context.requests
         if running:
-            self.engine._scheduler.requeue(running[which % len(running)])
+            self.engine._scheduler.preempt(running[which % len(running)])
 
     def check_result(self, result: ms.RequestResult) -> None:
         prompt = self.prompts.pop(result.request_id)
@@ -100,7 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_prompt_tokens == stats.num_resumed_tokens + stats.num_computed_tokens
 
     def teardown(self) -> None:
-        while self.engine.has_unfinished_requests:
+        while self.engine.has_unfinished_requests():
             self.step(1)
         assert self.engine.context.kv_block_allocator.held_count == 0
         assert self.engine.context.requests == []

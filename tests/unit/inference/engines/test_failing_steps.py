@@ -38,7 +38,7 @@ def serve_through_failures(client: Client, error: type[BaseException], tally: Co
     """To the end, over failing steps and resets."""
     engine = client.engine
     for _ in range(600):
-        if not engine.has_unfinished_requests:
+        if not engine.has_unfinished_requests():
             break
         try:
             client.step()
@@ -127,7 +127,7 @@ def test_random_draws_are_the_same_over_failures() -> None:
         request_id = engine.add_request(HEADS[4], params)
         with failing(engine, "sampled", after=True, calls={number}):
             results = []
-            while engine.has_unfinished_requests:
+            while engine.has_unfinished_requests():
                 with suppress(InjectedError):
                     results += engine.step().finished
         assert [(r.request_id, r.tokens) for r in results] == [(request_id, expected.tokens)]
@@ -227,7 +227,7 @@ def test_logits_of_another_shape_are_refused(
         else:
             client.step()
         engine.context.check_integrity()
-        if not engine.has_unfinished_requests:
+        if not engine.has_unfinished_requests():
             break
     assert not client.asked
     assert_idle(engine)
@@ -275,7 +275,7 @@ def test_an_engine_that_cannot_recover_says_so_at_every_call_until_reset(second:
     assert engine.weights_version is None
     stream.close()
     engine.reset()
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
     assert_idle(engine)
     (result,) = serve_checked(engine, [HEADS[4]])
     assert result.num_resumed_tokens == 0
@@ -386,7 +386,7 @@ def test_a_stream_let_go_of_inside_a_step_is_cancelled_when_it_ends(length: int,
         next(kept)
     engine.context.check_integrity()
     assert len(list(kept)) == (length if fails else length - 1)
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
     assert not engine._unclaimed
     assert_idle(engine)
 
@@ -413,7 +413,7 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
     client.engine.context.check_integrity()
     assert list(client.engine._requests) == list(client.asked)
     client.finish()
-    assert not client.engine._streams
+    assert not client.engine._feeds
     assert not client.engine._unclaimed
     assert_idle(client.engine)
 
@@ -472,7 +472,7 @@ def test_a_bad_prompt_among_good_ones_leaves_no_orphan(bad: object) -> None:
     engine = small_engine()
     with pytest.raises(ValueError, match="prompt"):
         engine.generate([HEADS[4], bad, HEADS[2]])  # type: ignore[list-item]
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
     assert_idle(engine)
 
 
@@ -484,7 +484,7 @@ def test_a_request_of_the_step_under_way_is_not_released() -> None:
     first, second = (engine.add_request(random_tokens(17, seed)) for seed in (1, 2))
     context = engine.context
     chunks = engine._scheduler.schedule()
-    inputs = context.begin_step(chunks)
+    inputs = context.begin_step(chunks).inputs
     for chunk in chunks:
         with pytest.raises(RuntimeError, match="is part of the step under way"):
             context.release(chunk.request)
@@ -512,7 +512,7 @@ def test_a_failure_costs_the_tokens_since_the_last_state_and_no_more() -> None:
         with failing(engine, "forward", after=True), pytest.raises(InjectedError):
             engine.step()
         results = []
-        while engine.has_unfinished_requests:
+        while engine.has_unfinished_requests():
             results += engine.step().finished
         assert_answers(prompt, results[0])
         recomputed.append(results[0].num_recomputed_tokens)

@@ -10,6 +10,7 @@ from mambaslots.inference.contexts.chunk_grid import chunk_grid
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.model_runner import ModelRunner
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 from torch import Tensor
 
@@ -103,7 +104,7 @@ def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInfer
     engine = small_engine(**settings)
     buffer = engine.context.step_buffer
     buffer._hosts[1] = buffer._hosts[0]
-    engine._graphs = GraphRunner(GraphBuckets.of(engine.context), max_graphs)
+    engine._runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
     return engine
 
 
@@ -117,9 +118,9 @@ class TestEngine:
         for prompts in (PROMPTS, shared, PROMPTS[:2]):
             serve_checked(engine, prompts, length=9)
         assert engine.context.cache_stats().num_resumed_tokens > 0
-        kinds = {shape.prefills == 0 for shape in engine._graphs.shapes}
+        kinds = {shape.prefills == 0 for shape in engine._runner.shapes}
         assert kinds == {True, False}
-        assert recorded.captures == len(engine._graphs.shapes)
+        assert recorded.captures == len(engine._runner.shapes)
 
     def test_a_known_shape_is_not_captured_again(self, recorded):
         engine = graphed_engine()
@@ -132,7 +133,7 @@ class TestEngine:
     def test_no_more_than_allowed_of_each_kind(self, recorded):
         engine = graphed_engine(max_graphs=1)
         serve_checked(engine, PROMPTS, length=9)
-        assert sorted(shape.prefills == 0 for shape in engine._graphs.shapes) == [False, True]
+        assert sorted(shape.prefills == 0 for shape in engine._runner.shapes) == [False, True]
 
     def test_prompt_log_probs_and_draws_go_along(self, recorded):
         engine, eager = graphed_engine(), small_engine()
@@ -148,23 +149,23 @@ class TestEngine:
     def test_pools_that_moved_drop_the_graphs(self, recorded):
         engine = graphed_engine()
         serve_checked(engine, PROMPTS[:1], length=4)
-        assert engine._graphs.shapes
+        assert engine._runner.shapes
         engine.suspend()
-        assert not engine._graphs.shapes
+        assert not engine._runner.shapes
         engine.resume()
         serve_checked(engine, PROMPTS[:1], length=4)
-        known = engine._graphs.shapes
+        known = engine._runner.shapes
         engine.context.suspend()  # behind the engine's back
         engine.context.resume()
-        assert engine._graphs.shapes == known
+        assert engine._runner.shapes == known
         serve_checked(engine, PROMPTS[1:2], length=2)
-        assert engine._graphs.shapes != known
+        assert engine._runner.shapes != known
 
     def test_other_weights_drop_the_graphs(self, recorded):
         engine = graphed_engine()
         serve_checked(engine, PROMPTS[:1], length=4)
-        engine.weights_version = 2
-        assert not engine._graphs.shapes
+        engine.set_weights_version(2)
+        assert not engine._runner.shapes
 
     def test_a_failed_step_captures_nothing(self, recorded):
         engine = graphed_engine()
@@ -188,11 +189,11 @@ class TestEngine:
             result = engine.generate([PROMPTS[0]], ms.SamplingParams(return_log_probs=True))[0]
         assert_answers(PROMPTS[0], result)
         serve_checked(engine, PROMPTS[1:3])
-        assert not engine._graphs.shapes
+        assert not engine._runner.shapes
 
     def test_none_on_a_cpu(self):
         engine = small_engine(num_cuda_graphs=8)
-        assert engine._graphs is None
+        assert type(engine._runner) is ModelRunner
         serve_checked(engine, PROMPTS[:1])
 
 

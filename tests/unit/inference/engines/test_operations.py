@@ -48,13 +48,13 @@ def situations(engine: ms.DynamicInferenceEngine) -> set[str]:
     for request in engine.context.requests:
         if request.paused:
             found.add("paused")
-        if request.pinned_slot >= 0:
+        if request.holding.path.state_slot >= 0:
             found.add("its only state in a durable slot")
-        if request.paused and request.pinned_slot >= 0:
+        if request.paused and request.holding.path.state_slot >= 0:
             found.add("paused on a durable slot")
-        if 0 < request.computed < len(request.prompt_tokens):
+        if 0 < request.holding.num_computed < len(request.prompt_tokens):
             found.add("in the middle of its prompt")
-            held = engine.context.kv_block_allocator.block_ref_counts[request.blocks]
+            held = engine.context.kv_block_allocator.block_ref_counts[request.holding.path.blocks]
             if int(held.max()) > 1:
                 found.add("in the middle of its prompt, with shared blocks")
     if engine._scheduler.waiting:
@@ -73,7 +73,7 @@ def busy_client(**overrides: object) -> Client:
 @cache
 def steps_of_busy_client() -> int:
     client, steps = busy_client(), 0
-    while client.engine.has_unfinished_requests:
+    while client.engine.has_unfinished_requests():
         client.step()
         steps += 1
     return steps
@@ -139,7 +139,7 @@ def test_what_began_before_a_reset_registers_and_commits_nothing() -> None:
         for request_id in waiting:
             client.cancel(request_id)
         client.engine.reset_prefix_cache()
-        while client.engine.has_unfinished_requests:
+        while client.engine.has_unfinished_requests():
             client.step()
             assert cached(client.engine) == (0, 0)
         assert_idle(client.engine)
@@ -169,7 +169,7 @@ def test_a_request_restarted_after_a_reset_shares_again() -> None:
     engine = client.engine
     engine.reset_prefix_cache()
     assert not engine._requests[request_id].shares_cache
-    engine._scheduler.requeue(engine._requests[request_id])
+    engine._scheduler.preempt(engine._requests[request_id])
     client.step()
     assert engine._requests[request_id].shares_cache
     assert cached(engine)[0] >= 5
@@ -225,7 +225,7 @@ class Versions:
     def change(self, seed: int) -> None:
         """Answers of requests under way are of no model any more."""
         self.model.load_state_dict(model_with_weights(seed).state_dict())
-        self.engine.weights_version = seed
+        self.engine.set_weights_version(seed)
         self.seed = seed
         self.expected.clear()
 
@@ -245,7 +245,7 @@ class Versions:
         self.engine.context.check_integrity()
 
     def finish(self) -> None:
-        while self.engine.has_unfinished_requests:
+        while self.engine.has_unfinished_requests():
             self.step()
         assert not self.expected
 
@@ -290,7 +290,7 @@ def test_answers_are_those_of_the_weights_they_began_and_ended_with(
     sizes: dict[str, object], moves: list[tuple[str, list[int], int]]
 ) -> None:
     versions = Versions(**sizes)
-    versions.engine.weights_version = 0
+    versions.engine.set_weights_version(0)
     for move, prompt, number in moves:
         if move == "ask":
             versions.ask(prompt, number)
@@ -305,14 +305,14 @@ def test_answers_are_those_of_the_weights_they_began_and_ended_with(
 
 def test_the_same_version_again_resets_nothing() -> None:
     engine = small_engine()
-    engine.weights_version = "step 100"
+    engine.set_weights_version("step 100")
     engine.generate([LONG], ONE)
     pinned = engine.pin(LONG)
-    engine.weights_version = "step 100"
+    engine.set_weights_version("step 100")
     assert engine.weights_version == "step 100"
     assert resumed(engine, LONG) == 48
     engine.unpin(pinned)
-    engine.weights_version = "step 200"
+    engine.set_weights_version("step 200")
     assert resumed(engine, LONG) == 0
 
 
@@ -402,7 +402,7 @@ def test_warm_refuses_what_can_never_be_computed() -> None:
         with pytest.raises(ValueError, match="tokens"):
             engine.warm(bad)  # type: ignore[arg-type]
     assert_idle(engine)
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
 
 
 # ---- pin
@@ -550,8 +550,8 @@ def test_suspending_frees_the_pools() -> None:
     engine = small_engine()
     serve_checked(engine, [LONG])
     context = engine.context
-    pool = context.state_pool
-    tensors = [weakref.ref(t) for t in (pool.conv_states, pool.ssm_states, context.kv_cache)]
+    pool = context.memory.state_pool
+    tensors = [weakref.ref(t) for t in (pool.conv_states, pool.ssm_states, context.memory.kv_cache)]
     storages = [t().untyped_storage() for t in tensors]  # type: ignore[union-attr]
     sizes = [storage.nbytes() for storage in storages]
     owners = [weakref.ref(storage) for storage in storages]
@@ -563,14 +563,14 @@ def test_suspending_frees_the_pools() -> None:
     slots = context.mamba_slot_allocator
     assert slots is not None
     remaining = (
-        pool.conv_states, pool.ssm_states, context.kv_cache, context.mamba_conv_states,
+        pool.conv_states, pool.ssm_states, context.memory.kv_cache, context.mamba_conv_states,
         context.mamba_ssm_states, slots.conv_states, slots.ssm_states,
     )  # fmt: skip
     assert [t.untyped_storage().nbytes() for t in remaining] == [0] * 7
     assert cached(engine) == (0, 0)
     assert_idle(engine)
     engine.resume()
-    back = (pool.conv_states, pool.ssm_states, context.kv_cache)
+    back = (pool.conv_states, pool.ssm_states, context.memory.kv_cache)
     assert [t.untyped_storage().nbytes() for t in back] == sizes
     assert not any(t.any() for t in back)
     assert serve_checked(engine, [LONG])[0].num_resumed_tokens == 0
@@ -631,7 +631,7 @@ def test_a_suspended_engine_can_be_reset_and_stays_suspended() -> None:
     engine.step()
     engine.suspend()
     engine.reset()
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
     with pytest.raises(RuntimeError, match="suspended"):
         engine.step()
     engine.resume()
@@ -650,7 +650,7 @@ def test_a_reset_at_any_moment_leaves_a_new_engine() -> None:
             engine.step()
         engine.reset()
         assert_idle(engine)
-        assert not engine.has_unfinished_requests
+        assert not engine.has_unfinished_requests()
         stats = engine.context.cache_stats()
         counts = (
             stats.num_requests,
@@ -678,10 +678,10 @@ def test_the_start_up_line_counts_the_bytes_there_are(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, logger="mambaslots"):
         context = small_engine(num_kv_blocks=100, num_mamba_slots=50).context
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == context.memory_summary()
-    pool = context.state_pool
+    assert line == context.memory.summary()
+    pool = context.memory.state_pool
     states = pool.conv_states.nbytes + pool.ssm_states.nbytes
-    kv, total = context.kv_cache.nbytes, states + context.kv_cache.nbytes
+    kv, total = context.memory.kv_cache.nbytes, states + context.memory.kv_cache.nbytes
     assert f"live states 4 x {states / 54 / 2**20:.3g} MiB" in line
     assert f"durable states 50 x {states / 54 / 2**20:.3g} MiB" in line
     assert f"KV 100 blocks of 8 tokens, {kv / 2**20:.3g} MiB" in line

@@ -30,7 +30,7 @@ class OperationsMachine(RuleBasedStateMachine):
 
     @property
     def running(self) -> bool:
-        return not self.engine.context.suspended
+        return self.engine.context.memory.allocated
 
     def collect(self) -> None:
         """After steps that others made: results wait in the engine, and tokens were reported to nobody."""
@@ -122,7 +122,7 @@ class OperationsMachine(RuleBasedStateMachine):
     @rule(what=st.sampled_from(["reset_prefix_cache", "weights_version", "suspend", "reset"]))
     def operate(self, what: str) -> None:
         if what == "weights_version":
-            self.engine.weights_version = object()
+            self.engine.set_weights_version(object())
         else:
             getattr(self.engine, what)()
         self.pins.clear()

@@ -16,7 +16,7 @@ class Memory:
     def __init__(self) -> None:
         self.sequences: list[list[int]] = []
 
-    def draft(self, tokens: list[int], most: int) -> list[int]:
+    def draft(self, tokens: list[int], max_drafts: int) -> list[int]:
         for sequence in self.sequences:
             if sequence[: len(tokens)] == tokens:
                 return sequence[len(tokens) : len(tokens) + most]
@@ -41,12 +41,12 @@ def test_drafted_steps_do_not_synchronise_and_repeat_themselves(graphs):
     first = answers()
     memory.sequences = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, first, strict=True)]
     second = answers()  # captures the shapes that accepted drafts make
-    before = engine.speculation_stats()
+    before = engine.stats().speculation
     with no_synchronisation():
         third = answers()
     engine.context.check_integrity()
     assert third == second
-    accepted = engine.speculation_stats().num_accepted - before.accepted
+    accepted = engine.stats().speculation.num_accepted - before.accepted
     assert accepted > 100
     if graphs:
-        assert {shape.decode_tokens for shape in engine._graphs.shapes} == {1, 4}
+        assert {shape.decode_tokens for shape in engine._runner.shapes} == {1, 4}

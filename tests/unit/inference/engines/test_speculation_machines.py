@@ -110,5 +110,5 @@ def test_a_failed_step_leaves_no_hash_of_tokens_that_are_generated_anew() -> Non
                 assert len(request.hashes.keys) <= before // 8
         assert seen["failed"]
         engine.step()  # the restart
-        if not engine.has_unfinished_requests:
+        if not engine.has_unfinished_requests():
             break

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts import request_states
-from mambaslots.inference.contexts.scheduled_chunk import ScheduledChunk
+from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
@@ -142,7 +142,7 @@ class TestAcceptance:
         for a, b in zip(plain, engine.generate(prompts, params), strict=True):
             assert a.tokens == b.tokens
             np.testing.assert_allclose(a.log_probs or [], b.log_probs or [], rtol=0, atol=TOLERANCE)
-        assert drafter is not RightDrafter or engine.speculation_stats().num_accepted > 5
+        assert drafter is not RightDrafter or engine.stats().speculation.num_accepted > 5
 
 
 class TestAnswers:
@@ -154,23 +154,23 @@ class TestAnswers:
         for served in (engine, plain):
             served.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=22))
             steps.append(0)
-            while served.has_unfinished_requests:
+            while served.has_unfinished_requests():
                 served.step()
                 steps[-1] += 1
         assert steps == [1 + -(-21 // (1 + most)), 22]
-        stats = engine.speculation_stats()
+        stats = engine.stats().speculation
         assert (stats.num_decodes, stats.num_tokens) == (steps[0] - 1, 21)
         assert stats.num_drafted == stats.num_accepted == 21 - stats.num_decodes
         assert stats.acceptance == 1.0
         assert stats.tokens_per_decode == 21 / stats.num_decodes
-        assert plain.speculation_stats() == ms.SpeculationStats()
+        assert plain.stats().speculation == ms.SpeculationStats()
         engine.reset()
-        assert engine.speculation_stats() == ms.SpeculationStats(0, 0, 0, 0)
+        assert engine.stats().speculation == ms.SpeculationStats(0, 0, 0, 0)
 
     def test_wrong_drafts_change_nothing(self):
         engine = speculating(WrongDrafter, most=4)
         serve_checked(engine, [random_tokens(n, seed=n) for n in (20, 33)], length=20)
-        stats = engine.speculation_stats()
+        stats = engine.stats().speculation
         assert stats.num_accepted == 0
         assert stats.num_decodes == stats.num_tokens == 38
 
@@ -205,7 +205,7 @@ class TestAnswers:
         stream = engine.stream(prompts[0], params)
         request_id = engine.add_request(prompts[1], params)
         arrived: list[int] = []
-        while engine.has_unfinished_requests:
+        while engine.has_unfinished_requests():
             report = engine.step()
             arrived += [token.token for token in report.tokens.get(request_id, ())]
             if request_id in report.tokens:
@@ -231,7 +231,7 @@ class Noted:
         self.asked: list[tuple[list[int], int]] = []
         self.drafts = drafts
 
-    def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
         self.asked.append((list(tokens), most))
         return self.drafts
 
@@ -285,20 +285,20 @@ class TestStates:
         answer = expected_answer(tuple(prompt), 40)[0]
         sequence = prompt + answer
         compared = 0
-        while engine.has_unfinished_requests:
+        while engine.has_unfinished_requests():
             request = engine._requests[request_id]
             engine.step()
             context = engine.context
-            for depth, block in enumerate(request.blocks, start=1):
+            for depth, block in enumerate(request.holding.path.blocks, start=1):
                 slot = context.mamba_slot_allocator.get_slot(block)
                 if slot >= 0:
                     conv, ssm = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
-                    index = context.state_pool.durable_index(slot)
+                    index = context.memory.state_pool.durable_index(slot)
                     torch.testing.assert_close(
-                        context.state_pool.conv_states[:, index], conv, rtol=0, atol=1e-9
+                        context.memory.state_pool.conv_states[:, index], conv, rtol=0, atol=1e-9
                     )
                     torch.testing.assert_close(
-                        context.state_pool.ssm_states[:, index], ssm, rtol=0, atol=1e-9
+                        context.memory.state_pool.ssm_states[:, index], ssm, rtol=0, atol=1e-9
                     )
                     compared += 1
         assert compared >= 5
@@ -323,7 +323,7 @@ class TestStates:
             prompt = random_tokens(5, seed=3)
             engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=5))
             evicted = []
-            while engine.has_unfinished_requests:
+            while engine.has_unfinished_requests():
                 engine.step()
                 evicted.append(slots.evicted_total)
             # Token 8, the last of a block, is computed in step 4 of plain decoding, and in step 2 by drafts.
@@ -352,7 +352,7 @@ class TestStates:
             for _ in range(2):
                 for prompt in prompts:
                     engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=20))
-                while engine.has_unfinished_requests:
+                while engine.has_unfinished_requests():
                     copies.clear()
                     engine.step()
                     assert len(copies) <= (2 if in_place else 0)
@@ -374,7 +374,7 @@ class TestStates:
         params = ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
         ids = [engine.add_request(prompt, params) for prompt in prompts]
         results = {}
-        while engine.has_unfinished_requests:
+        while engine.has_unfinished_requests():
             results |= {result.request_id: result for result in engine.step().finished}
             engine.reset_prefix_cache()
             engine.context.check_integrity()
@@ -387,17 +387,17 @@ class TestStates:
         engine.step()
         context = engine.context
         (request,) = context.requests
-        assert context.state_pool.num_live == 4 * 4
+        assert context.memory.state_pool.num_live == 4 * 4
         assert len(set(context._rows.live_slots(request))) == 4
-        lost = context._rows._live_slots[request.row].pop()
+        lost = context._rows._live_slots[request.holding.row].pop()
         with pytest.raises(AssertionError, match="live slot"):
             context.check_integrity()
-        context._rows._live_slots[request.row].append(lost)
+        context._rows._live_slots[request.holding.row].append(lost)
         other = next(slot for slot in range(16) if slot not in context._rows.live_slots(request))
-        state, request.state_index = request.state_index, other
+        state, request.holding.state_index = request.holding.state_index, other
         with pytest.raises(AssertionError):
             context.check_integrity()
-        request.state_index = state
+        request.holding.state_index = state
         context.check_integrity()
 
     def test_the_kernel_set_says_whether_it_separates(self, monkeypatch):
@@ -425,12 +425,12 @@ class TestOthers:
         )
         kv = engine.context.kv_block_allocator
         request = engine._requests[request_id]
-        while engine.has_unfinished_requests:
+        while engine.has_unfinished_requests():
             engine.step()
             assert (
                 kv.held_count
-                == len(request.blocks)
-                == (-(-request.computed // BLOCK) if request.row >= 0 else 0)
+                == len(request.holding.path.blocks)
+                == (-(-request.holding.num_computed // BLOCK) if request.holding.row >= 0 else 0)
             )
             engine.context.check_integrity()
 
@@ -445,7 +445,7 @@ class TestOthers:
             for seed in range(4):
                 engine.add_request(random_tokens(20, seed), ms.SamplingParams(num_tokens_to_generate=40))
             story = []
-            while engine.has_unfinished_requests:
+            while engine.has_unfinished_requests():
                 report = engine.step()
                 rows = sorted(request.request_id for request in engine.context.requests)
                 story.append((report.admitted, rows, engine.context.paused_request_count))
@@ -459,9 +459,9 @@ class TestOthers:
         model = engine.model
 
         def watching(inputs: ms.StepInputs) -> torch.Tensor:
-            real = sum(chunk.length for chunk in engine.context.step_chunks)
+            real = sum(chunk.length for chunk in engine.context.steps)
             assert real <= 8
-            drafted.append([len(chunk.drafts) for chunk in engine.context.step_chunks])
+            drafted.append([len(chunk.drafts) for chunk in engine.context.steps])
             return model(inputs)
 
         watching.state_spec = model.state_spec
@@ -481,7 +481,7 @@ TIGHT = {"num_kv_blocks": 12, "max_requests": 4, "max_tokens": 24}
 
 
 class TestContext:
-    def started(self) -> tuple[ms.DynamicInferenceEngine, ScheduledChunk]:
+    def started(self) -> tuple[ms.DynamicInferenceEngine, RequestStep]:
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1), ms.SamplingParams(num_tokens_to_generate=6))
         engine.step()
@@ -499,10 +499,10 @@ class TestContext:
         context.begin_step([drafted])
         for kept in (None, {}, {0: 0}, {0: 2}, {0: 5}, {0: "1"}):
             with pytest.raises(ValueError, match=r"kept\[0\] is .*; accepted: an integer from 1 to 1"):
-                context.end_step(kept)
-        context.end_step({0: 1})
+                context.end_step(kept.get)
+        context.end_step({0: 1}.get)
         context.check_integrity()
-        assert chunk.request.computed == 10
+        assert chunk.request.holding.num_computed == 10
 
     def test_a_chunk_of_a_prompt_takes_no_drafts(self):
         engine = speculating(lambda: Noted(), most=3)
@@ -528,13 +528,13 @@ class TestGraphs:
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
         engine.context.step_buffer._hosts[1] = engine.context.step_buffer._hosts[0]
-        engine._graphs = GraphRunner(GraphBuckets.of(engine.context), 100)
+        engine._runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
             serve_checked(engine, prompts, length=20)
-        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine._graphs.shapes}
+        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine._runner.shapes}
         assert widths >= {(4, True), (4, False), (1, False)}
-        assert {shape.decode_tokens for shape in engine._graphs.shapes} <= {1, 4}
+        assert {shape.decode_tokens for shape in engine._runner.shapes} <= {1, 4}
 
 
 @pytest.mark.parametrize("kernels", [reference, paged_attention])

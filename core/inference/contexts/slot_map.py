@@ -2,61 +2,35 @@
 
 from collections.abc import Callable, Iterable, Sequence, ValuesView
 
-import torch
 
-
-class StateIndex:
-    """The maps of committed slots, in plain Python, and the CPU tensors that hosts index.
-
-    A tensor is brought up to date when its attribute is read, in O(blocks + slots) after a change and O(1)
-    without one. It is the same tensor at every read: one that a host keeps shows the last read's state.
+class SlotMap:
+    """The maps of committed slots. Integers in, integers out: arguments are trusted.
 
     Attributes:
-        block_to_slot: [blocks] int32, -1 for blocks without a state.
-        slot_to_block: [slots] int32, -1 for slots without one.
-        hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
-        slot_by_block: dict from each block that has a state to its slot; only this class writes it.
-        departures: states that have left since the beginning; what was looked up before may not hold.
+        hash_to_block_id: prefix hash -> the block whose slot holds the state after that prefix.
+        slot_by_block: block -> the slot of its state; only this class writes it.
+        num_departures: states that have left since the beginning; a slot looked up before another departure
+            may hold another state.
     """
 
-    def __init__(self, num_blocks: int, num_slots: int) -> None:
-        self._block_to_slot = torch.full((num_blocks,), -1, dtype=torch.int32)
-        self._slot_to_block = torch.full((num_slots,), -1, dtype=torch.int32)
-        self._mirrored = True  # the two tensors are up to date
+    def __init__(self, num_slots: int) -> None:
         self.hash_to_block_id: dict[int, int] = {}
         self.slot_by_block: dict[int, int] = {}
-        # Of each slot: the block that came last, and the hash that finds it or 0. They outlast its leaving.
+        # Of each slot: its last block, and the hash that finds the state, or 0. They outlast the state.
         self._last_block = [-1] * num_slots
         self._last_key = [0] * num_slots
-        self.departures = 0
-
-    @property
-    def block_to_slot(self) -> torch.Tensor:
-        self._mirror()
-        return self._block_to_slot
-
-    @property
-    def slot_to_block(self) -> torch.Tensor:
-        self._mirror()
-        return self._slot_to_block
-
-    def _mirror(self) -> None:
-        if self._mirrored:
-            return
-        blocks, slots = list(self.slot_by_block.keys()), list(self.slot_by_block.values())
-        for mirror, keys, values in (
-            (self._block_to_slot.numpy(), blocks, slots),
-            (self._slot_to_block.numpy(), slots, blocks),
-        ):
-            mirror.fill(-1)
-            mirror[keys] = values
-        self._mirrored = True
+        self.num_departures = 0
 
     def __contains__(self, block: int) -> bool:
         return block in self.slot_by_block
 
     def __len__(self) -> int:
         return len(self.slot_by_block)
+
+    @property
+    def slots(self) -> ValuesView[int]:
+        """The committed slots in the order in which they came: a view of what is now."""
+        return self.slot_by_block.values()
 
     def slot_of(self, block: int) -> int:
         """The block's slot, or -1."""
@@ -88,7 +62,7 @@ class StateIndex:
         return [key for slot in slots if (key := last_key[slot])]
 
     def enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self._mirrored = False
+        """The slots now hold the blocks' states; no hash finds them yet."""
         slot_by_block, last_block, last_key = self.slot_by_block, self._last_block, self._last_key
         for block, slot in zip(blocks, slots, strict=True):
             slot_by_block[block] = slot
@@ -106,11 +80,10 @@ class StateIndex:
                 last_key[slot] = key
 
     def leave(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the states of those blocks that have one, and their hashes; the slots they were in."""
-        self._mirrored = False
+        """Forget the states of those blocks that have one, and their hashes; returns the slots of these."""
         pop = self.slot_by_block.pop
         slots = [slot for block in blocks if (slot := pop(block, -1)) >= 0]
-        self.departures += len(slots)
+        self.num_departures += len(slots)
         block_named, last_key = self.hash_to_block_id, self._last_key
         for slot in slots:
             if key := last_key[slot]:
@@ -118,25 +91,14 @@ class StateIndex:
         return slots
 
     def clear(self) -> None:
-        self._mirrored = False
         self.hash_to_block_id.clear()
-        self.departures += len(self.slot_by_block)
+        self.num_departures += len(self.slot_by_block)
         self.slot_by_block.clear()
 
-    @property
-    def slots(self) -> ValuesView[int]:
-        """The committed slots in the order in which they came: a view of what is now."""
-        return self.slot_by_block.values()
-
     def check_integrity(self, kv_hash: Callable[[int], int]) -> None:
-        """Raise AssertionError where maps, tensors or the KV hashes of blocks contradict each other."""
-        assert len(set(self.slot_by_block.values())) == len(self.slot_by_block), "two blocks share a slot"
-        if self._mirrored:
-            by_block = {b: s for b, s in enumerate(self._block_to_slot.tolist()) if s >= 0}
-            by_slot = {b: s for s, b in enumerate(self._slot_to_block.tolist()) if b >= 0}
-            assert by_block == self.slot_by_block, "block_to_slot shows others"
-            assert by_slot == self.slot_by_block, "slot_to_block shows others"
+        """Raise AssertionError where the maps, or the KV hashes of blocks, contradict each other."""
         slots = list(self.slot_by_block.values())
+        assert len(set(slots)) == len(slots), "two blocks share a slot"
         assert self.blocks_of(slots) == list(self.slot_by_block), "a slot's block is another"
         keys = {self._last_key[slot]: block for block, slot in self.slot_by_block.items()}
         assert {key: keys[key] for key in keys if key} == self.hash_to_block_id, "a state's hash is another"

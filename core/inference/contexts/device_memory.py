@@ -1,0 +1,71 @@
+"""The tensors of a context's two pools."""
+
+import torch
+
+from ...state_spec import HybridStateSpec
+from ...tensor_validation import addressable
+from .state_pool import StatePool
+
+MEBIBYTE = 1 << 20
+
+
+class DeviceMemory:
+    """KV of all blocks, and live and durable states, on the model's device.
+
+    Attributes:
+        kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim].
+        state_pool: live states, then durable states.
+    """
+
+    def __init__(
+        self,
+        spec: HybridStateSpec,
+        num_kv_blocks: int,
+        block_size_tokens: int,
+        num_live_slots: int,
+        num_durable_slots: int,
+    ) -> None:
+        self._spec = spec
+        self._num_kv_blocks = num_kv_blocks
+        self._block_size = block_size_tokens
+        self.kv_cache = self._new_kv_cache()
+        self.state_pool = StatePool(
+            spec.num_mamba_layers, num_live_slots, num_durable_slots, spec.conv_states_shape,
+            spec.ssm_states_shape, spec.conv_states_dtype, spec.ssm_states_dtype, spec.device,
+        )  # fmt: skip
+
+    def _new_kv_cache(self) -> torch.Tensor:
+        spec, num_blocks = self._spec, self._num_kv_blocks
+        shape = (
+            spec.num_attention_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim,
+        )  # fmt: skip
+        addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
+        return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
+
+    @property
+    def allocated(self) -> bool:
+        return self.state_pool.allocated
+
+    def allocate(self) -> None:
+        """Make the tensors again, as zeros, after `free`; their addresses are new."""
+        if not self.allocated:
+            self.state_pool.allocate()
+            self.kv_cache = self._new_kv_cache()
+
+    def free(self) -> None:
+        """Let go of the tensors' memory."""
+        self.state_pool.free()
+        self.kv_cache = self.kv_cache.new_empty(0)
+
+    def summary(self) -> str:
+        """What the bytes went to, in one line."""
+        pool, num_blocks = self.state_pool, self._num_kv_blocks
+        state = self._spec.state_bytes / MEBIBYTE
+        kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
+        total = (pool.num_live + pool.num_durable) * state + kv
+        return (
+            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; "
+            f"durable states {pool.num_durable} x {state:.3g} MiB; "
+            f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB; "
+            f"total {total:.4g} MiB on {self._spec.device}"
+        )

@@ -1,0 +1,333 @@
+"""The book of durable slots: which block's state each holds, who may write it, which one goes next."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from ...errors import MambaSlotCapacityError
+from ..policies.ghost_list import GhostList
+from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
+from .slot_map import SlotMap
+
+
+class SlotCounts(NamedTuple):
+    """Slots by what they are, and how many states came and went since the beginning."""
+
+    free: int
+    reserved: int
+    committed: int
+    committed_total: int
+    evicted_total: int
+
+
+class DurableSlots:
+    """Integers only: no tensor, and no copy, is made here. Arguments are trusted to be ints in range.
+
+    A slot is FREE, RESERVED or COMMITTED:
+
+        FREE -- reserve --> RESERVED -- commit --> COMMITTED (its block is in the maps)
+          ^                    |                       |
+          +----- release ------+--- evict, drop, forget+
+
+    A reserved slot is written by one step and read by nobody. A committed slot is immutable, and a pinned
+    slot is not evicted. A pinned slot whose block leaves becomes RESERVED for no block until its last unpin.
+
+    Attributes:
+        num_slots: how many there are.
+        map: the committed slots.
+        free: the free slots; the last one is taken next.
+        reserved: slot -> the block that the slot is reserved for, -1 once that block left.
+        pins: pinned slot -> how often it is pinned.
+        ghosts: hashes whose state was evicted, or was not taken for want of a slot.
+        version: grows with every change of `free` or `map`.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        eviction_policy: str,
+        kv_hash: Callable[[int], int],
+        on_states_changed: Callable[[Iterable[int]], None],
+    ) -> None:
+        """
+        Args:
+            num_slots: slots of the pool, >= 0.
+            eviction_policy: one of `EVICTION_POLICIES`.
+            kv_hash: the prefix hash of a block in the KV index, -1 for one that is not registered.
+            on_states_changed: called with blocks that gained or lost a state.
+        """
+        self.num_slots = num_slots
+        self.map = SlotMap(num_slots)
+        self.free = list(range(num_slots))
+        self.reserved: dict[int, int] = {}
+        self.pins: dict[int, int] = {}
+        self.ghosts = GhostList(8 * num_slots)
+        self.version = 0
+        self._kv_hash = kv_hash
+        self._tell_states_changed = on_states_changed
+        self._used: set[int] = set()  # slots some request resumed from
+        self._eviction: SlotEvictionPolicy = (
+            RefZeroEviction() if eviction_policy == "ref_zero" else LRUEviction()
+        )
+        self._committed_total = 0
+        self._evicted_total = 0
+
+    # ---- lookup
+
+    @property
+    def counts(self) -> SlotCounts:
+        return SlotCounts(
+            len(self.free), len(self.reserved), len(self.map), self._committed_total, self._evicted_total
+        )
+
+    @property
+    def num_available(self) -> int:
+        """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
+        num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
+        return len(self.free) + len(self.map) - num_pinned
+
+    def is_reserved(self, slot: int) -> bool:
+        """Whether a step under way may write `slot`."""
+        return slot in self.reserved and slot not in self.pins
+
+    def by_use(self) -> list[int]:
+        """The committed slots, the next to be evicted first; pinned ones are among them."""
+        return self._eviction.victims(self.num_slots, lambda slot: True)
+
+    # ---- reservations
+
+    def reserve(self, blocks: Sequence[int]) -> list[int]:
+        """Take one slot for the state of each block, evicting unpinned states where too few are free.
+
+        Enters no map.
+
+        Raises:
+            ValueError: a block is named twice, or has a state or a reservation; nothing is changed.
+            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
+        """
+        taken = set(self.reserved.values())
+        for i, block in enumerate(blocks):
+            if block in self.map or block in taken:
+                raise ValueError(
+                    f"block_ids[{i}] is {block}; accepted: distinct blocks without state or reservation"
+                )
+            taken.add(block)
+        slots = self._take(len(blocks))
+        self.reserved.update(zip(slots, blocks, strict=True))
+        return slots
+
+    def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
+        """Make reserved, written slots findable as the states of `blocks`, by default the reserved ones.
+
+        Reads the blocks' prefix hashes.
+
+        Returns:
+            For each slot the committed slot that now holds the block's state: the slot itself, or an earlier
+            one, which holds the state after the same tokens (the later slot is then freed). -1 where the
+            block is not registered in the KV index, so that nobody could find the state (the slot is freed).
+        """
+        self._require_reserved(slots)
+        results = []
+        for slot, block in zip(
+            slots, [self.reserved[s] for s in slots] if blocks is None else blocks, strict=True
+        ):
+            # Where its block was deregistered since, the same number may mean another prefix by now.
+            gone = self.reserved.pop(slot) < 0
+            key = -1 if gone or block < 0 else self._kv_hash(block)
+            if key > 0 and block not in self.map:
+                self._enter([block], [slot])
+                self.name([block], [slot], [key])
+            else:
+                self._free_slots([slot])
+            results.append(-1 if gone else self.map.slot_of(block))
+        return results
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Free reserved slots that were not, or not usefully, written."""
+        self._require_reserved(slots)
+        for slot in slots:
+            del self.reserved[slot]
+        self._free_slots(slots)
+
+    # ---- use
+
+    def pin(self, slot: int) -> None:
+        """Keep a committed slot from eviction until `unpin`; pins nest."""
+        self._require_committed(slot)
+        self.pins[slot] = self.pins.get(slot, 0) + 1
+
+    def unpin(self, slot: int) -> None:
+        if slot not in self.pins:
+            raise ValueError(f"slot is {slot}; accepted: a pinned slot")
+        self.pins[slot] -= 1
+        if not self.pins[slot]:
+            del self.pins[slot]
+            if slot in self.reserved:  # its block left while the slot was being read
+                del self.reserved[slot]
+                self._free_slots([slot])
+
+    def note_use(self, slot: int) -> None:
+        """A request resumes from this committed slot, or an import brought its state once more.
+
+        Nothing else refreshes the recency of a state.
+        """
+        self._require_committed(slot)
+        self._eviction.use(slot)
+        self._used.add(slot)
+
+    def was_used(self, slot: int) -> bool:
+        """Whether `note_use` was ever called of what this slot holds now."""
+        return slot in self._used
+
+    # ---- slots that enter the maps at once, for hosts that fill them afterwards
+
+    def allocate(self, blocks: Sequence[int]) -> list[int]:
+        """A committed slot without a hash for each block; a block that has one, or comes twice, keeps one.
+
+        Raises:
+            ValueError: a block has a reservation; nothing is changed.
+            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
+        """
+        if self.reserved:
+            reserved = set(self.reserved.values()).intersection(blocks)
+            if reserved:
+                raise ValueError(
+                    f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
+                )
+        slot_by_block = self.map.slot_by_block
+        if slot_by_block.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
+            slots = self._take(len(blocks))
+            self._enter(blocks, slots)
+            return slots
+        new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
+        keep = [slot_by_block[block] for block in blocks if block in slot_by_block]
+        self._enter(new, self._take(len(new), keep))
+        return [slot_by_block[block] for block in blocks]
+
+    def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Make the states of blocks, which are in these slots, findable by prefix hash."""
+        self.map.name(blocks, slots, keys)
+        self.ghosts.discard_all(keys)
+
+    # ---- leaving
+
+    def evict(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
+        """Evict the states of `num_slots` unpinned slots that are not in `keep`.
+
+        The caller owns the returned slots, as reserved ones, until `release`.
+
+        Raises:
+            MambaSlotCapacityError: fewer can be evicted; nothing is changed.
+        """
+        slots = self._evict(num_slots, keep, num_free=0)
+        self.reserved.update(dict.fromkeys(slots, -1))
+        return slots
+
+    def drop(self, block: int) -> bool:
+        """Free the slot of a state that its owner does not want any more; False, and nothing done, while
+        pinned.
+
+        This is no eviction: it is not counted as one, and leaves no ghost.
+        """
+        if self.map.slot_of(block) in self.pins:
+            return False
+        self.forget([block])
+        return True
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Free the slots of those blocks that have one, and drop their hashes."""
+        slots = self._leave(blocks)
+        if self.pins and not self.pins.keys().isdisjoint(slots):
+            pinned = [slot for slot in slots if slot in self.pins]
+            self.reserved.update(dict.fromkeys(pinned, -1))  # still being read: free when unpinned
+            slots = [slot for slot in slots if slot not in self.pins]
+        self._free_slots(slots)
+        self._tell_states_changed(blocks)
+
+    def on_blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
+        """The KV allocator's callback: free the slot of every listed block, with a hash or without.
+
+        `hashes` is not needed: the hashes of states are remembered here.
+        """
+        self.forget(blocks)
+        if self.reserved:
+            gone = set(blocks)
+            self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
+
+    def clear(self, totals: bool = False) -> None:
+        """Forget every state, reservation, pin and ghost; with `totals` also what `counts` adds up."""
+        self.free = list(range(self.num_slots))
+        self.version += 1
+        for part in (self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction):
+            part.clear()
+        if totals:
+            self._committed_total = self._evicted_total = 0
+
+    # ---- inside
+
+    def _take(self, num_slots: int, keep: Sequence[int] = ()) -> list[int]:
+        num_free = min(num_slots, len(self.free))
+        evicted = self._evict(num_slots - num_free, keep, num_free) if num_free < num_slots else []
+        if not num_free:
+            return evicted
+        cut = len(self.free) - num_free
+        taken = self.free[cut:]
+        del self.free[cut:]
+        self.version += 1
+        return taken + evicted if evicted else taken
+
+    def _evict(self, num_slots: int, keep: Iterable[int], num_free: int) -> list[int]:
+        if not num_slots:
+            return []
+        kept = self.pins.keys() | keep
+        victims = self._eviction.victims(num_slots, lambda slot: slot not in kept)
+        if len(victims) < num_slots:
+            raise MambaSlotCapacityError(num_slots + num_free, len(victims) + num_free)
+        blocks = self.map.blocks_of(victims)
+        self.ghosts.add_all(self.map.keys_of(victims), "evicted")
+        self._leave(blocks)
+        self._tell_states_changed(blocks)
+        self._evicted_total += len(victims)
+        return victims
+
+    def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.map.enter(blocks, slots)
+        self.version += 1
+        self._eviction.insert(*slots)
+        self._committed_total += len(blocks)
+        self._tell_states_changed(blocks)
+
+    def _leave(self, blocks: Sequence[int]) -> list[int]:
+        slots = self.map.leave(blocks)
+        self.version += 1
+        self._eviction.remove(*slots)
+        if self._used:
+            self._used.difference_update(slots)
+        return slots
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        self.free.extend(slots)
+        self.version += 1
+
+    def _require_reserved(self, slots: Sequence[int]) -> None:
+        if len(set(slots)) < len(slots) or not all(map(self.is_reserved, slots)):
+            raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
+
+    def _require_committed(self, slot: int) -> None:
+        if self.map.block_of(slot) < 0:
+            raise ValueError(f"slot is {slot}; accepted: a committed slot")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
+        self.map.check_integrity(self._kv_hash)
+        free, committed, reserved = set(self.free), set(self.map.slots), set(self.reserved)
+        assert len(free) == len(self.free), "a slot is free twice"
+        assert free.isdisjoint(committed | reserved), "a slot is free and in use"
+        assert committed.isdisjoint(reserved), "a slot is committed and reserved"
+        assert len(free) + len(reserved) + len(committed) == self.num_slots, "a slot is nowhere"
+        targets = [block for block in self.reserved.values() if block >= 0]
+        assert len(targets) == len(set(targets)), "two slots are reserved for one block"
+        assert sorted(self.by_use()) == sorted(committed), (
+            "the eviction policy orders other slots than the committed"
+        )
+        assert self.pins.keys() <= committed | reserved, "a free slot is pinned"
+        assert self._used <= committed, "a slot without a state counts as used"

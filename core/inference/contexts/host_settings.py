@@ -1,0 +1,86 @@
+"""What a host's context says of itself to the slot allocator that it plugs in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...validation import INT32_MAX, instance, integer, one_of, shown
+from ..policies.checkpoint_plan import CheckpointPlan
+from ..policies.slot_eviction import EVICTION_POLICIES
+
+MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
+"""Offset rows a request where the host does not state `max_intermediate_offsets_per_request`."""
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """Read from the attributes that megatron-core gives its context, each where it exists.
+
+    Attributes:
+        num_blocks: blocks of `kv_block_allocator`: its `total_count`, or `pool_size` in newer hosts.
+        eviction_policy: `prefix_caching_eviction_policy`, by name or as an enumeration; "lru" without one.
+        plan: `checkpoint_plan`, else the default plan.
+        max_requests: rows of requests.
+        max_offsets_per_request: states that a request's row can name in one step.
+        max_intermediate_states: scratch rows for the states of one step
+            (`max_mamba_intermediate_states_per_step`); None where the host states none.
+        block_size_tokens: tokens of a KV block; 0 where the host states none.
+        ssd_chunk_size: positions inside a prefill at which kernels can store a state are its multiples
+            (`ssm_chunk_alignment`, or `mamba_chunk_size`).
+    """
+
+    num_blocks: int
+    eviction_policy: str
+    plan: CheckpointPlan
+    max_requests: int
+    max_offsets_per_request: int
+    max_intermediate_states: int | None
+    block_size_tokens: int
+    ssd_chunk_size: int
+
+    @classmethod
+    def of(cls, context: Any) -> "HostSettings":
+        """Raises ValueError for what is no host, and for settings that cannot be."""
+        plan = getattr(context, "checkpoint_plan", None)
+        return cls(
+            num_blocks=_block_count(context),
+            eviction_policy=eviction_policy_name(getattr(context, "prefix_caching_eviction_policy", "lru")),
+            plan=instance("context.checkpoint_plan", plan or CheckpointPlan(), CheckpointPlan),
+            max_requests=_size(context, "max_requests") or 0,
+            max_offsets_per_request=_default(
+                _size(context, "max_intermediate_offsets_per_request"), MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+            ),
+            max_intermediate_states=_size(context, "max_mamba_intermediate_states_per_step"),
+            block_size_tokens=_size(context, "block_size_tokens", minimum=1) or 0,
+            ssd_chunk_size=_size(context, "ssm_chunk_alignment") or _size(context, "mamba_chunk_size") or 1,
+        )
+
+
+def eviction_policy_name(policy: object) -> str:
+    """The name of a policy that is given by name, or as an enumeration of the host's."""
+    policy = getattr(policy, "value", policy)
+    policy = policy.lower() if isinstance(policy, str) else policy
+    return one_of("context.prefix_caching_eviction_policy", policy, EVICTION_POLICIES)
+
+
+def _size(context: Any, name: str, minimum: int = 0) -> int | None:
+    """A size that the host may state."""
+    value = getattr(context, name, None)
+    return None if value is None else integer(f"context.{name}", value, minimum, INT32_MAX)
+
+
+def _default(value: int | None, missing: int) -> int:
+    return missing if value is None else value
+
+
+def _block_count(context: object) -> int:
+    """The KV blocks of a host; a ValueError for what is no host."""
+    kv = getattr(context, "kv_block_allocator", None)
+    if kv is None:
+        raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")
+    name = next((name for name in ("total_count", "pool_size") if hasattr(kv, name)), "")
+    if not name or not hasattr(kv, "block_hashes"):
+        raise ValueError(
+            f"context.kv_block_allocator is {shown(kv)}; accepted: what has block_hashes, and total_count or "
+            "pool_size"
+        )
+    return integer(f"context.kv_block_allocator.{name}", getattr(kv, name), 0, INT32_MAX)

@@ -1,0 +1,74 @@
+"""Our context under the names that megatron-core gives its own."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ...config import InferenceConfig
+from ...state_spec import HybridStateSpec
+from ..policies.checkpoint_plan import CheckpointPlan
+from .device_memory import DeviceMemory
+from .kv_block_allocator import KVBlockAllocator
+from .mamba_metadata import MambaMetadata
+from .request_step import RequestStep
+from .state_pool import StatePool
+from .step_builder import BatchDimensions
+
+
+class _Context(Protocol):
+    """What is shown of a `DynamicInferenceContext`."""
+
+    spec: HybridStateSpec
+    config: InferenceConfig
+    memory: DeviceMemory
+    mamba_metadata: MambaMetadata
+
+    @property
+    def request_to_kv_block_ids(self) -> Tensor: ...
+    @property
+    def kv_block_allocator(self) -> KVBlockAllocator: ...
+    @property
+    def steps(self) -> tuple[RequestStep, ...]: ...
+
+
+class HostView:
+    """What `MambaSlotAllocator` reads of its host, of a context of ours.
+
+    Our own engine reads nothing here. A host that drives our context by megatron-core's calls does:
+    `context.mamba_slot_allocator` is built over a `HostView` when it is asked for.
+    """
+
+    def __init__(self, context: _Context) -> None:
+        self._context = context
+        self.block_size_tokens = context.config.block_size_tokens
+        self.mamba_chunk_size = context.spec.ssd_chunk_size
+        self.max_requests = context.config.max_requests
+        self.prefix_caching_eviction_policy = context.config.prefix_caching_eviction_policy
+        self.checkpoint_plan: CheckpointPlan = context.config.checkpoint_plan
+        self.mamba_metadata = context.mamba_metadata
+        self.paused_request_count = 0  # rows of paused requests do not come before the others here
+
+    @property
+    def kv_block_allocator(self) -> KVBlockAllocator:
+        return self._context.kv_block_allocator
+
+    @property
+    def state_pool(self) -> StatePool:
+        return self._context.memory.state_pool
+
+    @property
+    def mamba_conv_states(self) -> Tensor:
+        return self._context.memory.state_pool.live_conv_states
+
+    @property
+    def mamba_ssm_states(self) -> Tensor:
+        return self._context.memory.state_pool.live_ssm_states
+
+    @property
+    def request_to_kv_block_ids(self) -> Tensor:
+        return self._context.request_to_kv_block_ids
+
+    @property
+    def batch_dimensions(self) -> BatchDimensions:
+        decodes = sum(step.decoding for step in self._context.steps)
+        return BatchDimensions(decodes, len(self._context.steps) - decodes)

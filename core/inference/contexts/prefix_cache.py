@@ -1,0 +1,328 @@
+"""The prefix cache: KV blocks, durable states, and the one index over both."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ...cache_stats import PoolStats
+from ...validation import integer, one_of
+from ..policies.checkpoint_plan import CheckpointPlan
+from ..policies.compute_reasons import Span, compute_spans
+from ..policies.prefix_hash import PrefixHashChain
+from ..policies.slot_eviction import EVICTION_POLICIES
+from .cached_path import CachedPath, TableRow
+from .durable_slots import DurableSlots
+from .kv_block_allocator import KVBlockAllocator
+from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
+from .prefix_match import PrefixMatch
+from .request_step import RequestStep
+from .rolling_states import RollingStates
+from .step_checkpoints import StepCheckpoints
+
+
+class PrefixCache:
+    """Which prefixes are cached, in which KV blocks and durable slots, and who holds them.
+
+    Books only: no tensor is read, written or waited for. A sequence goes this way:
+
+        match     what is cached of the sequence
+        open      a path, which holds what the sequence uses
+        hold      the shared blocks; hold_state the slot that the sequence starts from; grow blocks of its own
+        reserve   durable slots for the states that a step takes        (before the forward)
+        register  the blocks that the step completed                    (after the forward was launched)
+        commit    the states that the step took
+        release   all that the path holds; what was registered and committed stays cached
+
+    KV blocks that leave take their states along: `kv_blocks` calls `slots` back at every deregistration. A
+        state
+    that leaves changes the place of its block in the order in which KV blocks are evicted: `slots` calls
+        back.
+
+    Attributes:
+        kv_blocks: who holds which KV block.
+        slots: the book of durable slots; without any where the cache is off.
+    """
+
+    def __init__(
+        self,
+        num_kv_blocks: int,
+        num_slots: int,
+        block_size_tokens: int,
+        eviction_policy: str = "lru",
+        enabled: bool = True,
+    ) -> None:
+        """
+        Args:
+            num_kv_blocks: blocks of the KV pool.
+            num_slots: durable slots of the state pool.
+            block_size_tokens: tokens of a block.
+            eviction_policy: one of `EVICTION_POLICIES`.
+            enabled: False matches and registers nothing; sequences still hold blocks.
+        """
+        self._block_size = integer("block_size_tokens", block_size_tokens, 1)
+        self._enabled = enabled
+        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, eviction_policy)
+        tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
+        self.slots = DurableSlots(
+            integer("num_slots", num_slots, 0) if enabled else 0,
+            one_of("eviction_policy", eviction_policy, EVICTION_POLICIES),
+            tree.hash_of,
+            leaves.note_states_changed,
+        )
+        leaves.holds_state = self.slots.map.__contains__
+        self.kv_blocks.on_blocks_deregistered = self.slots.on_blocks_deregistered
+        self._rolling = RollingStates(self.slots)
+        self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
+        self._pinned = PinnedPrefixes(self.slots, self.kv_blocks)
+
+    # ---- what is cached
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with every departure of a block or a state."""
+        return self.kv_blocks.tree.num_departures, self.slots.map.num_departures
+
+    def match(
+        self, chain: PrefixHashChain, num_tokens: int, path: CachedPath | None = None, resume: bool = True
+    ) -> PrefixMatch:
+        """What is cached of the first `num_tokens` tokens of a sequence; changes nothing.
+
+        Args:
+            chain: the hashes of at least the whole blocks of these tokens.
+            num_tokens: tokens of the sequence; a state that leaves none of them to compute is not looked for.
+            path: what the sequence holds already; states within its registered blocks are not looked for.
+            resume: False shares KV but starts from zeros: every token is computed.
+        """
+        if not self._enabled or (path is not None and not path.shares):
+            return PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),), self.version)
+        size, tree, states = self._block_size, self.kv_blocks.tree, self.slots.map
+        whole = num_tokens // size
+        keys = chain.keys[:whole]
+        held = path.blocks[: path.num_registered] if path is not None else []
+        first = len(held)
+        blocks = held + tree.match(held[-1] if held else chain.salt, keys[first:], chain.tokens[first:whole])
+        seen = len(blocks)
+        while seen < whole and keys[seen] in tree.ghosts:
+            seen += 1
+        if not resume:
+            spans: tuple[Span, ...] = (Span(0, num_tokens, "disabled"),)
+            return PrefixMatch(tuple(blocks), 0, -1, seen * size, spans, self.version)
+        reachable = min(len(blocks), (num_tokens - 1) // size)
+        depth = next((d for d in range(reachable, first, -1) if blocks[d - 1] in states), 0)
+        slot = states.slot_of(blocks[depth - 1]) if depth else -1
+        spans = compute_spans(
+            keys,
+            num_resumed=depth,
+            num_reachable=reachable,
+            num_matched=len(blocks),
+            num_seen=seen,
+            num_tokens=num_tokens,
+            block_size_tokens=size,
+            state_ghosts=self.slots.ghosts,
+        )
+        return PrefixMatch(tuple(blocks), depth * size, slot, seen * size, spans, self.version)
+
+    def resumable_tokens(self, chain: PrefixHashChain) -> int:
+        """How many of a prefix's tokens a prompt that goes on beyond the prefix could resume now."""
+        return len(self._resumable_blocks(chain)) * self._block_size
+
+    def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
+        """The KV blocks up to the deepest state of the sequence that `chain` hashes."""
+        blocks = self.kv_blocks.tree.match(chain.salt, chain.keys, chain.tokens) if self._enabled else []
+        while blocks and blocks[-1] not in self.slots.map:
+            blocks.pop()
+        return blocks
+
+    # ---- what a sequence holds
+
+    def open(self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow) -> CachedPath:
+        """A path that holds nothing yet; `table_row` will show its blocks."""
+        return CachedPath(chain, plan, table_row, self._enabled)
+
+    def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
+        """Whether a path (None: a new one) could hold a match's blocks, and `num_blocks` blocks in all."""
+        num_held, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
+        shared = match.blocks[num_registered:]
+        num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_held))
+        return self.kv_blocks.is_memory_available(num_missing, self.kv_blocks.count_cached(shared))
+
+    def hold(self, path: CachedPath, match: PrefixMatch) -> None:
+        """Go on with a match's registered blocks, in place of the path's own unfinished ones."""
+        shared = list(match.blocks[path.num_registered :])
+        if shared:
+            own = path.blocks[path.num_registered :]
+            self.kv_blocks.add_references(shared)
+            self.kv_blocks.release_memory_blocks(own)
+            path.replace(path.num_registered, shared)
+            path.num_registered = len(path.blocks)
+
+    def grow(self, path: CachedPath, num_blocks: int) -> None:
+        """Allocate blocks until the path has `num_blocks`; KVBlockCapacityError, with nothing changed."""
+        num_missing = num_blocks - len(path.blocks)
+        if num_missing > 0:
+            path.append(self.kv_blocks.allocate_memory_blocks(num_missing))
+
+    def trim(self, path: CachedPath, num_blocks: int) -> None:
+        """Give back the path's blocks behind the first `num_blocks`, which are not registered."""
+        surplus = path.blocks[num_blocks:]
+        if surplus:
+            path.replace(num_blocks, [])
+            self.kv_blocks.release_memory_blocks(surplus)
+
+    def hold_state(self, path: CachedPath, slot: int, *, resumes: bool) -> None:
+        """Pin the durable slot that the sequence continues from, in place of an earlier one.
+
+        `resumes`: the sequence starts from another one's state, which counts as a use of the state.
+        """
+        self.release_state(path)
+        self.slots.pin(slot)
+        path.state_slot = slot
+        if resumes:
+            self.slots.note_use(slot)
+
+    def release_state(self, path: CachedPath) -> None:
+        """Unpin the slot that the sequence continued from, if there is one."""
+        slot, path.state_slot = path.state_slot, -1
+        if slot >= 0:
+            self.slots.unpin(slot)
+
+    def release(self, path: CachedPath) -> None:
+        """Take back all that the path holds; the path is not used any more.
+
+        Deregistered blocks are told to observers last, when the books are in order.
+        """
+        self.release_state(path)
+        blocks = list(path.blocks)
+        path.replace(0, [])
+        self.kv_blocks.release_memory_blocks(blocks)
+
+    # ---- what a step leaves
+
+    def register(self, path: CachedPath, tokens: Sequence[int], num_computed: int) -> None:
+        """Make the blocks completed by `num_computed` of the sequence's tokens findable.
+
+        A duplicate of a block, registered earlier, takes the block's place in the path. Registers nothing for
+        a path that does not share.
+        """
+        first, stop = path.num_registered, num_computed // self._block_size
+        if stop <= first or not path.shares:
+            return
+        chain, kv = path.chain, self.kv_blocks
+        chain.extend_to(tokens, num_computed)
+        parent = path.blocks[first - 1] if first else chain.salt
+        own, rest = path.blocks[first:stop], path.blocks[stop:]
+        canonical = kv.register_chain(parent, own, chain.keys[first:stop], chain.tokens[first:stop])
+        replaced = [mine for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
+        if replaced:
+            duplicates = [theirs for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
+            kv.add_references(duplicates)
+            kv.release_memory_blocks(replaced)
+            path.replace(first, canonical + own[len(canonical) :] + rest)
+        path.num_registered = first + len(canonical)
+
+    def reserve(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
+        """The steps with `destinations`: a reserved slot for each planned state that is not cached yet.
+
+        May evict unpinned states. A boundary for which no slot is left gets none, without error.
+        """
+        return self._checkpoints.reserve(steps)
+
+    def after_verification(
+        self, planned: Sequence[RequestStep], accepted: Sequence[RequestStep]
+    ) -> list[RequestStep]:
+        """Settle the reservations once drafts are verified; see `StepCheckpoints.after_verification`."""
+        return self._checkpoints.after_verification(planned, accepted)
+
+    def commit(self, step: RequestStep) -> dict[int, int]:
+        """Make the states of a launched step findable; its blocks are registered already.
+
+        Returns boundary -> the committed slot that holds its state, or -1; see `StepCheckpoints.commit`.
+        """
+        return self._checkpoints.commit(step)
+
+    def abort(self) -> None:
+        """The step failed: free all slots that were reserved for it."""
+        self.slots.release([slot for slot in list(self.slots.reserved) if self.slots.is_reserved(slot)])
+
+    # ---- pins, eviction, reset
+
+    def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
+        """Keep the deepest cached state of a prefix, and the KV up to it, until `unpin` or a reset.
+
+        Raises:
+            ValueError: no boundary of the prefix has a state.
+        """
+        blocks = self._resumable_blocks(chain)
+        if not blocks:
+            raise ValueError(
+                f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
+            )
+        return self._pinned.pin(blocks, len(blocks) * self._block_size)
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """Let go of a pinned prefix; ValueError for one that is not pinned here (any more)."""
+        self._pinned.unpin(prefix)
+
+    def evict(self, num_blocks: int = 0, num_states: int = 0) -> None:
+        """Free memory now: so many states, then so many cached KV blocks with the states they hold.
+
+        Raises:
+            MambaSlotCapacityError, KVBlockCapacityError: fewer can be evicted. States that were evicted
+                before the KV blocks turned out too few stay evicted.
+        """
+        self.slots.release(self.slots.evict(integer("num_states", num_states, 0)))
+        self.kv_blocks.evict_lru_blocks(integer("num_blocks", num_blocks, 0))
+
+    def forget(self, paths: Iterable[CachedPath]) -> None:
+        """Forget every prefix, state, pin and ghost. `paths`, all there are, keep their blocks.
+
+        What the sequences compute afterwards is registered and committed nowhere. No path may hold a state.
+        """
+        for path in paths:
+            path.shares = False
+            self._rolling.forget(path)
+        self._pinned.unpin_all()
+        self.kv_blocks.deregister_all()
+        self.slots.clear()
+
+    def reset(self) -> None:
+        """Forget everything, holders and counts included. Nothing need be consistent before the call."""
+        self._pinned.clear()
+        self.slots.clear(totals=True)
+        try:
+            self.kv_blocks.deregister_all()  # tells observers
+        finally:
+            self.kv_blocks.reset()
+
+    # ---- the whole
+
+    def stats(self) -> PoolStats:
+        """How full both pools are."""
+        slots, kv = self.slots.counts, self.kv_blocks
+        return PoolStats(
+            num_free_slots=slots.free,
+            num_reserved_slots=slots.reserved,
+            num_committed_slots=slots.committed,
+            num_states_committed=slots.committed_total,
+            num_states_evicted=slots.evicted_total,
+            num_free_kv_blocks=kv.total_avail,
+            num_cached_kv_blocks=kv.cached_count,
+            num_held_kv_blocks=kv.held_count,
+        )
+
+    def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
+        """Raise AssertionError where the books contradict each other, or `paths`, all there are; O(pools).
+
+        `during_step`: slots may be reserved.
+        """
+        references, pins = self._pinned.block_references, self._pinned.slot_pins
+        for path in paths:
+            path.check_integrity()
+            references.update(path.blocks)
+            pins.update([path.state_slot] if path.state_slot >= 0 else [])
+        self.kv_blocks.check_integrity()
+        self.slots.check_integrity()
+        assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
+        assert pins == Counter(self.slots.pins), "a pin leaked"
+        num_findable = len(self.slots.map.hash_to_block_id)
+        assert num_findable == len(self.slots.map), "a state that nobody can find"
+        assert during_step or not self.slots.reserved, "a reservation leaked"

@@ -1,0 +1,152 @@
+"""Which prefix each KV block stores: a tree of registered blocks."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..policies.ghost_list import GhostList
+
+Parent = int | bytes
+"""What precedes a registered block: the block before it, or the salt for a prefix's first block."""
+
+
+class PrefixTree:
+    """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
+
+    Integers in, integers out: arguments are trusted. A first block's parent is the *origin*, which counts
+        like a
+    block that is always held; its salt is kept beside it. `KVBlockAllocator` says which blocks are held, and
+    so keeps the two counts of children in step with its references.
+
+    Attributes:
+        origin: the number of the origin: one more than the last block.
+        block_of_hash: prefix hash -> registered block.
+        parents: of each block its parent, -1 for blocks that are not registered.
+        num_held_children, num_cached_children: of each block, the registered ones that continue it and are
+            held, or held by nobody. The last entry is the origin's.
+        ghosts: hashes of evicted blocks.
+        num_departures: blocks deregistered since the beginning; a match made before another departure may not
+            hold.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.origin = num_blocks
+        self.block_of_hash: dict[int, int] = {}
+        self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
+        self.num_departures = 0
+        self.parents: list[int] = []
+        self.num_held_children: list[int] = []
+        self.num_cached_children: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every prefix and ghost."""
+        self.num_departures += len(self.block_of_hash)
+        self.block_of_hash.clear()
+        self.ghosts.clear()
+        num_blocks = self.origin
+        self.parents = [-1] * num_blocks
+        self.num_held_children = [0] * (num_blocks + 1)
+        self.num_cached_children = [0] * (num_blocks + 1)
+        # What each block was registered with last; without meaning once the block is deregistered.
+        self._hashes = [-1] * num_blocks
+        self._tokens = [b""] * num_blocks
+        self._salts: dict[int, bytes] = {}
+
+    def __contains__(self, block: int) -> bool:
+        """Whether the block is registered."""
+        return self.parents[block] >= 0
+
+    def hash_of(self, block: int) -> int:
+        """The hash that the block is registered under, or -1."""
+        return self._hashes[block] if self.parents[block] >= 0 else -1
+
+    def content_of(self, block: int) -> tuple[Parent, bytes]:
+        """Of a registered block: the block before it, or the salt, and its token ids' bytes."""
+        parent = self.parents[block]
+        return self._salts[block] if parent == self.origin else parent, self._tokens[block]
+
+    def num_children(self, block: int) -> int:
+        """Registered blocks that continue this one; two or more make it a fork."""
+        return self.num_held_children[block] + self.num_cached_children[block]
+
+    def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
+        """The registered blocks that continue `parent`, a registered block or a salt, as far as known.
+
+        Token ids are compared, not only hashes.
+        """
+        matched: list[int] = []
+        parents, contents, block_of_hash = self.parents, self._tokens, self.block_of_hash
+        for key, content in zip(hashes, tokens, strict=True):
+            block = block_of_hash.get(key, -1)
+            if block < 0 or contents[block] != content:
+                break
+            if parents[block] != parent and not self._begins(block, parent):
+                break
+            matched.append(block)
+            parent = block
+        return matched
+
+    def _begins(self, block: int, parent: Parent) -> bool:
+        """Whether a registered block is the first one of a prefix with this salt."""
+        return self.parents[block] == self.origin and self._salts[block] == parent
+
+    def register(
+        self, parent: Parent, blocks: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
+    ) -> list[int]:
+        """Enter consecutive, held blocks below `parent`; the first to register a prefix wins.
+
+        Returns for each block the registered one that stores its prefix: the block itself, or one registered
+        earlier. The list ends early where a hash collides with another prefix (2**-63).
+        """
+        canonical = self.match(parent, hashes, tokens)
+        num_known = len(canonical)
+        before = canonical[-1] if canonical else self.origin if isinstance(parent, bytes) else parent
+        block_of_hash, parents, num_held = self.block_of_hash, self.parents, self.num_held_children
+        own_hashes, contents = self._hashes, self._tokens
+        if before == self.origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
+            self._salts[blocks[0]] = parent
+        for block, key, content in zip(
+            blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
+        ):
+            if key in block_of_hash:  # of another prefix, or `match` would have gone on
+                break
+            block_of_hash[key] = block
+            own_hashes[block] = key
+            contents[block] = content
+            parents[block] = before
+            num_held[before] += 1
+            canonical.append(block)
+            before = block
+        return canonical
+
+    def deregister(self, blocks: Sequence[int]) -> list[int]:
+        """Forget blocks that nothing continues; their counts as children were taken back already.
+
+        Returns their hashes, which become ghosts.
+        """
+        own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
+        hashes = [own_hashes[block] for block in blocks]
+        for key in hashes:
+            del block_of_hash[key]
+        self.ghosts.add_all(hashes, "evicted")
+        for block in blocks:
+            parents[block] = -1
+        self.num_departures += len(blocks)
+        return hashes
+
+    def check_integrity(self, held: set[int]) -> None:
+        """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
+        registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
+        cached = registered - held
+        assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
+        for counts, blocks in (
+            (self.num_held_children, registered & held),
+            (self.num_cached_children, cached),
+        ):
+            counted = Counter(self.parents[block] for block in blocks)
+            assert counts == [counted[b] for b in range(self.origin + 1)], "a count of children is off"
+            assert counted.keys() <= registered | {self.origin}, (
+                "a registered block's parent is not registered"
+            )
+        held_parents = {self.parents[block] for block in registered & held}
+        assert held_parents <= held | {self.origin}, "a block is held, its parent is not"

@@ -1,0 +1,108 @@
+"""One request: what was asked, and what has been answered so far."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...request import FinishReason, RequestResult
+from ...sampling_params import SamplingParams
+from ..policies.checkpoint_plan import CheckpointPlan
+from ..policies.compute_reasons import TokenLedger
+from ..policies.prefix_hash import PrefixHashChain
+from .holding import Holding
+
+
+@dataclass(eq=False)
+class DynamicInferenceRequest:
+    """A prompt, its settings and its answer. What the request holds while it runs is its `holding`.
+
+    The fields from `tokens` on change while the request is served: through the methods below, and `holding`
+    through `RequestRows`.
+
+    Attributes:
+        hashes: of the whole blocks of `tokens`, extended when they are needed.
+        tokens: the prompt, then the answer.
+        log_probs: of generated tokens, where they were asked for.
+        prompt_log_probs: of prompt tokens 1 .. N-1, None where not known yet; empty unless asked for.
+        ttft_s: seconds from the arrival to the first token, None before.
+        holding: None while the request waits.
+        ledger: what became of its prompt tokens.
+        num_counted: leading tokens that the ledger has counted: how far the request ever got.
+    """
+
+    request_id: int
+    prompt_tokens: list[int]
+    sampling: SamplingParams
+    plan: CheckpointPlan
+    hashes: PrefixHashChain
+    arrival_s: float
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    prompt_log_probs: list[float | None] = field(default_factory=list)
+    ttft_s: float | None = None
+    holding: Holding | None = None
+    ledger: TokenLedger = field(default_factory=TokenLedger)
+    num_counted: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_tokens)
+        if self.sampling.returns_prompt_log_probs:
+            self.prompt_log_probs = [None] * (len(self.prompt_tokens) - 1)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt_tokens) :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.prompt_tokens)
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt_tokens) + self.sampling.num_tokens_to_generate
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer is complete; None while it is not."""
+        if self.num_generated and self.tokens[-1] in self.sampling.stops:
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_length else None
+
+    def result(self, reason: FinishReason) -> RequestResult:
+        """What the request returns, ended for this reason."""
+        prompt_log_probs: list[Any] = self.prompt_log_probs
+        return RequestResult(
+            request_id=self.request_id,
+            tokens=self.generated,
+            log_probs=self.log_probs if self.sampling.return_log_probs else None,
+            prompt_log_probs=prompt_log_probs if self.sampling.returns_prompt_log_probs else None,
+            num_prompt_tokens=len(self.prompt_tokens),
+            num_resumed_tokens=self.ledger.resumed,
+            computed_by_reason=self.ledger.by_reason(),
+            num_recomputed_tokens=self.ledger.recomputed,
+            ttft_s=self.ttft_s,
+            finish_reason=reason,
+        )
+
+    def append(self, tokens: Sequence[int], log_probs: Sequence[float | None], now_s: float) -> None:
+        """Add generated tokens, at the time `now_s` of `time.perf_counter`."""
+        self.tokens += tokens
+        self.log_probs += [value for value in log_probs if value is not None]
+        if self.ttft_s is None:
+            self.ttft_s = now_s - self.arrival_s
+
+    def set_prompt_log_probs(self, positions: slice, log_probs: Sequence[float]) -> None:
+        self.prompt_log_probs[positions] = log_probs
+
+    def cut_to(self, num_tokens: int) -> None:
+        """Forget generated tokens behind the first `num_tokens` tokens: the step that made them failed."""
+        del self.tokens[num_tokens:]
+        del self.log_probs[self.num_generated :]
+        self.hashes.cut_to(num_tokens)
+        if not self.num_generated:
+            self.ttft_s = None
+
+    def count(self, counts: TokenLedger, num_tokens: int) -> None:
+        """A step was launched: what became of its tokens; it computed tokens up to `num_tokens`."""
+        self.ledger.add(counts)
+        self.num_counted = max(self.num_counted, num_tokens)

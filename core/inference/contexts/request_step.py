@@ -1,0 +1,108 @@
+"""What one request does in one step."""
+
+from dataclasses import dataclass, field, replace
+
+from ..policies.checkpoint_plan import Boundary
+from ..policies.compute_reasons import Span, TokenLedger
+from .holding import Holding
+from .request import DynamicInferenceRequest
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """Tokens [start, stop) of one request, to be computed in the next step.
+
+    The last of them may be drafts: guesses at what follows the request's tokens, to be verified in this step.
+
+    Attributes:
+        request, holding: the request, and what it held when the step was scheduled.
+        start, stop: token positions.
+        decoding: whether the step is a decode; else it is (a part of) a prefill.
+        num_resumed: tokens before `start` that were resumed from a state.
+        spans: why the prompt tokens of the step are computed.
+        boundaries: where states are to be taken.
+        destinations: boundary position -> the durable slot reserved for its state.
+        drafts: of a decode; not among the request's tokens.
+    """
+
+    request: DynamicInferenceRequest
+    holding: Holding
+    start: int
+    stop: int
+    decoding: bool = False
+    num_resumed: int = 0
+    spans: tuple[Span, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    destinations: dict[int, int] = field(default_factory=dict)
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def completes(self) -> bool:
+        """Whether the request's next token is sampled after this step."""
+        return self.stop - len(self.drafts) == len(self.request.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those to compute."""
+        known = self.request.tokens[self.start : self.stop]
+        return [*known, *self.drafts] if self.drafts else known
+
+    @property
+    def logit_positions(self) -> range:
+        """The token positions whose logits the step must return."""
+        request = self.request
+        if self.drafts:
+            return range(self.start, self.stop)
+        if request.sampling.returns_prompt_log_probs and self.start < len(request.prompt_tokens):
+            return range(self.start, self.stop)
+        return range(self.stop - 1 if self.completes else self.stop, self.stop)
+
+    def max_drafts(self, num_speculative_tokens: int) -> int:
+        """How many drafts the step can use: 0 unless it is a decode that has none."""
+        if not self.decoding or self.drafts:
+            return 0
+        return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))
+
+    def key_at(self, position: int) -> int:
+        """The hash of the prefix that ends at block boundary `position` of the tokens and drafts."""
+        request, chain = self.request, self.holding.path.chain
+        chain.extend_to(request.tokens, position)
+        if position > len(request.tokens):  # drafts enter no hash that is kept
+            chain = chain.fork()
+            chain.extend_to([*request.tokens, *self.drafts], position)
+        return chain.keys[position // chain.block_size_tokens - 1]
+
+    def boundary_keys(self) -> set[int]:
+        """The hashes under which the planned states will be found."""
+        return {self.key_at(boundary.position) for boundary in self.boundaries}
+
+    def block_at(self, position: int) -> int:
+        """The KV block that ends at block boundary `position`."""
+        path = self.holding.path
+        return path.blocks[position // path.chain.block_size_tokens - 1]
+
+    def accepted(self, num_tokens: int) -> "RequestStep":
+        """The first `num_tokens` tokens of a decode, once those behind them turned out to be wrong drafts."""
+        stop = self.start + num_tokens
+        return replace(
+            self,
+            stop=stop,
+            drafts=self.drafts[: num_tokens - 1],
+            boundaries=tuple(boundary for boundary in self.boundaries if boundary.position <= stop),
+            destinations={p: slot for p, slot in self.destinations.items() if p <= stop},
+        )
+
+    def token_counts(self) -> TokenLedger:
+        """What becomes of the step's prompt tokens."""
+        return TokenLedger.of_step(
+            resumed_from=self.start - self.num_resumed,
+            start=self.start,
+            stop=self.stop,
+            spans=self.spans,
+            num_counted=self.request.num_counted,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+        )

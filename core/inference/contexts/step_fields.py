@@ -1,0 +1,63 @@
+"""The one list of a step's index tensors: their names, sizes, types and padding."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from .step_inputs import StepShape
+
+Layout = Literal["front", "tokens", "rows", "state_writes"]
+"""Where the values lie in a tensor that is longer than they are:
+
+front: one after another, padding behind them.
+tokens: each decode row's tokens, padded to `decode_tokens`, then the prefill tokens.
+rows: decode rows, padding, prefill rows, padding.
+state_writes: as "tokens" for decodes, then one value for each prefill row.
+"""
+
+
+class StepField(NamedTuple):
+    """One index tensor.
+
+    Attributes:
+        name: in the step buffer and among the builder's values.
+        size: how many numbers it has in a step of some shape.
+        layout: where values lie when the step is padded.
+        padding: the number in all other places; None: the last of the values, which is a total.
+        owner: the attribute of `StepInputs` that holds it, "" for `StepInputs` itself.
+        attribute: its name there, where it is not `name`.
+        int32: whether it is int32; else it is int64.
+    """
+
+    name: str
+    size: Callable[[StepShape], int]
+    layout: Layout = "front"
+    padding: int | None = 0
+    owner: Literal["", "chunks", "checkpoints"] = ""
+    attribute: str = ""
+    int32: bool = False
+
+
+STEP_FIELDS = (
+    StepField("token_ids", lambda s: s.tokens, "tokens"),
+    StepField("positions", lambda s: s.tokens, "tokens"),
+    StepField("kv_write_tokens", lambda s: s.kv_writes),
+    StepField("kv_write_positions", lambda s: s.kv_writes, padding=-1),
+    StepField("kv_lengths", lambda s: s.rows, "rows"),
+    StepField("block_table", lambda s: s.rows * s.table_blocks, "rows"),
+    StepField("state_sources", lambda s: s.rows, "rows", padding=-1),
+    StepField("state_destinations", lambda s: s.state_writes, "state_writes", padding=-1),
+    StepField("logit_tokens", lambda s: s.logits),
+    StepField("query_start_loc", lambda s: s.prefills + 1, padding=None, owner="chunks"),
+    StepField("token_rows", lambda s: s.prefill_tokens, padding=-1, owner="chunks"),
+    StepField("cu_chunk_seqlens", lambda s: s.chunks + 1, padding=None, owner="chunks", int32=True),
+    StepField("seq_idx", lambda s: s.chunks, owner="chunks", int32=True),
+    StepField("row_chunk_starts", lambda s: s.prefills + 1, padding=None, owner="chunks", int32=True),
+    StepField("chunk_destinations", lambda s: s.chunks, padding=-1, owner="chunks", attribute="destinations"),
+    StepField("checkpoint_rows", lambda s: s.checkpoints, padding=-1, owner="checkpoints", attribute="rows"),
+    StepField("checkpoint_token_ends", lambda s: s.checkpoints, owner="checkpoints", attribute="token_ends"),
+    StepField(
+        "checkpoint_destinations", lambda s: s.checkpoints, padding=-1, owner="checkpoints",
+        attribute="destinations",
+    ),
+)  # fmt: skip
+"""In the order in which they lie in the step buffer. What each means is said in `step_inputs`."""

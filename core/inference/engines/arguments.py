@@ -1,0 +1,118 @@
+"""What callers of an engine pass, checked."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from ...config import InferenceConfig
+from ...sampling_params import SamplingParams
+from ...validation import instance, integers, shown
+from ..policies.checkpoint_plan import CheckpointPlan
+from .drafter import Drafter, NgramDrafter
+
+Prompt = Sequence[int] | Tensor
+Salt = bytes | str | None
+
+
+def checked_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """A list of prompts; a ValueError that says what else it is."""
+    if isinstance(prompts, (str, bytes)):
+        raise ValueError(
+            f"prompts is {shown(prompts)}; accepted: a list of prompts, each a list of token ids: tokenize "
+            "text first"
+        )
+    if isinstance(prompts, Tensor) and prompts.dim() == 1:
+        raise ValueError("prompts is a 1-D tensor; accepted: a list of prompts: pass [prompt] for one")
+    try:
+        listed = list(prompts)
+    except TypeError as error:
+        raise ValueError(f"prompts is {shown(prompts)}; accepted: a list of prompts") from error
+    if listed and all(isinstance(prompt, int) for prompt in listed):
+        raise ValueError(
+            f"prompts is a list of {len(listed)} token ids; accepted: a list of prompts: pass [prompt] for "
+            "one"
+        )
+    return listed
+
+
+def checked_prompt(name: str, prompt: Prompt, vocab_size: int) -> list[int]:
+    """Token ids within the vocabulary."""
+    if isinstance(prompt, (str, bytes)):
+        raise ValueError(f"{name} is {shown(prompt)}; accepted: a list of token ids: tokenize text first")
+    return integers(name, prompt, 0, vocab_size - 1)
+
+
+def check_length(
+    num_prompt_tokens: int, sampling: SamplingParams, config: InferenceConfig, pool: int
+) -> None:
+    """A ValueError for a request that can never run.
+
+    `pool`: tokens that all KV blocks hold.
+    """
+    if not num_prompt_tokens:
+        raise ValueError("prompt is empty; accepted: at least one token")
+    length = num_prompt_tokens + sampling.num_tokens_to_generate
+    lengths = f"{num_prompt_tokens} + {sampling.num_tokens_to_generate}"
+    if length > min(config.max_sequence_length, pool):
+        raise ValueError(
+            f"prompt and answer have {lengths} tokens; accepted: together at most max_sequence_length "
+            f"({config.max_sequence_length}) and the KV pool ({pool})"
+        )
+    longest_prefill = length - 1  # a preempted request prefills its own answer
+    if not config.enable_chunked_prefill and longest_prefill > config.max_tokens:
+        raise ValueError(
+            f"prompt and answer have {lengths} tokens; accepted: at most max_tokens + 1 "
+            f"({config.max_tokens + 1}) without chunked prefill"
+        )
+
+
+def checked_sampling(sampling_params: SamplingParams | None) -> SamplingParams:
+    sampling = SamplingParams() if sampling_params is None else sampling_params
+    return instance("sampling_params", sampling, SamplingParams)
+
+
+def checked_plan(plan: CheckpointPlan | None, config: InferenceConfig) -> CheckpointPlan:
+    """The request's own plan, or the configuration's."""
+    if plan is None:
+        return config.checkpoint_plan
+    instance("checkpoint_plan", plan, CheckpointPlan)
+    plan.check_block_size(config.block_size_tokens)
+    return plan
+
+
+def checked_drafter(drafter: Drafter | None, num_speculative_tokens: int) -> Drafter | None:
+    """The drafter that an engine uses; None where it drafts nothing."""
+    if drafter is None:
+        return NgramDrafter() if num_speculative_tokens else None
+    callable_draft = callable(getattr(drafter, "draft", None)) and not isinstance(drafter, type)
+    if not num_speculative_tokens or not callable_draft:
+        raise ValueError(
+            f"drafter is {shown(drafter)} and num_speculative_tokens {num_speculative_tokens}; accepted: an "
+            "object with `draft(tokens, max_drafts)`, where num_speculative_tokens is at least 1, or None"
+        )
+    return drafter
+
+
+def salt_bytes(salt: object) -> bytes:
+    """A cache salt as bytes; b"" for none."""
+    if salt is None:
+        return b""
+    if isinstance(salt, bytes):
+        return salt
+    if isinstance(salt, str):
+        with suppress(UnicodeEncodeError):  # half a surrogate pair is text that has no bytes
+            return salt.encode()
+    raise ValueError(f"cache_salt is {shown(salt)}; accepted: bytes, a str or None")
+
+
+def one_each(name: str, value: Any, count: int) -> list[Any]:
+    """`count` values: those of a list, or one value for all."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != count:
+            raise ValueError(
+                f"{name} has {len(value)} entries; accepted: one for all, or {count}, one a prompt"
+            )
+        return list(value)
+    return [value] * count

@@ -1,0 +1,50 @@
+"""Running a model on a step's inputs."""
+
+from torch import Tensor
+
+from ...state_spec import HybridStateSpec
+from ..contexts.step_inputs import StepInputs, StepShape
+from .model import Model
+
+
+class ModelRunner:
+    """Runs every step eagerly, without padding; `GraphRunner` runs steps as CUDA graphs."""
+
+    def __init__(self, spec: HybridStateSpec) -> None:
+        self._spec = spec
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """Those that have a graph: none."""
+        return ()
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The shape that a step of `shape` is to be padded to: `shape` itself."""
+        return shape
+
+    def run(self, model: Model, inputs: StepInputs) -> Tensor:
+        """Logits of the tokens that are wanted [inputs.num_logits, vocabulary], padding left out.
+
+        Does not synchronise. Valid until the next `run`.
+
+        Raises:
+            ValueError: the model returned something of another shape.
+        """
+        logits = self._forward(model, inputs)
+        expected = (len(inputs.logit_tokens), self._spec.vocab_size)
+        shape = getattr(logits, "shape", None)
+        if shape != expected:
+            raise ValueError(
+                f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
+                f"{expected}, one row for each of inputs.logit_tokens"
+            )
+        return logits[: inputs.num_logits]
+
+    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
+        return model(inputs)
+
+    def after_step(self, model: Model) -> None:
+        """The step's tokens have been read: nothing waits for the model."""
+
+    def drop_graphs(self) -> None:
+        """The weights or the pools changed: forget what was captured with them."""

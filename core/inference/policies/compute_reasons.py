@@ -1,0 +1,155 @@
+"""Why each prompt token is computed and not resumed, and the running counts of both."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from .ghost_list import GhostList
+
+ComputeReason = Literal[
+    "never_seen",
+    "kv_evicted",
+    "state_not_taken",
+    "branch_first_seen",
+    "state_evicted",
+    "last_token",
+    "partial_block",
+    "capacity",
+    "disabled",
+]
+"""Why a prompt token was computed and not resumed:
+
+never_seen: no earlier request had this prefix.
+kv_evicted: an earlier request had this prefix, and its KV is gone.
+state_not_taken: the KV is there, but the plan took no state that deep.
+branch_first_seen: the KV is there up to where this prompt leaves a known path. No state was taken at that
+    point, because this request is the first to leave the path there.
+state_evicted: a state was there and was evicted.
+last_token: the whole prompt is known, but its last block must be computed for the last token's logits.
+partial_block: tokens after the last whole block of a prompt whose whole blocks are known.
+capacity: a state was planned there, and no slot was available.
+disabled: no prefix caching, or none for this request.
+"""
+COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
+"""All values of `ComputeReason`, whose documentation explains each."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, stop) of a prompt that must be computed, all for one reason."""
+
+    start: int
+    stop: int
+    reason: ComputeReason
+
+
+def compute_spans(
+    keys: Sequence[int],
+    *,
+    num_resumed: int,
+    num_reachable: int,
+    num_matched: int,
+    num_seen: int,
+    num_tokens: int,
+    block_size_tokens: int,
+    state_ghosts: GhostList,
+) -> tuple[Span, ...]:
+    """Why each token of a prompt from its resume point on is computed, in order and without gaps.
+
+    Args:
+        keys: the hashes of the prompt's whole blocks.
+        num_resumed: blocks before the resume point.
+        num_reachable: blocks after which a state could be resumed: matched ones that leave a token to
+            compute.
+        num_matched: leading blocks whose KV is cached.
+        num_seen: leading blocks that follow a known path, evicted blocks included.
+        num_tokens: tokens of the prompt.
+        block_size_tokens: tokens of a block.
+        state_ghosts: hashes whose state was evicted, or not taken for want of a slot.
+    """
+    lost = next(
+        (d for d in range(num_reachable, num_resumed, -1) if keys[d - 1] in state_ghosts), num_resumed
+    )
+    lost_reason: ComputeReason = "state_evicted"
+    if lost > num_resumed and state_ghosts.reason(keys[lost - 1]) == "capacity":
+        lost_reason = "capacity"
+    ends: tuple[tuple[int, ComputeReason], ...] = (
+        (lost, lost_reason),
+        (num_reachable, "branch_first_seen" if num_seen < len(keys) else "state_not_taken"),
+        (num_matched, "last_token"),
+        (num_seen, "kv_evicted"),
+    )
+    spans = []
+    start = num_resumed * block_size_tokens
+    for num_blocks, reason in ends:
+        stop = num_blocks * block_size_tokens
+        if stop > start:
+            spans.append(Span(start, stop, reason))
+            start = stop
+    if num_tokens > start:
+        spans.append(Span(start, num_tokens, "partial_block" if num_seen == len(keys) else "never_seen"))
+    return tuple(spans)
+
+
+@dataclass
+class TokenLedger:
+    """Running counts of prompt tokens, of one request or of all.
+
+    Every prompt token is counted once: as resumed, or as computed under its reason. Tokens that a request
+    computes again after a restart are counted as recomputed only.
+    """
+
+    resumed: int = 0
+    recomputed: int = 0
+    computed: Counter[ComputeReason] = field(default_factory=Counter)
+
+    @classmethod
+    def of_step(
+        cls,
+        *,
+        resumed_from: int,
+        start: int,
+        stop: int,
+        spans: Sequence[Span],
+        num_counted: int,
+        num_prompt_tokens: int,
+    ) -> "TokenLedger":
+        """The counts of one request's step.
+
+        Args:
+            resumed_from, start: tokens [resumed_from, start) were resumed.
+            start, stop: tokens [start, stop) are computed.
+            spans: why prompt tokens are computed.
+            num_counted: leading tokens that were counted before, on the request's first way through.
+            num_prompt_tokens: tokens behind these are generated ones, which are not counted.
+        """
+        counts = cls(
+            resumed=_overlap(resumed_from, start, num_counted, num_prompt_tokens),
+            recomputed=_overlap(start, stop, 0, num_counted),
+        )
+        for span in spans:
+            inside = max(span.start, start), min(span.stop, stop)
+            counts.computed[span.reason] += _overlap(*inside, num_counted, num_prompt_tokens)
+        return counts
+
+    def add(self, other: "TokenLedger") -> None:
+        self.resumed += other.resumed
+        self.recomputed += other.recomputed
+        self.computed.update(other.computed)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.resumed + self.num_computed_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed.total()
+
+    def by_reason(self) -> dict[ComputeReason, int]:
+        return {reason: self.computed[reason] for reason in COMPUTE_REASONS}
+
+
+def _overlap(start: int, stop: int, low: int, high: int) -> int:
+    """How many integers lie in both [start, stop) and [low, high)."""
+    return max(0, min(stop, high) - max(start, low))
