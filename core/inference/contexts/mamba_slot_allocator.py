@@ -20,7 +20,8 @@ from ...validation import (
     one_of,
     shown,
 )
-from ..kernels.state_copy import StateTensors, copy_states
+from ..kernels.state_copy import copy_states
+from ..kernels.state_tensors import StateTensors
 from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import EVICTION_POLICIES, LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .intermediate_states import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, IntermediateStates

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from ...request import DynamicInferenceRequest
-from ..kernels.state_copy import StateTensors, copy_states
+from ..kernels.state_copy import copy_states
+from ..kernels.state_tensors import StateTensors
 from .mamba_slot_allocator import MambaSlotAllocator
 from .request_rows import RequestRows
 from .scheduled_chunk import ScheduledChunk
