@@ -60,11 +60,11 @@ def ssd_chunk_scan(
     the batch and, in a float32 pool, however the cuts are spread over calls.
 
     Launches depend on shapes alone, and nothing synchronises, so that a CUDA graph can capture a call, on one
-    condition. The first call for a chunk size, H, P, G, N and dtypes times megatron-core's configurations,
-    which synchronises. A call with other alignments, or with one token, compiles. Before a capture make one
-    call with exactly the shapes of the capture, as graph warm-ups do. The first call of all is the timed one;
-    it should have many chunks. MAMBA_DETERMINISTIC=1, set before this file is imported, takes the smallest
-    configurations and times nothing.
+    condition: a call with exactly the shapes of the capture came before, as graph warm-ups make it. The first
+    call for a chunk size, H, P, G, N and dtypes measures which configurations of megatron-core's stages are
+    the fastest for its number of chunks, which should be large, and synchronises. A call with other
+    alignments, or with one token, compiles. MAMBA_DETERMINISTIC=1, set before this file is imported, takes
+    the smallest configurations and measures nothing.
 
     Args:
         x, dt, A, B, C, D, ssm_states, sources, destinations, chunk_size, cu_chunk_seqlens, row_chunk_starts,
@@ -85,7 +85,7 @@ def ssd_chunk_scan(
     for name, tensor in (("x", x), ("ssm_states", ssm_states)):
         if tensor.dtype == torch.float64:
             raise ValueError(
-                f"{name} is float64; accepted: float32 or narrower, as all is computed in float32"
+                f"{name} is float64; accepted: float32 or narrower, because the scan computes in float32"
             )
     chunks, groups, rows = cu_chunk_seqlens.shape[0] - 1, B.shape[1], sources.shape[0]
     if max(chunks * groups, rows) > _MAX_PROGRAMS:

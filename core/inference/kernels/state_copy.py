@@ -61,8 +61,8 @@ def copy_states(
 def zero_states(states: StateTensors, indices: Indices, count: Tensor | None = None) -> None:
     """Write zeros over `states[:, i]`: both tensors, all layers.
 
-    A slot without a source reads as zeros in our own kernels, so that our engine never calls this function.
-    A host calls it whose kernels read a live slot before they have written the slot.
+    Our own kernels start a row without a source from zeros, so that our engine never calls this function. It
+    serves a host whose kernels read a live slot before they write the slot.
 
     Args:
         states: one pool, as in `copy_states`. Written.
@@ -97,8 +97,9 @@ def capture_boundaries(
     """Copy the states of rows that reached a block boundary in this step to their reserved durable slots.
 
     Our own kernels write such a state to its durable slot themselves, so that our engine never calls this
-    function. A host calls it inside its captured step whose kernels update live slots in place. All tensors
-    lie on the device; nothing synchronises. A step with nothing to do costs one small launch.
+    function. It serves a host whose kernels update live slots in place: the host calls it inside its captured
+    step. All tensors lie on the device; nothing synchronises. A step with nothing to do costs one small
+    launch.
 
     Args:
         live, durable: two pools, or two views of one pool, as in `copy_states`. `durable` is written.
