@@ -1,7 +1,7 @@
 """What do the Triton kernels become on a Hopper GPU? Compiled here, without one.
 
-Every kernel file lists the launches of a step of Nemotron-H-8B as `hopper_specialisations()`. This compiles
-them for sm_90 and prints, for each, what Triton's own `ptxas -v` and the PTX say:
+`kernel_shapes.py` lists the launches of a step of Nemotron-H-8B. This script compiles every launch for sm_90
+and prints what Triton's own `ptxas -v` and the PTX say:
 
 registers   of a thread; 65,536 on a multiprocessor
 spilled     bytes of registers that went to local memory, stored and loaded
@@ -14,7 +14,6 @@ Exits 1 when a kernel spills, or when one that moves states lacks the 16-byte ac
 """
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -25,27 +24,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("TRITON_INTERPRET is 1, which makes kernels that cannot be compiled; unset it")
 
 import triton
+from kernel_shapes import SHAPES
+from mambaslots.inference.kernels import align
 from mambaslots.inference.kernels.specialisation import Specialisation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KERNELS = (
-    "fused_state_copy",
-    "boundary_capture",
-    "state_passing",
-    "chunk_scan",
-    "causal_conv1d",
-    "selective_state_update",
-    "write_kv",
-    "align",
-)
-"""Every file of mambaslots.inference.kernels that has kernels."""
+KERNELS = SHAPES | {"align": align.hopper_specialisations}
+"""Each file that has kernels -> its launches."""
 HOPPER = GPUTarget("cuda", 90, 32)
 ARCHITECTURE = "sm_90a"
 WIDEST = 16
@@ -71,11 +62,10 @@ class Compiled:
 
 
 def specialisations(names: tuple[str, ...]) -> Iterator[tuple[str, Specialisation]]:
-    """The kernel files' own lists, in order; exits when two have the same name."""
+    """The launches of these kernel files, in order; exits when two launches have the same name."""
     seen: set[str] = set()
     for name in names:
-        module = importlib.import_module(f"mambaslots.inference.kernels.{name}")
-        for specialisation in module.hopper_specialisations():
+        for specialisation in KERNELS[name]():
             if specialisation.name in seen:
                 sys.exit(f"two specialisations are called {specialisation.name!r}")
             seen.add(specialisation.name)
@@ -158,8 +148,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("kernels", nargs="*", help=f"kernel files; all by default: {', '.join(KERNELS)}")
     arguments = parser.parse_args()
-    names: Any = tuple(arguments.kernels) or KERNELS
-    if unknown := set(names) - set(KERNELS):
+    names: tuple[str, ...] = tuple(arguments.kernels or KERNELS)
+    if unknown := set(names) - KERNELS.keys():
         parser.error(f"kernels are {sorted(unknown)}; accepted: {', '.join(KERNELS)}")
 
     header = f"{'registers':>9}{'spilled':>9}{'stack':>7}{'shared':>8}  {'loads':<28}stores"

@@ -35,8 +35,8 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
     import triton
-    from mambaslots.inference.kernels import ssd_chunk_scan as module
-    from mambaslots.inference.kernels.chunk_scan import chunk_scan
+    from mambaslots.inference.kernels import ssd_scan as module
+    from mambaslots.inference.kernels.ssd_output import chunk_scan
     from mambaslots.inference.kernels.state_passing import state_passing
 
     gpu = device == "cuda"

@@ -41,12 +41,8 @@ from typing import Any
 
 import torch
 from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.kernels.state_copy import (
-    StateTensors,
-    capture_boundaries,
-    copy_states,
-    zero_states,
-)
+from mambaslots.inference.kernels.state_copy import capture_boundaries, copy_states, zero_states
+from mambaslots.inference.kernels.state_tensors import StateTensors
 
 BLOCK_SIZE_TOKENS = 256
 CAPTURED_ROWS = 256

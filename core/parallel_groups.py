@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .cuda_device import on_device_of
 from .validation import shown
-
-_AS_IT_IS = -1  # for torch.cuda.device
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class ParallelGroups:
         `device`: the groups', from which nccl sends; None: the current one.
         """
         values = [value]
-        with torch.cuda.device(device if device and device.type == "cuda" else _AS_IT_IS):
+        with on_device_of(device):
             for group in self._split_groups():
                 parts: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(parts, values, group=group)

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..inference.contexts.step_inputs import StepInputs
-from ..inference.kernels.kernel_set import kernel_set
+from ..inference.kernels.kernel_set import KernelSet, kernel_set
 from ..model_shard import ModelShard, Part
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
@@ -141,7 +140,7 @@ class MambaMixer(nn.Module):
         self.norm = draw.ones(local.inner_dim)
         self.out_proj = draw.linear(config.hidden_size, config.inner_dim, columns=x)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
         conv_states = inputs.state_pool.conv_states[self.layer_index]
         ssm_states = inputs.state_pool.ssm_states[self.layer_index]
@@ -225,7 +224,7 @@ class Attention(nn.Module):
         self.v_proj = draw.linear(kv_dim, config.hidden_size, rows=kv)
         self.o_proj = draw.linear(config.hidden_size, query_dim, columns=queries)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
         kv_cache = inputs.kv_cache[self.layer_index]
         query, key, value = (
@@ -266,7 +265,7 @@ class MLP(nn.Module):
         self.up_proj = draw.linear(config.mlp_hidden_size, config.hidden_size, rows=own)
         self.down_proj = draw.linear(config.hidden_size, config.mlp_hidden_size, columns=own)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: ModuleType) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
 
 

@@ -16,7 +16,7 @@ ROOMS = (
     "__init__", "testing", "mcore", "vllm", "replay", "distributed", "models", "inference.engines",
     "inference.contexts", "inference.kernels", "request", "pool_sizes", "config", "state_spec",
     "sampling_params", "cache_stats", "inference.policies", "model_shard", "parallel_groups",
-    "tensor_validation", "errors", "validation",
+    "cuda_device", "tensor_validation", "errors", "validation",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...validation import integer, shown
-from ..kernels.state_copy import StateTensors
+from ..kernels.state_tensors import StateTensors
 from ..policies.slot_choice import choose_for_slots
 from .durable_slots import DurableSlots
 from .host_settings import HostSettings

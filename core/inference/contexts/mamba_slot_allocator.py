@@ -20,7 +20,8 @@ from ...validation import (
     ints_within,
     shown,
 )
-from ..kernels.state_copy import StateTensors, copy_states
+from ..kernels.state_copy import copy_states
+from ..kernels.state_tensors import StateTensors
 from ..policies.ghost_list import GhostList
 from .durable_slots import DurableSlots
 from .host_settings import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, HostSettings

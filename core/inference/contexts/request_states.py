@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..kernels.state_copy import StateTensors, copy_states
+from ..kernels.state_copy import copy_states
+from ..kernels.state_tensors import StateTensors
 from .holding import Holding
 from .prefix_cache import PrefixCache
 from .request_step import RequestStep

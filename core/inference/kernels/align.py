@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .align_layout import AlignLayout
-from .fused_state_copy import PROGRAMS, copy_tile
 from .specialisation import Specialisation
+from .state_move import PROGRAMS
+from .state_move_kernels import copy_tile
 
 COPY_BYTES = 16384
 """Of a chunk: 1024 accesses of 16 bytes, 8 independent ones for each thread."""

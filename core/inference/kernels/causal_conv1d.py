@@ -1,22 +1,20 @@
 """The causal convolution of Mamba mixers in Triton: packed prefill, and decode of one or several tokens.
 
-Both equal `reference.causal_conv1d_prefill` and `causal_conv1d_update`, computed in float32. An output is the
-same chain of fused multiply-adds over the same taps wherever its row was cut and whoever shares the batch, in
-either kernel: cached and uncached runs get equal bits.
+The references are the functions of the same names in `reference`. Both kernels compute in float32. Every
+output is the same chain of fused multiply-adds over the same taps in both kernels, wherever its row was cut
+and whichever rows share the batch. A cached run and an uncached run therefore get equal bits.
 """
 
 # mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005 - kernels join tuples by +, which mypy takes for one type, and know no unpacking
+# ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .specialisation import Specialisation
-
-_PREFILL_TOKENS, _PREFILL_CHANNELS, _PREFILL_WARPS = 16, 256, 8
-_UPDATE_CHANNELS, _UPDATE_WARPS = 128, 2
+PREFILL_TOKENS, PREFILL_CHANNELS, PREFILL_WARPS = 16, 256, 8
+UPDATE_CHANNELS, UPDATE_WARPS = 128, 2
 
 
 def causal_conv1d_prefill(
@@ -34,33 +32,35 @@ def causal_conv1d_prefill(
 ) -> Tensor:
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
-    One launch, whose grid depends on shapes alone; does not synchronise.
+    One launch, whose grid depends on shapes alone. Does not synchronise.
 
     Args:
-        x: [tokens, conv_dim] raw inputs, rows one after another; a view with any strides.
+        x: [tokens, conv_dim] raw inputs, row after row; a view with any strides.
         weight, bias: [conv_dim, kernel], [conv_dim].
-        conv_states: [slots, conv_dim, >= kernel - 1], any strides: the last raw inputs, oldest first, in the
-            first kernel - 1 positions. Written at `destinations` and `checkpoint_destinations`, bit for bit.
-        sources, destinations: [rows] pool indices; -1: zeros, nowhere. A row may be updated in place.
+        conv_states: [slots, conv_dim, >= kernel - 1] with any strides. A slot's first kernel - 1 positions
+            hold the last raw inputs, oldest first. Written at `destinations` and `checkpoint_destinations`.
+        sources, destinations: [rows] pool indices. Source -1 reads zeros; destination -1 writes nothing. A
+            row's destination may be its source.
         query_start_loc: [rows + 1] where each row's tokens start in `x`.
-        token_rows: [tokens] the row of each token; -1 past the last row's, where outputs are unspecified.
-        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] also store the window after the tokens
-            of `x` before `checkpoint_ends` (of that row) at this pool index, which is no row's source.
+        token_rows: [tokens] the row of each token. Padding tokens have -1, and unspecified outputs.
+        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
+            token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
+            The index is no row's source.
 
     Returns: [tokens, conv_dim] float32.
     """
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
     out = torch.empty(tokens, conv_dim, dtype=torch.float32, device=x.device)
-    works = rows + checkpoints + triton.cdiv(tokens, _PREFILL_TOKENS)
-    _prefill_kernel[(works * triton.cdiv(conv_dim, _PREFILL_CHANNELS),)](
+    works = rows + checkpoints + triton.cdiv(tokens, PREFILL_TOKENS)
+    prefill_kernel[(works * triton.cdiv(conv_dim, PREFILL_CHANNELS),)](
         x, weight, bias, conv_states, out,
         sources, destinations, query_start_loc, token_rows,
         checkpoint_rows, checkpoint_ends, checkpoint_destinations,
         rows, checkpoints, conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(),
-        KERNEL=weight.shape[1], BLOCK_T=_PREFILL_TOKENS, BLOCK_C=_PREFILL_CHANNELS,
-        num_warps=_PREFILL_WARPS,
+        KERNEL=weight.shape[1], BLOCK_T=PREFILL_TOKENS, BLOCK_C=PREFILL_CHANNELS,
+        num_warps=PREFILL_WARPS,
     )  # fmt: skip
     return out
 
@@ -68,26 +68,33 @@ def causal_conv1d_prefill(
 def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor, sources: Tensor, destinations: Tensor
 ) -> Tensor:
-    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after any of them.
+    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after any token.
 
-    x: [rows, T, conv_dim], any strides; sources: [rows]; destinations: [rows, T], the pool index for the
-    window after each token, -1: nowhere. A row without any index (padding) costs nothing, and its outputs are
-    unspecified. Returns [rows, T, conv_dim] float32. Writes `conv_states`. One launch; does not synchronise.
+    One launch. Does not synchronise. Writes `conv_states`.
+
+    Args:
+        x: [rows, T, conv_dim] with any strides.
+        weight, bias, conv_states: as for `causal_conv1d_prefill`.
+        sources: [rows] pool indices, -1: zeros.
+        destinations: [rows, T] the pool index for the window after each token, -1: nowhere. A row whose
+            indices are all -1 (padding) costs a few small loads, and its outputs are unspecified.
+
+    Returns: [rows, T, conv_dim] float32.
     """
     rows, tokens, conv_dim = x.shape
     out = torch.empty(rows, tokens, conv_dim, dtype=torch.float32, device=x.device)
-    _update_kernel[(rows * triton.cdiv(conv_dim, _UPDATE_CHANNELS),)](
+    update_kernel[(rows * triton.cdiv(conv_dim, UPDATE_CHANNELS),)](
         x, weight, bias, conv_states, out, sources, destinations,
         conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(), *destinations.stride(),
-        KERNEL=weight.shape[1], TOKENS=tokens, BLOCK_C=_UPDATE_CHANNELS,
-        num_warps=_UPDATE_WARPS,
+        KERNEL=weight.shape[1], TOKENS=tokens, BLOCK_C=UPDATE_CHANNELS,
+        num_warps=UPDATE_WARPS,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["rows", "checkpoints"])
-def _prefill_kernel(
+def prefill_kernel(
     # Pointers
     x, weight, bias, states, out,
     sources, destinations, query_start_loc, token_rows,
@@ -101,11 +108,12 @@ def _prefill_kernel(
     # Meta-parameters
     KERNEL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of channels and either a row, a checkpoint, or BLOCK_T tokens of the packed stream.
+    """A program has a block of channels and a row, a checkpoint, or BLOCK_T tokens of the packed stream.
 
-    A row's program alone reads that row's carried window and writes its final one, which may be the same
-    slot. So it does all that needs the carried window: the row's first KERNEL - 1 outputs, and checkpoints
-    among these tokens. The others read nothing but `x`. Padding costs a few small loads.
+    Only a row's own program reads the row's carried window and writes the row's final window, which may lie
+    in the same slot. The row's program therefore does all work that needs the carried window: the row's first
+    KERNEL - 1 outputs, and the checkpoints among these tokens. All other programs read only `x`. Padding
+    costs a few small loads.
     """
     channel_blocks = tl.cdiv(conv_dim, BLOCK_C)
     work = tl.program_id(0) // channel_blocks
@@ -152,7 +160,7 @@ def _row(
     destination = tl.load(destinations + row)
     x += start * x_token_stride
     carried = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
-    tl.debug_barrier()  # the window may be overwritten below, by other threads than have read it
+    tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
     if tokens > 0:
         taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL)
         inputs = carried
@@ -185,14 +193,14 @@ def _checkpoint(
     x, states, query_start_loc, checkpoint_rows, checkpoint_ends, checkpoint_destinations,
     checkpoint, inside, x_token_stride, slot_stride, state_tap_stride, KERNEL: tl.constexpr,
 ):  # fmt: skip
-    """A checkpoint's window, unless it takes something from the carried one."""
+    """Store a checkpoint's window, unless `_row` stores it because it needs the carried window."""
     WIDTH: tl.constexpr = KERNEL - 1
     row = tl.load(checkpoint_rows + checkpoint)
     end = tl.load(checkpoint_ends + checkpoint)
     destination = tl.load(checkpoint_destinations + checkpoint)
-    wanted = (row >= 0) & (destination >= 0)
-    start = tl.load(query_start_loc + row, mask=wanted, other=0)
-    if wanted & (end - start >= WIDTH):
+    real = (row >= 0) & (destination >= 0)
+    start = tl.load(query_start_loc + row, mask=real, other=0)
+    if real & (end - start >= WIDTH):
         window = states + destination * slot_stride
         for tap in tl.static_range(WIDTH):
             raw = tl.load(x + (end - WIDTH + tap) * x_token_stride, mask=inside)
@@ -205,7 +213,7 @@ def _tokens(
     block, rows, conv_dim, inside,
     x_token_stride, weight_tap_stride, KERNEL: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of BLOCK_T packed tokens, of any rows, except those of `_row`."""
+    """The outputs of BLOCK_T packed tokens of any rows, except the outputs that `_row` computes."""
     WIDTH: tl.constexpr = KERNEL - 1
     first = block.to(tl.int64) * BLOCK_T
     total = tl.load(query_start_loc + rows)
@@ -214,7 +222,7 @@ def _tokens(
         real = first + token < total
         row = tl.load(token_rows + first + token, mask=real, other=0)
         start = tl.load(query_start_loc + row, mask=real, other=0)
-        # Loaded without waiting for the rows: an output that would mix two of them is not stored.
+        # The loads do not wait for the row indices: an output that would mix two rows is not stored.
         x += first * x_token_stride
         inputs = ()
         for tap in tl.static_range(KERNEL):
@@ -231,7 +239,7 @@ def _tokens(
 
 
 @triton.jit
-def _update_kernel(
+def update_kernel(
     # Pointers
     x, weight, bias, states, out, sources, destinations,
     # Dimensions
@@ -244,7 +252,7 @@ def _update_kernel(
     # Meta-parameters
     KERNEL: tl.constexpr, TOKENS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and block of channels; it alone touches their windows.
+    """A program has a row and a block of channels. No other program touches their windows.
 
     Padding costs 1 + TOKENS scalar loads.
     """
@@ -269,7 +277,7 @@ def _update_kernel(
         inputs = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
         for token in tl.static_range(TOKENS):
             inputs = inputs + (tl.load(x + token * x_token_stride, mask=inside, other=0.0),)
-        tl.debug_barrier()  # the window may be overwritten below, by other threads than have read it
+        tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
         for token in tl.static_range(TOKENS):
             y = _convolved(taps, inputs, token, KERNEL)
             tl.store(out + token * conv_dim, y, mask=inside)
@@ -283,7 +291,7 @@ def _update_kernel(
 
 @triton.jit
 def _load_window(states, source, slot_stride, tap_stride, inside, WIDTH: tl.constexpr):
-    """The raw inputs at `source`, oldest first, a tuple of WIDTH; zeros for -1."""
+    """The raw inputs in slot `source`, oldest first, as a tuple of WIDTH; zeros for -1."""
     window = ()
     for tap in tl.static_range(WIDTH):
         place = states + source * slot_stride + tap * tap_stride
@@ -296,7 +304,7 @@ def _store_window(
     states, destination, slot_stride, tap_stride,
     inside, carried, x, x_token_stride, tokens, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the window after the first `tokens` tokens at `x`, a row's, at `destination` (-1: nowhere)."""
+    """Store a row's window after its first `tokens` tokens, which start at `x`; destination -1: nowhere."""
     if destination >= 0:
         window = states + destination * slot_stride
         for tap in tl.static_range(WIDTH):
@@ -310,7 +318,7 @@ def _store_window(
 
 @triton.jit
 def _load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr):
-    """The bias and the KERNEL weights, a tuple of KERNEL + 1 in float32."""
+    """The bias, then the KERNEL weights, as a tuple in float32."""
     taps = (tl.load(bias, mask=inside, other=0.0).to(tl.float32),)
     for tap in tl.static_range(KERNEL):
         taps = taps + (tl.load(weight + tap * tap_stride, mask=inside, other=0.0).to(tl.float32),)
@@ -319,50 +327,8 @@ def _load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr):
 
 @triton.jit
 def _convolved(taps, inputs, first: tl.constexpr, KERNEL: tl.constexpr):
-    """SiLU of the convolution of KERNEL `inputs` from `first`: one order of operations for all callers."""
+    """SiLU of the convolution of KERNEL `inputs` from `first`; every caller gets one order of operations."""
     acc = taps[0]
     for tap in tl.static_range(KERNEL):
         acc = tl.fma(inputs[first + tap].to(tl.float32), taps[1 + tap], acc)
     return acc / (1.0 + tl.exp(-acc))
-
-
-def hopper_specialisations() -> list[Specialisation]:
-    """Both kernels as launched for Nemotron-H-8B, float32 and bfloat16; decode of one token and of four."""
-    listed = []
-    for dtype in ("fp32", "bf16"):
-        tensors = dict.fromkeys(("x", "weight", "bias", "states"), f"*{dtype}") | {"out": "*fp32"}
-        strides = ("x_token_stride", "weight_channel_stride", "slot_stride", "state_channel_stride")
-        ones = {"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
-        indices = (
-            "sources", "destinations", "query_start_loc", "token_rows",
-            "checkpoint_rows", "checkpoint_ends", "checkpoint_destinations",
-        )  # fmt: skip
-        pointers = tensors | dict.fromkeys(indices, "*i64")
-        listed.append(
-            Specialisation(
-                name=f"causal_conv1d_prefill {dtype}",
-                kernel=_prefill_kernel,
-                signature=pointers | dict.fromkeys(("rows", "checkpoints", "conv_dim", *strides), "i32"),
-                constexprs=ones | {"KERNEL": 4, "BLOCK_T": _PREFILL_TOKENS, "BLOCK_C": _PREFILL_CHANNELS},
-                divisible_by_16=(*pointers, "conv_dim", "x_token_stride", "slot_stride"),
-                num_warps=_PREFILL_WARPS,
-            )
-        )
-        for tokens in (1, 4):
-            pointers = tensors | dict.fromkeys(("sources", "destinations"), "*i64")
-            integers = ["conv_dim", "x_row_stride", "x_token_stride", *strides[1:], "destination_row_stride"]
-            one_token = {"destination_row_stride": 1} if tokens == 1 else {}
-            listed.append(
-                Specialisation(
-                    name=f"causal_conv1d_update {dtype} T={tokens}",
-                    kernel=_update_kernel,
-                    signature=pointers | {name: "i32" for name in integers if name not in one_token},
-                    constexprs=ones
-                    | one_token
-                    | {"destination_token_stride": 1}
-                    | {"KERNEL": 4, "TOKENS": tokens, "BLOCK_C": _UPDATE_CHANNELS},
-                    divisible_by_16=(*pointers, "conv_dim", "x_row_stride", "x_token_stride", "slot_stride"),
-                    num_warps=_UPDATE_WARPS,
-                )
-            )
-    return listed

@@ -1,27 +1,103 @@
 """Which kernels a model runs."""
 
-from types import ModuleType
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from . import reference
 
 
-def kernel_set(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module with the kernels for weights of `dtype` on `device`.
+class KernelSet(Protocol):
+    """The functions that a model calls, of one device and dtype; a module with these names is a kernel set.
 
-    `reference` is plain torch: what the CPU runs, and float64 anywhere, which the Triton kernels would narrow
-    to float32. On a GPU it synchronises, and cannot be captured. `fused` has the same names and signatures;
-    it imports triton and three SSD stages of megatron-core, and this module only then.
+    `reference.py` says for every function what it computes, the shapes of its arguments and how they may be
+    padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. Outputs are
+    float32 or wider, except that attention may return the dtype of the KV cache.
+    """
 
-    Raises ImportError where one of them is not installed.
+    SEPARATE_STATES: bool
+    """Whether a row's destinations may differ from the row's source. Without this, every row is updated in
+    place: the source is -1 or the row's first destination, and only checkpoints inside a prefill are written
+    to other slots."""
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise x [..., n] by its root mean square; weight [n]."""
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        """`rms_norm` of x * silu(gate), both [..., n], over each of `groups` parts; weight [n]."""
+
+    def apply_rotary(self, x: Tensor, positions: Tensor, base: float) -> Tensor:
+        """Rotate x [T, heads, head dim] by `positions` [T]."""
+
+    def causal_conv1d_prefill(
+        self, x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor,
+        sources: Tensor, destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor,
+        checkpoint_rows: Tensor, checkpoint_ends: Tensor, checkpoint_destinations: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Convolve packed rows x [tokens, conv_dim], then SiLU. Writes `conv_states`."""
+
+    def causal_conv1d_update(
+        self, x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor,
+        sources: Tensor, destinations: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Convolve rows of T tokens, x [rows, T, conv_dim], then SiLU. Writes `conv_states`."""
+
+    def ssd_chunk_scan(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+        sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
+        row_chunk_starts: Tensor, chunk_destinations: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The recurrence over packed rows, x [tokens, H, P] and B, C [tokens, G, N]. Writes `ssm_states`."""
+
+    def selective_state_update(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+        sources: Tensor, destinations: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The recurrence over T tokens of each row, x [rows, T, H, P]. Writes `ssm_states`."""
+
+    def write_kv(
+        self, kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor
+    ) -> None:
+        """Store keys and values [T, kv heads, head dim] of `tokens` at `positions`. Writes `kv_cache`."""
+
+    def paged_attention_decode(
+        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
+    ) -> Tensor:
+        """Attention of one token a row, query [rows, heads, head dim]."""
+
+    def paged_attention_verify(
+        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Attention of T tokens a row up to their own positions, query [rows, T, heads, head dim]."""
+
+    def paged_attention_prefill(
+        self, query: Tensor, kv_cache: Tensor, block_table: Tensor,
+        query_start_loc: Tensor, kv_lengths: Tensor, max_query_tokens: int,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of packed rows, query [tokens, heads, head dim]."""
+
+
+def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:
+    """The kernels for weights of `dtype` on `device`.
+
+    `reference` serves a CPU, and float64 on any device, which the Triton kernels would narrow to float32. On
+    a GPU `reference` synchronises, and a CUDA graph cannot capture it. `gpu_kernels` serves a GPU in all
+    other dtypes. It needs triton and three SSD stages of megatron-core; the first call that returns
+    `gpu_kernels` imports them.
+
+    Raises:
+        ImportError: triton or megatron-core is not installed.
     """
     if device.type != "cuda" or dtype == torch.float64:
         return reference
     try:
-        from . import fused
+        from . import gpu_kernels
     except ModuleNotFoundError as error:
         raise ImportError(
             f"the kernels for {device} need {error.name}; install it with: pip install 'mambaslots[megatron]'"
         ) from error
-    return fused
+    return gpu_kernels

@@ -1,14 +1,17 @@
-"""The model's kernels in plain torch: the CPU path, and the oracle of the fused kernels.
+"""The `KernelSet` in plain torch: what a CPU runs, and the oracle of the GPU's kernels.
 
-Every function runs on any device and float dtype and computes in `compute_dtype`, float32 or wider. Pools are
-those of one layer, `[slots, ...]`. A kernel reads the state before its tokens at a *source* pool index
-(-1: zeros) and writes the state after them at a *destination* (-1: nowhere); it reads every source before
-it writes any destination, so a row may be updated in place.
+Every function runs on any device and in any float dtype, and computes in `compute_dtype`, float32 or wider.
+Pools are those of one layer, `[slots, ...]`. A kernel reads the state before its tokens at a *source* pool
+index (-1: zeros) and writes the state after its tokens at a *destination* (-1: nowhere). A kernel reads every
+source before it writes any destination, so that a row may be updated in place.
 
-Inputs may be padded to larger shapes. Padding rows have no tokens, or in decode kernels one, and -1 as source
-and destination; padding tokens have row -1 and lie behind the real ones, and what is returned for them is
-unspecified; padding chunks are empty and lie behind those that `row_chunk_starts` counts; padding
-checkpoints have row -1, end 0 and destination -1; padding positions of KV are -1. They write nothing.
+Inputs may be padded to larger shapes. Padding writes nothing:
+
+    row             has no token, or in decode kernels one; source and destination are -1
+    token           lies behind the real tokens; row is -1; its output is unspecified
+    chunk           lies behind the chunks that `row_chunk_starts` counts; is empty
+    checkpoint      row is -1, end is 0, destination is -1
+    position of KV  is -1
 """
 
 import torch
@@ -16,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SEPARATE_STATES = True
-"""Whether a row's source and destinations may be different places. Else a row is updated in place:
-its source is -1 or its (first) destination, and only checkpoints inside a prefill leave its live slots."""
+"""See `KernelSet.SEPARATE_STATES`."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,15 +43,15 @@ def causal_conv1d_prefill(
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
     Args:
-        x: [tokens, conv_dim] raw inputs, rows one after another.
+        x: [tokens, conv_dim] raw inputs, row after row.
         weight, bias: [conv_dim, kernel], [conv_dim].
-        conv_states: [slots, conv_dim, >= kernel - 1], the last raw inputs, oldest first, in the first
-            kernel - 1 places. Written at `destinations` and `checkpoint_destinations`, bit for bit.
+        conv_states: [slots, conv_dim, >= kernel - 1]. A slot's first kernel - 1 places hold the last raw
+            inputs, oldest first. Written at `destinations` and `checkpoint_destinations`.
         sources, destinations: [rows] pool indices.
         query_start_loc: [rows + 1] where each row's tokens start in `x`.
         token_rows: [tokens] the row of each token.
-        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] also store the window after the tokens
-            of `x` before `checkpoint_ends` (of that row) at this pool index.
+        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
+            token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
 
     Returns: [tokens, conv_dim] in the compute dtype.
     """
@@ -58,8 +60,8 @@ def causal_conv1d_prefill(
     rows = torch.arange(sources.shape[0], device=x.device)
     taps = torch.arange(width, device=x.device)
 
-    # Each row's carried window goes in front of its tokens: all that follows is one gather for any length.
-    # Padding tokens are of a row behind the last, whose window is zeros.
+    # Each row's carried window goes in front of the row's tokens, and one gather serves rows of any length.
+    # Padding tokens belong to a row behind the last, whose window is zeros.
     packed = x.new_zeros(tokens + (rows.shape[0] + 1) * width, conv_dim)
     window_starts = query_start_loc[:-1] + rows * width
     carried = _read(conv_states[..., :width], sources)
@@ -83,10 +85,13 @@ def causal_conv1d_prefill(
 def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor, sources: Tensor, destinations: Tensor
 ) -> Tensor:
-    """`causal_conv1d_prefill` for rows of equally many tokens, with the window after each stored.
+    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
 
-    `x`: [rows, T, conv_dim]; `sources`: [rows]; `destinations`: [rows, T], where the window after that token
-    goes. Returns [rows, T, conv_dim] in the compute dtype. Writes `conv_states`.
+    Args:
+        x: [rows, T, conv_dim]. weight, bias, conv_states: as for `causal_conv1d_prefill`.
+        sources: [rows] pool indices. destinations: [rows, T] where the window after that token goes.
+
+    Returns: [rows, T, conv_dim] in the compute dtype.
     """
     dtype = compute_dtype(x.dtype)
     tokens, width = x.shape[1], weight.shape[1] - 1
@@ -119,9 +124,9 @@ def ssd_chunk_scan(
     """The state space dual form of h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over packed sequences.
 
     Dao & Gu 2024 (arXiv 2405.21060), section 6: within a chunk a masked matrix product, between chunks the
-    recurrence, in order within a sequence. Every chunk is padded to `chunk_size`, and so goes through
-    products of the same shape in whatever company: the same inputs and cuts give the same states, bit for
-    bit, also when the cuts fall into several calls.
+    recurrence, in order within a sequence. Every chunk is padded to `chunk_size`, so that its products have
+    the same shape whichever rows share the batch. The same inputs and cuts therefore give the same states,
+    bit for bit, in one call or in several.
 
     Args:
         x: [tokens, H, P]. dt: [tokens, H], after bias and softplus. A: [H], negative. D: [H].
@@ -129,8 +134,8 @@ def ssd_chunk_scan(
         ssm_states: [slots, H, P, N]. Written at `destinations` and `chunk_destinations`.
         sources, destinations: [rows] pool indices. A row without tokens passes its state on unchanged.
         cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
-            `PrefillChunks`; at most `chunk_size` tokens a chunk, no chunk for a row without tokens.
-        chunk_destinations: [chunks] also store the state after this chunk here.
+            `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
+        chunk_destinations: [chunks] pool indices for the state after each chunk.
 
     Returns: y, [tokens, H, P] in the compute dtype.
     """
@@ -184,10 +189,14 @@ def _pass_states(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence between chunks: leaving = decay * entering + update, in order within each row.
 
-    updates: [chunks, H, P, N]; decays: [chunks, H]; initial: [rows, H, P, N].
-    Returns the states entering and leaving each chunk [chunks, H, P, N], and each row's last [rows, H, P, N].
-    Costs one step a chunk of the longest row: rows are ranked by length, so that the k-th chunks of all
-    rows that have one are neighbours, and in the order of the ranked states.
+    Costs one step a chunk of the longest row. Rows are ranked by length, so that the k-th chunks of all rows
+    that have one are neighbours, in the order of the ranked states.
+
+    Args:
+        updates: [chunks, H, P, N]. decays: [chunks, H]. initial: [rows, H, P, N].
+
+    Returns: the states that enter and that leave each chunk, [chunks, H, P, N] both, and each row's last
+        state, [rows, H, P, N].
     """
     rows = initial.shape[0]
     counts = row_chunk_starts.diff()
@@ -226,11 +235,15 @@ def selective_state_update(
     sources: Tensor,
     destinations: Tensor,
 ) -> Tensor:
-    """`ssd_chunk_scan` for rows of equally many tokens (Gu & Dao 2023, arXiv 2312.00752): the recurrence.
+    """`ssd_chunk_scan` for rows of T tokens each: the recurrence (Gu & Dao 2023, arXiv 2312.00752).
 
-    x: [rows, T, H, P]; dt: [rows, T, H]; B, C: [rows, T, G, N]; A, D: [H]; sources: [rows]; destinations:
-    [rows, T], where the state after that token goes. Returns y, [rows, T, H, P], in the compute dtype.
-    Writes `ssm_states`.
+    Args:
+        x: [rows, T, H, P]. dt: [rows, T, H], after bias and softplus. A: [H], negative. D: [H].
+        B, C: [rows, T, G, N]; head h belongs to group h // (H // G).
+        ssm_states: [slots, H, P, N]. Written at `destinations`.
+        sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
+
+    Returns: y, [rows, T, H, P] in the compute dtype.
     """
     dtype = compute_dtype(x.dtype)
     x, dt = x.to(dtype), dt.to(dtype)
@@ -250,13 +263,16 @@ def selective_state_update(
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
-    """Store `keys` and `values` [T, kv heads, head dim] of `tokens` [W] at `positions` [W].
+    """Store `keys[tokens[i]]` and `values[tokens[i]]` at `positions[i]` of the cache.
 
-    Writes `kv_cache` [2, blocks, block size, kv heads, head dim]; a position is block * block size + offset,
-    or -1 to write nothing.
+    Args:
+        kv_cache: [2, blocks, block size, kv heads, head dim]. Written, in its own dtype.
+        keys, values: [T, kv heads, head dim].
+        tokens: [W] indices into `keys` and `values`.
+        positions: [W] block * block size + offset; -1 writes nothing.
     """
-    wanted = positions >= 0
-    tokens, positions = tokens[wanted], positions[wanted]
+    real = positions >= 0
+    tokens, positions = tokens[real], positions[real]
     block_size = kv_cache.shape[2]
     blocks, offsets = positions // block_size, positions % block_size
     kv_cache[0, blocks, offsets] = keys[tokens].to(kv_cache.dtype)
@@ -266,17 +282,21 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
 def paged_attention_decode(
     query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
 ) -> Tensor:
-    """Attention of one token a row to its whole sequence, itself included.
+    """Attention of one token a row to the row's whole sequence, the token itself included.
 
-    query: [rows, heads, head dim]; kv_cache: [2, blocks, block size, kv heads, head dim], already written;
-    block_table: [rows, most blocks]; kv_lengths: [rows], 0 for padding rows. Head h reads kv head
-    h // (heads // kv heads). Returns [rows, heads, head dim] in the compute dtype.
+    Args:
+        query: [rows, heads, head dim]; head h reads kv head h // (heads // kv heads).
+        kv_cache: [2, blocks, block size, kv heads, head dim], keys and values of the token included.
+        block_table: [rows, blocks of the longest row].
+        kv_lengths: [rows] tokens of each sequence, 0 for padding rows.
+
+    Returns: [rows, heads, head dim] in the compute dtype.
     """
     dtype = compute_dtype(query.dtype)
     kv_heads, head_dim = kv_cache.shape[3:]
     past = torch.arange(block_table.shape[1] * kv_cache.shape[2], device=query.device) < kv_lengths[:, None]
     grouped = torch.unflatten(query.to(dtype), 1, (kv_heads, -1)) * head_dim**-0.5
-    # Beyond a row's length lies whatever was in memory, which may be no number, and 0 * NaN is NaN.
+    # Memory beyond a row's length may hold NaN, and 0 * NaN is NaN.
     keys, values = (
         cache[block_table].flatten(1, 2).to(dtype).masked_fill(~past[:, :, None, None], 0.0).movedim(1, 2)
         for cache in kv_cache
@@ -289,10 +309,14 @@ def paged_attention_decode(
 def paged_attention_verify(
     query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
 ) -> Tensor:
-    """`paged_attention_decode` for rows of several tokens, each of which sees those up to its own position.
+    """`paged_attention_decode` for rows of T tokens; a token sees the tokens up to its own position.
 
-    query: [rows, T, heads, head dim]; positions: [rows, T], of padding tokens behind the real ones 0.
-    kv_lengths: [rows], the last real token included. Returns the shape of `query`, in the compute dtype.
+    Args:
+        query: [rows, T, heads, head dim]. kv_cache, block_table: as for `paged_attention_decode`.
+        kv_lengths: [rows] tokens of each sequence, the last real token of the row included.
+        positions: [rows, T] positions in the sequence; 0 for padding tokens, behind the real tokens.
+
+    Returns: the shape of `query`, in the compute dtype.
     """
     seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
     table = block_table.repeat_interleave(positions.shape[1], dim=0)
@@ -308,10 +332,15 @@ def paged_attention_prefill(
     kv_lengths: Tensor,
     max_query_tokens: int,
 ) -> Tensor:
-    """Causal attention of each row's tokens, the last of its sequence, to all of the sequence before them.
+    """Causal attention of each row's tokens, which are the last tokens of the row's sequence.
 
-    As `paged_attention_decode`, with query: [tokens, heads, head dim], packed; query_start_loc: [rows + 1]
-    where each row's tokens start in it; max_query_tokens: at least the tokens of the longest row.
+    Args:
+        query: [tokens, heads, head dim], row after row.
+        kv_cache, block_table, kv_lengths: as for `paged_attention_decode`.
+        query_start_loc: [rows + 1] where each row's tokens start in `query`.
+        max_query_tokens: at least the tokens of the longest row.
+
+    Returns: the shape of `query`, in the compute dtype.
     """
     dtype = compute_dtype(query.dtype)
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
@@ -338,14 +367,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Mamba-2's output norm: `rms_norm` of x * silu(gate), in `groups` equal parts of the last dimension."""
+    """Mamba-2's output norm: `rms_norm` of x * silu(gate), over each of `groups` parts of the channels."""
     dtype = compute_dtype(x.dtype)
     parts = torch.unflatten(x.to(dtype) * F.silu(gate.to(dtype)), -1, (groups, -1))
     return rms_norm(parts, torch.unflatten(weight, -1, (groups, -1)), eps).flatten(-2)
 
 
 def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotate [T, heads, head dim] by absolute position, in the compute dtype (arXiv 2104.09864).
+    """Rotate x [T, heads, head dim] by `positions` [T], in the compute dtype (arXiv 2104.09864).
 
     Dimension i is paired with i + head dim / 2; the pair's angle is position * base ** (-2 i / head dim).
     """
@@ -359,12 +388,12 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
 
 
 def _read(states: Tensor, sources: Tensor) -> Tensor:
-    """[rows, ...] a copy of the states at `sources`, zeros for -1."""
-    known = (sources >= 0).view(-1, *[1] * (states.dim() - 1))
-    return states[sources.clamp(min=0)].masked_fill(~known, 0)
+    """A copy of the states at `sources`, [rows, ...]; zeros for -1."""
+    named = (sources >= 0).view(-1, *[1] * (states.dim() - 1))
+    return states[sources.clamp(min=0)].masked_fill(~named, 0)
 
 
 def _write(states: Tensor, destinations: Tensor, values: Tensor) -> None:
-    """Store `values` [rows, ...] at `destinations`, except where that is -1."""
-    wanted = destinations >= 0
-    states[destinations[wanted]] = values[wanted].to(states.dtype)
+    """Store `values` [rows, ...] at `destinations`; -1: nowhere."""
+    named = destinations >= 0
+    states[destinations[named]] = values[named].to(states.dtype)

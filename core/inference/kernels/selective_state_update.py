@@ -1,13 +1,11 @@
-"""The decode recurrence of Mamba mixers in Triton."""
+"""The decode recurrence of Mamba mixers in Triton; the reference is `reference.selective_state_update`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .specialisation import Specialisation
-
-_WARPS = 4
+NUM_WARPS = 4
 _TILE_ELEMENTS = 2048  # 16 a thread: four loads of 16 bytes in flight in float32
 
 
@@ -24,41 +22,42 @@ def selective_state_update(
 ) -> Tensor:
     """h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over T tokens of every row (arXiv 2312.00752).
 
-    Reads each state once and stores it where asked. Computed in float32, in which the state also stays
-    between the tokens of one call. One launch; does not synchronise.
+    Reads each state once and stores it at each destination. Computes in float32, and keeps the state in
+    float32 between the tokens of a call. One launch. Does not synchronise.
 
     Args:
         x: [rows, T, H, P]. dt: [rows, T, H], after bias and softplus. A: [H], negative. D: [H].
-        B, C: [rows, T, G, N]; head h belongs to group h // (H // G). All with any strides.
-        ssm_states: [slots, H, P, N], any strides. Written at `destinations`.
-        sources: [rows] pool index of the state before the tokens, -1: zeros.
-        destinations: [rows, T] pool index for the state after each token, -1: nowhere. One of them may be the
-            row's source. A row without any index (padding) costs nothing; its outputs are unspecified.
+        B, C: [rows, T, G, N]; head h belongs to group h // (H // G). All these tensors have any strides.
+        ssm_states: [slots, H, P, N] with any strides. Written at `destinations`.
+        sources: [rows] the pool index of the state before the tokens, -1: zeros.
+        destinations: [rows, T] the pool index for the state after each token, -1: nowhere. One destination
+            may be the row's source. A row whose indices are all -1 (padding) costs a few small loads, and its
+            outputs are unspecified.
 
     Returns: y, [rows, T, H, P] float32.
     """
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
     out = torch.empty(rows, tokens, heads, head_dim, dtype=torch.float32, device=x.device)
-    block_p, block_n = _blocks(head_dim, state_dim)
-    _update_kernel[(rows * heads * triton.cdiv(head_dim, block_p),)](
+    block_p, block_n = block_sizes(head_dim, state_dim)
+    update_kernel[(rows * heads * triton.cdiv(head_dim, block_p),)](
         x, dt, A, B, C, D, ssm_states, out, sources, destinations,
         *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *D.stride(),
         *ssm_states.stride(), *destinations.stride(),
         TOKENS=tokens, HEADS=heads, HEADS_A_GROUP=heads // groups, HEAD_DIM=head_dim, STATE_DIM=state_dim,
-        BLOCK_P=block_p, BLOCK_N=block_n, num_warps=_WARPS, num_stages=1,
+        BLOCK_P=block_p, BLOCK_N=block_n, num_warps=NUM_WARPS, num_stages=1,
     )  # fmt: skip
     return out
 
 
-def _blocks(head_dim: int, state_dim: int) -> tuple[int, int]:
-    """Tile of one program, [of P, of N]; never by the number of rows, so that company changes no bits."""
+def block_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
+    """A program's tile, in P and in N. The number of rows has no say, so that other rows change no bits."""
     block_n = triton.next_power_of_2(state_dim)
     return min(triton.next_power_of_2(head_dim), max(1, _TILE_ELEMENTS // block_n)), block_n
 
 
 @triton.jit
-def _update_kernel(
+def update_kernel(
     # Pointers
     x, dt, A, B, C, D, states, out, sources, destinations,
     # Strides
@@ -74,7 +73,7 @@ def _update_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, head and BLOCK_P of P; it alone touches its part of the row's states.
+    """A program has a row, a head and BLOCK_P of P. No other program touches this part of the row's states.
 
     Padding costs 1 + TOKENS scalar loads.
     """
@@ -105,7 +104,7 @@ def _update_kernel(
         state = state.to(tl.float32)
         a = tl.load(A + head * a_stride).to(tl.float32)
         d = tl.load(D + head * d_stride).to(tl.float32)
-        tl.debug_barrier()  # the state may be overwritten below, by other threads than have read it
+        tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
         for token in tl.static_range(TOKENS):
             step = tl.load(dt + token * dt_token_stride).to(tl.float32)
             xs = tl.load(x + token * x_token_stride, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
@@ -118,37 +117,3 @@ def _update_kernel(
             if destination >= 0:
                 place = states + destination * slot_stride + within
                 tl.store(place, state.to(states.dtype.element_ty), mask=inside)
-
-
-def hopper_specialisations() -> list[Specialisation]:
-    """As launched for Nemotron-H-8B, pools of float32 and bfloat16, one token and four."""
-    heads, head_dim, groups, state_dim = 128, 64, 8, 128
-    block_p, block_n = _blocks(head_dim, state_dim)
-    listed = []
-    for dtype in ("fp32", "bf16"):
-        for tokens in (1, 4):
-            pointers = dict.fromkeys(("x", "dt", "A", "B", "C", "D", "out"), "*fp32")
-            pointers |= {"states": f"*{dtype}", "sources": "*i64", "destinations": "*i64"}
-            even = [f"{tensor}_{of}_stride" for tensor in "xbc" for of in ("row", "token")]
-            even += ["dt_row_stride", "dt_token_stride", "x_head_stride", "b_group_stride", "c_group_stride"]
-            even += ["slot_stride", "head_stride", "p_stride"]
-            ones = ["x_p_stride", "dt_head_stride", "a_stride", "b_n_stride", "c_n_stride", "d_stride"]
-            ones += ["n_stride", "destination_token_stride"]
-            odd = ["destination_row_stride"]
-            if tokens == 1:
-                ones, odd = ones + odd, []
-            listed.append(
-                Specialisation(
-                    name=f"selective_state_update {dtype} T={tokens}",
-                    kernel=_update_kernel,
-                    signature=pointers | dict.fromkeys([*even, *odd], "i32"),
-                    constexprs=dict.fromkeys(ones, 1)
-                    | {"TOKENS": tokens, "HEADS": heads, "HEADS_A_GROUP": heads // groups}
-                    | {"HEAD_DIM": head_dim, "STATE_DIM": state_dim, "BLOCK_P": block_p, "BLOCK_N": block_n},
-                    divisible_by_16=(*pointers, *even),
-                    num_warps=_WARPS,
-                    num_stages=1,
-                    wide=("load", "store"),
-                )
-            )
-    return listed

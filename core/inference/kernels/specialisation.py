@@ -1,4 +1,4 @@
-"""What a launcher asks triton to compile, written down so that it can be compiled without a GPU."""
+"""A kernel with the types and constants of one launch, from which Triton compiles it without a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from typing import Any, Literal
 class Specialisation:
     """One kernel with the argument types and constants of one launch.
 
-    Every kernel file lists its own as `hopper_specialisations()`, at the shapes of Nemotron-H-8B;
-    `benchmarks/compile_kernels.py` compiles them for sm_90 and reads what came out.
+    `benchmarks/kernel_shapes.py` lists the launches at the shapes of Nemotron-H-8B.
+    `benchmarks/compile_kernels.py` compiles them for sm_90 and reports the machine code.
     """
 
     name: str
-    """Unique among all kernels: the kernel and what is special here, as "state_copy fp32"."""
+    """Unique among all launches: the kernel, then what tells this launch apart, as "copy_states float32"."""
     kernel: Any
     """The `@triton.jit` function."""
     signature: Mapping[str, str]
@@ -22,8 +22,8 @@ class Specialisation:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     """Argument -> value: every `tl.constexpr`, and arguments that are 1 or None at this launch."""
     divisible_by_16: tuple[str, ...] = ()
-    """Arguments of `signature` that the launcher's are multiples of 16: aligned pointers, even strides."""
+    """Arguments of `signature` whose values are multiples of 16: aligned pointers, even strides."""
     num_warps: int = 4
     num_stages: int = 3
     wide: tuple[Literal["load", "store"], ...] = ()
-    """The global accesses that must be 16 bytes wide: those of copy and state kernels."""
+    """Which global accesses must be 16 bytes wide; kernels that move states name theirs."""

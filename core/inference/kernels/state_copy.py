@@ -1,24 +1,15 @@
-"""Moving whole states between pools: what every device shares, and the reference in plain torch.
+"""Copy or zero whole states: the functions that callers use, and their references in plain torch.
 
-On CUDA one Triton launch does the work (`fused_state_copy`, `boundary_capture`, imported there and then);
-elsewhere fancy indexing does. The functions that end in `_reference` run on any device.
+On CUDA one Triton launch does the work (`state_copy_gpu`, `boundary_capture`). These modules are imported by
+the first call that needs them. Elsewhere fancy indexing does the work. The functions whose names end in
+`_reference` run on any device.
 """
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Indices = Sequence[int] | Tensor
-"""Slots, -1 for none: ints of the host, or an int64 tensor on the states' device."""
-
-
-class StateTensors(NamedTuple):
-    """The states of all Mamba layers: conv [layers, slots, ...] and ssm [layers, slots, ...]."""
-
-    conv: Tensor
-    ssm: Tensor
+from ...cuda_device import on_device_of
+from .state_tensors import Indices, StateTensors, check_indices, device_indices
 
 
 def copy_states(
@@ -28,56 +19,70 @@ def copy_states(
     destination_indices: Indices,
     count: Tensor | None = None,
 ) -> None:
-    """Copy states `source[:, i]` to `destination[:, j]`, pair by pair, both tensors, all layers, to the bit.
+    """Copy states `source[:, i]` to `destination[:, j]`, pair by pair: both tensors, all layers, same bits.
+
+    Runs on the current stream and does not synchronise. On CUDA one launch reads and writes each byte once.
+    Two lists of up to 16 pairs travel as arguments of the launch. Other lists are copied to the device first,
+    and a call with a list cannot be captured in a CUDA graph. A pair with a -1 costs nothing on CUDA.
 
     Args:
-        source, destination: two pools, or the same one; equal but for their slots, in which every layer's
-            elements follow one another. Only `destination` is written.
-        source_indices, destination_indices: [n] the pairs. A pair with a -1 in it is none. No destination may
-            be named twice, or be another pair's source.
-        count: one int32 or int64 on the device; only pairs before it are meant. None: all.
+        source, destination: two pools, or one pool twice. The pools differ in their number of slots only, and
+            the elements of a slot of a layer are contiguous. `destination` is written.
+        source_indices, destination_indices: [n] the pairs. A pair with a -1 is skipped. A destination is
+            named once and is no other pair's source.
+        count: one int32 or int64 on the device; pairs from `count` on are skipped. None: no pair is skipped.
 
-    On the current stream, without synchronising. On CUDA one launch, which reads and writes each byte once.
-    Two lists of up to 16 pairs cross as its arguments, other lists in one copy before it; only calls without
-    lists can be captured in a graph. A pair that is none costs nothing there. ValueError for indices outside
-    the pools, which only lists are checked for, and on CUDA for pools that differ in more than their slots or
-    whose slots have gaps.
+    Raises:
+        ValueError: the lengths differ, or a listed index lies outside its pool (values of tensors are not
+            checked). On CUDA also: the pools differ in more than their slots, a slot has gaps, or a list is
+            passed while a graph is captured.
     """
-    pairs = len(source_indices)
-    if len(destination_indices) != pairs:
+    num_pairs = len(source_indices)
+    if len(destination_indices) != num_pairs:
         raise ValueError(
-            f"destination_indices has {len(destination_indices)} entries; accepted: {pairs}, one a source"
+            f"destination_indices has {len(destination_indices)} entries; accepted: {num_pairs}, one a source"
         )
-    if not pairs:
+    if not num_pairs:
         return
-    _check("source_indices", source_indices, source)
-    _check("destination_indices", destination_indices, destination)
+    check_indices("source_indices", source_indices, source)
+    check_indices("destination_indices", destination_indices, destination)
     device = destination.ssm.device
     if device.type == "cuda":
-        from . import fused_state_copy
+        from . import state_copy_gpu
 
-        with torch.cuda.device(device.index):
+        with on_device_of(device):
             _check_capture(source_indices, destination_indices)
-            fused_state_copy.copy_states(source, source_indices, destination, destination_indices, count)
+            state_copy_gpu.copy_states(source, source_indices, destination, destination_indices, count)
     else:
-        read, write = on_device(device, source_indices, destination_indices)
+        read, write = device_indices(device, source_indices, destination_indices)
         copy_states_reference(source, read, destination, write, count)
 
 
 def zero_states(states: StateTensors, indices: Indices, count: Tensor | None = None) -> None:
-    """Write zeros over `states[:, i]`, both tensors, all layers. As `copy_states` in all else."""
+    """Write zeros over `states[:, i]`: both tensors, all layers.
+
+    Our own kernels start a row without a source from zeros, so that our engine never calls this function. It
+    serves a host whose kernels read a live slot before they write the slot.
+
+    Args:
+        states: one pool, as in `copy_states`. Written.
+        indices, count: as in `copy_states`.
+
+    Raises:
+        ValueError: as `copy_states`.
+    """
     if not len(indices):
         return
-    _check("indices", indices, states)
+    check_indices("indices", indices, states)
     device = states.ssm.device
     if device.type == "cuda":
-        from . import fused_state_copy
+        from . import state_copy_gpu
 
-        with torch.cuda.device(device.index):
+        with on_device_of(device):
             _check_capture(indices)
-            fused_state_copy.zero_states(states, indices, count)
+            state_copy_gpu.zero_states(states, indices, count)
     else:
-        (write,) = on_device(device, indices)
+        (write,) = device_indices(device, indices)
         zero_states_reference(states, write, count)
 
 
@@ -91,30 +96,35 @@ def capture_boundaries(
 ) -> None:
     """Copy the states of rows that reached a block boundary in this step to their reserved durable slots.
 
-    For kernel sets that only update live slots in place; part of the step, inside its captured graph.
+    Our own kernels write such a state to its durable slot themselves, so that our engine never calls this
+    function. It serves a host whose kernels update live slots in place: the host calls it inside its captured
+    step. All tensors lie on the device; nothing synchronises. A step with nothing to do costs one small
+    launch.
 
     Args:
-        live, durable: two pools, or two parts of one, as for `copy_states`. Only `durable` is written.
-        live_slots: [rows] int64, where each row's state is after this step; -1 for padding.
-        sequence_lengths: [rows] int32 or int64, the tokens of each sequence after this step. A state is on a
-            boundary when they are a multiple of `block_size_tokens`, and more than 0: a row of several tokens
-            that went past one has lost it.
-        durable_slots: [rows] int64, the slot reserved for the row in this step, -1 for none. A row without
-            tokens in this step has none.
+        live, durable: two pools, or two views of one pool, as in `copy_states`. `durable` is written.
+        live_slots: [rows] int64, where each row's state lies after this step; -1 for padding.
+        sequence_lengths: [rows] int32 or int64, the tokens of each sequence after this step. A row is on a
+            boundary when its length is a positive multiple of `block_size_tokens`. A row whose several tokens
+            passed a boundary has lost the state there.
+        durable_slots: [rows] int64, the slot that is reserved for the row in this step, -1 for none. A row
+            without tokens in this step must have -1.
 
-    All tensors lie on the device; nothing synchronises. A step with nothing to do costs one small launch.
-    ValueError for pools as `copy_states` refuses them, and for index tensors of other types or lengths.
+    Raises:
+        ValueError: the pools differ as in `copy_states`, or an index tensor has another dtype or length.
     """
-    _check("live_slots", live_slots, live)
-    _check("durable_slots", durable_slots, durable)
+    check_indices("live_slots", live_slots, live)
+    check_indices("durable_slots", durable_slots, durable)
     if not live_slots.shape == sequence_lengths.shape == durable_slots.shape:
-        shapes = [list(of.shape) for of in (live_slots, sequence_lengths, durable_slots)]
-        raise ValueError(f"slots, lengths and slots have shapes {shapes}; accepted: one length a row")
+        shapes = [list(tensor.shape) for tensor in (live_slots, sequence_lengths, durable_slots)]
+        raise ValueError(
+            f"live_slots, sequence_lengths and durable_slots have the shapes {shapes}; accepted: one length"
+        )
     device = durable.ssm.device
     if device.type == "cuda":
         from . import boundary_capture
 
-        with torch.cuda.device(device.index):
+        with on_device_of(device):
             boundary_capture.capture_boundaries(
                 live, live_slots, sequence_lengths, block_size_tokens, durable, durable_slots
             )
@@ -133,19 +143,19 @@ def copy_states_reference(
 ) -> None:
     """`copy_states` by fancy indexing: two launches and a temporary of n states for each tensor.
 
-    Synchronises on a GPU: the number of pairs that are meant becomes a shape.
+    Synchronises on a GPU, because the number of pairs that are not skipped becomes a shape.
     """
-    meant = _meant(destination_indices, count) & (source_indices >= 0)
-    read, write = source_indices[meant], destination_indices[meant]
-    for of, to in zip(source, destination, strict=True):
-        to[:, write] = of[:, read]
+    selected = _selected(destination_indices, count) & (source_indices >= 0)
+    read, write = source_indices[selected], destination_indices[selected]
+    for source_pool, destination_pool in zip(source, destination, strict=True):
+        destination_pool[:, write] = source_pool[:, read]
 
 
 def zero_states_reference(states: StateTensors, indices: Tensor, count: Tensor | None = None) -> None:
     """`zero_states` by fancy indexing; synchronises on a GPU."""
-    write = indices[_meant(indices, count)]
-    for to in states:
-        to[:, write] = torch.zeros((), dtype=to.dtype, device=to.device)
+    write = indices[_selected(indices, count)]
+    for pool in states:
+        pool[:, write] = torch.zeros((), dtype=pool.dtype, device=pool.device)
 
 
 def capture_boundaries_reference(
@@ -161,38 +171,16 @@ def capture_boundaries_reference(
     copy_states_reference(live, live_slots, durable, torch.where(reached, durable_slots, -1))
 
 
-def _meant(indices: Tensor, count: Tensor | None) -> Tensor:
-    meant = indices >= 0
+def _selected(indices: Tensor, count: Tensor | None) -> Tensor:
+    """Which entries name a slot and come before `count`, [n] bool."""
+    named = indices >= 0
     if count is None:
-        return meant
-    return meant & (torch.arange(indices.shape[0], device=indices.device) < count)
-
-
-def _check(name: str, indices: Indices, states: StateTensors) -> None:
-    """Lists are checked against the slots, tensors for what a kernel takes for granted."""
-    if isinstance(indices, Tensor):
-        of_kernels = indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
-        if not of_kernels or indices.device != states.ssm.device:
-            raise ValueError(
-                f"{name} is {indices.dtype} {list(indices.shape)} on {indices.device}; accepted: a "
-                f"contiguous 1-D int64 tensor on {states.ssm.device}"
-            )
-    elif not -1 <= min(indices) <= max(indices) < states.ssm.shape[1]:
-        raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {states.ssm.shape[1] - 1}")
+        return named
+    return named & (torch.arange(indices.shape[0], device=indices.device) < count)
 
 
 def _check_capture(*indices: Indices) -> None:
-    """A graph would replay the slots that lists name at its capture."""
-    listed = not all(isinstance(entry, Tensor) for entry in indices)
-    if listed and torch.cuda.is_current_stream_capturing():
+    """Refuse lists in a graph: every replay would use the slots of the capture."""
+    has_list = not all(isinstance(entry, Tensor) for entry in indices)
+    if has_list and torch.cuda.is_current_stream_capturing():
         raise ValueError("indices are lists while a CUDA graph is captured; accepted: tensors on the device")
-
-
-def on_device(device: torch.device, *indices: Indices) -> list[Tensor]:
-    """Indices as tensors; all lists among them cross together, from pinned memory, without synchronising."""
-    listed = [list(entry) for entry in indices if not isinstance(entry, Tensor)]
-    if not listed:
-        return [entry for entry in indices if isinstance(entry, Tensor)]
-    pinned = torch.tensor(listed, dtype=torch.int64, pin_memory=device.type == "cuda")
-    crossed = iter(pinned.to(device, non_blocking=True).unbind())
-    return [entry if isinstance(entry, Tensor) else next(crossed) for entry in indices]

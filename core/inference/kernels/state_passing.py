@@ -1,15 +1,14 @@
-"""The SSD recurrence between chunks, from pool slot to pool slot."""
+"""The SSD stage between chunks: the recurrence over a row's chunks, from pool slot to pool slot."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .specialisation import Specialisation
-
-# 8 elements a thread: two 16-byte accesses of float32, one of bfloat16. At Nemotron-H-8B's shapes one row is
-# 1,024 programs, which an H200 holds all at once, with 31 KiB of loads in flight on each multiprocessor.
-_BLOCK = 1024
-_NUM_WARPS = 4
+BLOCK = 1024
+"""State elements of a program, 8 a thread: two 16-byte accesses of float32, one of bfloat16. One row of
+Nemotron-H-8B is 1,024 programs. An H200 holds all of them at once, with 31 KiB of loads in flight on each
+multiprocessor."""
+NUM_WARPS = 4
 
 
 def state_passing(
@@ -23,22 +22,23 @@ def state_passing(
 ) -> None:
     """leaving = exp(log decay) * entering + update, over each row's chunks in order, in float32.
 
-    Reads a row's initial state at `sources` and stores what leaves a chunk at `chunk_destinations`, what
-    leaves the row at `destinations`: the only accesses to the pool, each once. A row without chunks moves
-    its source to its destination bit for bit; without a destination, or with the source as destination, it
-    costs an empty program. Launches one kernel, whose grid and addresses depend on shapes alone: it can be
-    captured in a CUDA graph, and synchronises nothing.
+    Reads a row's initial state at its source. Stores the state that leaves a chunk at the chunk's
+    destination, and the state that leaves the row at the row's destination. There is no other access to the
+    pool, and each of these happens once. A row without chunks copies its source to its destination, bit for
+    bit. A row without chunks and without a destination, or with its source as destination, costs an empty
+    program. One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does
+    not synchronise.
 
     Args:
-        chunk_states: [chunks, H, P, N] float32, contiguous: the update of each chunk, **replaced** by the
-            state that enters it.
-        log_decays: [H, chunks, chunk size] float32, contiguous: sums of dt * A from the start of each
-            chunk; the last one belongs to the whole chunk.
-        ssm_states: [slots, H, P, N] float32 or narrower, of any slot stride. Written. A row may name its
-            source as its destination; no row may name another's, nor two the same.
-        sources, destinations: [rows] int64 pool indices, -1: zeros, nowhere.
+        chunk_states: [chunks, H, P, N] float32, contiguous: the update of each chunk. **Overwritten** with
+            the state that enters the chunk.
+        log_decays: [H, chunks, chunk size] float32, contiguous: sums of dt * A from the start of each chunk.
+            The last sum of a chunk is the decay of the whole chunk.
+        ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
+            may be its own source, no other row's source or destination.
+        sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
         row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
-            there on are padding, and are not touched.
+            the total on are padding, and are not touched.
         chunk_destinations: [chunks] int64 pool indices, -1: nowhere.
 
     Raises:
@@ -51,16 +51,16 @@ def state_passing(
         )
     heads, head_dim, state_dim = chunk_states.shape[1:]
     state_size = head_dim * state_dim
-    grid = (triton.cdiv(state_size, _BLOCK), heads, sources.shape[0])
-    _state_passing_kernel[grid](
+    grid = (triton.cdiv(state_size, BLOCK), heads, sources.shape[0])
+    state_passing_kernel[grid](
         chunk_states, log_decays, ssm_states, sources, destinations, row_chunk_starts, chunk_destinations,
         ssm_states.stride(0), log_decays.stride(0),
-        heads, state_size, log_decays.shape[2], _BLOCK, num_warps=_NUM_WARPS,
+        heads, state_size, log_decays.shape[2], BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
-def _state_passing_kernel(
+def state_passing_kernel(
     # Pointers
     chunk_states,
     log_decays,
@@ -90,10 +90,10 @@ def _state_passing_kernel(
     destination = tl.load(destinations + row)
     moves = (destination >= 0) & (destination != source)
 
-    # This program reads and writes the same part of its row's slots, so that in place needs no barrier.
+    # A stored element depends on what was loaded from its own place: an update in place needs no barrier.
     slots = ssm_states + head * state_size + offsets
-    wanted = (source >= 0) & ((first < end) | moves)
-    initial = tl.load(slots + source * slot_stride, mask=inside & wanted, other=0.0)
+    has_initial = (source >= 0) & ((first < end) | moves)
+    initial = tl.load(slots + source * slot_stride, mask=inside & has_initial, other=0.0)
     if first == end:
         if moves:
             tl.store(slots + destination * slot_stride, initial, mask=inside)
@@ -104,7 +104,7 @@ def _state_passing_kernel(
         decay_at = log_decays + head * decay_head_stride + first.to(tl.int64) * chunk_size + chunk_size - 1
         update = tl.load(at, mask=inside, other=0.0)
         for chunk in range(first, end):
-            # One chunk ahead: by itself the load would wait for the store, which may alias it.
+            # The load runs one chunk ahead. In order, it would wait for the store, which may alias it.
             next_update = tl.load(at + chunk_stride, mask=inside & (chunk + 1 < end), other=0.0)
             tl.store(at, state, mask=inside)
             state = tl.exp(tl.load(decay_at)) * state + update
@@ -116,30 +116,3 @@ def _state_passing_kernel(
             decay_at += chunk_size
         if destination >= 0:
             tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
-
-
-def hopper_specialisations() -> list[Specialisation]:
-    """What `state_passing` launches at the shapes of Nemotron-H-8B, for pools of each dtype."""
-    return [
-        Specialisation(
-            name=f"state_passing {pool}",
-            kernel=_state_passing_kernel,
-            signature={
-                "chunk_states": "*fp32",
-                "log_decays": "*fp32",
-                "ssm_states": f"*{pool}",
-                "sources": "*i64",
-                "destinations": "*i64",
-                "row_chunk_starts": "*i32",
-                "chunk_destinations": "*i64",
-                "slot_stride": "i64",
-                "decay_head_stride": "i64",
-            },
-            constexprs={"heads": 128, "state_size": 64 * 128, "chunk_size": 128, "BLOCK": _BLOCK},
-            # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
-            divisible_by_16=("chunk_states", "log_decays", "ssm_states", "slot_stride", "decay_head_stride"),
-            num_warps=_NUM_WARPS,
-            wide=("load", "store"),
-        )
-        for pool in ("fp32", "bf16")
-    ]

@@ -65,11 +65,10 @@ def test_a_kernel_that_is_not_as_it_must_be_fails_the_run(tmp_path):
         "sys.path.insert(0, 'benchmarks')\n"
         "import compile_kernels\n"
         "from dataclasses import replace\n"
-        "from mambaslots.inference.kernels import fused_state_copy\n"
-        "narrow = fused_state_copy.hopper_specialisations()[-1]\n"
+        "narrow = compile_kernels.KERNELS['state_move_kernels']()[-1]\n"
         "listed = [replace(narrow, wide=('load', 'store'))]\n"
-        "fused_state_copy.hopper_specialisations = lambda: listed\n"
-        "sys.argv = ['compile_kernels.py', 'fused_state_copy']\n"
+        "compile_kernels.KERNELS['state_move_kernels'] = lambda: listed\n"
+        "sys.argv = ['compile_kernels.py', 'state_move_kernels']\n"
         "sys.exit(compile_kernels.main())\n"
     )
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

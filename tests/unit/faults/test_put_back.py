@@ -287,11 +287,9 @@ FAULTS = {
         (
             (
                 "inference/kernels/state_copy.py",
-                "    for of, to in zip(source, destination, strict=True):\n"
-                "        to[:, write] = of[:, read]\n",
-                "    for i in range(len(source_indices)):\n"
-                "        for of, to in zip(source, destination, strict=True):\n"
-                "            to[:, write[i]] = of[:, read[i]]\n",
+                "        destination_pool[:, write] = source_pool[:, read]\n",
+                "        for i, j in zip(read, write, strict=True):\n"
+                "            destination_pool[:, j] = source_pool[:, i]\n",
             ),
         ),
     ),

@@ -13,7 +13,7 @@ from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContex
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.kernels import reference
-from mambaslots.inference.kernels.kernel_set import kernel_set
+from mambaslots.inference.kernels.kernel_set import KernelSet, kernel_set
 from mambaslots.models import hybrid_lm
 from oracle.context_driver import make_request
 from oracle.serving import random_tokens
@@ -31,20 +31,25 @@ class TestChoice:
         assert kernel_set(CPU, dtype) is reference
 
     def test_a_gpu_runs_triton_but_for_float64(self):
-        from mambaslots.inference.kernels import fused
+        from mambaslots.inference.kernels import gpu_kernels
 
         assert kernel_set(torch.device("cuda", 0), torch.float64) is reference
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            assert kernel_set(torch.device("cuda"), dtype) is fused
+            assert kernel_set(torch.device("cuda"), dtype) is gpu_kernels
 
     def test_both_have_the_same_names_and_parameters(self):
         from inspect import Parameter, signature
 
-        from mambaslots.inference.kernels import fused
+        from mambaslots.inference.kernels import gpu_kernels
 
-        for name in fused.__all__:
+        functions = [name for name in vars(KernelSet) if not name.startswith("_")]
+        assert set(gpu_kernels.__all__) == {*functions, "SEPARATE_STATES"}
+        assert gpu_kernels.SEPARATE_STATES == reference.SEPARATE_STATES
+        for name in functions:
+            protocol = list(signature(getattr(KernelSet, name)).parameters)
+            assert [*signature(getattr(reference, name)).parameters] == protocol[1:], name  # without self
             theirs = list(signature(getattr(reference, name)).parameters.values())
-            ours = list(signature(getattr(fused, name)).parameters.values())
+            ours = list(signature(getattr(gpu_kernels, name)).parameters.values())
             assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs], name
             assert all(p.default is not Parameter.empty for p in ours[len(theirs) :]), name
 
@@ -150,9 +155,9 @@ def test_padding_changes_nothing_on_the_reference_kernels():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_gpus_kernels_compute_the_same(padded):
-    from mambaslots.inference.kernels import fused
+    from mambaslots.inference.kernels import gpu_kernels
 
-    ours, theirs = (Scenario(torch.float32, padded, fused), Scenario(torch.float32, False, reference))
+    ours, theirs = (Scenario(torch.float32, padded, gpu_kernels), Scenario(torch.float32, False, reference))
     ours.assert_same_as(theirs, 2e-4)
 
 
@@ -177,9 +182,9 @@ class Counted(Scenario):
     """Counts the bytes of both pools that each step's kernels move, and the fewest that could do."""
 
     def __init__(self, padded: bool) -> None:
-        from mambaslots.inference.kernels import fused
+        from mambaslots.inference.kernels import gpu_kernels
 
-        super().__init__(torch.float32, padded, fused)
+        super().__init__(torch.float32, padded, gpu_kernels)
         self.moved: list[tuple[int, int]] = []
         self.least: list[tuple[int, int]] = []
 
@@ -217,9 +222,9 @@ def test_whole_steps_move_each_state_once():
 @pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
-    from mambaslots.inference.kernels import fused
+    from mambaslots.inference.kernels import gpu_kernels
 
-    ours = Scenario(torch.float32, padded, fused, "cuda")
+    ours = Scenario(torch.float32, padded, gpu_kernels, "cuda")
     ours.assert_same_as(Scenario(torch.float32, False, reference), 5e-4)
 
 

@@ -77,16 +77,16 @@ def test_padding_changes_nothing_on_the_reference_kernels():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_gpus_kernels_compute_the_same(padded):
-    from mambaslots.inference.kernels import fused
+    from mambaslots.inference.kernels import gpu_kernels
 
-    ours = DraftedScenario(torch.float32, padded, fused)
+    ours = DraftedScenario(torch.float32, padded, gpu_kernels)
     ours.assert_same_as(DraftedScenario(torch.float32, False, reference), 2e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
-    from mambaslots.inference.kernels import fused
+    from mambaslots.inference.kernels import gpu_kernels
 
-    ours = DraftedScenario(torch.float32, padded, fused, "cuda")
+    ours = DraftedScenario(torch.float32, padded, gpu_kernels, "cuda")
     ours.assert_same_as(DraftedScenario(torch.float32, False, reference), 5e-4)

@@ -17,7 +17,7 @@ from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.sampling import sample, token_distribution
-from mambaslots.inference.kernels import paged_attention, reference
+from mambaslots.inference.kernels import attention_torch, reference
 from mambaslots.models import hybrid_lm
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recurrent_lm import RecurrentLM
@@ -537,7 +537,7 @@ class TestGraphs:
         assert {shape.decode_tokens for shape in engine._runner.shapes} <= {1, 4}
 
 
-@pytest.mark.parametrize("kernels", [reference, paged_attention])
+@pytest.mark.parametrize("kernels", [reference, attention_torch])
 def test_verifying_attention_is_decoding_attention_token_by_token(kernels):
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(2, 6, 4, 2, 8, generator=generator, dtype=torch.float64)

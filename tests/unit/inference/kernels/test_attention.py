@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import attention, paged_attention
+from mambaslots.inference.kernels import attention_flash, attention_torch
 from mambaslots.inference.kernels import reference as ref
 from torch import Tensor
 
@@ -74,9 +74,9 @@ def device(request) -> str:
 @pytest.fixture
 def small_tiles(monkeypatch) -> None:
     """So that few tokens take many tiles, segments and groups."""
-    monkeypatch.setattr(paged_attention, "_TILE_TOKENS", 4)
-    monkeypatch.setattr(paged_attention, "_SEGMENT_TOKENS", 8)
-    monkeypatch.setattr(paged_attention, "_SCRATCH_BYTES", 10_000)
+    monkeypatch.setattr(attention_torch, "_TILE_TOKENS", 4)
+    monkeypatch.setattr(attention_torch, "_SEGMENT_TOKENS", 8)
+    monkeypatch.setattr(attention_torch, "_SCRATCH_BYTES", 10_000)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -91,7 +91,7 @@ class TestStaticShapes:
         plain, padded = Batch(rows, block, torch.float64), Batch(rows, block, torch.float64, "cpu", padding)
         expected = plain.prefill(ref.paged_attention_prefill)
         for longest in (padded.max_query_tokens, padded.max_query_tokens + padding[1], 100):
-            out = padded.prefill(paged_attention.paged_attention_prefill, longest)
+            out = padded.prefill(attention_torch.paged_attention_prefill, longest)
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
     @settings(quick, suppress_health_check=list(settings.default.suppress_health_check))
@@ -100,7 +100,7 @@ class TestStaticShapes:
         batch = [(n, 1) for n in before]
         expected = Batch(batch, 4, torch.float64).decode(ref.paged_attention_decode)
         padded = Batch(batch, 4, torch.float64, "cpu", (rows, rows, columns))
-        out = padded.decode(paged_attention.paged_attention_decode)
+        out = padded.decode(attention_torch.paged_attention_decode)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,7 +108,7 @@ class TestStaticShapes:
         batch = Batch([(17, 9), (0, 1), (5, 14)], 4, dtype, device)
         exact = Batch([(17, 9), (0, 1), (5, 14)], 4, dtype)
         exact.query, exact.cache = exact.query.double(), exact.cache.double()
-        out = batch.prefill(paged_attention.paged_attention_prefill)
+        out = batch.prefill(attention_torch.paged_attention_prefill)
         assert out.dtype == torch.float32
         expected = exact.prefill(ref.paged_attention_prefill)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
@@ -125,14 +125,14 @@ class TestStaticShapes:
 
         batch = Batch([(17, 9), (0, 1)], 4, torch.float32, "cpu", (2, 3, 1))
         with Watch():
-            batch.prefill(paged_attention.paged_attention_prefill)
-            paged_attention.paged_attention_decode(
+            batch.prefill(attention_torch.paged_attention_prefill)
+            attention_torch.paged_attention_decode(
                 batch.query[: len(batch.table)], batch.cache, batch.table, batch.lengths
             )
 
     def test_padding_rows_and_tokens_give_zeros(self):
         batch = Batch([(17, 9)], 4, torch.float32, "cpu", (2, 3, 1))
-        out = paged_attention.paged_attention_prefill(
+        out = attention_torch.paged_attention_prefill(
             batch.query, batch.cache, batch.table, batch.starts, batch.lengths, 9
         )
         assert out[9:].count_nonzero() == 0
@@ -186,16 +186,16 @@ class TestFlashAttn:
     @pytest.fixture
     def flash(self, monkeypatch) -> FlashAttn:
         module = FlashAttn()
-        monkeypatch.setattr(attention, "_installed_flash_attn", lambda: module)
+        monkeypatch.setattr(attention_flash, "_installed_flash_attn", lambda: module)
         return module
 
     def test_both_calls_where_it_fits(self, flash):
         batch = Batch([(300, 9), (0, 1), (3, 0)], 256, torch.bfloat16)
-        out = batch.prefill(attention.paged_attention_prefill)
+        out = batch.prefill(attention_flash.paged_attention_prefill)
         expected = batch.prefill(ref.paged_attention_prefill)
         torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
         decodes = Batch([(300, 1), (2, 1)], 256, torch.bfloat16)
-        out = decodes.decode(attention.paged_attention_decode)
+        out = decodes.decode(attention_flash.paged_attention_decode)
         expected = decodes.decode(ref.paged_attention_decode)
         torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
         assert flash.calls == 2
@@ -203,7 +203,7 @@ class TestFlashAttn:
     def test_queries_in_float32_are_rounded_to_the_cache(self, flash):
         batch = Batch([(20, 3)], 256, torch.bfloat16)
         batch.query = batch.query.float()
-        assert batch.prefill(attention.paged_attention_prefill).dtype == torch.bfloat16
+        assert batch.prefill(attention_flash.paged_attention_prefill).dtype == torch.bfloat16
         assert flash.calls == 1
 
     @pytest.mark.parametrize(
@@ -211,16 +211,17 @@ class TestFlashAttn:
     )
     def test_torch_where_it_does_not_fit(self, flash, dtype, block):
         batch = Batch([(20, 3)], block, dtype)
-        out = batch.prefill(attention.paged_attention_prefill)
+        out = batch.prefill(attention_flash.paged_attention_prefill)
         torch.testing.assert_close(out, batch.prefill(ref.paged_attention_prefill), rtol=1e-4, atol=1e-4)
         batch.query = batch.query[:1]
         batch.tokens = 1
-        batch.decode(attention.paged_attention_decode)
+        batch.decode(attention_flash.paged_attention_decode)
         assert flash.calls == 0
 
     def test_torch_where_it_is_not_installed(self):
-        assert attention.flash_attn_for(torch.zeros(2, 1, 256, 2, 8, dtype=torch.bfloat16)) is None
+        assert attention_flash.flash_attn_for(torch.zeros(2, 1, 256, 2, 8, dtype=torch.bfloat16)) is None
 
     def test_the_module_imports_it_only_when_asked(self):
-        code = "import sys, mambaslots.inference.kernels.attention; sys.exit('flash_attn' in sys.modules)"
+        module = "mambaslots.inference.kernels.attention_flash"
+        code = f"import sys, {module}; sys.exit('flash_attn' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,7 @@ from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
 from torch import Tensor
 
-BLOCK = fused._PREFILL_TOKENS
+BLOCK = fused.PREFILL_TOKENS
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -228,7 +228,7 @@ def test_random_layouts_with_padding(device: str, seed: int, record_property: An
         seed=seed,
         dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3],
         kernel=2 + seed % 3,
-        conv_dim=(3, 20, fused._PREFILL_CHANNELS + 5)[seed // 2 % 3],
+        conv_dim=(3, 20, fused.PREFILL_CHANNELS + 5)[seed // 2 % 3],
         extra_width=(0, 1, 4)[seed % 3],
         channels_last=seed % 4 == 3,
     )
@@ -326,8 +326,8 @@ def test_the_order_of_programs_changes_no_bit(seed: int, monkeypatch: pytest.Mon
     rows = [
         Row(n, source=n, destination=n, checkpoints={n // 2: 50 + n, n: 100 + n}) for n in range(0, 40, 3)
     ]
-    made = case(rows, seed=seed, conv_dim=fused._PREFILL_CHANNELS + 5)
-    decoded = case([Row(2, source=n) for n in range(5)], conv_dim=fused._UPDATE_CHANNELS + 5)
+    made = case(rows, seed=seed, conv_dim=fused.PREFILL_CHANNELS + 5)
+    decoded = case([Row(2, source=n) for n in range(5)], conv_dim=fused.UPDATE_CHANNELS + 5)
     destinations = [[n, 5 + n] if n % 2 else [5 + n, n] for n in range(5)]
     decoded.pool = torch.cat([decoded.pool, decoded.pool])[:10]
     in_order = made.prefill("cpu"), update(decoded, destinations, "cpu")
@@ -355,7 +355,7 @@ def shuffle_programs(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 def test_prefill_moves_no_byte_too_many(kernel: int) -> None:
     """Each carried window once, each window stored once, however many blocks a row has."""
     rows = [*random_rows(7), Row(3 * BLOCK + 1, source=70, destination=70, checkpoints={2: 71, 20: 72})]
-    conv_dim = fused._PREFILL_CHANNELS + 5
+    conv_dim = fused.PREFILL_CHANNELS + 5
     made = case(rows, kernel=kernel, conv_dim=conv_dim, extra_width=1)
     window = conv_dim * (kernel - 1) * made.pool.element_size()
     with traffic_of(made.pool) as traffic:
@@ -367,7 +367,7 @@ def test_prefill_moves_no_byte_too_many(kernel: int) -> None:
 def test_decode_moves_no_byte_too_many() -> None:
     rows = [Row(3, source=0), Row(3, source=-1), Row(3, source=2), Row(3, source=-1)]
     destinations = [[-1, 0, -1], [-1, -1, 1], [3, 4, 2], [-1, -1, -1]]
-    made = case(rows, conv_dim=fused._UPDATE_CHANNELS + 5, extra_width=2)
+    made = case(rows, conv_dim=fused.UPDATE_CHANNELS + 5, extra_width=2)
     made.pool = torch.zeros(6, *made.pool.shape[1:])
     window = made.x.shape[1] * 3 * 4
     with traffic_of(made.pool) as traffic:
@@ -427,7 +427,7 @@ def test_decode(device: str, dtype: torch.dtype, tokens: int, kernel: int, recor
         )
         destinations.append(row)
     record_property("cases", {"convolution of a row": len(rows)})
-    conv_dim = fused._UPDATE_CHANNELS + 3
+    conv_dim = fused.UPDATE_CHANNELS + 3
     made = case(rows, dtype=dtype, kernel=kernel, conv_dim=conv_dim, extra_width=tokens % 2, seed=tokens)
     real = torch.tensor([row.source >= 0 or bool(row.checkpoints) for row in rows])
     bits(made.x.view(len(rows), tokens, -1)[~real]).fill_(-1)

@@ -9,8 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.kernels import boundary_capture, fused_state_copy, state_copy
-from mambaslots.inference.kernels.state_copy import StateTensors, copy_states, zero_states
+from mambaslots.inference.kernels import boundary_capture, state_copy, state_copy_gpu, state_move
+from mambaslots.inference.kernels.state_copy import copy_states, zero_states
+from mambaslots.inference.kernels.state_move import StateMove
+from mambaslots.inference.kernels.state_move_kernels import LISTED, move_listed_states
+from mambaslots.inference.kernels.state_tensors import StateTensors, device_indices
 from oracle.synchronisation import no_synchronisation
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -72,6 +75,14 @@ def states(slots, dtype=torch.float32, seed=0):
     return pools("contiguous", slots, [(3, 4), (2, 3, 2)], [dtype, dtype], "cpu", seed)[0]
 
 
+def nemotron_h_8b():
+    """A pool of 64 of Nemotron-H-8B's states, without memory."""
+    return StateTensors(
+        torch.empty(24, 64, 10240, 3, dtype=torch.bfloat16, device="meta"),
+        torch.empty(24, 64, 128, 64, 128, dtype=torch.float32, device="meta"),
+    )
+
+
 def bits(tensors):
     return [tensor.contiguous().view(torch.uint8).tolist() for tensor in tensors]
 
@@ -105,9 +116,9 @@ def counted_crossings():
 
     def crossed(*arguments):
         crossings.append(arguments)
-        return state_copy.on_device(*arguments)
+        return device_indices(*arguments)
 
-    with mock.patch.object(fused_state_copy, "on_device", crossed):
+    with mock.patch.object(state_copy_gpu, "device_indices", crossed):
         yield crossings
 
 
@@ -137,20 +148,18 @@ class TestKernel:
         unchanged = [part.clone() for part in source_memory]
         expected = after(memory, destination, meant, source)
         on_device = None if count is None else torch.tensor(count, dtype=torch.int32, device=device)
-        with mock.patch.object(fused_state_copy, "PROGRAMS", data.draw(st.sampled_from([1, 5, 4224]))):
+        with mock.patch.object(state_move, "PROGRAMS", data.draw(st.sampled_from([1, 5, 4224]))):
             if data.draw(st.booleans()):
                 read, write = indices(read, device), indices(write, device)
-            fused_state_copy.copy_states(source, read, destination, write, on_device)
+            state_copy_gpu.copy_states(source, read, destination, write, on_device)
         assert same(memory, expected)
         assert same(source_memory, unchanged)
 
-    @pytest.mark.parametrize(
-        "length", [0, 1, 2, fused_state_copy.LISTED, fused_state_copy.LISTED + 1, 2 * fused_state_copy.LISTED]
-    )
+    @pytest.mark.parametrize("length", [0, 1, 2, LISTED, LISTED + 1, 2 * LISTED])
     @pytest.mark.parametrize("none", [(), (0,), (1,), (0, 1)])
     def test_lists_of_any_length_are_moved(self, device, length, none):
         """Those of up to LISTED live pairs are arguments of the launch, longer ones cross in memory."""
-        slots = 3 * fused_state_copy.LISTED
+        slots = 3 * LISTED
         made = ("gaps", slots, [(3,), (5,)], [torch.bfloat16, torch.float32], device)
         source, source_memory = pools(*made, 0)
         destination, memory = pools(*made, 5)
@@ -162,9 +171,9 @@ class TestKernel:
         pairs = [(i, j) for i, j in zip(read, write, strict=True) if min(i, j) >= 0]
         unchanged = [part.clone() for part in source_memory]
         expected = after(memory, destination, pairs, source)
-        by_value = len(pairs) <= fused_state_copy.LISTED
+        by_value = len(pairs) <= LISTED
         with counted_crossings() as crossings:
-            fused_state_copy.copy_states(source, read, destination, write)
+            state_copy_gpu.copy_states(source, read, destination, write)
         assert len(crossings) == (0 if by_value else 1)
         assert same(memory, expected)
         assert same(source_memory, unchanged)
@@ -172,17 +181,17 @@ class TestKernel:
         written = [slot for slot in write if slot >= 0]
         expected = after(memory, destination, [(slot, slot) for slot in written])
         with counted_crossings() as crossings:
-            fused_state_copy.zero_states(destination, write)
-        assert len(crossings) == (0 if len(written) <= fused_state_copy.LISTED else 1)
+            state_copy_gpu.zero_states(destination, write)
+        assert len(crossings) == (0 if len(written) <= LISTED else 1)
         assert same(memory, expected)
 
     def test_lists_may_name_the_last_slot_of_any_pool(self):
         """A pair is one 64-bit argument, whatever its slots."""
         last = 2**31 - 1
-        pool = fused_state_copy.nemotron_h_8b()
-        move = fused_state_copy.StateMove.between(pool, pool)
-        with mock.patch.object(fused_state_copy.StateMove, "launch") as launch:
-            fused_state_copy.copy_states(pool, [last, 0, last], pool, [0, last, last])
+        pool = nemotron_h_8b()
+        move = StateMove.between(pool, pool)
+        with mock.patch.object(StateMove, "launch") as launch:
+            state_copy_gpu.copy_states(pool, [last, 0, last], pool, [0, last, last])
         ((_, pairs, arguments, _), _) = launch.call_args
         assert pairs == arguments[-1] == 3
         assert [(slots >> 32, slots & last) for slots in arguments[:3]] == [
@@ -191,7 +200,7 @@ class TestKernel:
             (last, last),
         ]
         assert all(slots < 2**63 for slots in arguments[:-1])
-        assert fused_state_copy.LISTED * move.tiles < 2**31
+        assert LISTED * move.tiles < 2**31
 
     def test_lists_with_a_tensor_or_a_count_are_moved(self, device):
         made = ("contiguous", 6, [(3, 4), (5,)], [torch.bfloat16] * 2, device)
@@ -199,11 +208,11 @@ class TestKernel:
         destination, memory = pools(*made, 5)
         count = torch.tensor([2], device=device)
         expected = after(memory, destination, [(1, 0), (5, 3)], source)
-        fused_state_copy.copy_states(source, [1, -1], destination, indices([0, 1], device))
-        fused_state_copy.copy_states(source, [-1, 5, 2], destination, [1, 3, 4], count)
+        state_copy_gpu.copy_states(source, [1, -1], destination, indices([0, 1], device))
+        state_copy_gpu.copy_states(source, [-1, 5, 2], destination, [1, 3, 4], count)
         assert same(memory, expected)
         expected = after(memory, destination, [(2, 2)])
-        fused_state_copy.zero_states(destination, [2, -1, 1], count)
+        state_copy_gpu.zero_states(destination, [2, -1, 1], count)
         assert same(memory, expected)
 
     def test_pools_that_were_made_anew_are_found_at_their_new_place(self, device):
@@ -214,11 +223,11 @@ class TestKernel:
             destination, memory = pools(*made, 5 + seed)
             kept.append(memory)
             expected = after(memory, destination, [(seed, 1)], source)
-            fused_state_copy.copy_states(source, [seed], destination, [1])
+            state_copy_gpu.copy_states(source, [seed], destination, [1])
             assert same(memory, expected)
         views = StateTensors(*(states[:, 1:] for states in destination))
         expected = after(memory, views, [(0, 1)], source)
-        fused_state_copy.copy_states(source, [0], views, [1])
+        state_copy_gpu.copy_states(source, [0], views, [1])
         assert same(memory, expected)
 
     @MANY_CASES
@@ -230,7 +239,7 @@ class TestKernel:
         expected = after(memory, pool, [(slot, slot) for slot in write[:count] if slot >= 0])
         on_device = None if count is None else torch.tensor([count], device=device)
         given_as = write if data.draw(st.booleans()) else indices(write, device)
-        fused_state_copy.zero_states(pool, given_as, on_device)
+        state_copy_gpu.zero_states(pool, given_as, on_device)
         assert same(memory, expected)
 
     @pytest.mark.parametrize("size", [16384, 16384 + 16, 16384 * 2 + 7, 61440])
@@ -240,12 +249,12 @@ class TestKernel:
         source, _ = pools(layout, 3, shapes, dtypes, device, 0)
         destination, memory = pools("gaps", 2, shapes, dtypes, device, 5)
         expected = after(memory, destination, [(2, 0), (0, 1)], source)
-        fused_state_copy.copy_states(source, indices([2, 0], device), destination, indices([0, 1], device))
+        state_copy_gpu.copy_states(source, indices([2, 0], device), destination, indices([0, 1], device))
         assert same(memory, expected)
 
     def test_more_pairs_than_a_program_ranks_at_once(self, device, monkeypatch):
-        monkeypatch.setattr(fused_state_copy, "PROGRAMS", 8)
-        slots = 2 * fused_state_copy.GROUP + 9
+        monkeypatch.setattr(state_move, "PROGRAMS", 8)
+        slots = 2 * state_move.GROUP + 9
         source, _ = pools("contiguous", slots, [(3,), (2,)], [torch.float32] * 2, device, 0, layers=1)
         destination, memory = pools(
             "contiguous", slots, [(3,), (2,)], [torch.float32] * 2, device, 5, layers=1
@@ -254,13 +263,13 @@ class TestKernel:
         write = list(reversed(range(slots)))
         pairs = [(i, j) for i, j in zip(read, write, strict=True) if i >= 0]
         expected = after(memory, destination, pairs, source)
-        fused_state_copy.copy_states(source, indices(read, device), destination, indices(write, device))
+        state_copy_gpu.copy_states(source, indices(read, device), destination, indices(write, device))
         assert same(memory, expected)
 
     def test_a_pool_is_copied_into_itself(self, device):
         pool, memory = pools("contiguous", 6, [(3, 4), (5,)], [torch.bfloat16] * 2, device, 0)
         expected = after(memory, pool, [(1, 0), (2, 2), (1, 4)], pool)
-        fused_state_copy.copy_states(pool, indices([1, 2, 1], device), pool, indices([0, 2, 4], device))
+        state_copy_gpu.copy_states(pool, indices([1, 2, 1], device), pool, indices([0, 2, 4], device))
         assert same(memory, expected)
 
     def test_addresses_beyond_two_to_the_31(self, device):
@@ -275,28 +284,26 @@ class TestKernel:
         for pool, outside in zip((layers_apart, slots_apart), near, strict=True):
             of, to = StateTensors(outside, outside), StateTensors(pool, pool)
             here = list(range(pool.shape[1]))
-            fused_state_copy.copy_states(of, indices(here, device), to, indices(here, device))
+            state_copy_gpu.copy_states(of, indices(here, device), to, indices(here, device))
             assert torch.equal(pool, outside[:, : len(here)])
             back = StateTensors(torch.zeros_like(outside), torch.zeros_like(outside))
-            fused_state_copy.copy_states(
-                to, indices(here, device), back, indices([2, 1][: len(here)], device)
-            )
+            state_copy_gpu.copy_states(to, indices(here, device), back, indices([2, 1][: len(here)], device))
             assert torch.equal(back.ssm[:, 2], pool[:, 0])
-            fused_state_copy.zero_states(to, indices(here[-1:], device))
+            state_copy_gpu.zero_states(to, indices(here[-1:], device))
             assert not pool[:, -1].any()
 
     def test_states_without_bytes_or_layers_or_pairs_are_nothing(self, device):
         for layers, shape, pairs in [(2, (0,), [0]), (0, (3,), [0]), (2, (3,), [])]:
             pool = StateTensors(*torch.ones(2, layers, 4, *shape, device=device))
-            fused_state_copy.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
-            fused_state_copy.zero_states(pool, indices(pairs, device))
+            state_copy_gpu.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
+            state_copy_gpu.zero_states(pool, indices(pairs, device))
             assert all(bool(states.all()) for states in pool)
 
     def test_the_grid_is_bounded_whatever_there_is_to_do(self):
-        pool = fused_state_copy.nemotron_h_8b()
-        move = fused_state_copy.StateMove.between(pool, pool)
+        pool = nemotron_h_8b()
+        move = StateMove.between(pool, pool)
         assert move.tiles == 24 * (256 + 4)
-        assert [move.programs(pairs) for pairs in (1, 32, 10**6)] == [fused_state_copy.PROGRAMS] * 3
+        assert [move.programs(pairs) for pairs in (1, 32, 10**6)] == [state_move.PROGRAMS] * 3
 
     def test_pools_between_which_bits_cannot_move_are_refused(self, device):
         pool = StateTensors(*torch.ones(2, 2, 4, 6, 4, device=device))
@@ -309,7 +316,7 @@ class TestKernel:
         }
         for other in others.values():
             with pytest.raises(ValueError, match="accepted"):
-                fused_state_copy.copy_states(pool, indices([0], device), other, indices([1], device))
+                state_copy_gpu.copy_states(pool, indices([0], device), other, indices([1], device))
 
 
 class TestBoundaryCapture:
@@ -515,7 +522,7 @@ class TestGpu:
         with pytest.raises(ValueError, match="captured"), torch.cuda.graph(graph):
             copy_states(pool, [0], pool, [1])
 
-    @pytest.mark.parametrize("length", [1, fused_state_copy.LISTED, fused_state_copy.LISTED + 1])
+    @pytest.mark.parametrize("length", [1, LISTED, LISTED + 1])
     def test_lists_cross_many_times_without_mixing(self, cuda, length):
         """Pinned memory is used again only once its copy is over; arguments are those of their launch."""
         source, _ = self.pools(16 * length, 0)
@@ -532,9 +539,9 @@ class TestGpu:
         copy_states(pool, [5], pool, [6])
         # Values that triton would otherwise specialise by: 0, 1, multiples of 16, more than 32 bits.
         refused = AssertionError("compiled anew")
-        with mock.patch.object(fused_state_copy._move_listed_states, "_do_compile", side_effect=refused):
+        with mock.patch.object(move_listed_states, "_do_compile", side_effect=refused):
             for read, write in ([0], [1]), ([1], [0]), ([16], [32]), ([0, 1, 2], [16, 17, 18]):
-                fused_state_copy._state_move.cache_clear()
+                state_move._state_move.cache_clear()
                 copy_states(pool, read, pool, write)
 
     def test_a_pool_of_more_than_two_to_the_31_elements(self, cuda):

@@ -1,4 +1,7 @@
-"""Attention over the paged KV cache on a GPU: flash_attn where it is installed and can, else torch."""
+"""Attention over the paged KV cache on a GPU: by flash_attn where it is installed and takes the cache.
+
+Elsewhere `attention_torch` computes. The references are the functions of the same names in `reference`.
+"""
 
 from functools import cache
 from importlib import import_module
@@ -9,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import paged_attention
+from . import attention_torch
 
 _PAGE_TOKENS = 256
 _MAX_HEAD_DIM = 256
@@ -18,10 +21,10 @@ _MAX_HEAD_DIM = 256
 def paged_attention_decode(
     query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
 ) -> Tensor:
-    """As `reference.paged_attention_decode`; flash_attn's result is in the dtype of `kv_cache`."""
+    """`reference.paged_attention_decode`; flash_attn returns the dtype of `kv_cache`."""
     flash = flash_attn_for(kv_cache)
     if flash is None:
-        return paged_attention.paged_attention_decode(query, kv_cache, block_table, kv_lengths)
+        return attention_torch.paged_attention_decode(query, kv_cache, block_table, kv_lengths)
     attended: Tensor = flash.flash_attn_with_kvcache(
         query.to(kv_cache.dtype)[:, None],
         kv_cache[0],
@@ -36,13 +39,13 @@ def paged_attention_decode(
 def paged_attention_verify(
     query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
 ) -> Tensor:
-    """As `reference.paged_attention_verify`; flash_attn's result is in the dtype of `kv_cache`.
+    """`reference.paged_attention_verify`; flash_attn returns the dtype of `kv_cache`.
 
-    flash_attn aligns a row's queries with its end, and rows have different numbers of real tokens, so that
-    each token goes as a row of its own; a row's KV comes from memory once and then from cache.
+    flash_attn aligns a row's queries with the row's end, but padding tokens may lie there. Each token is
+    therefore a row of its own. A row's KV comes from memory once, and from the GPU's cache for later tokens.
     """
     if flash_attn_for(kv_cache) is None:
-        return paged_attention.paged_attention_verify(query, kv_cache, block_table, kv_lengths, positions)
+        return attention_torch.paged_attention_verify(query, kv_cache, block_table, kv_lengths, positions)
     seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
     table = block_table.repeat_interleave(positions.shape[1], dim=0)
     attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen)
@@ -57,10 +60,10 @@ def paged_attention_prefill(
     kv_lengths: Tensor,
     max_query_tokens: int,
 ) -> Tensor:
-    """As `reference.paged_attention_prefill`; flash_attn's result is in the dtype of `kv_cache`."""
+    """`reference.paged_attention_prefill`; flash_attn returns the dtype of `kv_cache`."""
     flash = flash_attn_for(kv_cache)
     if flash is None:
-        return paged_attention.paged_attention_prefill(
+        return attention_torch.paged_attention_prefill(
             query, kv_cache, block_table, query_start_loc, kv_lengths, max_query_tokens
         )
     attended: Tensor = flash.flash_attn_varlen_func(
@@ -78,9 +81,10 @@ def paged_attention_prefill(
 
 
 def flash_attn_for(kv_cache: Tensor) -> ModuleType | None:
-    """flash_attn (2.5 or later) where it is installed and takes this cache, whose queries are rounded to it.
+    """flash_attn (2.5 or later) where it is installed and takes this cache, else None.
 
-    It wants 16-bit floats, blocks of whole pages of 256 tokens, and heads of at most 256, a multiple of 8.
+    flash_attn takes 16-bit floats, blocks of whole pages of 256 tokens, and heads whose width is a multiple
+    of 8 and at most 256. The callers round queries to the dtype of the cache.
     """
     block_size, _, head_dim = kv_cache.shape[2:]
     fits = (

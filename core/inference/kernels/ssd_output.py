@@ -1,19 +1,21 @@
-"""The last SSD stage: each chunk's outputs, from its own tokens and from the state that enters it."""
+"""The last SSD stage: a chunk's outputs, from the chunk's tokens and from the state that enters the chunk.
 
-from typing import Any, Literal
+The function has the name that mamba_ssm and megatron-core give to this stage, `chunk_scan`.
+"""
+
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .specialisation import Specialisation
-
 InputPrecision = Literal["ieee", "tf32x3", "tf32"]
-"""How float32 operands are multiplied: as they are, without tensor cores; in three tensor core products of
-their 11-bit halves, which loses next to nothing; in one such product of operands cut to 11 bits."""
+"""How float32 operands are multiplied. "ieee": in float32, without tensor cores. "tf32x3": in three tensor
+core products of the operands' 11-bit halves, with errors near float32's. "tf32": in one tensor core product
+of operands that are cut to 11 bits."""
 
-_NUM_WARPS = 4
+NUM_WARPS = 4
 
 
 def chunk_scan(
@@ -29,17 +31,17 @@ def chunk_scan(
 ) -> Tensor:
     """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
 
-    m and k are tokens of one chunk, l is its `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section 6).
-    Narrower inputs are widened to float32, which nothing is narrowed from again, except as
-    `input_precision` says. An empty chunk costs empty programs. Launches one kernel, whose grid and
-    addresses depend on shapes alone: it can be captured in a CUDA graph, and synchronises nothing.
+    m and k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section
+    6). Computes in float32; `input_precision` says how products are made. An empty chunk costs empty
+    programs. One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does
+    not synchronise.
 
     Args:
-        x: [tokens, H, P]. C: [tokens, G, N]. Both of any strides but the last, which is 1.
-        dt, log_decays: [H, chunks, chunk size] float32, contiguous; log_decays are sums of dt * A from the
+        x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower; the last stride is 1.
+        dt, log_decays: [H, chunks, chunk size] float32, contiguous. log_decays are sums of dt * A from the
             start of each chunk.
-        CB: [chunks, G, chunk size, chunk size] float32, contiguous: C[m] B[k]; what is above the diagonal,
-            or beyond a chunk's tokens, does not matter.
+        CB: [chunks, G, chunk size, chunk size] float32, contiguous: C[m] B[k]. Values above the diagonal and
+            beyond a chunk's tokens have no effect.
         D: [H].
         entering_states: [chunks, H, P, N] float32, contiguous.
         cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
@@ -47,7 +49,7 @@ def chunk_scan(
     Returns: y, [tokens, H, P] float32; unspecified for tokens of no chunk.
 
     Raises:
-        ValueError: a tensor is not as contiguous as it must be.
+        ValueError: a tensor has other strides.
     """
     for name, dense in (
         ("dt", dt),
@@ -63,29 +65,29 @@ def chunk_scan(
     tokens, heads, head_dim = x.shape
     groups, state_dim = C.shape[1:]
     chunks, chunk_size = dt.shape[1:]
-    blocks, num_stages = _blocks(chunk_size, head_dim, state_dim, input_precision)
+    blocks, num_stages = block_sizes(chunk_size, head_dim, state_dim, input_precision)
     y = torch.empty(tokens, heads, head_dim, dtype=torch.float32, device=x.device)
     grid = (
         triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"]),
         heads,
         chunks,
     )
-    _chunk_scan_kernel[grid](
+    chunk_scan_kernel[grid](
         x, dt, log_decays, C, CB, D, entering_states, cu_chunk_seqlens, y,
         x.stride(0), x.stride(1), C.stride(0), C.stride(1), D.stride(0), dt.stride(0),
         heads, groups, head_dim, state_dim, chunk_size, input_precision,
-        **blocks, num_warps=_NUM_WARPS, num_stages=num_stages,
+        **blocks, num_warps=NUM_WARPS, num_stages=num_stages,
     )  # fmt: skip
     return y
 
 
-def _blocks(
+def block_sizes(
     chunk_size: int, head_dim: int, state_dim: int, input_precision: InputPrecision
 ) -> tuple[dict[str, int], int]:
-    """Tile sizes and pipeline depth, by shape alone: the same inputs give the same bits in any company.
+    """Tile sizes and pipeline stages. The number of tokens has no say, so that other rows change no bits.
 
-    A third stage would cost the plain float32 product 42 registers of a thread, and with them one program in
-    four; tensor cores need it to be fed.
+    Tensor cores need three stages to be fed. A third stage would cost the "ieee" product 42 registers a
+    thread, and with them one of four programs on a multiprocessor.
     """
     block_p = min((64, 32), key=lambda block: triton.cdiv(head_dim, block) * block)
     blocks = {
@@ -98,12 +100,12 @@ def _blocks(
 
 
 def _padded(size: int) -> int:
-    """The sides of a product are powers of two, and 16 at least."""
+    """`size` as a side of a Triton product: a power of two, 16 at least."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @triton.jit
-def _chunk_scan_kernel(
+def chunk_scan_kernel(
     # Pointers
     x,
     dt,
@@ -134,7 +136,7 @@ def _chunk_scan_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # The blocks of one head run side by side and share its state in the L2 cache, those of one group its CB.
+    # Blocks of one head run side by side and share the head's state in the L2 cache; those of one group, CB.
     p_blocks: tl.constexpr = tl.cdiv(head_dim, BLOCK_P)
     first_m = tl.program_id(0) // p_blocks * BLOCK_M
     head = tl.program_id(1)
@@ -150,8 +152,8 @@ def _chunk_scan_kernel(
     p = tl.program_id(0) % p_blocks * BLOCK_P + tl.arange(0, BLOCK_P)
     is_token = m < length
     is_channel = p < head_dim
-    # CB, dt and the decays have `chunk_size` tokens of every chunk. Masks that do not depend on the chunk's
-    # own length leave the loads wide, and beyond it all is finite and multiplied by no token's x.
+    # CB, dt and the decays hold `chunk_size` tokens of every chunk. A mask that does not depend on the
+    # chunk's own length leaves the loads wide. No token's output depends on a value beyond the length.
     in_chunk = m < chunk_size
 
     x += start * x_token_stride + head * x_head_stride
@@ -188,7 +190,7 @@ def _chunk_scan_kernel(
             mask=in_chunk[:, None] & (k < chunk_size)[None, :],
             other=0.0,
         )
-        # Above the diagonal, where nothing is wanted, the difference is positive, and could overflow.
+        # Above the diagonal the difference is positive, and its exponential could overflow.
         scores *= tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
         scores = tl.where(m[:, None] >= k[None, :], scores, 0.0)
         values = tl.load(
@@ -202,38 +204,3 @@ def _chunk_scan_kernel(
     skipped = tl.load(x + m[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
     acc += tl.load(D + head * D_stride).to(tl.float32) * skipped.to(tl.float32)
     tl.store(y + m[:, None] * (heads * head_dim) + p[None, :], acc, mask=inside)
-
-
-def hopper_specialisations() -> list[Specialisation]:
-    """What `chunk_scan` launches at the shapes of Nemotron-H-8B; x and C are parts of one tensor there."""
-    shapes: list[tuple[InputPrecision, str, int]] = [
-        ("ieee", "fp32", 128),
-        ("ieee", "fp32", 256),
-        ("ieee", "bf16", 128),
-        ("tf32x3", "fp32", 128),
-        ("tf32x3", "fp32", 256),
-        ("tf32", "fp32", 128),
-    ]
-    return [_specialisation(*shape) for shape in shapes]
-
-
-def _specialisation(input_precision: InputPrecision, inputs: str, chunk_size: int) -> Specialisation:
-    dimensions = {"head_dim": 64, "state_dim": 128, "chunk_size": chunk_size}
-    blocks, num_stages = _blocks(**dimensions, input_precision=input_precision)
-    pointers = {"x": inputs, "C": inputs} | dict.fromkeys(
-        ("dt", "log_decays", "CB", "D", "entering_states", "y"), "fp32"
-    )
-    strides = ("x_token_stride", "x_head_stride", "C_token_stride", "C_group_stride", "decay_head_stride")
-    constexprs: dict[str, Any] = dimensions | blocks
-    return Specialisation(
-        name=f"chunk_scan {input_precision} {inputs} chunk {chunk_size}",
-        kernel=_chunk_scan_kernel,
-        signature={name: f"*{dtype}" for name, dtype in pointers.items()}
-        | {"cu_chunk_seqlens": "*i32"}
-        | dict.fromkeys(strides, "i64"),
-        constexprs=constexprs
-        | {"heads": 128, "groups": 8, "D_stride": 1, "INPUT_PRECISION": input_precision},
-        divisible_by_16=(*pointers, *strides),
-        num_warps=_NUM_WARPS,
-        num_stages=num_stages,
-    )

@@ -1,18 +1,19 @@
-"""The model's kernels for GPUs, under the names and signatures of `reference`.
+"""The `KernelSet` for GPUs, with the names and signatures of `reference`.
 
-None synchronises, and no launch depends on values: all can be captured in a CUDA graph.
+No function synchronises, and no launch depends on values: a CUDA graph can capture every function.
 """
 
-from .attention import paged_attention_decode, paged_attention_prefill, paged_attention_verify
+from .attention_flash import paged_attention_decode, paged_attention_prefill, paged_attention_verify
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from .reference import apply_rotary, compute_dtype, gated_rms_norm, rms_norm
 from .selective_state_update import selective_state_update
-from .ssd_chunk_scan import ssd_chunk_scan
+from .ssd_scan import ssd_chunk_scan
 from .write_kv import write_kv
 
 SEPARATE_STATES = True
 
 __all__ = [
+    "SEPARATE_STATES",
     "apply_rotary",
     "causal_conv1d_prefill",
     "causal_conv1d_update",

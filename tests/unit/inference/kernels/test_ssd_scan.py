@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import reference
-from mambaslots.inference.kernels import ssd_chunk_scan as module
-from mambaslots.inference.kernels.ssd_chunk_scan import ssd_chunk_scan
+from mambaslots.inference.kernels import ssd_scan as module
+from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
 from oracle.ssd import (
     DEVICES,
     Batch,
@@ -355,7 +355,7 @@ COMPILE = """
 import os, importlib
 import triton
 import triton.language as tl
-from mambaslots.inference.kernels import ssd_chunk_scan
+from mambaslots.inference.kernels import ssd_scan
 from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd_kernel as tuned
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -371,5 +371,5 @@ for _ in range(2):
     ttir = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
     print(os.environ["TRITON_F32_DEFAULT"], "inputPrecision = tf32" in ttir)
     os.environ["TRITON_F32_DEFAULT"] = "tf32"
-    importlib.reload(ssd_chunk_scan)
+    importlib.reload(ssd_scan)
 """

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels.chunk_scan import chunk_scan
+from mambaslots.inference.kernels.ssd_output import chunk_scan
 from oracle.ssd import DEVICES, Batch, Layer, Row, kernel_device, poisoned_allocations, randn, relative_error
 from oracle.traffic import traffic_of
 

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache in torch operations whose shapes depend on no value.
 
-So it runs on any device, needs nothing from it, and can be captured in a CUDA graph. Queries go in tiles, the
-cache in segments with a running softmax (Milakov & Gimelshein 2018, arXiv 1805.02867): what is in memory at
-once stays bounded, however long the sequences are.
+It runs on any device, and a CUDA graph can capture it. Queries are cut into tiles, and the cache into
+segments with a running softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), so that scratch memory stays
+bounded however long the sequences are. The references are the functions of the same names in `reference`.
 """
 
 import torch
@@ -18,14 +18,14 @@ _SCRATCH_BYTES = 1 << 29
 def paged_attention_decode(
     query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
 ) -> Tensor:
-    """As `reference.paged_attention_decode`; rows of length 0 give zeros. Does not synchronise."""
+    """`reference.paged_attention_decode`; rows of length 0 give zeros. Does not synchronise."""
     return _attend(query[:, None], kv_lengths[:, None] - 1, kv_cache, block_table, kv_lengths)[:, 0]
 
 
 def paged_attention_verify(
     query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
 ) -> Tensor:
-    """As `reference.paged_attention_verify`; reads each row's KV once. Does not synchronise."""
+    """`reference.paged_attention_verify`; reads each row's KV once. Does not synchronise."""
     return _attend(query, positions, kv_cache, block_table, kv_lengths)
 
 
@@ -37,10 +37,10 @@ def paged_attention_prefill(
     kv_lengths: Tensor,
     max_query_tokens: int,
 ) -> Tensor:
-    """As `reference.paged_attention_prefill`; padding tokens give zeros. Does not synchronise.
+    """`reference.paged_attention_prefill`; padding tokens give zeros. Does not synchronise.
 
-    Every row is cut into tiles of tokens, at most tokens // tile + rows in all; each reads the whole width of
-    the block table.
+    Every row is cut into tiles of tokens, at most tokens // tile + rows tiles in all. Each tile reads the
+    whole width of the block table.
     """
     tokens, rows = query.shape[0], block_table.shape[0]
     size = max(1, min(_TILE_TOKENS, max_query_tokens))
@@ -65,10 +65,13 @@ def paged_attention_prefill(
 def _attend(
     query: Tensor, positions: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
 ) -> Tensor:
-    """Tiles of queries [tiles, T, heads, head dim], each at its position [tiles, T] (-1: sees nothing).
+    """Attention of tiles of queries.
 
-    block_table [tiles, most blocks] and kv_lengths [tiles] of the tiles' rows. Returns the shape of `query`
-    in the compute dtype.
+    Args:
+        query: [tiles, T, heads, head dim]. positions: [tiles, T]; a query at -1 sees nothing.
+        block_table, kv_lengths: [tiles, blocks], [tiles], of each tile's row.
+
+    Returns: the shape of `query`, in the compute dtype.
     """
     tokens, heads, head_dim = query.shape[1:]
     block_size, kv_heads = kv_cache.shape[2:4]
@@ -98,7 +101,7 @@ def _attend_group(
         blocks = block_table[:, first : first + segment]
         at = first * block_size + torch.arange(blocks.shape[1] * block_size, device=query.device)
         keys, values = (cache[blocks].flatten(1, 2).to(dtype).movedim(1, 2) for cache in kv_cache)
-        # Beyond a row's length lies whatever was in memory, which may be no number, and 0 * NaN is NaN.
+        # Memory beyond a row's length may hold NaN, and 0 * NaN is NaN.
         values = values.masked_fill((at >= kv_lengths[:, None])[:, None, :, None], 0.0)
         hidden = at > positions[:, :, None]
         scores = torch.unflatten(grouped @ keys.mT, 2, (-1, tokens))

@@ -1,0 +1,267 @@
+"""The launches of a step of Nemotron-H-8B, kernel by kernel, as `compile_kernels.py` compiles them.
+
+The model has 24 Mamba layers of 128 heads of 64 channels, 8 groups, a state of 128, a convolution of 10,240
+channels and 4 taps, and 8 KV heads of 128. Pools are float32 or bfloat16; a decode has one token or four.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from mambaslots.inference.kernels import (
+    boundary_capture,
+    causal_conv1d,
+    selective_state_update,
+    ssd_output,
+    state_move,
+    state_move_kernels,
+    state_passing,
+    write_kv,
+)
+from mambaslots.inference.kernels.specialisation import Specialisation
+from mambaslots.inference.kernels.ssd_output import InputPrecision
+from mambaslots.inference.kernels.state_move import StateMove
+from mambaslots.inference.kernels.state_tensors import StateTensors
+
+HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
+TAPS = 4
+KV_WIDTH = 8 * 128
+
+Access = Literal["load", "store"]
+BOTH: tuple[Access, ...] = ("load", "store")
+
+
+def state_pool(ssm_dtype: torch.dtype = torch.float32) -> StateTensors:
+    """A pool of 64 states, without memory."""
+    return StateTensors(
+        torch.empty(24, 64, 10240, 3, dtype=torch.bfloat16, device="meta"),
+        torch.empty(24, 64, HEADS, HEAD_DIM, STATE_DIM, dtype=ssm_dtype, device="meta"),
+    )
+
+
+def state_move_launch(
+    name: str,
+    kernel: Any,
+    pool: StateTensors,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    wide: tuple[Access, ...],
+) -> Specialisation:
+    """A launch of `kernel` within `pool`; `types` and `constexprs` are of arguments that the move has not."""
+    move = StateMove.between(pool, pool).arguments
+    constants = {argument: value for argument, value in move.items() if argument.isupper()}
+    scalars = {argument: "i64" for argument in move if not argument.isupper()}
+    return Specialisation(
+        name,
+        kernel,
+        scalars | {"layers": "i32", "pairs": "i32"} | types,
+        constants | constexprs,
+        num_warps=state_move.NUM_WARPS,
+        num_stages=1,
+        wide=wide,
+    )
+
+
+def state_copies() -> list[Specialisation]:
+    """Copies and zero-fill, and the narrow accesses of slots of odd sizes."""
+    kernel, listed_kernel = state_move_kernels.move_states, state_move_kernels.move_listed_states
+    destinations = {"destination_indices": "*i64"}
+    pairs = destinations | {"source_indices": "*i64"}
+    listed = dict.fromkeys(state_move_kernels.LISTED_ARGUMENTS, "i64")
+    copy: dict[str, Any] = {"FROM_SOURCE": True, "GROUP": state_move.GROUP, "count": None}
+    zero: dict[str, Any] = copy | {"FROM_SOURCE": False, "source_indices": None}
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = state_pool(dtype)
+        kind = str(dtype).removeprefix("torch.")
+        for name, kernel_of, types, constexprs, wide in (
+            (f"copy_states {kind}", kernel, pairs, copy, BOTH),
+            (f"zero_states {kind}", kernel, destinations, zero, BOTH[1:]),
+            (f"copy_states {kind}, listed", listed_kernel, listed, {"FROM_SOURCE": True}, BOTH),
+            (f"zero_states {kind}, listed", listed_kernel, listed, {"FROM_SOURCE": False}, BOTH[1:]),
+        ):
+            found.append(state_move_launch(name, kernel_of, pool, types, constexprs, wide))
+    counted = {name: value for name, value in copy.items() if name != "count"}
+    with_count = pairs | {"count": "*i32"}
+    found.append(state_move_launch("copy_states, counted", kernel, state_pool(), with_count, counted, BOTH))
+    for align in (16, 8, 4, 2, 1):
+        tail = align > 1
+        odd = {"CONV_ALIGN": align, "CONV_TAIL": tail, "SSM_ALIGN": align, "SSM_TAIL": tail}
+        name = f"copy_states, aligned to {align}" + ", odd size" * tail
+        found.append(state_move_launch(name, kernel, state_pool(torch.bfloat16), pairs, copy | odd, ()))
+    return found
+
+
+def boundary_captures() -> list[Specialisation]:
+    pointers = dict.fromkeys(("live_slots", "sequence_lengths", "durable_slots"), "*i64")
+    types, constexprs = pointers | {"block_size_tokens": "i32"}, {"GROUP": state_move.GROUP}
+    kernel = boundary_capture.capture_boundaries_kernel
+    return [state_move_launch("capture_boundaries", kernel, state_pool(), types, constexprs, BOTH)]
+
+
+def state_passings() -> list[Specialisation]:
+    """One launch for pools of each dtype."""
+    return [
+        Specialisation(
+            name=f"state_passing {pool}",
+            kernel=state_passing.state_passing_kernel,
+            signature=dict.fromkeys(("chunk_states", "log_decays"), "*fp32")
+            | {"ssm_states": f"*{pool}", "row_chunk_starts": "*i32"}
+            | dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
+            | dict.fromkeys(("slot_stride", "decay_head_stride"), "i64"),
+            constexprs={"heads": HEADS, "state_size": HEAD_DIM * STATE_DIM, "chunk_size": 128}
+            | {"BLOCK": state_passing.BLOCK},
+            # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
+            divisible_by_16=("chunk_states", "log_decays", "ssm_states", "slot_stride", "decay_head_stride"),
+            num_warps=state_passing.NUM_WARPS,
+            wide=BOTH,
+        )
+        for pool in ("fp32", "bf16")
+    ]
+
+
+def ssd_outputs() -> list[Specialisation]:
+    """x and C are views of one tensor: their tokens and heads are strides apart."""
+    shapes: list[tuple[InputPrecision, str, int]] = [
+        ("ieee", "fp32", 128),
+        ("ieee", "fp32", 256),
+        ("ieee", "bf16", 128),
+        ("tf32x3", "fp32", 128),
+        ("tf32x3", "fp32", 256),
+        ("tf32", "fp32", 128),
+    ]
+    strides = ("x_token_stride", "x_head_stride", "C_token_stride", "C_group_stride", "decay_head_stride")
+    found = []
+    for input_precision, inputs, chunk_size in shapes:
+        dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
+        blocks, num_stages = ssd_output.block_sizes(**dimensions, input_precision=input_precision)
+        pointers = {"x": inputs, "C": inputs} | dict.fromkeys(
+            ("dt", "log_decays", "CB", "D", "entering_states", "y"), "fp32"
+        )
+        found.append(
+            Specialisation(
+                name=f"chunk_scan {input_precision} {inputs} chunk {chunk_size}",
+                kernel=ssd_output.chunk_scan_kernel,
+                signature={name: f"*{dtype}" for name, dtype in pointers.items()}
+                | {"cu_chunk_seqlens": "*i32"}
+                | dict.fromkeys(strides, "i64"),
+                constexprs={"heads": HEADS, "groups": GROUPS, "D_stride": 1}
+                | {"INPUT_PRECISION": input_precision}
+                | dimensions
+                | blocks,
+                divisible_by_16=(*pointers, *strides),
+                num_warps=ssd_output.NUM_WARPS,
+                num_stages=num_stages,
+            )
+        )
+    return found
+
+
+def convolutions() -> list[Specialisation]:
+    """Prefill, and decode of one token and of four, for inputs of each dtype."""
+    strides = ("x_token_stride", "weight_channel_stride", "slot_stride", "state_channel_stride")
+    ones = {"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
+    indices = (
+        "sources", "destinations", "query_start_loc", "token_rows",
+        "checkpoint_rows", "checkpoint_ends", "checkpoint_destinations",
+    )  # fmt: skip
+    found = []
+    for dtype in ("fp32", "bf16"):
+        tensors = dict.fromkeys(("x", "weight", "bias", "states"), f"*{dtype}") | {"out": "*fp32"}
+        pointers = tensors | dict.fromkeys(indices, "*i64")
+        found.append(
+            Specialisation(
+                name=f"causal_conv1d_prefill {dtype}",
+                kernel=causal_conv1d.prefill_kernel,
+                signature=pointers | dict.fromkeys(("rows", "checkpoints", "conv_dim", *strides), "i32"),
+                constexprs=ones
+                | {"KERNEL": TAPS}
+                | {"BLOCK_T": causal_conv1d.PREFILL_TOKENS, "BLOCK_C": causal_conv1d.PREFILL_CHANNELS},
+                divisible_by_16=(*pointers, "conv_dim", "x_token_stride", "slot_stride"),
+                num_warps=causal_conv1d.PREFILL_WARPS,
+            )
+        )
+        for tokens in (1, 4):
+            pointers = tensors | dict.fromkeys(("sources", "destinations"), "*i64")
+            integers = ["conv_dim", "x_row_stride", "x_token_stride", *strides[1:], "destination_row_stride"]
+            one_token = {"destination_row_stride": 1} if tokens == 1 else {}
+            found.append(
+                Specialisation(
+                    name=f"causal_conv1d_update {dtype} T={tokens}",
+                    kernel=causal_conv1d.update_kernel,
+                    signature=pointers | {name: "i32" for name in integers if name not in one_token},
+                    constexprs=ones
+                    | one_token
+                    | {"destination_token_stride": 1}
+                    | {"KERNEL": TAPS, "TOKENS": tokens, "BLOCK_C": causal_conv1d.UPDATE_CHANNELS},
+                    divisible_by_16=(*pointers, "conv_dim", "x_row_stride", "x_token_stride", "slot_stride"),
+                    num_warps=causal_conv1d.UPDATE_WARPS,
+                )
+            )
+    return found
+
+
+def state_updates() -> list[Specialisation]:
+    """Decode of one token and of four, for pools of each dtype."""
+    block_p, block_n = selective_state_update.block_sizes(HEAD_DIM, STATE_DIM)
+    even = [f"{tensor}_{axis}_stride" for tensor in "xbc" for axis in ("row", "token")]
+    even += ["dt_row_stride", "dt_token_stride", "x_head_stride", "b_group_stride", "c_group_stride"]
+    even += ["slot_stride", "head_stride", "p_stride"]
+    found = []
+    for dtype in ("fp32", "bf16"):
+        for tokens in (1, 4):
+            pointers = dict.fromkeys(("x", "dt", "A", "B", "C", "D", "out"), "*fp32")
+            pointers |= {"states": f"*{dtype}", "sources": "*i64", "destinations": "*i64"}
+            ones = ["x_p_stride", "dt_head_stride", "a_stride", "b_n_stride", "c_n_stride", "d_stride"]
+            ones += ["n_stride", "destination_token_stride"]
+            odd = ["destination_row_stride"]
+            if tokens == 1:
+                ones, odd = ones + odd, []
+            found.append(
+                Specialisation(
+                    name=f"selective_state_update {dtype} T={tokens}",
+                    kernel=selective_state_update.update_kernel,
+                    signature=pointers | dict.fromkeys([*even, *odd], "i32"),
+                    constexprs=dict.fromkeys(ones, 1)
+                    | {"TOKENS": tokens, "HEADS": HEADS, "HEADS_A_GROUP": HEADS // GROUPS}
+                    | {"HEAD_DIM": HEAD_DIM, "STATE_DIM": STATE_DIM, "BLOCK_P": block_p, "BLOCK_N": block_n},
+                    divisible_by_16=(*pointers, *even),
+                    num_warps=selective_state_update.NUM_WARPS,
+                    num_stages=1,
+                    wide=BOTH,
+                )
+            )
+    return found
+
+
+def kv_writes() -> list[Specialisation]:
+    """Keys are rotated, and so float32; values and cache have the model's dtype."""
+    strides = ("value_cache_offset", "key_token_stride", "value_token_stride")
+    found = []
+    for dtype in ("fp32", "bf16"):
+        pointers = {"keys": "*fp32", "values": f"*{dtype}", "cache": f"*{dtype}"}
+        pointers |= dict.fromkeys(("tokens", "positions"), "*i64")
+        found.append(
+            Specialisation(
+                name=f"write_kv {dtype}",
+                kernel=write_kv.write_kv_kernel,
+                signature=pointers | dict.fromkeys(strides, "i32") | {"value_cache_offset": "i64"},
+                constexprs={"WIDTH": KV_WIDTH, "BLOCK": write_kv.BLOCK},
+                divisible_by_16=(*pointers, *strides),
+                num_warps=write_kv.NUM_WARPS,
+                num_stages=1,
+            )
+        )
+    return found
+
+
+SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
+    "state_move_kernels": state_copies,
+    "boundary_capture": boundary_captures,
+    "state_passing": state_passings,
+    "ssd_output": ssd_outputs,
+    "causal_conv1d": convolutions,
+    "selective_state_update": state_updates,
+    "write_kv": kv_writes,
+}
+"""Each file of `mambaslots.inference.kernels` that has kernels -> its launches."""

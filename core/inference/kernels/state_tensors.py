@@ -1,0 +1,49 @@
+"""The tensors that hold states, and the slots that callers name in them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Indices = Sequence[int] | Tensor
+"""Slots, -1 for none: a list of ints on the host, or an int64 tensor on the states' device."""
+
+
+class StateTensors(NamedTuple):
+    """The states of all Mamba layers: conv [layers, slots, ...] and ssm [layers, slots, ...]."""
+
+    conv: Tensor
+    ssm: Tensor
+
+
+def check_indices(name: str, indices: Indices, states: StateTensors) -> None:
+    """Check the values of a list, and the dtype, shape and device of a tensor; does not synchronise.
+
+    Raises:
+        ValueError: a listed slot lies outside `states`, or a tensor is not what the kernels read.
+    """
+    if isinstance(indices, Tensor):
+        readable = indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
+        if not readable or indices.device != states.ssm.device:
+            raise ValueError(
+                f"{name} is {indices.dtype} {list(indices.shape)} on {indices.device}; accepted: a "
+                f"contiguous 1-D int64 tensor on {states.ssm.device}"
+            )
+    elif not -1 <= min(indices) <= max(indices) < states.ssm.shape[1]:
+        raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {states.ssm.shape[1] - 1}")
+
+
+def device_indices(device: torch.device, *indices: Indices) -> list[Tensor]:
+    """The same slots as int64 tensors on `device`; does not synchronise.
+
+    Args:
+        device: where the tensors among `indices` lie already.
+        indices: all lists among them have one length. They cross in one copy, from pinned memory.
+    """
+    lists = [list(entry) for entry in indices if not isinstance(entry, Tensor)]
+    if not lists:
+        return [entry for entry in indices if isinstance(entry, Tensor)]
+    pinned = torch.tensor(lists, dtype=torch.int64, pin_memory=device.type == "cuda")
+    crossed = iter(pinned.to(device, non_blocking=True).unbind())
+    return [entry if isinstance(entry, Tensor) else next(crossed) for entry in indices]

@@ -1,0 +1,40 @@
+"""Which device is current while work is launched."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from mambaslots.cuda_device import on_device_of
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("meta")])
+def test_other_devices_change_nothing_and_need_no_gpu(device: torch.device | None) -> None:
+    before = torch.cuda.is_initialized()
+    with on_device_of(device):
+        pass
+    assert torch.cuda.is_initialized() == before
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:3", 3), ("cuda", None)])
+def test_a_cuda_device_is_entered_by_its_index(
+    device: str, index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[int | None] = []
+
+    def enter(index: int | None) -> nullcontext[None]:
+        entered.append(index)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    with on_device_of(torch.device(device)):
+        pass
+    assert entered == [index]
+
+
+@pytest.mark.gpu
+def test_the_current_device_comes_back() -> None:
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    before = torch.cuda.current_device()
+    with on_device_of(last):
+        assert torch.cuda.current_device() == last.index
+    assert torch.cuda.current_device() == before
