@@ -74,7 +74,8 @@ def specialisations(names: tuple[str, ...]) -> Iterator[tuple[str, Specialisatio
     """The kernel files' own lists, in order; exits when two have the same name."""
     seen: set[str] = set()
     for name in names:
-        module = importlib.import_module(f"mambaslots.inference.kernels.{name}")
+        path = "align_shapes" if name == "align" else f"mambaslots.inference.kernels.{name}"
+        module = importlib.import_module(path)
         for specialisation in module.hopper_specialisations():
             if specialisation.name in seen:
                 sys.exit(f"two specialisations are called {specialisation.name!r}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from mambaslots.inference.contexts.speculative_state import FRESH, NO_SLOT, PADDING, SpeculativeState
+from mambaslots.vllm import FRESH, NO_SLOT, PADDING, AlignRows
 from oracle.dense_states import HISTORY, DenseForward, DenseStates
 
 
@@ -18,7 +18,7 @@ class Lives:
     seed: int
     count: int
     copy_free: bool
-    state_type: type = SpeculativeState
+    state_type: type = AlignRows
     found: dict[str, int] = field(default_factory=dict)
 
     LIVES = 3

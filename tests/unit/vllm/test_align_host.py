@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.contexts.align_host import (
+from mambaslots.vllm import (
     MambaBuffers,
     MambaCacheConfig,
     MambaSpecDecodeGPUContext,

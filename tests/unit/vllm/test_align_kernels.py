@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import align, align_reference, reference, selective_state_update
-from mambaslots.inference.kernels.align_layout import AlignLayout, AlignState
+from mambaslots.inference.kernels import reference, selective_state_update
+from mambaslots.vllm.kernels import align, align_reference
+from mambaslots.vllm.kernels.align_layout import AlignLayout, AlignState
 from oracle.align_lives import Lives
 from oracle.synchronisation import no_synchronisation
 
@@ -137,7 +138,7 @@ class Case:
             self.states += [AlignState(conv, self.width, group), AlignState(ssm, 0, group)]
         self.tables = [self.table(draw, slots) for _ in range(groups)]
         self.on_device = [table.to(device) for table in self.tables]
-        self.layout = AlignLayout.of(self.states, self.on_device, self.conv_dim_first)
+        self.layout = AlignLayout.from_tensors(self.states, self.on_device, self.conv_dim_first)
 
     def table(self, draw, slots):
         """Every slot in one place, but for nulls, slots out of range, and columns that share one."""
@@ -229,7 +230,7 @@ class TestPrecopy:
         ssm = memory.states(2, (3, 4), dtype)
         tables = [numbers([[1, 1]], torch.int32, device)]
         states = [AlignState(conv, 6), AlignState(ssm, 0)]
-        layout = AlignLayout.of(states, tables, conv_dim_first)
+        layout = AlignLayout.from_tensors(states, tables, conv_dim_first)
         before = memory.bytes()
         window = 1 if conv_dim_first else 0
         moved = conv[1].view(align_reference._BITS[dtype.itemsize]).narrow(window, bias, 6 - bias).clone()
@@ -246,7 +247,7 @@ class TestPrecopy:
         memory = Memory(device, 3)
         ssm = memory.states(3, (5 * 16384 + 13,), torch.uint8)
         aligned = memory.states(3, (9 * 16384 + 7,), torch.uint8, slot_gap=9)
-        layout = AlignLayout.of(
+        layout = AlignLayout.from_tensors(
             [AlignState(ssm, 0), AlignState(aligned, 0)], [numbers([[2, 0, 1]], torch.int32, device)], True
         )
         before = memory.bytes()
@@ -260,7 +261,7 @@ class TestPrecopy:
 
     def test_fresh_rows_and_padding_copy_nothing(self, device):
         memory = Memory(device, 0)
-        layout = AlignLayout.of(
+        layout = AlignLayout.from_tensors(
             [AlignState(memory.states(2, (4,), torch.float32), 0)],
             [numbers([[0, 1]] * 3, torch.int32, device)],
             True,
@@ -324,7 +325,7 @@ class TestPostprocess:
 
     def test_counts_are_not_written_over_those_that_are_read(self, device):
         counts = numbers([1], torch.int64, device)
-        layout = AlignLayout.of(
+        layout = AlignLayout.from_tensors(
             [AlignState(Memory(device, 0).states(2, (4,), torch.float32), 0)],
             [numbers([[0, 1]], torch.int32, device)],
             True,
@@ -380,7 +381,7 @@ class DeviceLives(Lives):
         conv = torch.from_numpy(forward.conv)[:, :, None]  # the same memory, [slots, window, dim]
         ssm = torch.from_numpy(forward.ssm.view("int64"))
         states = [AlignState(conv, conv.shape[1]), AlignState(ssm, 0)]
-        return AlignLayout.of(states, [self.state.slot_table], False)
+        return AlignLayout.from_tensors(states, [self.state.slot_table], False)
 
     def by_row(self, rows, values, others):
         found = torch.full((len(self.state.columns),), others)
@@ -452,7 +453,7 @@ class TestCopyFree:
         rows, tokens, columns, heads, head_dim, state_dim = 3, 3, 6, 2, 4, 8
         pool = random(rows * columns, heads, head_dim, state_dim)
         table = torch.randperm(rows * columns, generator=generator).reshape(rows, columns).to(device)
-        layout = AlignLayout.of([AlignState(pool, 0)], [table.int()], True)
+        layout = AlignLayout.from_tensors([AlignState(pool, 0)], [table.int()], True)
         x, dt = random(rows, tokens, heads, head_dim), random(rows, tokens, heads)
         B, C = random(rows, tokens, 1, state_dim), random(rows, tokens, 1, state_dim)
         A, D = -random(heads), random(heads)
@@ -479,12 +480,12 @@ class TestLayout:
 
     def test_bytes_of_a_copy_are_counted(self):
         states = [AlignState(self.states(2, 8, 6), 6), AlignState(self.states(2, 3, 5), 0)]
-        layout = AlignLayout.of(states, [torch.zeros(2, 3, dtype=torch.int32)], True)
+        layout = AlignLayout.from_tensors(states, [torch.zeros(2, 3, dtype=torch.int32)], True)
         assert [layout.bytes_copied(bias) for bias in (0, 2, 6, 7)] == [4 * (48 + 15), 4 * (32 + 15), 60, 60]
 
     def test_other_memory_is_another_layout(self):
         states, tables = [AlignState(self.states(2, 8, 6), 6)], [torch.zeros(2, 3, dtype=torch.int32)]
-        layout = AlignLayout.of(states, tables, True)
+        layout = AlignLayout.from_tensors(states, tables, True)
         assert layout.lies_in(states, tables)
         assert not layout.lies_in([AlignState(self.states(2, 8, 6), 6)], tables)
         assert not layout.lies_in(states, [tables[0].clone()])
@@ -503,7 +504,7 @@ class TestLayout:
     )
     def test_states_that_cannot_be_copied_are_refused(self, state, said):
         with pytest.raises(ValueError, match=said):
-            AlignLayout.of([state], [torch.zeros(2, 3, dtype=torch.int32)], True)
+            AlignLayout.from_tensors([state], [torch.zeros(2, 3, dtype=torch.int32)], True)
 
     @pytest.mark.parametrize(
         "tables",
@@ -516,7 +517,7 @@ class TestLayout:
     )
     def test_tables_that_are_none_are_refused(self, tables):
         with pytest.raises(ValueError, match=r"block.tables"):
-            AlignLayout.of([AlignState(torch.zeros(2, 8), 0)], tables, True)
+            AlignLayout.from_tensors([AlignState(torch.zeros(2, 8), 0)], tables, True)
 
 
 @pytest.mark.gpu
@@ -530,7 +531,7 @@ class TestGpu:
             states.append(AlignState(memory.states(12, (640, 7), torch.bfloat16), 7))
             states.append(AlignState(memory.states(12, (16, 16, 64), torch.float32), 0))
         tables = [numbers([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], torch.int32, "cuda")]
-        return memory, AlignLayout.of(states, tables, True)
+        return memory, AlignLayout.from_tensors(states, tables, True)
 
     def vectors(self, *values):
         return [numbers(listed, torch.int32, "cuda") for listed in values]
@@ -589,7 +590,7 @@ class TestGpu:
         ssm = torch.zeros(slots, 1 << 20, dtype=torch.int16, device=cuda)  # more than 2**31 elements
         ssm[slots - 1].random_(-(2**15), 2**15)
         tables = self.vectors([[slots - 1, slots - 2]])
-        layout = AlignLayout.of([AlignState(ssm, 0)], [tables[0]], True)
+        layout = AlignLayout.from_tensors([AlignState(ssm, 0)], [tables[0]], True)
         align.precopy_align(layout, *self.vectors([1], [0], [0]), None, 1)
         assert torch.equal(ssm[slots - 2], ssm[slots - 1])
         assert not ssm[: slots - 2].any()
