@@ -1,4 +1,4 @@
-"""Align mode on the device: the kernels and their torch reference, against bytes moved by hand."""
+"""The align kernels and their torch reference, against bytes moved by hand and a rule counted by hand."""
 
 import math
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ MANY_CASES = settings(
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Where a kernel runs: on the CPU in triton's interpreter, which is off where there is a GPU."""
+    """Where a kernel runs: on the GPU if there is one, else on the CPU in Triton's interpreter."""
     if (request.param == "cuda") != torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU, or in the interpreter")
     return request.param
@@ -39,13 +39,13 @@ def cuda():
 
 
 def random_bytes(count, seed):
-    """Every kind of float: NaNs with payloads, infinities, denormals."""
+    """Random bytes: as floats they are NaNs with payloads, infinities and denormals too."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
 class Memory:
-    """State tensors cut out of memories of random bytes, in any place, with gaps."""
+    """State tensors cut out of random bytes, at any offset and with gaps."""
 
     def __init__(self, device, seed):
         self.device, self.seed = device, seed
@@ -71,7 +71,7 @@ class Memory:
 
 
 def by_hand(states, tables, conv_dim_first, row, source, destination, bias):
-    """One row's copies, byte by byte in Python's lists."""
+    """Copy one row's states byte by byte, in Python lists."""
     for tensor, width, group in states:
         table = tables[group].tolist()[row]
         column = source if width else source + bias
@@ -95,7 +95,7 @@ def by_hand(states, tables, conv_dim_first, row, source, destination, bias):
 
 
 def rule_by_hand(computed, scheduled, drafted, accepted, column, block):
-    """(source, bias, destination, count afterwards), or None where nothing reached a boundary."""
+    """(source, bias, destination, new count), or None where no boundary was reached: each count is tried."""
     before, after = computed + scheduled - drafted, computed + scheduled - drafted + accepted - 1
     reached = [tokens for tokens in range(before, after + 1) if tokens > 0 and tokens % block == 0]
     if not reached or column < 0:
@@ -141,7 +141,7 @@ class Case:
         self.layout = AlignLayout.from_tensors(self.states, self.on_device, self.conv_dim_first)
 
     def table(self, draw, slots):
-        """Every slot in one place, but for nulls, slots out of range, and columns that share one."""
+        """Each slot once, besides missing slots, slots out of range, and columns that share one."""
         free = draw(st.permutations(range(slots)))
         table = torch.full((self.rows, self.columns), -1, dtype=torch.int32)
         for row in range(self.rows):
@@ -159,7 +159,7 @@ class Case:
         return st.lists(values, min_size=self.rows, max_size=self.rows)
 
     def mapping(self, draw):
-        """Rows in any order, some of them padding, or None: as they are; and how many of them are meant."""
+        """(a permutation of the rows with some padding, or None for the identity; how many entries count)."""
         mapping = draw(st.none() | st.permutations(range(self.rows)))
         if mapping is not None:
             mapping = [row if draw(st.integers(0, 4)) else -1 for row in mapping]
@@ -169,7 +169,7 @@ class Case:
         by_hand(self.states, self.tables, self.conv_dim_first, row, source, destination, bias)
 
     def written_by(self, call):
-        """The memories as `call` leaves them; put back then."""
+        """The memories as `call` leaves them; afterwards they are as before the call."""
         before = self.memory.bytes()
         call()
         after = self.memory.bytes()
@@ -186,7 +186,7 @@ def same(memories, expected):
 
 
 def programs(draw):
-    """Few: the interpreter takes them one after another."""
+    """Few programs: the interpreter runs them one after another."""
     return mock.patch.object(align, "PROGRAMS", draw(st.sampled_from([1, 2, 3])))
 
 
@@ -220,9 +220,9 @@ class TestPrecopy:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("bias", [0, 1, 2, 3])
     def test_a_window_moves_within_its_own_slot(self, device, conv_dim_first, dtype, bias):
-        """Two columns that share a slot: SSM states stay, windows move over themselves, lowest token first.
+        """In two columns that share a slot, SSM states stay and a window moves over itself.
 
-        SSM column 0 + bias must be one of the table's, and is none where bias is 2 or 3.
+        A bias of 2 or 3 puts the SSM source outside the table.
         """
         memory = Memory(device, bias)
         dim = 700
@@ -243,7 +243,7 @@ class TestPrecopy:
             assert same(memory.memories, expected)
 
     def test_long_states_are_tiled(self, device):
-        """More chunks than tiles, with bytes left over behind the last whole access."""
+        """A state has more pieces than tiles, and bytes behind the last whole access."""
         memory = Memory(device, 3)
         ssm = memory.states(3, (5 * 16384 + 13,), torch.uint8)
         aligned = memory.states(3, (9 * 16384 + 7,), torch.uint8, slot_gap=9)
@@ -372,7 +372,7 @@ class TestPreprocess:
 
 
 class DeviceLives(Lives):
-    """The kernels decide and copy, and must decide as the state on the host does."""
+    """Lives whose copies the kernels decide; their decisions must equal those of `AlignRows`."""
 
     kernels = align_reference
 
@@ -419,7 +419,7 @@ class KernelLives(DeviceLives):
 
 
 class TestLives:
-    """Whole lives of requests on the copies that the device decides."""
+    """Whole lives of requests whose copies the kernels decide."""
 
     @pytest.mark.parametrize("copy_free", [False, True])
     def test_reference(self, copy_free, record_property):
@@ -444,7 +444,7 @@ class TestLives:
 class TestCopyFree:
     @pytest.mark.parametrize("kernels", [reference, selective_state_update])
     def test_an_update_that_reads_the_old_column_leaves_what_one_after_a_copy_does(self, device, kernels):
-        """Two requests that change their column, two tokens accepted by one, and one that is fresh."""
+        """Two requests change their column, one of them with two accepted tokens; the third is fresh."""
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape):
@@ -522,7 +522,7 @@ class TestLayout:
 
 @pytest.mark.gpu
 class TestGpu:
-    """What only a GPU can show: captured launches, calls that do not wait, addresses beyond 32 bits."""
+    """What only a GPU shows: captured launches, calls that do not wait, addresses beyond 32 bits."""
 
     def case(self, seed=0):
         memory = Memory("cuda", seed)

@@ -1,4 +1,4 @@
-"""Align mode: the worked table, and random lives of requests against a model that keeps every state."""
+"""The align rule: a worked table, and random lives of requests against a model that keeps every state."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from mambaslots.vllm.align_rule import advance, save_boundary, save_boundary_at
 from oracle.align_lives import Lives
 
 B, K = 560, 3
-"""Of the worked table."""
+"""Block size and draft tokens of the worked table."""
 TABLE = [
     # accepted a step, prompt tokens, [(computed, scheduled, pre-copy, post-copy)]
     (1, 554, [(554, 4, None, None), (557, 4, (0, 1), None), (558, 4, None, None), (559, 4, None, (1, 0)),
@@ -50,7 +50,7 @@ def steps_of(accepted, prompt):
 class TestWorkedTable:
     @pytest.mark.parametrize(("accepted", "prompt", "row"), ROWS)
     def test_row(self, accepted, prompt, row):
-        """Reached as a request reaches it: through all its steps before."""
+        """The request goes through all its earlier steps first."""
         state = AlignRows(2, 8, B, K)
         rows = whole(1)
         state.admit(rows, whole(0))
@@ -160,7 +160,7 @@ def test_a_hundred_thousand_sequences_find_the_states_of_a_dense_model(record_pr
 
 
 class Forgetful(AlignRows):
-    """Does not reset the count when a boundary was reached in place."""
+    """Keeps the accepted count when a boundary was reached in place."""
 
     def after_sampling(self, rows, accepted, *numbers):
         step = super().after_sampling(rows, accepted, *numbers)
@@ -169,7 +169,7 @@ class Forgetful(AlignRows):
 
 
 class Unbiased(AlignRows):
-    """Goes on from the state after the first token of the last step."""
+    """Continues from the state after the first token of the last step."""
 
     def before_forward(self, rows, *numbers):
         step = super().before_forward(rows, *numbers)
