@@ -202,7 +202,7 @@ class Mamba2AttentionMetadataBuilder:
             ValueError: as `build_chunk_metadata`, or `num_prefills` is not the number of computed counts.
         """
         metadata = build_chunk_metadata(num_computed_tokens_p_cpu, query_start_loc_p_cpu, self.chunk_size)
-        num_counts = len(num_computed_tokens_p_cpu)
+        num_counts = num_computed_tokens_p_cpu.numel()
         if num_counts != integer("num_prefills", num_prefills, 0):
             raise ValueError(
                 f"num_prefills is {shown(num_prefills)}; accepted: {num_counts}, the computed counts"
