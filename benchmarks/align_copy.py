@@ -5,7 +5,7 @@ before the forward (pre-copy: any kernel serves), or the forward reads the old c
 (copy-free). After sampling, both save the state at a boundary that lay between the drafts.
 
 counted     bytes of a step of 32 decoding requests with 3 drafts each, from the rules of
-            `speculative_state` over many steps; "forward" is what the update itself reads and writes of
+            `align_rule` over many steps; "forward" is what the update itself reads and writes of
             states: one read and 1 + drafts written a request
 measured    the launches, n of 32 requests having something to copy; GB/s counts bytes read and bytes written,
             % is of a large device-to-device copy in the same run. "queue" is a call in a queue of calls, with
@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from mambaslots.inference.contexts.align_buffers import kernels_for
-from mambaslots.inference.contexts.speculative_state import advance, save
-from mambaslots.inference.kernels.align_layout import AlignLayout, AlignState
 from mambaslots.inference.kernels.kernel_set import kernel_set
+from mambaslots.vllm.align_rule import advance, save_boundary
+from mambaslots.vllm.kernels.align_layout import AlignLayout, AlignState
+from mambaslots.vllm.state_binding import kernels_for
 from state_movement import Device
 
 REQUESTS, DRAFTS, HISTORY = 32, 3, 3
@@ -119,7 +119,7 @@ class Window:
         self.table = torch.arange(slots, dtype=torch.int32, device=device).reshape(REQUESTS, COLUMNS)
         states = [AlignState(layer, HISTORY + DRAFTS) for layer in self.conv]
         states += [AlignState(layer, 0) for layer in self.ssm]
-        self.layout = AlignLayout.of(states, [self.table], conv_dim_first=True)
+        self.layout = AlignLayout.from_tensors(states, [self.table], conv_dim_first=True)
         self.kernels = kernels_for(self.device)
         self.rows = self.numbers([REQUESTS - 1 - row for row in range(REQUESTS)])
 
@@ -144,7 +144,7 @@ def counted(layout: AlignLayout, block: int, odds: float) -> Counted:
     for _ in range(steps):
         before = advance(columns, accepted, computed, scheduled, block)
         right = (draw.random((requests, DRAFTS)) < odds).cumprod(1).sum(1)
-        after = save(before.columns, 1 + right, computed, scheduled, drafted, block)
+        after = save_boundary(before.columns, 1 + right, computed, scheduled, drafted, block)
         for side, step in enumerate((before, after)):
             copied[side] += 2 * one_way[step.biases[step.moves]].sum()
         columns, accepted, computed = before.columns, after.accepted, computed + 1 + right

@@ -54,8 +54,8 @@ import stock_host
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.kv_block_allocator import KVBlockAllocator
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from mambaslots.state_spec import HybridStateSpec
 from stock_host import ContextSizes, SlotHost
 

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from mambaslots.inference.contexts.mamba_metadata import Mamba2AttentionBackend
+from mambaslots.vllm import Mamba2AttentionBackend
 from torch import Tensor
 
 Lists = tuple[list[int], list[int], list[int]]

@@ -29,13 +29,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("TRITON_INTERPRET is 1, which makes kernels that cannot be compiled; unset it")
 
 import triton
+from align_shapes import hopper_specialisations as align_specialisations
 from kernel_shapes import SHAPES
-from mambaslots.inference.kernels import align
-from mambaslots.inference.kernels.specialisation import Specialisation
+from specialisation import Specialisation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KERNELS = SHAPES | {"align": align.hopper_specialisations}
+KERNELS = SHAPES | {"align": align_specialisations}
 """Each file that has kernels -> its launches."""
 HOPPER = GPUTarget("cuda", 90, 32)
 ARCHITECTURE = "sm_90a"

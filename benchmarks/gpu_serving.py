@@ -26,8 +26,8 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 SHAPES: dict[str, dict[str, Any]] = {

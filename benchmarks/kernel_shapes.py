@@ -18,10 +18,10 @@ from mambaslots.inference.kernels import (
     state_passing,
     write_kv,
 )
-from mambaslots.inference.kernels.specialisation import Specialisation
 from mambaslots.inference.kernels.ssd_output import InputPrecision
 from mambaslots.inference.kernels.state_move import StateMove
 from mambaslots.inference.kernels.state_tensors import StateTensors
+from specialisation import Specialisation
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TAPS = 4

@@ -3,22 +3,23 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from mambaslots.inference.contexts.speculative_state import FRESH, NO_SLOT, PADDING, SpeculativeState
+from mambaslots.vllm import FRESH, NO_SLOT, PADDING, AlignRows
 from oracle.dense_states import HISTORY, DenseForward, DenseStates
 
 
 @dataclass
 class Lives:
-    """Many requests at once: scheduled or not, drafting, preempted and resumed elsewhere, finished.
+    """Many requests at once. Each may be scheduled or not, draft, be preempted, run again, and finish.
 
-    Each life of a request has slots of its own for all its columns; a resumed one begins from a slot of an
-    earlier life that holds a boundary's state, in its table as that column.
+    A request has up to LIVES lives, one for each time that it starts. Each life has its own slots for all
+    columns. A life may start from a boundary's state that an earlier life left: the slot of that state is
+    then named in the new life's row of the table, in the boundary's column.
     """
 
     seed: int
     count: int
     copy_free: bool
-    state_type: type = SpeculativeState
+    state_type: type = AlignRows
     found: dict[str, int] = field(default_factory=dict)
 
     LIVES = 3
@@ -52,7 +53,7 @@ class Lives:
         return self.found
 
     def begin(self):
-        """Requests without a row take one, some of them: from a boundary that was kept, or from nothing."""
+        """Give rows to some of the waiting requests: each starts from a kept boundary, or from nothing."""
         waiting = (self.row < 0) & ~self.finished & (self.generator.random(self.count) < 0.7)
         who = np.flatnonzero(waiting)
         free = np.flatnonzero(self.state.columns == PADDING)
@@ -102,15 +103,15 @@ class Lives:
         self.found["accepted"] += int(right.sum())
 
     def copy_before(self, rows, computed, scheduled, before):
-        """What must be copied before the forward; `before` says what the state has decided."""
+        """Make the copies before the forward, which `before` lists."""
         self.forward.copy(self.state.copies(rows, before))
 
     def copy_after(self, rows, accepted, computed, scheduled, drafted, after):
-        """What must be copied after sampling."""
+        """Make the copies after sampling, which `after` lists."""
         self.forward.copy(self.state.copies(rows, after))
 
     def compute(self, padded, indices, computed, scheduled, prefill, right):
-        """The forward; drafts beyond the right ones are wrong."""
+        """Run the forward; every draft behind the right drafts is another token than the sequence's."""
         place = np.arange(1 + self.drafts)
         at = np.minimum(computed[:, None] + place, self.dense.tokens.shape[1] - 1)
         tokens = self.dense.tokens[padded[:, None], at] + (place > right[:, None]) * (1 << 31)
@@ -122,20 +123,20 @@ class Lives:
         )
 
     def crossed(self, computed, scheduled, drafted, accepted):
-        """Whether one of the token counts that this step went through as accepted is a boundary."""
+        """Whether a boundary is among the token counts that this step accepted, tried one by one."""
         first = computed + scheduled - drafted
         counts = first[:, None] + np.arange(1 + self.drafts)
         return ((counts % self.block == 0) & (counts < (first + accepted)[:, None]) & (counts > 0)).any(1)
 
     def compare_read(self, who, indices, real):
-        """What the forward reads is the state after exactly the computed tokens."""
+        """Count the states read that are not the state after exactly the computed tokens."""
         states, windows = self.forward.read(indices)
         at = who, self.computed[who]
         wrong = (states[real] != self.dense.states[at]) | (windows[real] != self.dense.windows[at]).any(1)
         self.found["mismatches"] += int(wrong.sum())
 
     def compare_kept(self):
-        """Every boundary's state, kept at any time, is still the one after exactly so many tokens."""
+        """Count the kept boundary states that are not the state after exactly the boundary's tokens."""
         who, column = np.nonzero(self.kept >= 0)
         slots, at = self.kept[who, column], (who, (column + 1) * self.block)
         wrong = self.forward.ssm[slots] != self.dense.states[at]
@@ -156,13 +157,13 @@ class Lives:
         self.row[gone] = -1
         who = np.flatnonzero(gone)
         slots = self.own[who, self.life[who]]
-        lost = slots[~np.isin(slots, self.kept[who])]  # to others, who write there what they like
+        lost = slots[~np.isin(slots, self.kept[who])]  # other requests may write there
         self.forward.ssm[lost] = self.generator.integers(0, 1 << 62, len(lost)).astype(np.uint64)
         self.forward.conv[lost] = self.generator.integers(0, 1 << 62, (len(lost), self.forward.conv.shape[1]))
 
 
 def _masked(indices, rows):
-    """Only these rows write."""
+    """The indices of a forward in which only these rows write."""
     to = np.where(rows[:, None], indices.ssm_destinations, NO_SLOT)
     conv = np.where(rows, indices.conv_destinations, NO_SLOT)
     return type(indices)(indices.ssm_sources, indices.conv_sources, indices.conv_offsets, to, conv)

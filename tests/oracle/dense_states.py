@@ -1,4 +1,4 @@
-"""A recurrence whose state after every token of every sequence is kept: what align mode must find again.
+"""A model that keeps the state after every token of every sequence: what align mode must find again.
 
 A state is one number, chained from the state before and the token, so that it names the whole sequence behind
 it; a convolution's window is the last tokens themselves. Integers, so that equal means equal.
@@ -33,7 +33,7 @@ class DenseStates:
 
 
 class DenseForward:
-    """A model that reads and writes states where it is told, as the kernels do; and is sometimes wrong.
+    """A forward that reads and writes states at given pool indices.
 
     ssm: [slots] uint64; conv: [slots, HISTORY + K], poisoned at first.
     """
@@ -68,7 +68,7 @@ class DenseForward:
         self.conv[to[to >= 0], :HISTORY] = windows[to >= 0]
 
     def copy(self, copies):
-        """All sources are read before anything is written: rows have nothing to do with each other."""
+        """Copy states; the rows are independent, so all sources are read before anything is written."""
         drafts = self.conv.shape[1]
         ssm = copies.ssm_sources >= 0
         self.ssm[copies.destinations[ssm]] = self.ssm[copies.ssm_sources[ssm]]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from mambaslots.inference.contexts.chunk_grid import chunk_grid
-from mambaslots.inference.contexts.mamba_metadata import (
+from mambaslots.inference.engines.sampling import sample
+from mambaslots.vllm import (
     Mamba2AttentionMetadataBuilder,
+    build_chunk_metadata,
     compute_varlen_chunk_metadata,
 )
-from mambaslots.inference.engines.sampling import sample
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, meta, refuse, refuse_all
 from oracle.picture import picture
@@ -70,6 +71,28 @@ def test_packed_metadata_of_what_is_no_step() -> None:
     refuse_all(target, _starts, lambda value: compute_varlen_chunk_metadata(value, 8), "query_start_loc")
     starts = torch.tensor([0, 3, 9])
     refuse_all(target, _chunk_size, lambda v: compute_varlen_chunk_metadata(starts, v), "chunk_size")
+
+
+# ---- build_chunk_metadata
+
+
+def test_chunks_of_what_are_no_sequences() -> None:
+    target = "build_chunk_metadata"
+    computed, starts = torch.tensor([5, 0]), torch.tensor([0, 1, 7])
+    counts = bad.index_tensor().also(torch.tensor([1]), torch.tensor([-1, 0]), torch.tensor([INT64_MAX, 0]))
+    refuse_all(
+        target,
+        counts,
+        lambda value: build_chunk_metadata(value, starts, 8),
+        "(num_computed_tokens|query_start_loc|computed)",
+    )
+    refuse_all(
+        target,
+        _starts.also(torch.tensor([0, 1])),
+        lambda value: build_chunk_metadata(computed, value, 8),
+        "query_start_loc",
+    )
+    refuse_all(target, _chunk_size, lambda v: build_chunk_metadata(computed, starts, v), "chunk_size")
 
 
 # ---- the builder
@@ -141,7 +164,7 @@ def test_chunk_metadata_of_what_are_no_prefills() -> None:
     compute = Mamba2AttentionMetadataBuilder(None, [], vllm(), "cpu")._compute_chunk_metadata
     computed, starts = torch.tensor([5, 0]), torch.tensor([0, 1, 7])
     refuse_all(_target, bad.integer(2, 2), lambda v: compute(v, computed, starts), "num_prefills")
-    names = "(num_computed_tokens_p_cpu|query_start_loc_p_cpu|query_start_loc|computed|num_prefills)"
+    names = "(num_computed_tokens|query_start_loc|computed|num_prefills)"
     counts = bad.index_tensor().also(torch.tensor([1]), torch.tensor([-1, 0]), torch.tensor([INT64_MAX, 0]))
     refuse_all(_target, counts, lambda v: compute(2, v, starts), names)
     refuse_all(_target, _starts.also(torch.tensor([0, 1])), lambda v: compute(2, computed, v), names)

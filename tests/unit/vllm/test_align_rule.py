@@ -1,21 +1,13 @@
-"""Align mode: the worked table, and random lives of requests against a model that keeps every state."""
+"""The align rule: a worked table, and random lives of requests against a model that keeps every state."""
 
 import numpy as np
 import pytest
-from mambaslots.inference.contexts.speculative_state import (
-    FRESH,
-    NO_SLOT,
-    PADDING,
-    SpeculativeState,
-    advance,
-    save,
-    save_at,
-    start_columns,
-)
+from mambaslots.vllm import FRESH, NO_SLOT, PADDING, AlignRows, start_columns
+from mambaslots.vllm.align_rule import advance, save_boundary, save_boundary_at
 from oracle.align_lives import Lives
 
 B, K = 560, 3
-"""Of the worked table."""
+"""Block size and draft tokens of the worked table."""
 TABLE = [
     # accepted a step, prompt tokens, [(computed, scheduled, pre-copy, post-copy)]
     (1, 554, [(554, 4, None, None), (557, 4, (0, 1), None), (558, 4, None, None), (559, 4, None, (1, 0)),
@@ -58,8 +50,8 @@ def steps_of(accepted, prompt):
 class TestWorkedTable:
     @pytest.mark.parametrize(("accepted", "prompt", "row"), ROWS)
     def test_row(self, accepted, prompt, row):
-        """Reached as a request reaches it: through all its steps before."""
-        state = SpeculativeState(2, 8, B, K)
+        """The request goes through all its earlier steps first."""
+        state = AlignRows(2, 8, B, K)
         rows = whole(1)
         state.admit(rows, whole(0))
         found = None
@@ -67,7 +59,7 @@ class TestWorkedTable:
             numbers = [whole(number) for number in (computed, scheduled)]
             before = state.before_forward(rows, *numbers)
             after = state.after_sampling(rows, whole(of_step), *numbers, whole(drafts))
-            given_new = save_at(
+            given_new = save_boundary_at(
                 before.columns, whole(of_step), whole(computed + scheduled - drafts) + of_step - 1, B
             )
             assert (given_new.accepted, given_new.moves) == (after.accepted, after.moves)
@@ -92,14 +84,14 @@ class TestRule:
         assert not step.moves.any()
 
     def test_nothing_accepted_saves_nothing(self):
-        step = save(whole(0, 0), whole(0, 0), whole(559, 0), whole(4, 1), whole(3, 1), B)
+        step = save_boundary(whole(0, 0), whole(0, 0), whole(559, 0), whole(4, 1), whole(3, 1), B)
         assert not step.reached.any()
         assert step.accepted.tolist() == [0, 0]
 
 
 class TestSlots:
     def state(self):
-        state = SpeculativeState(3, 4, 4, 1)
+        state = AlignRows(3, 4, 4, 1)
         state.admit(whole(2, 0), whole(0, 4))
         state.put_slots(2, 0, [5, 6, 7])
         state.put_slots(0, 0, [9, 3, 4])
@@ -167,8 +159,8 @@ def test_a_hundred_thousand_sequences_find_the_states_of_a_dense_model(record_pr
     lives(100_000, record_property, copy_free)
 
 
-class Forgetful(SpeculativeState):
-    """Does not reset the count when a boundary was reached in place."""
+class Forgetful(AlignRows):
+    """Keeps the accepted count when a boundary was reached in place."""
 
     def after_sampling(self, rows, accepted, *numbers):
         step = super().after_sampling(rows, accepted, *numbers)
@@ -176,8 +168,8 @@ class Forgetful(SpeculativeState):
         return step
 
 
-class Unbiased(SpeculativeState):
-    """Goes on from the state after the first token of the last step."""
+class Unbiased(AlignRows):
+    """Continues from the state after the first token of the last step."""
 
     def before_forward(self, rows, *numbers):
         step = super().before_forward(rows, *numbers)

@@ -1,4 +1,4 @@
-"""Align mode by the names that a host of requests and batches uses."""
+"""Align mode under vLLM's names, driven by a host whose batch changes its order."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.contexts.align_host import (
+from mambaslots.vllm import (
     MambaBuffers,
     MambaCacheConfig,
     MambaSpecDecodeGPUContext,
@@ -25,7 +25,7 @@ BLOCK, DRAFTS, COLUMNS = 5, 3, 16
 
 
 def get_conv_copy_spec():
-    """Types of state go by their names."""
+    """A state type is known by its function's name only."""
 
 
 def get_temporal_copy_spec(): ...
@@ -52,7 +52,7 @@ def scheduled(numbers=None, drafts=None, finished=(), preempted=(), resumed=()):
 
 
 class Host:
-    """Requests that draft, in a batch whose order changes, on two layers with states of integers."""
+    """Three requests with drafts, in batches of changing order, on two layers whose states are integers."""
 
     def __init__(self, device, conv_dim_first, seed):
         self.device, self.draw = device, np.random.default_rng(seed)
@@ -90,7 +90,7 @@ class Host:
         }
 
     def gather(self, names):
-        """A batch in this order: everything by row is put there anew."""
+        """Make the batch of these requests: block tables and accepted counts in their order."""
         self.batch.req_ids = names
         for group, table in enumerate(self.batch.block_tables):
             rows = np.stack([self.tables[self.names.index(name)] for name in names])
@@ -99,7 +99,7 @@ class Host:
         self.batch.num_accepted_tokens_gpu[: len(names)].copy_(counts)
 
     def step(self, names, numbers, drafts, right, watched=nullcontext):
-        """One step; returns how many states that it read were not those after the computed tokens."""
+        """Run one step; returns how many of the states that the forward read were wrong."""
         output = scheduled(numbers, {name: [0] * count for name, count in drafts.items()})
         fixed = (self.context, FUNCTIONS)
         self.gather(names)
@@ -133,7 +133,7 @@ class Host:
         return wrong
 
     def forward(self, layer, group, row, number, drafts, right):
-        """What a model does that updates states in their window; whether it found the wrong one there."""
+        """Update a request's states as a model does; returns whether the state read was wrong."""
         name = self.batch.req_ids[row]
         request, computed = self.names.index(name), self.requests[name].num_computed_tokens
         table = self.batch.block_tables[group][row].tolist()
@@ -171,7 +171,7 @@ class Host:
         return self.step(names, numbers, drafts, right, **watched)
 
     def kept_wrong(self):
-        """How many boundary states, in the columns before the running one, are not what they must be."""
+        """How many states on reached boundaries differ from the dense model's."""
         wrong = 0
         for request, name in enumerate(self.names):
             tokens = self.requests[name].num_computed_tokens

@@ -1,8 +1,8 @@
-"""Align mode for a host that names requests by id and has its batch in order: vLLM's functions, by name.
+"""The functions by which vLLM's model runner calls align mode, under vLLM's names.
 
-`mamba_state_idx` is the host's dict of request id -> running column. Columns do not depend on accepted
-counts, so the host knows them; the counts stay on the device, in batch order: a copy of them to the host
-would meet another batch there than it left.
+The host names requests by id. `mamba_state_idx` is the host's dict of request id -> running column. Columns
+do not depend on accepted counts, so the host knows the columns. The counts stay on the device in batch
+order: a copy of the counts would reach the host when the batch may already have another order.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,59 +11,44 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from .align_buffers import (
-    Buffer,
-    LayerStates,
-    MambaBuffers,
-    MambaCacheConfig,
-    MambaPreprocessBuffers,
-    MambaSpecDecodeGPUContext,
-    send,
-)
-from .speculative_state import advance, start_columns
-
-__all__ = [
-    "MambaBuffers",
-    "MambaCacheConfig",
-    "MambaSpecDecodeGPUContext",
-    "cleanup_mamba_state_idx",
-    "postprocess_mamba_align_gpu",
-    "postprocess_mamba_all",
-    "preprocess_mamba",
-    "stage_mamba_state_idx_to_gpu",
-    "stage_postprocess_inputs_to_gpu",
-    "stage_postprocess_metadata_to_gpu",
-]
+from .align_buffers import Buffer, MambaBuffers, MambaPreprocessBuffers, MambaSpecDecodeGPUContext, send
+from .align_rule import advance, start_columns
+from .state_binding import LayerStates, MambaCacheConfig
 
 
 class ResumedRequests(Protocol):
+    """The host's requests that run again after a preemption."""
+
     resumed_req_ids: Collection[str]
 
 
 class SchedulerOutput(Protocol):
-    """What the host's scheduler says of a step."""
+    """What the host's scheduler decided for a step."""
 
     finished_req_ids: Collection[str]
     preempted_req_ids: Collection[str] | None
     scheduled_cached_reqs: ResumedRequests
     num_scheduled_tokens: Mapping[str, int]
+    """Request id -> tokens of this step, drafts included."""
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]]
-    """The drafts of requests that have any."""
+    """Request id -> drafts, for the requests that have drafts."""
 
 
 class Request(Protocol):
+    """One request of the host."""
+
     num_computed_tokens: int
-    """Before the step."""
+    """Tokens before the step."""
 
 
 class InputBatch(Protocol):
-    """The host's batch: rows in the order of `req_ids`, also on the device."""
+    """The host's batch: row i belongs to request `req_ids[i]`, also on the device."""
 
     req_ids: Sequence[str]
     block_tables: Sequence[Tensor]
-    """For each group [rows, columns] int32."""
+    """One table per group, [rows, columns] int32 slots."""
     num_accepted_tokens_gpu: Tensor
-    """[rows] of the last step; 1 for requests that are new, or resumed."""
+    """[rows] accepted counts of the last step; 1 for a request that is new or resumed."""
 
 
 def preprocess_mamba(
@@ -76,10 +61,15 @@ def preprocess_mamba(
     mamba_state_copy_funcs: Sequence[object],
     copy_bufs: MambaPreprocessBuffers,
 ) -> None:
-    """Before a forward: bring every request's state to the column where this step updates it.
+    """Before a forward: move every request's state to the column that this step updates.
 
-    Writes the dict, the states, and the batch's accepted counts, which become 1 where a state has moved.
-    Binds the states at first, and when they lie elsewhere; else nothing synchronises.
+    Writes `mamba_state_idx`, the states, and the batch's accepted counts, which become 1 where a state moves.
+    Synchronises only when it binds the states: at the first call, and when the states lie elsewhere than
+    before.
+
+    Raises:
+        ValueError: types of state or block tables are not as many as configured, or states cannot be copied
+            as bytes.
     """
     req_ids = input_batch.req_ids
     copy_bufs.binding.bind(kv_cache_config, forward_context, mamba_state_copy_funcs, input_batch.block_tables)
@@ -87,27 +77,28 @@ def preprocess_mamba(
     computed = np.array([requests[name].num_computed_tokens for name in req_ids], dtype=np.int64)
     scheduled = np.array([scheduler_output.num_scheduled_tokens[name] for name in req_ids], dtype=np.int64)
     starts = start_columns(computed, block).tolist()
-    before = [mamba_state_idx.get(name, start) for name, start in zip(req_ids, starts, strict=True)]
-    step = advance(np.array(before, dtype=np.int64), np.ones_like(computed), computed, scheduled, block)
+    columns = [mamba_state_idx.get(name, start) for name, start in zip(req_ids, starts, strict=True)]
+    # The rule gives columns and moves without the accepted counts: ones stand in for the device's counts.
+    step = advance(np.array(columns, dtype=np.int64), np.ones_like(computed), computed, scheduled, block)
     mamba_state_idx.update(zip(req_ids, step.columns.tolist(), strict=True))
     if not step.moves.any():
         return
-    count = len(req_ids)
-    columns = send(copy_bufs.state_idx, before)
+    num_reqs = len(req_ids)
+    state_idx = send(copy_bufs.state_idx, columns)
     kernels = copy_bufs.binding.kernels
     kernels.preprocess_align(
         copy_bufs.rows,
-        columns,
+        state_idx,
         send(copy_bufs.num_computed, computed.tolist()),
         send(copy_bufs.query_start_loc, [0, *scheduled.cumsum().tolist()]),
         input_batch.num_accepted_tokens_gpu,
         copy_bufs.src_col,
         copy_bufs.token_bias,
-        count,
+        num_reqs,
         block,
     )
     kernels.precopy_align(
-        copy_bufs.binding.layout, columns, copy_bufs.src_col, copy_bufs.token_bias, None, count
+        copy_bufs.binding.layout, state_idx, copy_bufs.src_col, copy_bufs.token_bias, None, num_reqs
     )
 
 
@@ -121,10 +112,12 @@ def postprocess_mamba_align_gpu(
     forward_context: Mapping[str, LayerStates],
     mamba_state_copy_funcs: Sequence[object],
 ) -> None:
-    """After sampling, and `stage_postprocess_inputs_to_gpu`: states on boundaries to their columns.
+    """After sampling and `stage_postprocess_inputs_to_gpu`: copy states on boundaries to their columns.
 
-    Writes the states and `num_accepted_tokens_gpu`, in batch order. RuntimeError where `bufs` has no context
-    for it: without align mode or without drafts this is not to be called.
+    Writes the states and `num_accepted_tokens_gpu` [rows], which is in batch order.
+
+    Raises:
+        RuntimeError: `bufs` has no postprocessing context, because there is no align mode or no draft.
     """
     context = bufs.postprocess_align
     if context is None:
@@ -152,7 +145,11 @@ def postprocess_mamba_all(
     num_spec_tokens: int,
     num_reqs: int,
 ) -> None:
-    """Where every block's state is kept: the column of the last token of a full verify step, else none."""
+    """In cache mode "all", after a step: note where the next step begins.
+
+    A request that scheduled all 1 + `num_spec_tokens` tokens gets the column of its last token in
+    `mamba_state_idx`; any other request loses its entry. Without drafts nothing happens.
+    """
     if num_spec_tokens <= 0:
         return
     for name in input_batch.req_ids[:num_reqs]:
@@ -165,17 +162,17 @@ def postprocess_mamba_all(
 
 
 def cleanup_mamba_state_idx(scheduler_output: SchedulerOutput, mamba_state_idx: dict[str, int]) -> None:
-    """Forget the columns of requests that are finished, preempted, or resumed.
+    """Forget the columns of requests that finished, were preempted, or run again.
 
-    Resumed ones too: those that a reset of the cache preempted are named nowhere else, and their columns may
-    be none of their new slots'.
+    A request that runs again may have been preempted by a reset of the cache, which lists it nowhere else.
+    Its old column may be outside its new slots.
     """
-    gone = (
+    departed = (
         scheduler_output.finished_req_ids,
         scheduler_output.preempted_req_ids or (),
         scheduler_output.scheduled_cached_reqs.resumed_req_ids,
     )
-    for names in gone:
+    for names in departed:
         for name in names:
             mamba_state_idx.pop(name, None)
 
@@ -185,7 +182,8 @@ def stage_mamba_state_idx_to_gpu(
 ) -> None:
     """Send the running columns of the first `num_reqs` requests, without waiting.
 
-    ValueError where one has none: `preprocess_mamba` has not seen this batch.
+    Raises:
+        ValueError: a request has no column, because `preprocess_mamba` has not seen this batch.
     """
     names = req_ids[:num_reqs]
     if missing := [name for name in names if name not in mamba_state_idx]:
@@ -218,7 +216,11 @@ def stage_postprocess_inputs_to_gpu(
     requests: Mapping[str, Request],
     mamba_state_idx: Mapping[str, int],
 ) -> None:
-    """Send all that the postprocessing of this batch reads; nothing is sent where a column is missing."""
+    """Send everything that `postprocess_mamba_align_gpu` reads of this batch, without waiting.
+
+    Raises:
+        ValueError: a request has no column; nothing is sent.
+    """
     stage_mamba_state_idx_to_gpu(mamba_state_idx, req_ids, num_reqs, ctx.state_idx)
     stage_postprocess_metadata_to_gpu(
         scheduler_output, req_ids, num_reqs, requests,

@@ -1,4 +1,4 @@
-"""Align mode on the device: the kernels and their torch reference, against bytes moved by hand."""
+"""The align kernels and their torch reference, against bytes moved by hand and a rule counted by hand."""
 
 import math
 from contextlib import nullcontext
@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import align, align_reference, reference, selective_state_update
-from mambaslots.inference.kernels.align_layout import AlignLayout, AlignState
+from mambaslots.inference.kernels import reference, selective_state_update
+from mambaslots.vllm.kernels import align, align_reference
+from mambaslots.vllm.kernels.align_layout import AlignLayout, AlignState
 from oracle.align_lives import Lives
 from oracle.synchronisation import no_synchronisation
 
@@ -24,7 +25,7 @@ MANY_CASES = settings(
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Where a kernel runs: on the CPU in triton's interpreter, which is off where there is a GPU."""
+    """Where a kernel runs: on the GPU if there is one, else on the CPU in Triton's interpreter."""
     if (request.param == "cuda") != torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU, or in the interpreter")
     return request.param
@@ -38,13 +39,13 @@ def cuda():
 
 
 def random_bytes(count, seed):
-    """Every kind of float: NaNs with payloads, infinities, denormals."""
+    """Random bytes: as floats they are NaNs with payloads, infinities and denormals too."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
 class Memory:
-    """State tensors cut out of memories of random bytes, in any place, with gaps."""
+    """State tensors cut out of random bytes, at any offset and with gaps."""
 
     def __init__(self, device, seed):
         self.device, self.seed = device, seed
@@ -70,7 +71,7 @@ class Memory:
 
 
 def by_hand(states, tables, conv_dim_first, row, source, destination, bias):
-    """One row's copies, byte by byte in Python's lists."""
+    """Copy one row's states byte by byte, in Python lists."""
     for tensor, width, group in states:
         table = tables[group].tolist()[row]
         column = source if width else source + bias
@@ -94,7 +95,7 @@ def by_hand(states, tables, conv_dim_first, row, source, destination, bias):
 
 
 def rule_by_hand(computed, scheduled, drafted, accepted, column, block):
-    """(source, bias, destination, count afterwards), or None where nothing reached a boundary."""
+    """(source, bias, destination, new count), or None where no boundary was reached: each count is tried."""
     before, after = computed + scheduled - drafted, computed + scheduled - drafted + accepted - 1
     reached = [tokens for tokens in range(before, after + 1) if tokens > 0 and tokens % block == 0]
     if not reached or column < 0:
@@ -137,10 +138,10 @@ class Case:
             self.states += [AlignState(conv, self.width, group), AlignState(ssm, 0, group)]
         self.tables = [self.table(draw, slots) for _ in range(groups)]
         self.on_device = [table.to(device) for table in self.tables]
-        self.layout = AlignLayout.of(self.states, self.on_device, self.conv_dim_first)
+        self.layout = AlignLayout.from_tensors(self.states, self.on_device, self.conv_dim_first)
 
     def table(self, draw, slots):
-        """Every slot in one place, but for nulls, slots out of range, and columns that share one."""
+        """Each slot once, besides missing slots, slots out of range, and columns that share one."""
         free = draw(st.permutations(range(slots)))
         table = torch.full((self.rows, self.columns), -1, dtype=torch.int32)
         for row in range(self.rows):
@@ -158,7 +159,7 @@ class Case:
         return st.lists(values, min_size=self.rows, max_size=self.rows)
 
     def mapping(self, draw):
-        """Rows in any order, some of them padding, or None: as they are; and how many of them are meant."""
+        """(a permutation of the rows with some padding, or None for the identity; how many entries count)."""
         mapping = draw(st.none() | st.permutations(range(self.rows)))
         if mapping is not None:
             mapping = [row if draw(st.integers(0, 4)) else -1 for row in mapping]
@@ -168,7 +169,7 @@ class Case:
         by_hand(self.states, self.tables, self.conv_dim_first, row, source, destination, bias)
 
     def written_by(self, call):
-        """The memories as `call` leaves them; put back then."""
+        """The memories as `call` leaves them; afterwards they are as before the call."""
         before = self.memory.bytes()
         call()
         after = self.memory.bytes()
@@ -185,7 +186,7 @@ def same(memories, expected):
 
 
 def programs(draw):
-    """Few: the interpreter takes them one after another."""
+    """Few programs: the interpreter runs them one after another."""
     return mock.patch.object(align, "PROGRAMS", draw(st.sampled_from([1, 2, 3])))
 
 
@@ -219,9 +220,9 @@ class TestPrecopy:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("bias", [0, 1, 2, 3])
     def test_a_window_moves_within_its_own_slot(self, device, conv_dim_first, dtype, bias):
-        """Two columns that share a slot: SSM states stay, windows move over themselves, lowest token first.
+        """In two columns that share a slot, SSM states stay and a window moves over itself.
 
-        SSM column 0 + bias must be one of the table's, and is none where bias is 2 or 3.
+        A bias of 2 or 3 puts the SSM source outside the table.
         """
         memory = Memory(device, bias)
         dim = 700
@@ -229,7 +230,7 @@ class TestPrecopy:
         ssm = memory.states(2, (3, 4), dtype)
         tables = [numbers([[1, 1]], torch.int32, device)]
         states = [AlignState(conv, 6), AlignState(ssm, 0)]
-        layout = AlignLayout.of(states, tables, conv_dim_first)
+        layout = AlignLayout.from_tensors(states, tables, conv_dim_first)
         before = memory.bytes()
         window = 1 if conv_dim_first else 0
         moved = conv[1].view(align_reference._BITS[dtype.itemsize]).narrow(window, bias, 6 - bias).clone()
@@ -242,11 +243,11 @@ class TestPrecopy:
             assert same(memory.memories, expected)
 
     def test_long_states_are_tiled(self, device):
-        """More chunks than tiles, with bytes left over behind the last whole access."""
+        """A state has more pieces than tiles, and bytes behind the last whole access."""
         memory = Memory(device, 3)
         ssm = memory.states(3, (5 * 16384 + 13,), torch.uint8)
         aligned = memory.states(3, (9 * 16384 + 7,), torch.uint8, slot_gap=9)
-        layout = AlignLayout.of(
+        layout = AlignLayout.from_tensors(
             [AlignState(ssm, 0), AlignState(aligned, 0)], [numbers([[2, 0, 1]], torch.int32, device)], True
         )
         before = memory.bytes()
@@ -260,7 +261,7 @@ class TestPrecopy:
 
     def test_fresh_rows_and_padding_copy_nothing(self, device):
         memory = Memory(device, 0)
-        layout = AlignLayout.of(
+        layout = AlignLayout.from_tensors(
             [AlignState(memory.states(2, (4,), torch.float32), 0)],
             [numbers([[0, 1]] * 3, torch.int32, device)],
             True,
@@ -324,7 +325,7 @@ class TestPostprocess:
 
     def test_counts_are_not_written_over_those_that_are_read(self, device):
         counts = numbers([1], torch.int64, device)
-        layout = AlignLayout.of(
+        layout = AlignLayout.from_tensors(
             [AlignState(Memory(device, 0).states(2, (4,), torch.float32), 0)],
             [numbers([[0, 1]], torch.int32, device)],
             True,
@@ -371,7 +372,7 @@ class TestPreprocess:
 
 
 class DeviceLives(Lives):
-    """The kernels decide and copy, and must decide as the state on the host does."""
+    """Lives whose copies the kernels decide; their decisions must equal those of `AlignRows`."""
 
     kernels = align_reference
 
@@ -380,7 +381,7 @@ class DeviceLives(Lives):
         conv = torch.from_numpy(forward.conv)[:, :, None]  # the same memory, [slots, window, dim]
         ssm = torch.from_numpy(forward.ssm.view("int64"))
         states = [AlignState(conv, conv.shape[1]), AlignState(ssm, 0)]
-        return AlignLayout.of(states, [self.state.slot_table], False)
+        return AlignLayout.from_tensors(states, [self.state.slot_table], False)
 
     def by_row(self, rows, values, others):
         found = torch.full((len(self.state.columns),), others)
@@ -418,7 +419,7 @@ class KernelLives(DeviceLives):
 
 
 class TestLives:
-    """Whole lives of requests on the copies that the device decides."""
+    """Whole lives of requests whose copies the kernels decide."""
 
     @pytest.mark.parametrize("copy_free", [False, True])
     def test_reference(self, copy_free, record_property):
@@ -443,7 +444,7 @@ class TestLives:
 class TestCopyFree:
     @pytest.mark.parametrize("kernels", [reference, selective_state_update])
     def test_an_update_that_reads_the_old_column_leaves_what_one_after_a_copy_does(self, device, kernels):
-        """Two requests that change their column, two tokens accepted by one, and one that is fresh."""
+        """Two requests change their column, one of them with two accepted tokens; the third is fresh."""
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape):
@@ -452,7 +453,7 @@ class TestCopyFree:
         rows, tokens, columns, heads, head_dim, state_dim = 3, 3, 6, 2, 4, 8
         pool = random(rows * columns, heads, head_dim, state_dim)
         table = torch.randperm(rows * columns, generator=generator).reshape(rows, columns).to(device)
-        layout = AlignLayout.of([AlignState(pool, 0)], [table.int()], True)
+        layout = AlignLayout.from_tensors([AlignState(pool, 0)], [table.int()], True)
         x, dt = random(rows, tokens, heads, head_dim), random(rows, tokens, heads)
         B, C = random(rows, tokens, 1, state_dim), random(rows, tokens, 1, state_dim)
         A, D = -random(heads), random(heads)
@@ -479,12 +480,12 @@ class TestLayout:
 
     def test_bytes_of_a_copy_are_counted(self):
         states = [AlignState(self.states(2, 8, 6), 6), AlignState(self.states(2, 3, 5), 0)]
-        layout = AlignLayout.of(states, [torch.zeros(2, 3, dtype=torch.int32)], True)
+        layout = AlignLayout.from_tensors(states, [torch.zeros(2, 3, dtype=torch.int32)], True)
         assert [layout.bytes_copied(bias) for bias in (0, 2, 6, 7)] == [4 * (48 + 15), 4 * (32 + 15), 60, 60]
 
     def test_other_memory_is_another_layout(self):
         states, tables = [AlignState(self.states(2, 8, 6), 6)], [torch.zeros(2, 3, dtype=torch.int32)]
-        layout = AlignLayout.of(states, tables, True)
+        layout = AlignLayout.from_tensors(states, tables, True)
         assert layout.lies_in(states, tables)
         assert not layout.lies_in([AlignState(self.states(2, 8, 6), 6)], tables)
         assert not layout.lies_in(states, [tables[0].clone()])
@@ -503,7 +504,7 @@ class TestLayout:
     )
     def test_states_that_cannot_be_copied_are_refused(self, state, said):
         with pytest.raises(ValueError, match=said):
-            AlignLayout.of([state], [torch.zeros(2, 3, dtype=torch.int32)], True)
+            AlignLayout.from_tensors([state], [torch.zeros(2, 3, dtype=torch.int32)], True)
 
     @pytest.mark.parametrize(
         "tables",
@@ -516,12 +517,12 @@ class TestLayout:
     )
     def test_tables_that_are_none_are_refused(self, tables):
         with pytest.raises(ValueError, match=r"block.tables"):
-            AlignLayout.of([AlignState(torch.zeros(2, 8), 0)], tables, True)
+            AlignLayout.from_tensors([AlignState(torch.zeros(2, 8), 0)], tables, True)
 
 
 @pytest.mark.gpu
 class TestGpu:
-    """What only a GPU can show: captured launches, calls that do not wait, addresses beyond 32 bits."""
+    """What only a GPU shows: captured launches, calls that do not wait, addresses beyond 32 bits."""
 
     def case(self, seed=0):
         memory = Memory("cuda", seed)
@@ -530,7 +531,7 @@ class TestGpu:
             states.append(AlignState(memory.states(12, (640, 7), torch.bfloat16), 7))
             states.append(AlignState(memory.states(12, (16, 16, 64), torch.float32), 0))
         tables = [numbers([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], torch.int32, "cuda")]
-        return memory, AlignLayout.of(states, tables, True)
+        return memory, AlignLayout.from_tensors(states, tables, True)
 
     def vectors(self, *values):
         return [numbers(listed, torch.int32, "cuda") for listed in values]
@@ -589,7 +590,7 @@ class TestGpu:
         ssm = torch.zeros(slots, 1 << 20, dtype=torch.int16, device=cuda)  # more than 2**31 elements
         ssm[slots - 1].random_(-(2**15), 2**15)
         tables = self.vectors([[slots - 1, slots - 2]])
-        layout = AlignLayout.of([AlignState(ssm, 0)], [tables[0]], True)
+        layout = AlignLayout.from_tensors([AlignState(ssm, 0)], [tables[0]], True)
         align.precopy_align(layout, *self.vectors([1], [0], [0]), None, 1)
         assert torch.equal(ssm[slots - 2], ssm[slots - 1])
         assert not ssm[: slots - 2].any()

@@ -1,0 +1,35 @@
+"""The door of `mambaslots.vllm`: what it offers, and what opening it imports."""
+
+import subprocess
+import sys
+
+import mambaslots.vllm
+
+
+def imported(code: str) -> set[str]:
+    """The modules that a fresh process has imported after `code`."""
+    listing = f"{code}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_every_name_exists_once() -> None:
+    names = mambaslots.vllm.__all__
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert hasattr(mambaslots.vllm, name)
+
+
+def test_buffers_for_a_cpu_import_no_triton() -> None:
+    code = """
+import torch
+from mambaslots.vllm import MambaBuffers, MambaCacheConfig
+MambaBuffers.create(2, MambaCacheConfig(16, (("layer",),), 3), 2, torch.device("cpu"))
+"""
+    modules = imported(code)
+    assert "mambaslots.vllm" in modules
+    assert modules.isdisjoint({"triton", "mambaslots.vllm.kernels.align"})
+
+
+def test_mambaslots_alone_does_not_open_it() -> None:
+    assert "mambaslots.vllm" not in imported("import mambaslots")
