@@ -77,11 +77,11 @@ class Agreement:
         self._failure: DisagreementError | None = None
         self._decisions: list[str] = []
         self._digest = hashlib.blake2b(digest_size=16)
-        self._followed: dict[int, _Followed] = {}
+        self._tracked: dict[int, _TrackedRequest] = {}
         slots = context.mamba_slot_allocator
         self._slot_blocks = [-1] * (slots.max_slots if slots else 0)
         self._closed = False
-        for decision in _built_with(context):
+        for decision in _initial_decisions(context):
             self._note(decision)
         self._note_slots()
         context.observe(self)
@@ -99,7 +99,7 @@ class Agreement:
         self._context.unobserve(self)
         self._context.kv_block_allocator.unobserve_deregistration(self._blocks_deregistered)
         self._decisions.clear()
-        self._followed.clear()
+        self._tracked.clear()
         with suppress(RuntimeError):  # the store's host has ended: no key is left
             self._leave_the_store()
 
@@ -147,12 +147,12 @@ class Agreement:
 
     def _note_tokens(self) -> None:
         """Note the tokens that requests got since the last call."""
-        for followed in self._followed.values():
-            request = followed.request
+        for tracked in self._tracked.values():
+            request = tracked.request
             prompt, tokens = len(request.prompt_tokens), request.tokens
-            for position in range(followed.tokens, len(tokens)):
+            for position in range(tracked.tokens, len(tokens)):
                 self._note(f"token {position - prompt} of request {request.request_id} is {tokens[position]}")
-            followed.tokens = len(tokens)  # fewer where a failed step took tokens back
+            tracked.tokens = len(tokens)  # fewer where a failed step took tokens back
 
     def _note_slots(self) -> None:
         """Note which slots have lost a state, and which have got one, since the last call.
@@ -172,30 +172,30 @@ class Agreement:
         self._slot_blocks = now
 
     def _note_departures(self) -> None:
-        for row, followed in list(self._followed.items()):
-            if followed.request.row != row:
-                self._note(f"request {followed.request.request_id} left row {row}")
-                del self._followed[row]
+        for row, tracked in list(self._tracked.items()):
+            if tracked.request.row != row:
+                self._note(f"request {tracked.request.request_id} left row {row}")
+                del self._tracked[row]
 
     def _note_chunk(self, chunk: ScheduledChunk) -> None:
         request = chunk.request
         name = f"request {request.request_id}"
-        followed = self._followed.get(request.row)
-        if followed is None or chunk.start == chunk.skipped:  # admitted, or begun again in the same row
-            followed = self._followed[request.row] = _Followed(request)
-            for decision in _asked(request):
+        tracked = self._tracked.get(request.row)
+        if tracked is None or chunk.start == chunk.skipped:  # admitted, or begun again in the same row
+            tracked = self._tracked[request.row] = _TrackedRequest(request)
+            for decision in _request_decisions(request):
                 self._note(decision)
             self._note(f"admission of {name} to row {request.row}: {self._resumption(chunk)}")
         elif chunk.skipped:
             self._note(f"jump of {name}: {self._resumption(chunk)}")
-        blocks, known = request.blocks, followed.blocks
+        blocks, known = request.blocks, tracked.blocks
         pairs = zip(blocks, known, strict=False)
         first_change = next(
             (i for i, (new, old) in enumerate(pairs) if new != old), min(len(blocks), len(known))
         )
         if blocks[first_change:] or known[first_change:]:
             self._note(f"KV blocks {blocks[first_change:]} for {name} from its block {first_change} on")
-        followed.blocks = list(blocks)
+        tracked.blocks = list(blocks)
         drafts = f", drafts {list(chunk.drafts)}" if chunk.drafts else ""
         self._note(f"chunk of {name} in row {request.row}: [{chunk.start}, {chunk.stop}){drafts}")
         for position, slot in sorted(chunk.destinations.items()):
@@ -269,7 +269,7 @@ class Agreement:
         raise error from cause
 
 
-class _Followed:
+class _TrackedRequest:
     """What was last noted about the request in a row."""
 
     def __init__(self, request: DynamicInferenceRequest) -> None:
@@ -278,7 +278,7 @@ class _Followed:
         self.blocks: list[int] = []
 
 
-def _built_with(context: DynamicInferenceContext) -> Iterator[str]:
+def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
     """What must be equal on all ranks from the beginning."""
     config, spec, slots = context.config, context.spec, context.mamba_slot_allocator
     for field in fields(config):
@@ -290,7 +290,7 @@ def _built_with(context: DynamicInferenceContext) -> Iterator[str]:
         yield f"built with {name} {getattr(spec, name)}"
 
 
-def _asked(request: DynamicInferenceRequest) -> Iterator[str]:
+def _request_decisions(request: DynamicInferenceRequest) -> Iterator[str]:
     """What the caller asked for with a request."""
     name = f"request {request.request_id}"
     digest = hashlib.blake2b(repr(request.prompt_tokens).encode(), digest_size=4).hexdigest()
