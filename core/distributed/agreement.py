@@ -55,7 +55,7 @@ class Agreement:
         """Begin to observe; waits for no other rank. Every rank does so before its context's first step.
 
         Args:
-            context: this rank's.
+            context: the context of this rank.
             store: a client of a store that all ranks reach. Nothing else uses its keys: no other model, and
                 no earlier start of this one that failed (`dist.PrefixStore` divides one store). No other
                 thread uses this client (`clone` makes another).

@@ -160,9 +160,8 @@ class Heartbeat:
             return
         atexit.unregister(self._stop)
         self._stop()
-        if not self._threads[
-            0
-        ].is_alive():  # a thread that is still alive hangs in a store that answers nothing
+        beats = self._threads[0]
+        if not beats.is_alive():  # else it hangs in a store that answers nothing
             with suppress(RuntimeError):
                 self._store.set(self._keys[self._rank], json.dumps(deaths))
 
