@@ -1,15 +1,15 @@
-"""What a hand-over of a warm prefix costs, beside computing the prefix again.
+"""What a hand-over of a cached prefix costs, beside computing the prefix again.
 
-Two processes, each with the whole model (two GPUs, or the CPU). One computes a prefix, with states at its
-half and at its end, and sends it; the other receives it into an empty cache. In the same run, in the first
-process alone: the parts of a hand-over without the way between, and SHA-256 over as many bytes, which both
-sides compute and which bounds them.
+Two processes each have the whole model (two GPUs, or the CPU). The first computes a prefix, with states at
+its half and at its end, and sends it. The second receives it into an empty cache. Then the first process
+measures the parts of a hand-over by itself, without the transport, and SHA-256 over as many bytes. Both sides
+compute SHA-256 once, so it is a lower bound for each.
 
     python benchmarks/hand_over.py --json out.json                          (two GPUs; bfloat16)
     python benchmarks/hand_over.py --shape tiny --device cpu                (does it run?)
 
-Medians. "computed" is one `warm` on an empty cache, chunked prefills and all; "received" is the whole
-`receive_prefixes`, of which the sender's share is part.
+All figures are medians. "computed" is one `warm` on an empty cache. "received" is the whole
+`receive_prefixes`; the sender works meanwhile, and its work is part of the figure.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Side:
     def __init__(self, number: int, port: int, args: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-        self.number, self.met = number, 0
+        self.number, self.num_meetings = number, 0
         device = torch.device("cuda", number) if args.device == "cuda" else torch.device("cpu")
         if args.device == "cuda":
             torch.cuda.set_device(device)
@@ -67,9 +67,9 @@ class Side:
 
     def meet(self) -> None:
         """Returns when the other side has come here too."""
-        self.met += 1
-        self.store.set(f"meeting {self.met}, {self.number}", "")
-        self.store.wait([f"meeting {self.met}, {1 - self.number}"], TIMEOUT)
+        self.num_meetings += 1
+        self.store.set(f"meeting {self.num_meetings}, {self.number}", "")
+        self.store.wait([f"meeting {self.num_meetings}, {1 - self.number}"], TIMEOUT)
 
     def time_ms(self, call: Callable[[], Any]) -> tuple[Any, float]:
         started = time.perf_counter()
@@ -117,7 +117,7 @@ def run_side(number: int, port: int, args: argparse.Namespace) -> None:
     for length in LENGTHS[args.shape]:
         part = side.receive if number else side.send
         figures = [part(length, f"{length}, {turn}") for turn in range(args.repeats + 1)][1:]
-        medians = {name: statistics.median(each[name] for each in figures) for name in figures[0]}
+        medians = {name: statistics.median(row[name] for row in figures) for name in figures[0]}
         side.store.set(f"figures {length}, {number}", json.dumps(medians))
 
 
@@ -143,10 +143,10 @@ def show(rows: dict[int, dict[str, float]]) -> None:
         f"{'tokens':>7} {'MiB':>7} {'computed':>10} {'received':>10} {'times':>6}  of which, without the way:"
     )
     for length, row in rows.items():
-        each = ", ".join(f"{name} {row[name]:.1f}" for name in parts)
+        times = ", ".join(f"{name} {row[name]:.1f}" for name in parts)
         print(
             f"{length:7,} {row['MiB']:7.1f} {row['computed']:7.1f} ms {row['received']:7.1f} ms "
-            f"{row['computed'] / row['received']:5.1f}x  {each}; SHA-256 once {row['sha256']:.1f}"
+            f"{row['computed'] / row['received']:5.1f}x  {times}; SHA-256 once {row['sha256']:.1f}"
         )
 
 
@@ -154,9 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
-    parser.add_argument("--layers", type=int, default=len(PATTERN), help="only the first ones")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--layers", type=int, default=len(PATTERN), help="how many of the model's layers")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements a length (default 5)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = measured(args)

@@ -1,14 +1,15 @@
-"""One rank of a replica that serves a model split over all its ranks; `torchrun_serving.py` starts it.
+"""One rank of a replica, which serves a model split over all its ranks; `torchrun_serving.py` starts it.
 
     torchrun --nproc-per-node 2 examples/torchrun_replica.py NAME HOST:PORT
 
-HOST:PORT is a store that outlives the replica. Orders come in over it, numbered; every rank reads the same
-orders and makes the same calls, and rank 0 answers. The ranks compare their decisions at every step.
+The replica takes orders over the store at HOST:PORT, which outlives the replica. Orders are numbered. Every
+rank reads the same orders and makes the same calls; rank 0 answers. The ranks compare their decisions at each
+step.
 """
 
+import argparse
 import json
 import os
-import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 CONFIG = ms.models.HybridConfig.tiny(torch.float64)
-WEIGHTS = "seed 0"  # named, so that states of other weights are refused
+WEIGHTS = "seed 0"  # states of weights with another name are refused
 FOREVER = timedelta(days=1)
 
 
@@ -36,7 +37,7 @@ def settings(**overrides: Any) -> ms.InferenceConfig:
 
 
 class Replica:
-    """This rank's engine, and the orders it takes."""
+    """This rank's engine; the methods are the orders that it takes."""
 
     def __init__(self, name: str, store: dist.Store) -> None:
         self.name = name
@@ -60,21 +61,32 @@ class Replica:
         ]
 
     def send(self, hand_over: str, prefixes: list[list[int]], timeout_s: float) -> str:
-        """Hand what is cached of `prefixes` to the replica that receives under this name; how it failed."""
-        named = [(tokens, None) for tokens in prefixes]  # None: without a salt, as they were served
+        """Hand what is cached of `prefixes` to another replica; why that failed, or an empty text."""
+        named = [(tokens, None) for tokens in prefixes]  # None: they were served without a salt
         return msd.send_prefixes(self.engine, self.store, hand_over, named, timeout_s=timeout_s).failure
 
     def receive(self, hand_over: str, timeout_s: float) -> dict[str, Any]:
+        """Import what another replica hands over; the counts of what came, and the failure."""
         report = msd.receive_prefixes(self.engine, self.store, hand_over, timeout_s=timeout_s)
         return {**asdict(report.imported), "failure": report.failure}
 
 
+def address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
 def main() -> None:
-    name, address = sys.argv[1:]
-    host, port = address.split(":")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", metavar="NAME", help="the replica's name in the store")
+    parser.add_argument("address", metavar="HOST:PORT", type=address, help="where the store is")
+    args = parser.parse_args()
+    name, (host, port) = args.name, args.address
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=FOREVER)
+    store = dist.TCPStore(host, port, is_master=False, timeout=FOREVER)
     rank = dist.get_rank()
     store.set(f"{name}/pid/{rank}", str(os.getpid()))
     replica = Replica(name, store)

@@ -1,16 +1,17 @@
-"""Two replicas of a split model, a hand-over of warm prefixes between them, and the end of one of them.
+"""Two replicas of a split model: one hands its cached prefixes to the other, and is killed.
 
     python examples/torchrun_serving.py
 
-Each replica is a `torchrun --nproc-per-node 2` of its own, with a hybrid model split over its two ranks
-(tensor parallelism, gloo). Conversations go on, turn by turn, on both. Then replica A hands what it has
-cached to B, one of its ranks is killed, and B goes on with all conversations, A's from the states that it was
-handed. A second hand-over, for which B waits as A dies, is no more than a miss.
+Each replica is a `torchrun --nproc-per-node 2` of its own. A hybrid model is split over the two ranks of each
+replica (tensor parallelism, gloo, CPU). Both replicas serve conversations, turn by turn. Then replica A hands
+its cached prefixes to replica B, and one rank of A is killed. B goes on with all conversations; those of A
+resume from the states that A handed over. A second hand-over, for which B waits while A dies, is only a miss.
 
-The last line says whether all answers are those of the whole model in one process without a cache; the exit
-code is 1 if they are not, or if the first hand-over did not arrive.
+The last line says whether all answers are those of the whole model in one process without a cache. The exit
+code is 1 if they are not, or if the first hand-over did not arrive. It takes a quarter of a minute.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -35,14 +36,14 @@ ANSWER = 24  # tokens
 
 
 class Replica:
-    """A torchrun of `torchrun_replica.py`, and the orders it is given."""
+    """A torchrun of `torchrun_replica.py`, which takes orders over a store."""
 
     def __init__(self, name: str, store: dist.TCPStore) -> None:
         self.name = name
         self._store = store
         self._orders = 0
         script = Path(__file__).with_name("torchrun_replica.py")
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the replica writes it
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the replica runs
         self._process = subprocess.Popen(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
@@ -53,18 +54,18 @@ class Replica:
         )  # fmt: skip
 
     def wait_until_up(self) -> list[int]:
-        """The process ids of its ranks."""
+        """Block until all ranks have started; their process ids."""
         return [int(self._store.get(f"{self.name}/pid/{rank}")) for rank in range(RANKS)]
 
     def order(self, order: str, **arguments: Any) -> int:
-        """Give an order; the number to ask for the answer with."""
+        """Give an order; returns its number, by which `answer` asks for the answer."""
         number = self._orders
         self._store.set(f"{self.name}/order/{number}", json.dumps([order, arguments]))
         self._orders += 1
         return number
 
     def answer(self, number: int) -> tuple[Any, float]:
-        """What rank 0 answered, and the seconds that it took."""
+        """Block until the order is done; rank 0's answer, and how many seconds the order took."""
         key = f"{self.name}/answer/{number}"
         while not self._store.check([key]):
             if self._process.poll() is not None:
@@ -74,8 +75,8 @@ class Replica:
         answer, seconds = json.loads(self._store.get(key))
         return answer, seconds
 
-    def killed(self) -> int:
-        """Kill one rank; torchrun ends the others. Its exit code."""
+    def kill_a_rank(self) -> int:
+        """Kill one rank, whereupon torchrun ends the others; the exit code of torchrun."""
         os.kill(self.wait_until_up()[1], signal.SIGKILL)
         return self._process.wait()
 
@@ -90,23 +91,25 @@ class Replica:
 
 
 class Conversations:
-    """Transcripts of bytes, that grow by what users say and what replicas answer."""
+    """Transcripts as bytes; they grow by what users say and by what replicas answer."""
 
     def __init__(self, count: int, turns: int) -> None:
         self._users = conversations(count, turns)
         self.transcripts = [list(user.system_prompt.encode()) for user in self._users]
-        self.asked: list[tuple[list[int], list[int]]] = []  # every prompt, and its answer
+        self.exchanges: list[tuple[list[int], list[int]]] = []  # (prompt, answer) of every request
 
     def ask(self, turn: int, users: list[int], replica: Replica) -> int:
+        """Let `users` say what they say in `turn`; the number of the order to the replica."""
         for user in users:
-            said = f"\n\nUser: {self._users[user].turns[turn].text}\nAssistant: "
-            self.transcripts[user] += said.encode()
+            text = f"\n\nUser: {self._users[user].turns[turn].text}\nAssistant: "
+            self.transcripts[user] += text.encode()
         return replica.order("serve", prompts=[self.transcripts[user] for user in users], length=ANSWER)
 
     def hear(self, turn: int, users: list[int], replica: Replica, number: int) -> None:
+        """Take the answers to order `number`, and print a line about them."""
         answers, seconds = replica.answer(number)
         for user, answer in zip(users, answers, strict=True):
-            self.asked.append((list(self.transcripts[user]), answer["tokens"]))
+            self.exchanges.append((list(self.transcripts[user]), answer["tokens"]))
             self.transcripts[user] += answer["tokens"]
         prompt, resumed = (sum(answer[key] for answer in answers) for key in ("prompt", "resumed"))
         print(
@@ -118,7 +121,7 @@ class Conversations:
 
 @contextmanager
 def replicas(names: str) -> Iterator[list[Replica]]:
-    """Running replicas over a store of this process, which outlives them."""
+    """Running replicas; this process hosts their store, and outlives them."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
     )
@@ -133,7 +136,7 @@ def replicas(names: str) -> Iterator[list[Replica]]:
 
 
 def hand_over(source: Replica, target: Replica, prefixes: list[list[int]]) -> bool:
-    """Whether it arrived."""
+    """Hand cached prefixes of one replica to another; whether they arrived."""
     name = f"{source.name} to {target.name}"
     sent = source.order("send", hand_over=name, prefixes=prefixes, timeout_s=30)
     received = target.order("receive", hand_over=name, timeout_s=30)
@@ -146,15 +149,17 @@ def hand_over(source: Replica, target: Replica, prefixes: list[list[int]]) -> bo
     return not (failure or report["failure"])
 
 
-def killed_before_it_hands_over(source: Replica, target: Replica) -> None:
+def kill_before_it_hands_over(source: Replica, target: Replica) -> None:
+    """Let `target` wait for a hand-over from `source`, one of whose ranks is killed."""
     received = target.order("receive", hand_over=f"{source.name} to {target.name}, again", timeout_s=3)
-    print(f"one rank of replica {source.name} is killed: its torchrun ends with exit code {source.killed()}")
+    exit_code = source.kill_a_rank()
+    print(f"one rank of replica {source.name} is killed: its torchrun ends with exit code {exit_code}")
     report, seconds = target.answer(received)
     print(f"the next hand-over from it is a miss after {seconds:.1f} s: {report['failure']}")
 
 
 def expected_answers(prompts: list[list[int]]) -> list[list[int]]:
-    """Those of the whole model, in this process, without a cache."""
+    """The answers of the whole model, in this process, without a cache."""
     uncached = settings(enable_prefix_caching=False, num_mamba_slots=None)
     engine = ms.DynamicInferenceEngine(ms.models.HybridLM(CONFIG, seed=0), uncached)
     sampling = ms.SamplingParams(num_tokens_to_generate=ANSWER)
@@ -162,27 +167,34 @@ def expected_answers(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     torch.set_num_threads(1)
     talk = Conversations(count=6, turns=4)
-    of_a, of_b = [0, 1, 2], [3, 4, 5]
+    users_of_a, users_of_b = [0, 1, 2], [3, 4, 5]
     with replicas("AB") as (a, b):
         print(f"replicas A and B, each a torchrun of {RANKS} ranks: tensor parallelism {RANKS}")
         for turn in range(2):
-            asked = [
-                (users, replica, talk.ask(turn, users, replica)) for users, replica in ((of_a, a), (of_b, b))
+            orders = [
+                (users, replica, talk.ask(turn, users, replica))
+                for users, replica in ((users_of_a, a), (users_of_b, b))
             ]
-            for users, replica, number in asked:
+            for users, replica, number in orders:
                 talk.hear(turn, users, replica, number)
-        arrived = hand_over(a, b, [talk.transcripts[user] for user in of_a])
-        killed_before_it_hands_over(a, b)
+        arrived = hand_over(a, b, [talk.transcripts[user] for user in users_of_a])
+        kill_before_it_hands_over(a, b)
         for turn in (2, 3):
-            for users in (of_a, of_b):
+            for users in (users_of_a, users_of_b):
                 talk.hear(turn, users, b, talk.ask(turn, users, b))
-    expected = expected_answers([prompt for prompt, _ in talk.asked])
-    same = sum(answer == other for (_, answer), other in zip(talk.asked, expected, strict=True))
-    print(f"{same} of {len(expected)} answers are those of the whole model in one process without a cache")
-    print(f"outputs identical: {'yes' if same == len(expected) else 'no'}")
-    return 0 if arrived and same == len(expected) else 1
+    expected = expected_answers([prompt for prompt, _ in talk.exchanges])
+    num_same = sum(answer == other for (_, answer), other in zip(talk.exchanges, expected, strict=True))
+    print(
+        f"{num_same} of {len(expected)} answers are those of the whole model in one process without a cache"
+    )
+    print(f"outputs identical: {'yes' if num_same == len(expected) else 'no'}")
+    return 0 if arrived and num_same == len(expected) else 1
 
 
 if __name__ == "__main__":

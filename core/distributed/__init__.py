@@ -1,16 +1,16 @@
 """Models split over ranks, and replicas of them: what keeps ranks together, and moves cached prefixes."""
 
 from .agreement import Agreement
-from .disagreement import DisagreementError
-from .handover import SendReport, receive_prefixes, send_prefixes
+from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
-from .prefix_codec import decode_prefixes, encode_prefixes
-from .prefix_export import export_prefixes
-from .prefix_files import SaveReport, load_prefixes, save_prefixes
-from .prefix_format import TransferError
-from .prefix_import import CopyError, ImportReport, PrefixCounts
-from .prefix_shard import PrefixShard
-from .state_transfer import import_prefixes
+from .transfer.codec import decode_prefixes, encode_prefixes
+from .transfer.export import export_prefixes
+from .transfer.files import SaveReport, load_prefixes, save_prefixes
+from .transfer.format import TransferError
+from .transfer.hand_over import SendReport, receive_prefixes, send_prefixes
+from .transfer.import_ import CopyError, import_prefixes
+from .transfer.placement import ImportReport, PrefixCounts
+from .transfer.shard import PrefixShard
 
 __all__ = [
     "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",

@@ -1,4 +1,4 @@
-"""Debug mode: ranks that hold parts of the same requests compare what they decided, before every forward."""
+"""Debug mode: the ranks of a split model compare their cache decisions before every forward."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ from ..inference.contexts.scheduled_chunk import ScheduledChunk
 from ..inference.contexts.step_inputs import StepInputs
 from ..request import DynamicInferenceRequest
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
-from .disagreement import DisagreementError, absence, difference
+from .all_ranks import DisagreementError, difference_error, missing_ranks_error
 
-# Each rank may have budgets of its own; the counts that come of them are compared instead.
+# Ranks may differ in these settings; the numbers of blocks and slots that result are compared instead.
 _BUDGETS = ("num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb")
 _SPEC = (
     "model", "ssd_chunk_size", "vocab_size", "separate_states",
@@ -26,19 +26,22 @@ _SPEC = (
 
 
 class Agreement:
-    """Observes a context, and compares its decisions with the other ranks' when a step has been built.
+    """Observes a context, and compares its decisions with those of the other ranks once a step is built.
 
-    That is before the step's forward, where ranks that computed different steps would wait for each other for
-    ever. A rank's decisions since the last comparison are kept in order, as text, and hashed; the ranks
-    exchange digests, and the texts only where digests differ. The first step also compares what the contexts
-    were built with. Compared are the last step's tokens and states too, so only those of the very last step
-    are left, which `compare` sees to.
+    The comparison comes before the step's forward. In the forward, ranks that had built different steps would
+    wait for each other for ever. The first comparison also covers what the contexts were built with.
+    Every comparison covers the tokens and states of the step before. `compare` covers those of the last step.
 
-    Ranks exchange over a store, not over the model's groups: a collective would hang where ranks come to
-    different numbers of steps, and nccl would need a device. Whether all came in time is one key a step,
-    which the first rank to know sets and all obey: one that comes at the very end of the timeout agrees with
-    all or with nobody. It costs each rank about five messages to the store a step, and time in the number of
-    slots: too much to serve with.
+    Each rank keeps its decisions since the last comparison, in order, as text, and hashes them. The ranks
+    exchange the digests; they exchange the texts only where the digests differ.
+
+    The exchange goes over a store, not over the model's process groups. A collective would hang where ranks
+    come to different numbers of steps, and nccl would need a device. One key a comparison says whether all
+    ranks came in time. The first rank that knows sets it, and all ranks obey it: so a rank that comes at the
+    very end of the timeout agrees with all other ranks or with none.
+
+    A step costs each rank about five messages to the store, and time that grows with the number of slots: too
+    much for serving.
     """
 
     def __init__(
@@ -49,38 +52,46 @@ class Agreement:
         world_size: int,
         timeout_s: float = 30.0,
     ) -> None:
-        """Does not wait for the others. Every rank makes it before its context's first step.
+        """Begin to observe; waits for no other rank. Every rank does so before its context's first step.
 
-        `rank` and `world_size`: among the ranks of both groups, a whole model. `store`: one that all of them
-        reach and no other model uses, nor an earlier start of this one that failed (`dist.PrefixStore` parts
-        one store), and no other thread (`clone` it).
-        `timeout_s`: the longest wait for the slowest rank.
+        Args:
+            context: the context of this rank.
+            store: a client of a store that all ranks reach. Nothing else uses its keys: no other model, and
+                no earlier start of this one that failed (`dist.PrefixStore` divides one store). No other
+                thread uses this client (`clone` makes another).
+            rank: this rank, among the ranks of one whole model (of the tensor and the pipeline group).
+            world_size: the number of these ranks.
+            timeout_s: the longest wait for the slowest rank, in seconds.
+
+        Raises:
+            ValueError: a bad argument.
         """
         self._context = instance("context", context, DynamicInferenceContext)
         self._store = instance("store", store, Store)
         self._world_size = integer("world_size", world_size, 1)
         self._rank = integer("rank", rank, 0, self._world_size - 1)
         self._timeout_s = real("timeout_s", timeout_s, 0.001, LONGEST_TIMEOUT_S)
-        made = store.add(f"agreements of {self._rank}", 1)  # an agreement made later uses other keys
-        self._prefix = f"agreement {made}"
+        serial = store.add(f"agreements of {self._rank}", 1)  # an agreement made later uses other keys
+        self._prefix = f"agreement {serial}"
         self._step = 0
         self._failure: DisagreementError | None = None
         self._decisions: list[str] = []
         self._digest = hashlib.blake2b(digest_size=16)
-        self._followed: dict[int, _Followed] = {}
+        self._tracked: dict[int, _TrackedRequest] = {}
         slots = context.mamba_slot_allocator
         self._slot_blocks = [-1] * (slots.max_slots if slots else 0)
         self._closed = False
-        for decision in _built_with(context):
+        for decision in _initial_decisions(context):
             self._note(decision)
         self._note_slots()
         context.observe(self)
         context.kv_block_allocator.observe_deregistration(self._blocks_deregistered)
 
     def close(self) -> None:
-        """Observe no more; compares nothing and waits for nobody. Once more does nothing.
+        """Stop observing; compares nothing and waits for no other rank. A second call does nothing.
 
-        The last rank to close deletes what is left in the store: until then others may have to read it.
+        The last rank to close deletes the keys that are left in the store. Other ranks may have to read them
+        until then.
         """
         if self._closed:
             return
@@ -88,32 +99,33 @@ class Agreement:
         self._context.unobserve(self)
         self._context.kv_block_allocator.unobserve_deregistration(self._blocks_deregistered)
         self._decisions.clear()
-        self._followed.clear()
-        with suppress(RuntimeError):  # without the store's host there is nothing to delete
+        self._tracked.clear()
+        with suppress(RuntimeError):  # the store's host has ended: no key is left
             self._leave_the_store()
 
     def _leave_the_store(self) -> None:
         closed = f"{self._prefix}, closed"
         if self._store.add(closed, 1) < self._world_size:
             return
-        for step in range(self._step - 2, self._step + 1):  # another rank may have begun one more
-            for what in ("digest", "decisions"):
-                for key in (*self._keys(what, step), self._verdict_key(what, step)):
+        for step in range(self._step - 2, self._step + 1):  # another rank may be one step ahead
+            for topic in ("digest", "decisions"):
+                for key in (*self._keys(topic, step), self._verdict_key(topic, step)):
                     self._store.delete_key(key)
         self._store.delete_key(closed)
 
-    # ---- what the context tells
+    # ---- decisions
 
     def step_begun(self, chunks: Sequence[ScheduledChunk], inputs: StepInputs) -> None:
-        """Compare all decisions up to this step's forward. Blocks; raises DisagreementError on every rank."""
-        self._note_what_happened()
+        """Compare all decisions up to this step's forward; blocks, and raises, as `compare` does."""
+        self._note_changes()
         for chunk in chunks:
             self._note_chunk(chunk)
         self._note(f"step of shape {inputs.shape}")
         self.compare()
 
     def step_ended(self, chunks: Sequence[ScheduledChunk]) -> None:
-        self._note_tokens()  # with drafts they are known by now
+        """Note what the step computed and stored."""
+        self._note_tokens()  # of steps with drafts; other steps are sampled later
         for chunk in chunks:
             self._note(f"request {chunk.request.request_id} is computed up to {chunk.stop}")
         self._note_slots()
@@ -128,22 +140,25 @@ class Agreement:
         self._digest.update(decision.encode())
         self._digest.update(b"\0")
 
-    def _note_what_happened(self) -> None:
+    def _note_changes(self) -> None:
         self._note_tokens()
         self._note_slots()
         self._note_departures()
 
     def _note_tokens(self) -> None:
-        """The tokens that requests were given since they were last looked at."""
-        for followed in self._followed.values():
-            request = followed.request
+        """Note the tokens that requests got since the last call."""
+        for tracked in self._tracked.values():
+            request = tracked.request
             prompt, tokens = len(request.prompt_tokens), request.tokens
-            for position in range(followed.tokens, len(tokens)):
+            for position in range(tracked.tokens, len(tokens)):
                 self._note(f"token {position - prompt} of request {request.request_id} is {tokens[position]}")
-            followed.tokens = len(tokens)  # fewer after a failed step
+            tracked.tokens = len(tokens)  # fewer where a failed step took tokens back
 
     def _note_slots(self) -> None:
-        """Which slots lost, and which got, a state; in between they may have done so more often."""
+        """Note which slots have lost a state, and which have got one, since the last call.
+
+        Of several states that a slot held in between, none is noted.
+        """
         slots = self._context.mamba_slot_allocator
         if slots is None:
             return
@@ -157,28 +172,30 @@ class Agreement:
         self._slot_blocks = now
 
     def _note_departures(self) -> None:
-        for row, followed in list(self._followed.items()):
-            if followed.request.row != row:
-                self._note(f"request {followed.request.request_id} left row {row}")
-                del self._followed[row]
+        for row, tracked in list(self._tracked.items()):
+            if tracked.request.row != row:
+                self._note(f"request {tracked.request.request_id} left row {row}")
+                del self._tracked[row]
 
     def _note_chunk(self, chunk: ScheduledChunk) -> None:
         request = chunk.request
         name = f"request {request.request_id}"
-        followed = self._followed.get(request.row)
-        if followed is None or chunk.start == chunk.skipped:  # the latter: again, in the same row
-            followed = self._followed[request.row] = _Followed(request)
-            for decision in _asked(request):
+        tracked = self._tracked.get(request.row)
+        if tracked is None or chunk.start == chunk.skipped:  # admitted, or begun again in the same row
+            tracked = self._tracked[request.row] = _TrackedRequest(request)
+            for decision in _request_decisions(request):
                 self._note(decision)
             self._note(f"admission of {name} to row {request.row}: {self._resumption(chunk)}")
         elif chunk.skipped:
             self._note(f"jump of {name}: {self._resumption(chunk)}")
-        blocks, known = request.blocks, followed.blocks
-        same = next((i for i, (a, b) in enumerate(zip(blocks, known, strict=False)) if a != b), None)
-        kept = min(len(blocks), len(known)) if same is None else same
-        if blocks[kept:] or known[kept:]:
-            self._note(f"KV blocks {blocks[kept:]} for {name} from its block {kept} on")
-        followed.blocks = list(blocks)
+        blocks, known = request.blocks, tracked.blocks
+        pairs = zip(blocks, known, strict=False)
+        first_change = next(
+            (i for i, (new, old) in enumerate(pairs) if new != old), min(len(blocks), len(known))
+        )
+        if blocks[first_change:] or known[first_change:]:
+            self._note(f"KV blocks {blocks[first_change:]} for {name} from its block {first_change} on")
+        tracked.blocks = list(blocks)
         drafts = f", drafts {list(chunk.drafts)}" if chunk.drafts else ""
         self._note(f"chunk of {name} in row {request.row}: [{chunk.start}, {chunk.stop}){drafts}")
         for position, slot in sorted(chunk.destinations.items()):
@@ -201,48 +218,50 @@ class Agreement:
     # ---- comparing
 
     def compare(self) -> None:
-        """Compare all decisions since the last comparison; every rank calls it, between steps.
+        """Compare all decisions since the last comparison. Every rank calls this, between steps.
 
-        Blocks until all ranks have come, at most `timeout_s`. Raises DisagreementError, on every rank, where
-        they differ or one did not come; from then on at every call and every step, until the ranks `close` it
-        and make another.
+        Blocks until all ranks have come, at most `timeout_s`.
+
+        Raises:
+            DisagreementError: on every rank, where decisions differ or a rank did not come. From then on
+                every call and every step raises it, until the ranks `close` this agreement and make another.
         """
         if self._failure is not None:
-            known = self._failure
-            raise DisagreementError(str(known), known.step, known.ranks, known.decisions)
-        self._note_what_happened()
+            failure = self._failure
+            raise DisagreementError(str(failure), failure.step, failure.ranks, failure.decisions)
+        self._note_changes()
         step, self._step = self._step, self._step + 1
         digests = self._exchange("digest", step, self._digest.digest())
         if len(set(digests)) > 1:
             lists = self._exchange("decisions", step, json.dumps(self._decisions).encode())
-            self._fail(difference(step, [json.loads(text) for text in lists]))
-        if step:  # all are here, so none needs what the step before exchanged
+            self._fail(difference_error(step, [json.loads(text) for text in lists]))
+        if step:  # all ranks are here, so no rank needs the keys of the step before
             self._store.delete_key(self._keys("digest", step - 1)[self._rank])
             if self._rank == 0:
                 self._store.delete_key(self._verdict_key("digest", step - 1))
         self._decisions.clear()
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def _keys(self, what: str, step: int) -> list[str]:
-        return [f"{self._prefix}, {what} {step} of {rank}" for rank in range(self._world_size)]
+    def _keys(self, topic: str, step: int) -> list[str]:
+        return [f"{self._prefix}, {topic} {step} of {rank}" for rank in range(self._world_size)]
 
-    def _verdict_key(self, what: str, step: int) -> str:
-        return f"{self._prefix}, absent from {what} {step}"
+    def _verdict_key(self, topic: str, step: int) -> str:
+        return f"{self._prefix}, absent from {topic} {step}"
 
-    def _exchange(self, what: str, step: int, value: bytes) -> list[bytes]:
-        """What each rank says, in order."""
-        keys = self._keys(what, step)
+    def _exchange(self, topic: str, step: int, value: bytes) -> list[bytes]:
+        """The `value` of each rank, in order of rank; blocks until all ranks have come."""
+        keys = self._keys(topic, step)
         self._store.set(keys[self._rank], value)  # type: ignore[arg-type]  # the stub forgets bytes
-        absent, late = [], None
+        absent, timeout = [], None
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            late = error
+            timeout = error
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        verdict = self._store.compare_set(self._verdict_key(what, step), "", json.dumps(absent))
-        absent = json.loads(verdict)  # ours, or that of the rank that was first
+        verdict = self._store.compare_set(self._verdict_key(topic, step), "", json.dumps(absent))
+        absent = json.loads(verdict)  # of the first rank to set it
         if absent:
-            self._fail(absence(step, absent, self._timeout_s), late)
+            self._fail(missing_ranks_error(step, absent, self._timeout_s), timeout)
         return self._store.multi_get(keys)
 
     def _fail(self, error: DisagreementError, cause: Exception | None = None) -> NoReturn:
@@ -250,8 +269,8 @@ class Agreement:
         raise error from cause
 
 
-class _Followed:
-    """What was last known of a request in a row."""
+class _TrackedRequest:
+    """What was last noted about the request in a row."""
 
     def __init__(self, request: DynamicInferenceRequest) -> None:
         self.request = request
@@ -259,7 +278,8 @@ class _Followed:
         self.blocks: list[int] = []
 
 
-def _built_with(context: DynamicInferenceContext) -> Iterator[str]:
+def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
+    """What must be equal on all ranks from the beginning."""
     config, spec, slots = context.config, context.spec, context.mamba_slot_allocator
     for field in fields(config):
         if field.name not in _BUDGETS:
@@ -270,7 +290,8 @@ def _built_with(context: DynamicInferenceContext) -> Iterator[str]:
         yield f"built with {name} {getattr(spec, name)}"
 
 
-def _asked(request: DynamicInferenceRequest) -> Iterator[str]:
+def _request_decisions(request: DynamicInferenceRequest) -> Iterator[str]:
+    """What the caller asked for with a request."""
     name = f"request {request.request_id}"
     digest = hashlib.blake2b(repr(request.prompt_tokens).encode(), digest_size=4).hexdigest()
     yield f"prompt of {name} has {len(request.prompt_tokens)} tokens, digest {digest}"

@@ -33,9 +33,9 @@ PROCESSES.set_forkserver_preload(["oracle.heartbeat_rank"])
 
 
 def _start_server() -> None:
-    """Python 3.12's imports nothing from this process's `sys.path`, and says nothing about it."""
+    """The server of Python 3.12 ignores this process's `sys.path`, without a word, but reads PYTHONPATH."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         forkserver.ensure_running()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.distributed.prefix_forest import PrefixForest
-from mambaslots.distributed.prefix_format import PrefixFormat
-from mambaslots.distributed.prefix_shard import SPLITS, PrefixShard, dtype_of, shape_of
+from mambaslots.distributed.transfer.forest import PrefixForest
+from mambaslots.distributed.transfer.format import PrefixFormat
+from mambaslots.distributed.transfer.shard import SPLITS, PrefixShard, dtype_of, shape_of
 from mambaslots.model_shard import ModelShard
 from oracle.serving import small_model
 

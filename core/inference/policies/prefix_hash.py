@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...validation import shown
+
 
 class PrefixHashChain:
     """The hashes of a growing token sequence's whole blocks.
@@ -53,3 +55,23 @@ class PrefixHashChain:
         other = PrefixHashChain(self.block_size_tokens, self.salt)
         other.keys, other.tokens, other._digests = self.keys[:], self.tokens[:], self._digests[:]
         return other
+
+
+def salt_bytes(name: str, salt: object) -> bytes:
+    """The salt of a hash chain, as callers may give it: bytes, a str (its UTF-8), or None (no salt).
+
+    Args:
+        name: the argument's name, for errors.
+        salt: the argument.
+
+    Raises:
+        ValueError: `salt` is of another type, or a str that UTF-8 cannot encode.
+    """
+    if salt is None or isinstance(salt, bytes):
+        return salt or b""
+    if not isinstance(salt, str):
+        raise ValueError(f"{name} is {shown(salt)}; accepted: bytes, a str or None")
+    try:
+        return salt.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair
+        raise ValueError(f"{name} is {shown(salt)}; accepted: a str that UTF-8 can encode") from error

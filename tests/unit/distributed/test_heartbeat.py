@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from mambaslots import KVBlockCapacityError
 from mambaslots.distributed import Heartbeat, RankDiedError
-from mambaslots.distributed.heartbeat import LEAST_INTERVALS
+from mambaslots.distributed.heartbeat import MIN_TIMEOUT_INTERVALS
 from oracle.heartbeat_rank import SERVED, TIMEOUT_S, RankProcess, rank_processes, store_process
 
 SLACK_S = 8.0  # to notice and to end where others keep the machine busy
@@ -60,7 +60,7 @@ def test_a_stuck_rank_ends_though_nobody_reads_what_it_says(tmp_path: Path, unre
 def test_ranks_that_pause_together_accuse_nobody_even_at_the_shortest_timeout(tmp_path: Path) -> None:
     """As in a virtual machine that is suspended."""
     interval_s = 0.4
-    brief = {"interval_s": interval_s, "timeout_s": LEAST_INTERVALS * interval_s}
+    brief = {"interval_s": interval_s, "timeout_s": MIN_TIMEOUT_INTERVALS * interval_s}
     with rank_processes(tmp_path, "serves", "serves", **brief) as ranks:
         for _ in range(3):
             for process in ranks:
@@ -71,7 +71,7 @@ def test_ranks_that_pause_together_accuse_nobody_even_at_the_shortest_timeout(tm
                 process.signal(signal.SIGCONT)
                 time.sleep(interval_s / 4)
             time.sleep(2.5 * interval_s)
-        time.sleep(LEAST_INTERVALS * interval_s)
+        time.sleep(MIN_TIMEOUT_INTERVALS * interval_s)
         for process in ranks:
             assert process.process.is_alive(), process.said
             assert process.said == f"{SERVED}\n"
@@ -180,14 +180,14 @@ def test_who_was_stopped_itself_accuses_nobody() -> None:
 def test_a_late_look_alone_is_no_death_at_the_shortest_timeout() -> None:
     interval_s, store = 20.0, dist.HashStore()  # the thread looks at nothing while this test does
     store.set("heartbeat 1 of 1", "0")
-    with Heartbeat(store, 0, 2, interval_s, LEAST_INTERVALS * interval_s) as heart:
+    with Heartbeat(store, 0, 2, interval_s, MIN_TIMEOUT_INTERVALS * interval_s) as heart:
         heart._look()
         heart._looked -= 1.9 * interval_s  # as long as the silence of who lives may last
         heart._look()
         heart._looked -= 1000.0 * interval_s  # a pause of all
         heart._look()
         heart.check()
-        for _ in range(LEAST_INTERVALS):
+        for _ in range(MIN_TIMEOUT_INTERVALS):
             heart._looked -= interval_s
             heart._look()
         with pytest.raises(RankDiedError):
@@ -200,7 +200,7 @@ def test_who_is_inside_stays_so_when_an_inner_block_or_another_thread_leaves(
 ) -> None:
     ended = threading.Event()
     monkeypatch.setattr("os._exit", lambda status: ended.set() if status == STUCK else None)
-    monkeypatch.setattr(Heartbeat, "_say_where", lambda *_: None)
+    monkeypatch.setattr(Heartbeat, "_report_stuck", lambda *_: None)
     with beating(2) as hearts:
         hearts[0]._exit_when_stuck = True
 

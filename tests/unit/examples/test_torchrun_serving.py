@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -24,3 +26,12 @@ def test_it_hands_over_and_survives() -> None:
         )
     )
     assert resumed[0] > 0.7 * prompt[0]
+
+
+@pytest.mark.parametrize("script", ["torchrun_serving.py", "torchrun_replica.py"])
+def test_help_prints_help_and_runs_nothing(script: str) -> None:
+    command = [sys.executable, f"examples/{script}", "--help"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"usage: {script} [-h]")
+    assert "replica A  users" not in run.stdout

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.policies import prefix_hash
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+from mambaslots.inference.policies.prefix_hash import PrefixHashChain, salt_bytes
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
@@ -132,3 +132,16 @@ def test_a_block_whose_hashing_was_interrupted_is_hashed_anew():
     chain.keys.append(17)  # what an interrupt between two of its lists leaves
     chain.extend_to(range(8))
     assert (chain.keys, chain.tokens) == (whole.keys, whole.tokens)
+
+
+@pytest.mark.parametrize(
+    ("salt", "expected"), [(None, b""), (b"\xff", b"\xff"), ("", b""), ("ü", "ü".encode())]
+)
+def test_a_salt_is_bytes_a_str_or_nothing(salt, expected):
+    assert salt_bytes("salt", salt) == expected
+
+
+@pytest.mark.parametrize("salt", [5, [b"x"], bytearray(b"x"), "\ud800"])
+def test_what_is_no_salt_is_refused_by_name(salt):
+    with pytest.raises(ValueError, match=r"^cache_salt is .*; accepted: "):
+        salt_bytes("cache_salt", salt)

@@ -1,4 +1,4 @@
-"""An export's part as bytes: a safetensors file whose header says what it is of, under one checksum."""
+"""A part of an export as bytes: a safetensors file whose header describes the part, under one checksum."""
 
 import hashlib
 import json
@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..validation import integers, shown
-from .prefix_forest import TOKEN_BYTES, PrefixForest
-from .prefix_format import (
+from ...validation import integers, shown
+from .forest import TOKEN_BYTES, PrefixForest
+from .format import (
     PrefixFormat,
     TransferError,
     check_version,
@@ -20,20 +20,22 @@ from .prefix_format import (
     shard_from_json,
     shard_to_json,
 )
-from .prefix_shard import SPLITS, PrefixShard
+from .shard import SPLITS, PrefixShard
 
-_LENGTH = struct.Struct("<Q")  # of the header, at the head of every safetensors file
+_LENGTH = struct.Struct("<Q")  # how long the header is; every safetensors file begins with it
 _CHECKSUM, _UNSIGNED = '"sha256":"', "0" * 64
 _FOREST = {"parents": torch.int64, "states": torch.int64, "hashes": torch.int64, "tokens": torch.uint8}
 
 
 def encode_prefixes(shard: PrefixShard) -> bytes:
-    """The bytes that `decode_prefixes` reads. On the CPU; takes their size twice while it works.
+    """Encode a part of an export as bytes; `decode_prefixes` reads them.
 
-    A safetensors file of the shard's tensors and of `parents` [blocks], `states` [states] and `hashes`
-    [blocks] int64, `tokens` [blocks, 4 x block size] uint8. Its metadata: `mambaslots_prefixes`, the format
-    version; `export`, JSON of the format, the part, the split and the salts; `sha256`, of all bytes of the
-    file with 64 zeros in its own place.
+    Works on the CPU. While it works it takes twice the memory of the bytes.
+
+    The bytes are a safetensors file. Its tensors are those of the shard, and of the forest `parents`
+    [blocks], `states` [states], `hashes` [blocks], all int64, and `tokens` [blocks, 4 x block size] uint8.
+    Its metadata are `mambaslots_prefixes`, the format version; `export`, JSON of the format, the shard, the
+    split and the salts; and `sha256`, the checksum of the whole file with 64 zeros in place of the checksum.
     """
     forest = shard.forest
     tokens = np.frombuffer(b"".join(forest.tokens), dtype=np.uint8).copy()
@@ -62,12 +64,22 @@ def encode_prefixes(shard: PrefixShard) -> bytes:
 
 
 def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
-    """The part that `encode_prefixes` made `data` of; its tensors may share memory with nothing else.
+    """Decode the part that `encode_prefixes` made `data` of.
 
-    Every byte is covered by the checksum, and everything that the header and the forest say is checked
-    before anything is returned. TransferError where data is truncated, altered, or of another format version.
-    The ranks of a split model give their bytes to `import_prefixes` instead: what one of them refuses here,
-    before that call, the others cannot know, and wait for it there.
+    The checksum covers every byte. What the header and the forest say is checked before the call returns.
+
+    The ranks of a split model had better pass their bytes to `import_prefixes`. A rank that refuses its
+    bytes here never comes to `import_prefixes`, where the other ranks wait.
+
+    Args:
+        data: all bytes of a part.
+
+    Returns:
+        The part; its tensors share no memory with `data`.
+
+    Raises:
+        TransferError: `data` is truncated, altered, or of another format version.
+        ValueError: `data` is no bytes.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ValueError(f"data is {shown(data)}; accepted: bytes")
@@ -80,7 +92,7 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
         shard = _shard(json.loads(metadata["export"]), tensors)
     except TransferError:
         raise
-    except Exception as error:  # what a valid checksum does not forbid
+    except Exception as error:  # a valid checksum does not make the content valid
         raise TransferError(f"the export is malformed: {error}") from error
     shard.check()
     if tensors["hashes"].tolist() != list(shard.forest.keys):
@@ -89,7 +101,7 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
 
 
 def checksum(data: bytes) -> str:
-    """What the header says; `decode_prefixes` compares it with the bytes."""
+    """The checksum in the header of encoded prefixes; `decode_prefixes` compares it with the bytes."""
     return _metadata(data)["sha256"]
 
 
@@ -147,5 +159,5 @@ def _shard(export: object, tensors: dict[str, Tensor]) -> PrefixShard:
 
 
 def _integer(text: str) -> Any:
-    """A number as one, and what is none as it is."""
+    """`text` as an int, or unchanged where it is no small number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else text

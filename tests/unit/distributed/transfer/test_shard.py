@@ -6,8 +6,8 @@ from itertools import product
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.distributed.prefix_format import TransferError
-from mambaslots.distributed.prefix_shard import PrefixShard, join, sources_for
+from mambaslots.distributed.transfer.format import TransferError
+from mambaslots.distributed.transfer.shard import PrefixShard, join, sources_for
 from mambaslots.model_shard import ModelShard
 from oracle.transfers import conv_of, random_export, shard_of_rank
 

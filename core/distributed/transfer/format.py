@@ -1,4 +1,4 @@
-"""What two engines must have in common for the prefixes of one to be of use to the other."""
+"""What the prefixes of one engine must have in common with another engine, to be of use there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..model_shard import ModelShard, Part
-from ..validation import INT32_MAX, integer, shown
+from ...model_shard import ModelShard, Part
+from ...state_spec import HybridStateSpec
+from ...validation import INT32_MAX, integer, shown
+from .cache_access import CacheAccess
 
 FORMAT_VERSION = 1
 WeightsVersion = str | int | bytes
@@ -19,22 +20,25 @@ _PARTS = tuple(field.name for field in fields(ModelShard))
 
 
 class TransferError(ValueError):
-    """An export that is damaged or does not fit here; nothing was changed by the call that raised."""
+    """An export is damaged, or does not fit this engine; the call that raised has changed nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixFormat:
-    """The whole model's shapes, and what else the meaning of its states and KV depends on.
+    """The shapes of the whole model, and what else the meaning of its states and KV depends on.
 
     Attributes:
-        format_version: of the bytes.
-        weights_version: the engine's; two models of one shape can be told apart by nothing else.
-        block_size_tokens, ssd_chunk_size, vocab_size: lengths in tokens; token ids.
-        conv_dtype, ssm_dtype, kv_dtype: of the stored numbers.
-        head_dim: of the attention layers' keys and values.
-        mamba_head_dim, mamba_state_dim: P and N of the SSM state [heads, P, N].
-        conv_width: positions of the convolution's window.
-        mamba_layers, mamba_heads, mamba_groups, attention_layers, kv_heads: of all ranks together.
+        format_version: the version of the encoding as bytes.
+        weights_version: what the exporting engine calls its weights; nothing else tells two models of one
+            shape apart.
+        block_size_tokens: tokens of a KV block.
+        ssd_chunk_size: tokens of an SSD chunk.
+        vocab_size: token ids are below it.
+        conv_dtype, ssm_dtype, kv_dtype: the dtypes of conv windows, SSM states and KV.
+        head_dim: the size of a key, and of a value, of one attention head.
+        mamba_head_dim, mamba_state_dim: P and N of a layer's SSM state [heads, P, N].
+        conv_width: positions of a conv window.
+        mamba_layers, mamba_heads, mamba_groups, attention_layers, kv_heads: how many the whole model has.
     """
 
     format_version: int = FORMAT_VERSION
@@ -56,15 +60,20 @@ class PrefixFormat:
     kv_heads: int
 
     @classmethod
-    def of(cls, engine: DynamicInferenceEngine) -> "PrefixFormat":
-        """An engine's; ValueError where it has not said what its exports must be told apart by."""
-        version, spec = engine.weights_version, engine.context.spec
+    def of(cls, access: CacheAccess) -> "PrefixFormat":
+        """The format of an engine's cache.
+
+        Raises:
+            ValueError: the engine's `weights_version` is no str, int or bytes; or the model does not say
+                which part of it this rank holds, or says so wrongly.
+        """
+        version, spec = access.weights_version, access.spec
         if type(version) not in (str, int, bytes):
             raise ValueError(
                 f"engine.weights_version is {shown(version)}; accepted: a str, int or bytes that names the "
                 "model's weights, because prefixes of other weights of the same shape must be refused"
             )
-        shard = shard_of(engine)
+        shard = shard_of(spec)
         heads, groups = shard.mamba_heads, shard.mamba_groups
         if len(spec.ssm_states_shape) != 3 or spec.ssm_states_shape[0] != heads.count:
             raise ValueError(
@@ -80,7 +89,7 @@ class PrefixFormat:
             )
         return cls(
             weights_version=version,  # type: ignore[arg-type]
-            block_size_tokens=engine.context.block_size_tokens,
+            block_size_tokens=access.block_size_tokens,
             ssd_chunk_size=spec.ssd_chunk_size,
             vocab_size=spec.vocab_size,
             conv_dtype=spec.conv_states_dtype,
@@ -94,7 +103,7 @@ class PrefixFormat:
         )
 
     def check_fits(self, own: "PrefixFormat") -> None:
-        """TransferError that names whatever differs from an engine's own format."""
+        """Raises a TransferError that names every field in which this format differs from `own`."""
         pairs = {field.name: (getattr(self, field.name), getattr(own, field.name)) for field in fields(self)}
         differences = [
             f"{name} is {shown(theirs)}; accepted: {shown(ours)}, as here"
@@ -105,6 +114,7 @@ class PrefixFormat:
             raise TransferError("the export does not fit: " + "; and ".join(differences))
 
     def to_json(self) -> dict[str, Any]:
+        """The fields as values that JSON knows; `from_json` reads them."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if isinstance(value, torch.dtype):
@@ -115,7 +125,7 @@ class PrefixFormat:
 
     @classmethod
     def from_json(cls, value: object) -> "PrefixFormat":
-        """ValueError for what `to_json` does not give."""
+        """The format that `to_json` made `value` of; ValueError for anything else."""
         names = {field.name for field in fields(cls)}
         found = json_object("format", value, names)
         check_version(found["format_version"])
@@ -132,13 +142,13 @@ class PrefixFormat:
 
 
 def check_version(version: object) -> None:
+    """TransferError unless an export's bytes are of the version that this code reads."""
     if version != FORMAT_VERSION:
         raise TransferError(f"format_version is {shown(version)}; accepted: {FORMAT_VERSION}")
 
 
-def shard_of(engine: DynamicInferenceEngine) -> ModelShard:
-    """The part of the model that an engine's rank holds; ValueError where its model does not say."""
-    spec = engine.context.spec
+def shard_of(spec: HybridStateSpec) -> ModelShard:
+    """The part of the model that this rank holds; ValueError where the model does not say which part."""
     if spec.shard is None:
         raise ValueError("state_spec().shard is None; accepted: a ModelShard, to know which heads are which")
     layers = spec.shard.mamba_layers.count, spec.shard.attention_layers.count, spec.shard.kv_heads.count
@@ -151,12 +161,13 @@ def shard_of(engine: DynamicInferenceEngine) -> ModelShard:
 
 
 def shard_to_json(shard: ModelShard) -> dict[str, list[int]]:
+    """Each part as [start, stop, total]; `shard_from_json` reads it."""
     parts: dict[str, Part] = {name: getattr(shard, name) for name in _PARTS}
     return {name: [part.start, part.stop, part.total] for name, part in parts.items()}
 
 
 def shard_from_json(value: object) -> ModelShard:
-    """ValueError for what `shard_to_json` does not give."""
+    """The shard that `shard_to_json` made `value` of; ValueError for anything else."""
     found = json_object("shard", value, set(_PARTS))
     for name, part in found.items():
         if not isinstance(part, list) or len(part) != 3:
@@ -165,7 +176,7 @@ def shard_from_json(value: object) -> ModelShard:
 
 
 def json_object(name: str, value: object, keys: set[str]) -> Mapping[str, Any]:
-    """`value` as an object with exactly these keys, or a ValueError."""
+    """`value`, which must be a JSON object with exactly these keys, else ValueError."""
     if not isinstance(value, dict) or value.keys() != keys:
         found = sorted(map(str, value)) if isinstance(value, dict) else shown(value)
         raise ValueError(f"{name} is {found}; accepted: an object of {', '.join(sorted(keys))}")

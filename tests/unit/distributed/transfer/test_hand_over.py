@@ -18,13 +18,13 @@ import torch.distributed as dist
 from mambaslots.distributed import (
     ImportReport,
     SendReport,
-    handover,
-    handover_link,
-    prefix_import,
     receive_prefixes,
     send_prefixes,
 )
-from mambaslots.distributed.handover_meeting import Meeting
+from mambaslots.distributed.transfer import hand_over, link, placement
+from mambaslots.distributed.transfer.cache_access import CacheAccess
+from mambaslots.distributed.transfer.link import PairLink
+from mambaslots.distributed.transfer.rendezvous import Rendezvous
 from mambaslots.model_shard import Part
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
@@ -110,14 +110,14 @@ def test_other_weights(
 def test_bytes_altered_on_the_way(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = handover.encode_prefixes
+    real = hand_over.encode_prefixes
 
     def altered(export: Any) -> bytes:
         data = bytearray(real(export))
         data[-100] ^= 4
         return bytes(data)
 
-    monkeypatch.setattr(handover, "encode_prefixes", altered)
+    monkeypatch.setattr(hand_over, "encode_prefixes", altered)
     _, failure = missed(host, source, engine_of())
     assert "truncated or altered" in failure
     assert left_over(host) == []
@@ -126,13 +126,13 @@ def test_bytes_altered_on_the_way(
 def test_another_part_than_agreed(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = handover.decode_prefixes
+    real = hand_over.decode_prefixes
 
     def fewer(data: bytes) -> Any:
         piece = real(data)
         return piece.cut(piece.shard.__class__(**{**vars(piece.shard), "kv_heads": Part(0, 1, 2)}))
 
-    monkeypatch.setattr(handover, "decode_prefixes", fewer)
+    monkeypatch.setattr(hand_over, "decode_prefixes", fewer)
     _, failure = missed(host, source, engine_of())
     assert "as was agreed" in failure
 
@@ -141,14 +141,14 @@ def test_another_part_than_agreed(
 def test_a_source_that_ends_half_way(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    def send(self: handover_link.HandoverLink, data: bytes) -> None:
+    def send(self: PairLink, data: bytes) -> None:
         if after != "nothing":
             self._send(torch.tensor([len(data)]), 0)
         if after == "half":
             self._send(torch.zeros(len(data) // 2, dtype=torch.uint8), 0)
         raise RuntimeError("killed")
 
-    monkeypatch.setattr(handover_link.HandoverLink, "send", send)
+    monkeypatch.setattr(PairLink, "send", send)
     begin = time.monotonic()
     failures = missed(host, source, engine_of(), timeout_s=4.0)
     assert "rank 0 of the destination was lost: killed" in failures[0]
@@ -160,11 +160,11 @@ def test_a_source_that_ends_half_way(
 def test_a_receiver_that_ends_half_way(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def receive(self: handover_link.HandoverLink) -> bytes:
+    def receive(self: PairLink) -> bytes:
         self._receive(torch.empty(1, dtype=torch.int64), 0)
         raise RuntimeError("killed")
 
-    monkeypatch.setattr(handover_link.HandoverLink, "receive", receive)
+    monkeypatch.setattr(PairLink, "receive", receive)
     failures = missed(host, source, engine_of(), timeout_s=2.0)
     assert "rank 0 of the destination was lost" in failures[0]
 
@@ -172,7 +172,7 @@ def test_a_receiver_that_ends_half_way(
 def test_a_source_that_is_silent(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover_link.HandoverLink, "send", lambda self, data: time.sleep(3.0))
+    monkeypatch.setattr(PairLink, "send", lambda self, data: time.sleep(3.0))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
         sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=10.0)
@@ -186,7 +186,8 @@ DIES = """
 import os, sys
 sys.path[:0] = sys.argv[2:]
 import torch, torch.distributed as dist
-from mambaslots.distributed import handover_link, send_prefixes
+from mambaslots.distributed import send_prefixes
+from mambaslots.distributed.transfer.link import PairLink
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of
 
@@ -194,7 +195,7 @@ def send(link, data):
     link._send(torch.tensor([len(data)]), 0)
     os._exit(9)
 
-handover_link.HandoverLink.send = send
+PairLink.send = send
 engine = engine_of()
 serve_checked(engine, [random_tokens(40, 1)])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
@@ -236,7 +237,7 @@ def test_a_process_that_dies_while_it_connects(host: Any, monkeypatch: pytest.Mo
             peer.wait()
             return real(store, *arguments)
 
-        monkeypatch.setattr(handover_link.dist, "ProcessGroupGloo", connect)
+        monkeypatch.setattr(link.dist, "ProcessGroupGloo", connect)
         target = engine_of()
         host.wait(["mambaslots/handover/a to b/source/0"], MINUTE)
         begin = time.monotonic()
@@ -251,7 +252,7 @@ def test_a_process_that_dies_while_it_connects(host: Any, monkeypatch: pytest.Mo
 def test_connecting_that_does_not_end(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover_link.dist, "ProcessGroupGloo", lambda *_: time.sleep(4.0))
+    monkeypatch.setattr(link.dist, "ProcessGroupGloo", lambda *_: time.sleep(4.0))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
         sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=1.0)
@@ -317,20 +318,24 @@ def test_a_store_that_is_gone(source: ms.DynamicInferenceEngine) -> None:
         assert time.monotonic() - begin < 7.0
 
 
-def test_a_garbled_seat(host: Any, source: ms.DynamicInferenceEngine) -> None:
-    for rank, seat in enumerate([b"", b"{}", b"[" * 5000, b'{"ranks": 1}', b"\xff"]):
-        name = f"garbled {rank}"
-        host.set(f"mambaslots/handover/{name}/destination/0", seat.decode("latin1"))
+def rendezvous_of(engine: ms.DynamicInferenceEngine, host: Any, name: str, side: Any) -> Rendezvous:
+    return Rendezvous(CacheAccess.of(engine, "test"), client(host), name, side, 5.0)
+
+
+def test_a_garbled_hello(host: Any, source: ms.DynamicInferenceEngine) -> None:
+    for number, hello in enumerate([b"", b"{}", b"[" * 5000, b'{"ranks": 1}', b"\xff"]):
+        name = f"garbled {number}"
+        host.set(f"mambaslots/handover/{name}/destination/0", hello.decode("latin1"))
         failure = send_prefixes(source, client(host), name, timeout_s=1.0).failure
         assert "rank 0 of the destination is no rank of a hand-over" in failure
 
 
-def test_a_seat_whose_part_is_of_another_whole(host: Any, source: ms.DynamicInferenceEngine) -> None:
+def test_a_hello_whose_part_is_of_another_whole(host: Any, source: ms.DynamicInferenceEngine) -> None:
     """Nothing is allocated by a peer's numbers."""
-    seat = json.loads(Meeting(source, client(host), "x", "destination", 1.0)._seat.to_bytes())
-    for part in seat["shard"].values():
+    hello = json.loads(rendezvous_of(source, host, "x", "destination")._hello.to_bytes())
+    for part in hello["shard"].values():
         part[2] = 1 << 20
-    host.set("mambaslots/handover/wide/destination/0", json.dumps(seat))
+    host.set("mambaslots/handover/wide/destination/0", json.dumps(hello))
     failure = send_prefixes(source, client(host), "wide", timeout_s=1.0).failure
     assert re.search(r"shard\.\w+ is of 1048576; accepted: \d+, as the format says", failure)
 
@@ -338,7 +343,7 @@ def test_a_seat_whose_part_is_of_another_whole(host: Any, source: ms.DynamicInfe
 def test_what_is_sent_in_pieces_is_one(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover_link, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(link, "PIECE_BYTES", 1000)
     target = engine_of()
     sent, received = both(host, source, target)
     assert (sent.failure, received.failure) == ("", "")
@@ -350,30 +355,30 @@ def test_what_is_sent_in_pieces_is_one(
 def test_an_announcement_alone_takes_no_memory(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, real = [], handover_link.HandoverLink._receive
+    sizes, real = [], PairLink._receive
 
-    def send(self: handover_link.HandoverLink, data: bytes) -> None:
+    def send(self: PairLink, data: bytes) -> None:
         self._send(torch.tensor([1 << 45]), 0)
         raise RuntimeError("killed")
 
-    def receive(self: handover_link.HandoverLink, tensor: torch.Tensor, tag: int) -> torch.Tensor:
+    def receive(self: PairLink, tensor: torch.Tensor, tag: int) -> torch.Tensor:
         sizes.append(tensor.numel())
         return real(self, tensor, tag)
 
-    monkeypatch.setattr(handover_link.HandoverLink, "send", send)
-    monkeypatch.setattr(handover_link.HandoverLink, "_receive", receive)
+    monkeypatch.setattr(PairLink, "send", send)
+    monkeypatch.setattr(PairLink, "_receive", receive)
     missed(host, source, engine_of(), timeout_s=4.0)
-    assert sizes == [1, handover_link.PIECE_BYTES]
+    assert sizes == [1, link.PIECE_BYTES]
 
 
 @pytest.mark.parametrize("length", [0, -1])
 def test_an_export_of_no_bytes(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    def send(self: handover_link.HandoverLink, data: bytes) -> None:
+    def send(self: PairLink, data: bytes) -> None:
         self._send(torch.tensor([length]), 0)
 
-    monkeypatch.setattr(handover_link.HandoverLink, "send", send)
+    monkeypatch.setattr(PairLink, "send", send)
     _, failure = missed(host, source, engine_of(), timeout_s=4.0)
     assert f"an export of {length} bytes is announced; accepted: at least 1" in failure
 
@@ -384,7 +389,7 @@ def test_a_copy_that_fails_is_a_miss(
     def broken(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(prefix_import, "write_rows", broken)
+    monkeypatch.setattr(placement, "write_rows", broken)
     assert missed(host, source, engine_of()) == ("", "prefixes could not be imported: no room")
 
 
@@ -405,7 +410,7 @@ def test_what_fails_within_the_replica_is_no_miss(
         raise RuntimeError("a rank was lost")
 
     if broken == "publishing":
-        monkeypatch.setattr(prefix_import.PrefixImport, "publish", publish)
+        monkeypatch.setattr(placement.Placement, "publish", publish)
     else:
         monkeypatch.setattr(ms.ParallelGroups, "gather", gather)
     with ThreadPoolExecutor(1) as threads:
@@ -435,12 +440,12 @@ def test_bad_arguments(host: Any, source: ms.DynamicInferenceEngine) -> None:
 
 
 def test_the_last_to_leave_takes_the_keys(host: Any, source: ms.DynamicInferenceEngine) -> None:
-    meetings = [Meeting(source, client(host), "m", side, 5.0) for side in ("source", "destination")]
-    for meeting in meetings:
-        meeting.__enter__()
-    for meeting in meetings:
-        assert len(meeting.pairs()) == 1
-    meetings[0].__exit__()
+    sides = [rendezvous_of(source, host, "m", side) for side in ("source", "destination")]
+    for side in sides:
+        side.__enter__()
+    for side in sides:
+        assert len(side.pairs()) == 1
+    sides[0].__exit__()
     assert len(left_over(host)) == 3
-    meetings[1].__exit__()
+    sides[1].__exit__()
     assert left_over(host) == []

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.distributed import prefix_codec
-from mambaslots.distributed.prefix_codec import decode_prefixes, encode_prefixes
-from mambaslots.distributed.prefix_format import TransferError
-from mambaslots.distributed.prefix_shard import PrefixShard
+from mambaslots.distributed.transfer import codec
+from mambaslots.distributed.transfer.codec import decode_prefixes, encode_prefixes
+from mambaslots.distributed.transfer.format import TransferError
+from mambaslots.distributed.transfer.shard import PrefixShard
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from oracle.transfers import random_export, shard_of_rank, with_forest
 from safetensors.torch import load, save
@@ -141,7 +141,7 @@ def signed(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
     """A file with a checksum that holds, whatever it says."""
     data = bytearray(save(tensors, metadata | {"sha256": "0" * 64}))
     at = data.index(b'"sha256":"') + len('"sha256":"')
-    data[at : at + 64] = prefix_codec.hashlib.sha256(data).hexdigest().encode()
+    data[at : at + 64] = codec.hashlib.sha256(data).hexdigest().encode()
     return bytes(data)
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mambaslots.distributed import prefix_files
-from mambaslots.distributed.prefix_codec import checksum, decode_prefixes, encode_prefixes
-from mambaslots.distributed.prefix_export import export_prefixes
-from mambaslots.distributed.prefix_files import load_prefixes, save_prefixes
-from mambaslots.distributed.prefix_format import TransferError, shard_to_json
-from mambaslots.distributed.prefix_shard import PrefixShard
+from mambaslots.distributed.transfer import files, manifest
+from mambaslots.distributed.transfer.cache_access import CacheAccess
+from mambaslots.distributed.transfer.codec import checksum, decode_prefixes, encode_prefixes
+from mambaslots.distributed.transfer.export import export_prefixes
+from mambaslots.distributed.transfer.files import load_prefixes, save_prefixes
+from mambaslots.distributed.transfer.format import PrefixFormat, TransferError
+from mambaslots.distributed.transfer.manifest import FileEntry, Manifest
+from mambaslots.distributed.transfer.shard import PrefixShard
 from oracle.serving import random_tokens, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, shard_of_rank, tensors_of
 
@@ -37,9 +39,9 @@ def write_set(folder: Path, export: PrefixShard, tp: int, pp: int = 1, set_id: s
             part = export.cut(shard_of_rank(small_model().config, (t, tp), (p, pp)))
             data, name = encode_prefixes(part), f"prefixes-{set_id}-tp{t}of{tp}-pp{p}of{pp}.safetensors"
             (folder / name).write_bytes(data)
-            entries.append({"file": name, "sha256": checksum(data), "shard": shard_to_json(part.shard)})
-    (folder / prefix_files.MANIFEST).write_bytes(prefix_files._manifest(set_id, entries))
-    return [folder / entry["file"] for entry in entries]
+            entries.append(FileEntry(name, checksum(data), part.shard))
+    (folder / manifest.MANIFEST).write_bytes(Manifest(set_id, entries).to_bytes())
+    return [folder / entry.file for entry in entries]
 
 
 def refused(target: ms.DynamicInferenceEngine, folder: Path) -> str:
@@ -99,7 +101,7 @@ def test_a_save_that_fails_leaves_the_set_before(
             if len(calls) > fails_at:
                 full()
 
-        monkeypatch.setattr(prefix_files.os, "fsync", fsync)
+        monkeypatch.setattr(files.os, "fsync", fsync)
         with pytest.raises(OSError, match=r"could not be saved .* disk full"):
             save_prefixes(source, tmp_path)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -127,7 +129,7 @@ def test_a_folder_that_cannot_be_listed_keeps_the_new_set(
 def test_the_manifest_says_the_format_version(
     source: ms.DynamicInferenceEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_files, "FORMAT_VERSION", 9)
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", 9)
     save_prefixes(source, tmp_path)
     assert "format_version is 9; accepted: 1" in refused(engine_of(), tmp_path)
 
@@ -142,34 +144,29 @@ def test_sets_of_any_split_load(source: ms.DynamicInferenceEngine, tmp_path: Pat
         assert torch.equal(tensor, export.tensors[name])
 
 
-def test_files_that_no_rank_needs_are_not_read(
-    source: ms.DynamicInferenceEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_no_rank_needs_are_not_read(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
     export = export_prefixes(source)
-    files = write_set(tmp_path, export, 4)
-    for path in files[2:]:  # of heads that are another rank's
+    for path in write_set(tmp_path, export, 4)[2:]:  # of heads that are another rank's
         path.write_bytes(b"")
-    wanted = shard_of_rank(small_model().config, (0, 2))
-    monkeypatch.setattr(prefix_files, "shard_of", lambda engine: wanted)
-    piece = prefix_files._load(tmp_path, source).shard
-    for name, tensor in export.cut(wanted).tensors.items():
+    shard = shard_of_rank(small_model().config, (0, 2))
+    own_format = PrefixFormat.of(CacheAccess.of(source, "load_prefixes"))
+    piece = files._read_part(tmp_path, own_format, shard).shard
+    for name, tensor in export.cut(shard).tensors.items():
         assert torch.equal(piece.tensors[name], tensor)
 
 
 def test_a_file_of_another_set(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
     export = export_prefixes(source)
-    files = write_set(tmp_path, export, 2)
-    fewer = encode_prefixes(
-        export_prefixes(source, [(PROMPTS[0], None)]).cut(decode_prefixes(files[1].read_bytes()).shard)
-    )
-    good = files[1].read_bytes()
-    files[1].write_bytes(fewer)
+    first, second = write_set(tmp_path, export, 2)
+    good = second.read_bytes()
+    fewer = export_prefixes(source, [(PROMPTS[0], None)]).cut(decode_prefixes(good).shard)
+    second.write_bytes(encode_prefixes(fewer))
     assert "is not the file that prefixes.json names" in refused(engine_of(), tmp_path)
-    files[1].write_bytes(files[0].read_bytes())
+    second.write_bytes(first.read_bytes())
     assert "is not the file that prefixes.json names" in refused(engine_of(), tmp_path)
-    files[1].unlink()
-    assert f"{files[1].name} of the set cannot be read" in refused(engine_of(), tmp_path)
-    files[1].write_bytes(good)
+    second.unlink()
+    assert f"{second.name} of the set cannot be read" in refused(engine_of(), tmp_path)
+    second.write_bytes(good)
     load_prefixes(engine_of(), tmp_path)
 
 
@@ -182,8 +179,8 @@ def test_another_model(source: ms.DynamicInferenceEngine, tmp_path: Path) -> Non
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage(source: ms.DynamicInferenceEngine, tmp_path: Path, data: st.DataObject) -> None:
-    files = [*write_set(tmp_path, export_prefixes(source), 2), tmp_path / "prefixes.json"]
-    path = data.draw(st.sampled_from(files))
+    paths = [*write_set(tmp_path, export_prefixes(source), 2), tmp_path / "prefixes.json"]
+    path = data.draw(st.sampled_from(paths))
     content = path.read_bytes()
     if path.suffix == ".json":  # white space in a manifest means nothing
         content = json.dumps(json.loads(content), separators=(",", ":")).encode()
@@ -197,7 +194,7 @@ def edited(change: Callable[[dict], None]) -> Callable[[bytes], bytes]:  # type:
     def edit(text: bytes) -> bytes:
         content = json.loads(text)["content"]
         change(content)
-        return json.dumps({"content": content, "sha256": prefix_files._content_digest(content)}).encode()
+        return json.dumps({"content": content, "sha256": manifest._digest(content)}).encode()
 
     return edit
 
@@ -222,8 +219,8 @@ def test_manifests_that_are_none(
     source: ms.DynamicInferenceEngine, tmp_path: Path, edit: Callable[[bytes], bytes], text: str
 ) -> None:
     write_set(tmp_path, export_prefixes(source), 2)
-    manifest = tmp_path / "prefixes.json"
-    manifest.write_bytes(edit(manifest.read_bytes()))
+    path = tmp_path / manifest.MANIFEST
+    path.write_bytes(edit(path.read_bytes()))
     assert text in refused(engine_of(), tmp_path)
 
 

@@ -19,10 +19,10 @@ from mambaslots.distributed import (
     export_prefixes,
     import_prefixes,
     load_prefixes,
-    prefix_export,
-    prefix_import,
 )
-from mambaslots.distributed.prefix_format import PrefixFormat
+from mambaslots.distributed.transfer import placement, pool_rows
+from mambaslots.distributed.transfer.format import PrefixFormat
+from mambaslots.distributed.transfer.placement import Placement
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -391,15 +391,15 @@ def test_copies_take_no_more_than_they_may(
                 sizes.append(made.untyped_storage().nbytes())
             return made
 
-    export, write = export_prefixes(source), prefix_import.PrefixImport.write
+    export, write = export_prefixes(source), Placement.write
     limit = 3 * export.tensors["kv"][:, :, :1].nbytes
 
-    def watched(self: prefix_import.PrefixImport) -> None:
+    def watched(self: Placement) -> None:
         with Sizes():
             write(self)
 
-    monkeypatch.setattr(prefix_export, "STAGING_BYTES", limit)
-    monkeypatch.setattr(prefix_import.PrefixImport, "write", watched)
+    monkeypatch.setattr(pool_rows, "STAGING_BYTES", limit)
+    monkeypatch.setattr(Placement, "write", watched)
     import_prefixes(target, export)
     assert limit // 2 < max(sizes) <= limit
     assert serve(target) == serve(warm_engine())
@@ -593,8 +593,8 @@ def test_a_copy_that_fails_is_undone(
             raise MemoryError("no room")
         written.append(real(*arguments))
 
-    real = prefix_import.write_rows
-    monkeypatch.setattr(prefix_import, "write_rows", write_rows)
+    real = placement.write_rows
+    monkeypatch.setattr(placement, "write_rows", write_rows)
     with pytest.raises(RuntimeError, match="could not be imported: no room"):
         import_prefixes(target, export_prefixes(source))
     assert maps_of(target) == before

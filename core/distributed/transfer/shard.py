@@ -1,4 +1,4 @@
-"""States and KV of a forest of prefixes, of some layers and heads of a model, and how they are re-split."""
+"""The states and KV of a forest of prefixes, for some layers and heads of a model; cut and joined."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,13 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..model_shard import ModelShard, Part
-from .prefix_forest import PrefixForest
-from .prefix_format import PrefixFormat, TransferError
+from ...model_shard import ModelShard, Part
+from .forest import PrefixForest
+from .format import PrefixFormat, TransferError
 
 
 class _Split(NamedTuple):
-    """How one tensor is split: dim 0 by layers, another one by heads or groups. Names are ModelShard's."""
+    """How one tensor of an export is split over ranks.
+
+    Attributes:
+        layers: the field of ModelShard that splits dim 0.
+        units: the field of ModelShard, heads or groups, that splits dim `dim`.
+        dim: see `units`.
+    """
 
     layers: str
     units: str
@@ -27,19 +33,20 @@ SPLITS = {
     "conv_C": _Split("mamba_layers", "mamba_groups", 2),
     "kv": _Split("attention_layers", "kv_heads", 4),
 }
+# Every (layers, units) that splits a tensor: a part of an export is a rectangle in each of these grids.
 _GRIDS = sorted({(split.layers, split.units) for split in SPLITS.values()})
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixShard:
-    """One part of an export. Nothing here is written after it is made; `cut` gives views.
+    """One part of an export. Nothing writes its tensors once it is made; `cut` returns views of them.
 
     Attributes:
         format: of the whole model.
         forest: the prefixes, the same in every part.
-        shard: the layers, heads and groups that this part is about.
-        split: how many ranks, of the tensor and of the pipeline group, took part in the export.
-        tensors: on the CPU, states in the order of `forest.states`, blocks in that of its nodes:
+        shard: the layers, heads and groups that this part holds.
+        split: the sizes of the tensor group and of the pipeline group that made the export.
+        tensors: on the CPU; states are in the order of `forest.states`, blocks in the order of the nodes:
             ssm [Mamba layers, states, heads, head dim, state dim];
             conv_x [Mamba layers, states, heads, head dim, window];
             conv_B, conv_C [Mamba layers, states, groups, state dim, window];
@@ -53,7 +60,10 @@ class PrefixShard:
     tensors: Mapping[str, Tensor]
 
     def check(self) -> None:
-        """TransferError unless forest, parts and tensors are consistent; O(blocks), reads no state or KV."""
+        """TransferError unless format, forest, shard and tensors are consistent.
+
+        Costs O(blocks); reads no state and no KV.
+        """
         self.forest.check(self.format.vocab_size)
         if self.forest.block_size_tokens != self.format.block_size_tokens:
             raise TransferError(
@@ -71,18 +81,21 @@ class PrefixShard:
                     f"{dtype}"
                 )
 
-    def cut(self, wanted: ModelShard) -> "PrefixShard":
-        """What this part and `wanted` have in common, possibly nothing; tensors are views."""
-        common = _common(self.shard, wanted)
+    def cut(self, shard: ModelShard) -> "PrefixShard":
+        """The layers, heads and groups that this part and `shard` have in common, possibly none, as views."""
+        common = _common(self.shard, shard)
         tensors = {name: tensor[_where(name, self.shard, common)] for name, tensor in self.tensors.items()}
         return replace(self, shard=common, tensors=tensors)
 
 
-def join(pieces: Sequence[PrefixShard], wanted: ModelShard) -> PrefixShard:
-    """The part `wanted`, put together from pieces of one export that may overlap and hold more.
+def join(pieces: Sequence[PrefixShard], shard: ModelShard) -> PrefixShard:
+    """Put the part `shard` together from pieces of one export.
 
-    Tensors are new, unless one piece is just what is wanted. TransferError where the pieces lack something or
-    are of different prefixes; those of two exports of the same prefixes cannot be told apart.
+    Pieces may overlap, and hold more than `shard`. The result's tensors are new, unless one piece is of
+    exactly this shard. Pieces of two exports of the same prefixes cannot be told apart.
+
+    Raises:
+        TransferError: the pieces lack something of `shard`, or hold different prefixes.
     """
     if not pieces:
         raise TransferError("pieces is empty; accepted: at least one part of an export")
@@ -92,57 +105,69 @@ def join(pieces: Sequence[PrefixShard], wanted: ModelShard) -> PrefixShard:
             raise TransferError(
                 f"pieces[{index}] is of another export than pieces[0]; accepted: parts of one"
             )
-    whole = next((piece for piece in pieces if piece.shard == wanted), None)
+    whole = next((piece for piece in pieces if piece.shard == shard), None)
     if whole is not None:
         return whole
-    taken = sources_for([piece.shard for piece in pieces], wanted)
+    sources = sources_for([piece.shard for piece in pieces], shard)
     tensors = {
         name: torch.empty(
-            shape_of(name, first.format, first.forest, wanted), dtype=dtype_of(name, first.format)
+            shape_of(name, first.format, first.forest, shard), dtype=dtype_of(name, first.format)
         )
         for name in SPLITS
     }
-    for index, part in taken.items():
+    for index, part in sources.items():
         piece = pieces[index].cut(part)
         for name, tensor in piece.tensors.items():
-            tensors[name][_where(name, wanted, piece.shard)] = tensor
-    return replace(first, shard=wanted, tensors=tensors)
+            tensors[name][_where(name, shard, piece.shard)] = tensor
+    return replace(first, shard=shard, tensors=tensors)
 
 
-def sources_for(held: Sequence[ModelShard], wanted: ModelShard) -> dict[int, ModelShard]:
-    """Of which holders to take what, so that together it is `wanted`: index into `held` -> the part to take.
+def sources_for(holders: Sequence[ModelShard], shard: ModelShard) -> dict[int, ModelShard]:
+    """Which holder gives which part, so that the parts together are `shard`.
 
-    What several hold is taken from the first of them, unless they overlap in part only. There is always one
-    holder, because the forest is needed even where no tensor is. TransferError where something is missing.
+    What several holders hold comes from the first of them; only where two holders overlap in part may
+    something come twice. At least one holder gives a part, though it may be empty: the forest is needed even
+    where no tensor is.
+
+    Args:
+        holders: what each holder has.
+        shard: what is needed.
+
+    Returns:
+        Index into `holders` -> the part to take from this holder.
+
+    Raises:
+        TransferError: the holders together lack something of `shard`.
     """
     covered = {
-        grid: torch.zeros(getattr(wanted, grid[0]).total, getattr(wanted, grid[1]).total, dtype=torch.bool)
+        grid: torch.zeros(getattr(shard, grid[0]).total, getattr(shard, grid[1]).total, dtype=torch.bool)
         for grid in _GRIDS
     }
-    taken: dict[int, ModelShard] = {}
-    for index, holder in enumerate(held):
-        common, useful = _common(holder, wanted), False
+    sources: dict[int, ModelShard] = {}
+    for index, holder in enumerate(holders):
+        common, adds_something = _common(holder, shard), False
         for layers, units in _GRIDS:
             cells = covered[layers, units][_slice(common, layers), _slice(common, units)]
-            if bool(cells.all()):  # nothing, or nothing new
+            if bool(cells.all()):  # true of no cells, too
                 common = replace(common, **{units: _nothing(getattr(common, units))})
             else:
                 cells.fill_(True)
-                useful = True
-        if useful or (not taken and index == len(held) - 1):
-            taken[index] = common
+                adds_something = True
+        if adds_something or (not sources and index == len(holders) - 1):
+            sources[index] = common
     for layers, units in _GRIDS:
-        cells = covered[layers, units][_slice(wanted, layers), _slice(wanted, units)]
+        cells = covered[layers, units][_slice(shard, layers), _slice(shard, units)]
         if not bool(cells.all()):
             layer, unit = (~cells).nonzero()[0].tolist()
             raise TransferError(
-                f"the export lacks {units}[{unit + getattr(wanted, units).start}] of {layers}"
-                f"[{layer + getattr(wanted, layers).start}]; accepted: parts that together hold {wanted}"
+                f"the export lacks {units}[{unit + getattr(shard, units).start}] of {layers}"
+                f"[{layer + getattr(shard, layers).start}]; accepted: parts that together hold {shard}"
             )
-    return taken
+    return sources
 
 
 def check_totals(form: PrefixFormat, shard: ModelShard) -> None:
+    """TransferError unless `shard` is a part of a model of this format."""
     for name in {name for grid in _GRIDS for name in grid}:
         total = getattr(shard, name).total
         if total != getattr(form, name):
@@ -152,7 +177,7 @@ def check_totals(form: PrefixFormat, shard: ModelShard) -> None:
 
 
 def shape_of(name: str, form: PrefixFormat, forest: PrefixForest, shard: ModelShard) -> tuple[int, ...]:
-    """Of a part's tensor; see `PrefixShard`."""
+    """The shape of tensor `name` of the part `shard`; see `PrefixShard`."""
     split = SPLITS[name]
     layers, units = getattr(shard, split.layers).count, getattr(shard, split.units).count
     if name == "kv":
@@ -163,11 +188,12 @@ def shape_of(name: str, form: PrefixFormat, forest: PrefixForest, shard: ModelSh
 
 
 def dtype_of(name: str, form: PrefixFormat) -> torch.dtype:
+    """The dtype of tensor `name`."""
     return {"kv": form.kv_dtype, "ssm": form.ssm_dtype}.get(name, form.conv_dtype)
 
 
 def _where(name: str, whole: ModelShard, part: ModelShard) -> tuple[slice, ...]:
-    """The index of a part's numbers within the tensor of a larger one."""
+    """The index of `part`'s numbers within tensor `name` of the part `whole`, which contains `part`."""
     split = SPLITS[name]
     index = [slice(None)] * (split.dim + 1)
     for dim, field in ((0, split.layers), (split.dim, split.units)):
@@ -192,7 +218,7 @@ def _common(one: ModelShard, other: ModelShard) -> ModelShard:
 
 
 def _overlap(one: Part, other: Part) -> Part:
-    """Within `one`, empty where they have nothing in common."""
+    """What both hold; where nothing, an empty part within the bounds of `one`."""
     if one.total != other.total:
         raise TransferError(f"{one} and {other} are parts of different wholes; accepted: of the same total")
     start = min(max(one.start, other.start), one.stop)

@@ -1,4 +1,4 @@
-"""Prefixes as token blocks that hang below one another, apart from the tensors they stand for."""
+"""The prefixes of an export as trees of token blocks, without their tensors."""
 
 import hashlib
 import json
@@ -7,23 +7,25 @@ from functools import cached_property
 
 import numpy as np
 
-from ..inference.policies.prefix_hash import PrefixHashChain
-from ..validation import shown
-from .prefix_format import TransferError
+from ...inference.policies.prefix_hash import PrefixHashChain
+from ...validation import shown
+from .format import TransferError
 
 TOKEN_BYTES = 4
+"""Bytes of a token id, little-endian, as the KV index keeps it."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixForest:
-    """Nodes 0 .. n-1 are blocks, parents before children.
+    """Trees whose nodes 0 .. n-1 are blocks; a path from a root is a prefix. Parents come before children.
 
     Attributes:
         block_size_tokens: tokens of a block.
-        salts: what prefixes begin with, each once.
-        parents: of each node the node before it, or -1 - i where it begins a prefix with `salts[i]`.
-        tokens: of each node its token ids as little-endian 32-bit integers, as the KV index keeps them.
-        states: the nodes that have a state, most recently used first. Every leaf is one.
+        salts: the cache salts of the prefixes, each once.
+        parents: node -> the node before it in the prefix; -1 - i for the first block under `salts[i]`.
+        tokens: node -> the bytes of its token ids, `TOKEN_BYTES` each.
+        states: the nodes whose state is exported, the most recently used state first. Every leaf is among
+            them.
     """
 
     block_size_tokens: int
@@ -37,12 +39,12 @@ class PrefixForest:
 
     @cached_property
     def leaves(self) -> frozenset[int]:
-        """The nodes that nothing continues: as many as there are longest prefixes."""
+        """The nodes without children: each ends a prefix that no other prefix continues."""
         return frozenset(range(len(self))) - frozenset(self.parents)
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """The hash of the prefix that each node ends, recomputed from salt and tokens."""
+        """Node -> the hash of the prefix that ends there, computed from salt and tokens."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(node)
@@ -60,12 +62,12 @@ class PrefixForest:
 
     @cached_property
     def digest(self) -> str:
-        """Names the forest: equal where nodes, their order and their states are."""
+        """Equal for two forests whose nodes, order and states are equal."""
         shape = json.dumps([self.block_size_tokens, [s.hex() for s in self.salts], self.parents, self.states])
         return hashlib.sha256(shape.encode() + b"\0" + b"".join(self.tokens)).hexdigest()
 
     def check(self, vocab_size: int) -> None:
-        """TransferError unless all is as the class says and tokens are below `vocab_size`."""
+        """TransferError unless the forest is as the class says and all tokens are below `vocab_size`."""
         nodes, width = len(self), self.block_size_tokens * TOKEN_BYTES
         if len(set(self.salts)) < len(self.salts):
             raise TransferError("the export names a salt twice")

@@ -21,17 +21,17 @@ from mambaslots.distributed import (
     decode_prefixes,
     encode_prefixes,
     export_prefixes,
-    handover,
-    handover_link,
     import_prefixes,
     load_prefixes,
-    prefix_files,
-    prefix_import,
     receive_prefixes,
     save_prefixes,
     send_prefixes,
 )
-from mambaslots.distributed.prefix_shard import join
+from mambaslots.distributed.transfer import hand_over, placement
+from mambaslots.distributed.transfer.link import PairLink
+from mambaslots.distributed.transfer.manifest import Manifest
+from mambaslots.distributed.transfer.placement import Placement
+from mambaslots.distributed.transfer.shard import join
 from oracle.distributed_world import World
 from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_model
 from oracle.transfers import conv_of, engine_of, maps_of, shard_of_rank
@@ -275,7 +275,7 @@ def test_a_copy_that_fails_on_one_rank_is_undone_on_all(
         raise MemoryError("no room")
 
     if world.rank == 1:
-        monkeypatch.setattr(prefix_import, "write_rows", broken)
+        monkeypatch.setattr(placement, "write_rows", broken)
     text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), CopyError)
     assert text == "prefixes could not be imported: rank 1 of the replica: no room"
 
@@ -292,7 +292,7 @@ def test_ranks_that_placed_differently_are_told_apart_from_a_copy_that_failed(
         raise ValueError("broken")
 
     if world.rank == 1:
-        monkeypatch.setattr(prefix_import.PrefixImport, "place", broken)
+        monkeypatch.setattr(Placement, "place", broken)
     with pytest.raises(RuntimeError) as raised:
         import_prefixes(taker, export)
     assert type(raised.value) is RuntimeError
@@ -361,7 +361,7 @@ def test_a_manifest_that_cannot_be_made_fails_on_all(
         raise MemoryError("no room")
 
     if world.rank == 0:
-        monkeypatch.setattr(prefix_files, "_manifest", broken)
+        monkeypatch.setattr(Manifest, "to_bytes", broken)
     with pytest.raises(OSError, match=r"rank 0 of the replica: no room"):
         save_prefixes(giver, folder)
     world.gathered(None)
@@ -541,14 +541,14 @@ def test_a_source_that_is_lost_half_way(
     """Its last rank; what the others send arrives, and is of no use."""
     parties = Parties(world, source, target)
 
-    def send(self: handover_link.HandoverLink, data: bytes) -> None:
+    def send(self: PairLink, data: bytes) -> None:
         self._send(torch.tensor([len(data)]), 0)
         if how == "hangs":
             time.sleep(4.0)
         raise RuntimeError("killed")
 
     if world.rank == parties.givers - 1:
-        monkeypatch.setattr(handover_link.HandoverLink, "send", send)
+        monkeypatch.setattr(PairLink, "send", send)
     failures = parties.missed(f"half {how} {source}", 3.0)
     assert f"rank {parties.givers - 1} of the source was lost" in failures[-1]
 
@@ -565,7 +565,7 @@ def test_bytes_of_one_rank_altered_on_the_way(
         return bytes(data)
 
     if world.rank == parties.givers - 1:
-        monkeypatch.setattr(handover, "encode_prefixes", altered)
+        monkeypatch.setattr(hand_over, "encode_prefixes", altered)
     failures = parties.missed(f"altered {source}", 5.0)
     assert "truncated or altered" in failures[-1]
 
@@ -580,7 +580,7 @@ def test_a_copy_that_fails_at_one_receiver(
         raise MemoryError("no room")
 
     if world.rank == world.size - 1:
-        monkeypatch.setattr(prefix_import, "write_rows", broken)
+        monkeypatch.setattr(placement, "write_rows", broken)
     failures = parties.missed(f"no room {target}", 5.0)
     assert "no room" in failures[-1]
     assert set(failures[: parties.givers]) == {""}

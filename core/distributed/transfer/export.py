@@ -1,0 +1,121 @@
+"""Out of the pools: an engine's cached prefixes as one rank's part of an export."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.policies.prefix_hash import PrefixHashChain, salt_bytes
+from ...validation import integers, shown
+from .cache_access import CacheAccess
+from .forest import PrefixForest
+from .format import PrefixFormat, shard_of
+from .pool_rows import read_rows
+from .shard import PrefixShard
+
+PrefixName = tuple[Sequence[int] | Tensor, bytes | str | None]
+"""The tokens of a prefix, and the salt under which the prefix is cached."""
+
+
+def export_prefixes(
+    engine: DynamicInferenceEngine, prefixes: Iterable[PrefixName] | None = None
+) -> PrefixShard:
+    """Copy cached prefixes, KV blocks and states, to the CPU; between steps, the cache stays as it is.
+
+    Synchronises with the device. Every rank of a replica that passes the same prefixes returns the same
+    forest.
+
+    Args:
+        engine: the engine to export from.
+        prefixes: the prefixes to export, as (tokens, salt); None for all that are cached. Of each prefix the
+            export holds every cached state, and the blocks down to the deepest one. Blocks below the deepest
+            state are left out. A block that several prefixes share is exported once.
+
+    Returns:
+        This rank's part.
+
+    Raises:
+        ValueError: a bad argument; an engine without prefix caching or without a `weights_version` of type
+            str, int or bytes; or a model that does not say which part of it this rank holds.
+        RuntimeError: the engine is in a step, suspended, or broken by a step that failed.
+    """
+    return export_from(CacheAccess.of(engine, "export_prefixes"), prefixes)
+
+
+def export_from(access: CacheAccess, prefixes: Iterable[PrefixName] | None) -> PrefixShard:
+    """`export_prefixes` of a cache that is open already."""
+    form = PrefixFormat.of(access)
+    shard = shard_of(access.spec)
+    state_slots = access.state_slots()
+    if prefixes is not None:
+        named_blocks = _blocks_of(access, prefixes)
+        state_slots = {block: slot for block, slot in state_slots.items() if block in named_blocks}
+    blocks, forest = _forest(access, list(state_slots))
+    slots = list(state_slots.values())
+    ssm = read_rows(access.ssm_states, 1, slots)
+    conv = read_rows(access.conv_states, 1, slots)
+    kv = read_rows(access.kv_cache, 2, blocks)
+    num_heads, num_groups = shard.mamba_heads.count, shard.mamba_groups.count
+    x, B, C = torch.split(
+        conv, [num_heads * form.mamba_head_dim, *2 * [num_groups * form.mamba_state_dim]], dim=2
+    )
+    return PrefixShard(
+        format=form,
+        forest=forest,
+        shard=shard,
+        split=(access.parallel.tensor_size, access.parallel.pipeline_size),
+        tensors={
+            "ssm": ssm,
+            "conv_x": torch.unflatten(x, 2, (num_heads, form.mamba_head_dim)),
+            "conv_B": torch.unflatten(B, 2, (num_groups, form.mamba_state_dim)),
+            "conv_C": torch.unflatten(C, 2, (num_groups, form.mamba_state_dim)),
+            "kv": kv,
+        },
+    )
+
+
+def _blocks_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> set[int]:
+    """The cached blocks of these prefixes."""
+    if not isinstance(prefixes, Iterable):
+        raise ValueError(f"prefixes is {shown(prefixes)}; accepted: a list of (tokens, salt), or None")
+    blocks: set[int] = set()
+    for index, prefix in enumerate(prefixes):
+        if not isinstance(prefix, tuple) or len(prefix) != 2:
+            raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt)")
+        tokens, salt = prefix
+        chain = PrefixHashChain(access.block_size_tokens, salt_bytes(f"prefixes[{index}][1]", salt))
+        chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
+        blocks.update(access.kv_blocks.match_chain(chain.salt, chain.keys, chain.tokens))
+    return blocks
+
+
+def _forest(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:
+    """The block of each node, and the forest of all paths down to `state_blocks`."""
+    node_of: dict[int, int] = {}
+    salts: dict[bytes, int] = {}
+    parents: list[int] = []
+    tokens: list[bytes] = []
+    for state_block in state_blocks:
+        path, block = [], state_block
+        while block not in node_of:
+            parent, content = access.kv_blocks.content_of(block)
+            path.append((block, parent, content))
+            if isinstance(parent, bytes):
+                break
+            block = parent
+        for block, parent, content in reversed(path):
+            if isinstance(parent, bytes):
+                parents.append(-1 - salts.setdefault(parent, len(salts)))
+            else:
+                parents.append(node_of[parent])
+            node_of[block] = len(tokens)
+            tokens.append(content)
+    forest = PrefixForest(
+        block_size_tokens=access.block_size_tokens,
+        salts=tuple(salts),
+        parents=tuple(parents),
+        tokens=tuple(tokens),
+        states=tuple(node_of[block] for block in state_blocks),
+    )
+    return list(node_of), forest

@@ -1,0 +1,156 @@
+"""Into the pools: an export becomes part of the prefix cache on all ranks of a replica, or on none."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...validation import shown
+from ..all_ranks import Notes
+from .cache_access import CacheAccess
+from .codec import decode_prefixes
+from .format import PrefixFormat, TransferError, shard_of
+from .placement import ImportReport, Placement
+from .shard import PrefixShard, join
+
+Bytes = bytes | bytearray | memoryview
+Piece = PrefixShard | Bytes
+
+
+class CopyError(RuntimeError):
+    """A rank could not copy its part into its pools; no rank has imported anything, the replica serves on."""
+
+
+@dataclass(frozen=True)
+class ReceivedShard:
+    """This rank's part of an export, decoded and joined.
+
+    Attributes:
+        shard: the part.
+        source: tells the export from other exports of the same prefixes; empty where nothing tells.
+    """
+
+    shard: PrefixShard
+    source: str = ""
+
+
+def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Piece]) -> ImportReport:
+    """Make the prefixes of an export cached prefixes of this engine.
+
+    Every rank of a replica calls this, between steps. No rank writes anything before all ranks have found
+    their pieces good. No prompt finds anything new before all ranks have copied their parts. The pools are
+    written on the current stream.
+
+    Known blocks and states stay as they are. New ones take blocks and slots that nobody holds. For these the
+    cache evicts what was used longest ago and what the pieces do not name. What finds no room is left out,
+    the least recently used first.
+
+    An import counts as a use of every known and every new block and state. Afterwards these are the most
+    recently used ones of this cache, and the exporter's order holds among them. A block is as recent as the
+    most recently used state below the block. A block that a request holds becomes recent when the request
+    ends.
+
+    Args:
+        engine: the engine to import into; its eviction policy must be "lru".
+        pieces: parts of one export, each a PrefixShard or the bytes that `encode_prefixes` returned. Together
+            they hold at least this rank's part. The exporter may have been split in another way. A split
+            model had better pass bytes: bytes that are damaged on one rank are then refused on all ranks. The
+            caller sees to it that all pieces, also those of other ranks, are of one export. Exports of the
+            same prefixes cannot be told apart.
+
+    Returns:
+        What was imported, known and left out.
+
+    Raises, on every rank alike:
+        TransferError: pieces are damaged, do not fit this engine, or lack something; nothing has changed.
+        ValueError: a piece, on any rank, is neither a PrefixShard nor bytes; or the engine caches no
+            prefixes, has another eviction policy, or has no `weights_version`.
+        RuntimeError: the engine is in a step, suspended, or broken by a step that failed.
+        CopyError: a copy failed on any rank. Hits may be lost: some prefixes may have been evicted.
+    """
+    access = CacheAccess.of(engine, "import_prefixes")
+
+    def prepare() -> Callable[[], ReceivedShard]:
+        parts = [pieces] if isinstance(pieces, Piece) else pieces
+        if not isinstance(parts, Sequence) or isinstance(parts, str):
+            raise ValueError(f"pieces is {shown(pieces)}; accepted: a PrefixShard, bytes or a list of them")
+        for index, piece in enumerate(parts):
+            if not isinstance(piece, Piece):
+                raise ValueError(f"pieces[{index}] is {shown(piece)}; accepted: a PrefixShard or bytes")
+        return lambda: ReceivedShard(_joined(access, parts))
+
+    return import_received(access, prepare)
+
+
+def _joined(access: CacheAccess, parts: Sequence[Piece]) -> PrefixShard:
+    own, shards = PrefixFormat.of(access), []
+    for part in parts:
+        shard = part if isinstance(part, PrefixShard) else decode_prefixes(part)
+        shard.format.check_fits(own)
+        shard.check()
+        shards.append(shard)
+    return join(shards, shard_of(access.spec))
+
+
+def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], ReceivedShard]]) -> ImportReport:
+    """Import this rank's part once every rank of the replica has received its own.
+
+    Args:
+        access: the cache to import into.
+        prepare: checks the caller's arguments, and returns what receives this rank's part.
+
+    Raises, on every rank alike and with nothing imported:
+        ValueError: `prepare` refused an argument on any rank; a rank with a wrong argument raises its own
+            error.
+        TransferError: a rank could not receive its part, or received a part of another export.
+        CopyError: a rank could not copy its part. Hits may be lost.
+
+    Any other error means that this replica itself failed, for instance lost a rank. Ranks may then differ.
+    """
+    if access.eviction_policy != "lru":
+        raise ValueError(
+            f"prefix_caching_eviction_policy is {access.eviction_policy!r}; accepted: 'lru', because under "
+            "the others a block leaves with its last user, and an imported one has none"
+        )
+    ranks = access.ranks
+
+    def receive(notes: Notes) -> PrefixShard:
+        own, own_shard = PrefixFormat.of(access), shard_of(access.spec)
+        receive_part = prepare()
+        notes["prepared"] = True
+        received = receive_part()
+        shard = received.shard
+        shard.format.check_fits(own)
+        shard.check()
+        if shard.shard != own_shard:
+            raise TransferError(f"shard is {shard.shard}; accepted: this rank's, {own_shard}")
+        notes["prefixes"], notes["exports"] = shard.forest.digest, received.source
+        return shard
+
+    attempt = ranks.attempt(receive, same=("prefixes", "exports"))
+    unprepared = [rank for rank, notes in enumerate(attempt.notes) if "prepared" not in notes]
+    if attempt.error is not None and ranks.rank in unprepared:
+        raise attempt.error
+    if unprepared:
+        raise ValueError(attempt.failure)
+    return _copy_in(access, attempt.result(TransferError))
+
+
+def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
+    placement = Placement(access, shard)
+
+    def copy(notes: Notes) -> None:
+        try:
+            placement.place()
+            placement.write()
+        finally:
+            notes["caches"] = placement.digest()
+
+    try:
+        attempt = access.ranks.attempt(copy, same=("caches",))
+        if attempt.difference:  # perhaps because a rank failed before it had evicted what the others evicted
+            reasons = "; and ".join(filter(None, (attempt.failure, attempt.difference)))
+            raise RuntimeError(f"prefixes could not be imported: {reasons}") from attempt.error
+        attempt.result(lambda reason: CopyError(f"prefixes could not be imported: {reason}"))
+        return placement.publish()
+    finally:
+        placement.release()

@@ -1,0 +1,224 @@
+"""Where an export's blocks and states go in the pools of one rank, and what became of them."""
+
+import hashlib
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from .cache_access import CacheAccess
+from .pool_rows import write_rows
+from .shard import PrefixShard
+
+
+@dataclass(frozen=True)
+class PrefixCounts:
+    """How much of an export.
+
+    Attributes:
+        prefixes: prefixes that no other prefix of the export continues, by the state at their end.
+        blocks: KV blocks.
+        states: states.
+        tokens: the tokens of `blocks`.
+    """
+
+    prefixes: int = 0
+    blocks: int = 0
+    states: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What became of the prefixes of an export; the same on every rank of a replica.
+
+    Attributes:
+        imported: what was written into this cache.
+        known: what this cache held already. An import changes only its recency.
+        left_out: what found no room: too few KV blocks or state slots that nobody holds.
+        failure: why nothing was imported; empty where nothing failed.
+    """
+
+    imported: PrefixCounts = PrefixCounts()
+    known: PrefixCounts = PrefixCounts()
+    left_out: PrefixCounts = PrefixCounts()
+    failure: str = ""
+
+
+class Placement:
+    """The place of each block and state of one import in the pools of this rank.
+
+    Call `place`, `write` and `publish`, each once and in this order, and `release` whatever happened. No
+    request can find anything new before `publish`.
+
+    The *path* of a state is the blocks that the state needs and that no earlier path holds: from below the
+    nearest node of an earlier path, or from the root, down to the state's node. First come blocks that are
+    known, then new ones. Paths are made in the order of `forest.states`, the most recently used state first.
+    So the path of the most recently used state below a block holds the block. `release` gives paths back in
+    the opposite order, which makes blocks as recent among themselves as they were at the exporter.
+
+    A state that finds no room is left out. A less recently used state further up needs fewer blocks, and may
+    still find room.
+    """
+
+    def __init__(self, access: CacheAccess, shard: PrefixShard) -> None:
+        """
+        Args:
+            access: the cache that receives the prefixes.
+            shard: this rank's part of the export.
+        """
+        self._access = access
+        self._kv_blocks = access.kv_blocks
+        self._slots = access.slots
+        self._shard = shard
+        self._forest = shard.forest
+        self._paths: list[list[int]] = []  # per state: the blocks of its path, with one reference each
+        self._new_paths: list[list[int]] = []  # per path with new blocks: the nodes of those, in order
+        self._block_of: dict[int, int] = {}  # node -> block, for every node that a path holds
+        self._known_slots: dict[int, int] = {}  # node -> slot, pinned, of each state that is known
+        self._new_slots: dict[int, int] = {}  # node -> slot, reserved, of each state to come
+
+    def place(self) -> None:
+        """Hold all known blocks and states; allocate and reserve for the others as far as there is room.
+
+        May evict what was used longest ago, as a prefill may, but nothing that is known. Every rank of a
+        replica decides alike.
+        """
+        self._hold_known()
+        num_available = self._slots.available_count
+        nodes: list[int] = []
+        for node, path in zip(self._forest.states, self._paths, strict=True):
+            if node not in self._known_slots and len(nodes) < num_available and self._allocate(node, path):
+                nodes.append(node)
+        slots = self._slots.reserve([self._block_of[node] for node in nodes])
+        self._new_slots = dict(zip(nodes, slots, strict=True))
+
+    def _hold_known(self) -> None:
+        """Begin every path with its known blocks; pin the known states."""
+        forest = self._forest
+        visited: set[int] = set()
+        for state in forest.states:
+            path: list[int] = []
+            self._paths.append(path)
+            nodes = self._nodes_down_to(state, visited)
+            if nodes and self._parent_is_held(nodes[0]):
+                keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
+                blocks = self._kv_blocks.match_chain(self._parent_of(nodes[0]), keys, tokens)
+                self._kv_blocks.add_references(blocks)
+                path += blocks
+                self._block_of.update(zip(nodes, blocks, strict=False))
+            visited.update(nodes)
+            if state in self._block_of:
+                slot = self._slots.get_slot(self._block_of[state])
+                if slot >= 0:
+                    self._slots.pin(slot)
+                    self._known_slots[state] = slot
+
+    def _allocate(self, state: int, path: list[int]) -> bool:
+        """Extend `path` by new blocks down to `state`; where they find no room, False and nothing changed."""
+        nodes = self._nodes_down_to(state, self._block_of)
+        if not self._kv_blocks.is_memory_available(len(nodes)):
+            return False
+        blocks = self._kv_blocks.allocate_memory_blocks(len(nodes))
+        path += blocks
+        self._block_of.update(zip(nodes, blocks, strict=True))
+        if nodes:
+            self._new_paths.append(nodes)
+        return True
+
+    def _nodes_down_to(self, state: int, ancestors: Container[int]) -> list[int]:
+        """The nodes from below the nearest one of `ancestors`, or from the root, down to `state`."""
+        nodes: list[int] = []
+        node = state
+        while node >= 0 and node not in ancestors:
+            nodes.append(node)
+            node = self._forest.parents[node]
+        return nodes[::-1]
+
+    def _parent_is_held(self, node: int) -> bool:
+        parent = self._forest.parents[node]
+        return parent < 0 or parent in self._block_of
+
+    def _parent_of(self, node: int) -> int | bytes:
+        """What precedes `node` in the KV index: a block that a path holds, or a salt."""
+        parent = self._forest.parents[node]
+        return self._block_of[parent] if parent >= 0 else self._forest.salts[-1 - parent]
+
+    def write(self) -> None:
+        """Copy KV and states into the new blocks and slots, on the current stream."""
+        access, tensors = self._access, self._shard.tensors
+        nodes = [node for path in self._new_paths for node in path]
+        blocks = [self._block_of[node] for node in nodes]
+        row_of = {node: row for row, node in enumerate(self._forest.states)}
+        rows, slots = [row_of[node] for node in self._new_slots], list(self._new_slots.values())
+        first_channel = 0
+        with torch.inference_mode():
+            for name in ("conv_x", "conv_B", "conv_C"):
+                num_units, width = tensors[name].shape[2:4]
+                part = access.conv_states.narrow(2, first_channel, num_units * width)
+                write_rows(torch.unflatten(part, 2, (num_units, width)), 1, slots, tensors[name], rows)
+                first_channel += num_units * width
+            write_rows(access.ssm_states, 1, slots, tensors["ssm"], rows)
+            write_rows(access.kv_cache, 2, blocks, tensors["kv"], nodes)
+
+    def digest(self) -> str:
+        """Equal on ranks whose `place` decided alike."""
+        places = [self._paths, sorted(self._new_slots.items()), sorted(self._known_slots.items())]
+        return hashlib.sha256(repr(places).encode()).hexdigest()
+
+    def publish(self) -> ImportReport:
+        """Register the new blocks; commit the new states and use the known ones, the most recent last."""
+        forest, known_states = self._forest, set(self._known_slots)
+        registered = self._register()
+        committed: set[int] = set()
+        for node in reversed(forest.states):
+            if node in self._known_slots:
+                self._slots.note_use(self._known_slots[node])
+            elif node in self._new_slots:
+                slot = self._new_slots[node]
+                holders = self._slots.commit([slot])  # commits or frees the slot
+                del self._new_slots[node]
+                if holders == [slot]:
+                    committed.add(node)
+        known = self._block_of.keys() - {node for path in self._new_paths for node in path}
+        left_out = set(range(len(forest))) - known - registered
+        return ImportReport(
+            imported=self._counts(registered, committed),
+            known=self._counts(known, known_states),
+            left_out=self._counts(left_out, set(forest.states) - known_states - committed),
+        )
+
+    def _register(self) -> set[int]:
+        """Enter the new blocks into the KV index; the nodes whose blocks it took."""
+        forest = self._forest
+        registered: set[int] = set()
+        for nodes in self._new_paths:
+            parent = self._parent_of(nodes[0])
+            if isinstance(parent, int) and not self._kv_blocks.is_registered(parent):
+                continue  # a hash collision above kept the parent out of the index
+            blocks = [self._block_of[node] for node in nodes]
+            keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
+            registered_blocks = self._kv_blocks.register_chain(parent, blocks, keys, tokens)
+            registered.update(nodes[: len(registered_blocks)])
+        return registered
+
+    def _counts(self, nodes: Iterable[int], states: set[int]) -> PrefixCounts:
+        num_blocks = len(set(nodes))
+        return PrefixCounts(
+            prefixes=len(states & self._forest.leaves),
+            blocks=num_blocks,
+            states=len(states),
+            tokens=num_blocks * self._forest.block_size_tokens,
+        )
+
+    def release(self) -> None:
+        """Let go of all that is held, pinned and reserved.
+
+        What was published stays cached; what was allocated and not published becomes free.
+        """
+        self._slots.release_reservation(list(self._new_slots.values()))
+        self._new_slots.clear()
+        while self._known_slots:
+            self._slots.unpin(self._known_slots.popitem()[1])
+        while self._paths:
+            self._kv_blocks.release_memory_blocks(self._paths.pop())
