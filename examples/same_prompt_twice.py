@@ -1,9 +1,9 @@
 """Stock megatron-core answers one prompt twice differently; with mambaslots it answers twice alike.
 
-A small hybrid model with random weights is served by megatron-core's DynamicInferenceEngine with prefix caching.
-The prompt has 97 tokens, one more than three blocks of 32. It is served twice with megatron-core's own cache, and
-twice with mambaslots in its place. Each line is one request: prompt tokens, prompt tokens taken from the cache,
-answer. The exit code is 1 if the answers with mambaslots differ.
+megatron-core's DynamicInferenceEngine serves a small hybrid model with random weights, with prefix caching.
+The prompt has 97 tokens: three blocks of 32, and one token more. The engine serves it twice with
+megatron-core's own cache, and twice with mambaslots in its place. Each line is one request: prompt tokens,
+prompt tokens that were resumed, answer. The exit code is 1 if the answers with mambaslots differ.
 
     python examples/same_prompt_twice.py
 
