@@ -35,10 +35,9 @@ FILES = [
 SHELLS = {"sh", "bash", "console"}
 COMMANDS = ("make ", "python ", "pytest ", "torchrun ")
 FILE = re.compile(
-    rf"""(?:(?:{"|".join(FOLDERS)})/[\w./*-]*|[\w./*-]*\.(?:py|md|toml|png))  # a path, with "*" for any characters
-         (?:::?[A-Za-z_][\w.]*(?:\(\))?)?                                     # and a name that it defines""",
-    re.VERBOSE,
+    rf"(?:(?:{'|'.join(FOLDERS)})/[\w./*-]*|[\w./*-]*\.(?:py|md|toml|png))(?:::?[A-Za-z_][\w.]*(?:\(\))?)?"
 )
+"""A path, in which "*" stands for any characters, and perhaps a name that the file defines."""
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 

@@ -171,7 +171,8 @@ def test_every_fault_of_the_megatron_table_has_the_tests_that_it_names() -> None
     folders = {"mcore": ROOT / "tests/mcore", "unit": ROOT / "tests/unit/faults"}
     for number, row in rows:
         tests = row.rpartition("|")[2]
-        named = [folder for word, folder in folders.items() if re.search(rf"\b{word}\b", tests)]
+        words = re.findall(r"\w+", re.sub(r"`[^`]*`", "", tests))
+        named = [folder for word, folder in folders.items() if word in words]
         assert named or "`" in tests, f"fault {number} names no test"
         for name in re.findall(r"`(\w+)`", tests):
             assert f"def {name}(" in cases, f"fault {number}: no engine case {name}"
