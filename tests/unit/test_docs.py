@@ -126,9 +126,8 @@ def test_nothing_cites_a_text_that_is_not_here(folder: str) -> None:
     """`folder` "": the files of the root."""
     citing = []
     for file in FILES:
-        if (file.partition("/")[0] if "/" in file else "") == folder and file.endswith(
-            (".py", ".md", ".toml")
-        ):
+        here = file.partition("/")[0] == folder if folder else "/" not in file
+        if here and file.endswith((".py", ".md", ".toml")):
             lines = (ROOT / file).read_text().splitlines()
             citing += [f"{file}:{number}" for number, line in enumerate(lines, 1) if CITATION.search(line)]
     assert citing == []
