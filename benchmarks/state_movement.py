@@ -382,7 +382,7 @@ def idle(device: Device, pools: Pools, bandwidth: float) -> list[Row]:
 
 
 def requirements(rows: list[Row]) -> list[Requirement]:
-    """What issue 5 asks for, on a GPU."""
+    """What must hold on a GPU."""
     found = []
     for row in rows:
         small = row.state_mib <= 1

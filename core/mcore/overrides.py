@@ -26,7 +26,7 @@ class Override:
         owner: "module:Class" in megatron-core.
         method: its name.
         part: overrides of one part work only together: all are applied, or none.
-        faults: numbers in specs/slots_and_hosts.md that it corrects, or lays the ground for.
+        faults: numbers in the table of docs/megatron.md that it corrects, or lays the ground for.
         replacement: what takes its place; its docstring says what it changes and why.
         optional: older hosts do not have the method, and need no correction.
     """

@@ -23,8 +23,8 @@ class HybridConfig:
         conv_kernel: taps of the causal convolution, >= 2.
         ssd_chunk_size: tokens of one SSD chunk.
         num_attention_heads, num_kv_heads, head_dim: query heads, the key/value heads they share, even size.
-        dtype: of weights, convolution states and KV. Everything that DESIGN calls "no operation narrows" is
-            computed, and SSM states are stored, in float32 or wider.
+        dtype: of weights, convolution states and KV. Norms, dt, decays, rotary angles, attention, SSM states,
+            logits and log-probs are computed in float32 or wider, and SSM states are stored so.
     """
 
     vocab_size: int

@@ -1,7 +1,7 @@
 """The real DynamicInferenceEngine, with the drop-in: its answers are those of an engine without a cache.
 
 The same cases with megatron-core's own class (`make test-long`) say where that one goes wrong; a version that
-mends it fails there, so that the README's table follows.
+mends it fails there, so that the table in docs/megatron.md follows.
 """
 
 import math

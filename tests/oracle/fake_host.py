@@ -1,4 +1,4 @@
-"""A host of the slot allocator by the names of `specs/slots_and_hosts.md`, with nothing behind them.
+"""A host of the slot allocator by the names of megatron-core's context, with nothing behind them.
 
 `names` "0.19" is a host of megatron-core 0.18 to 0.19, "0.20" a later one. A state is made of numbers that
 say whose it is and after how many tokens, so that a test can tell one from another.

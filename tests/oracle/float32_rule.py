@@ -1,4 +1,4 @@
-"""DESIGN's rule for float32: equal tokens, or a first difference where the model all but tied."""
+"""The rule for float32: equal tokens, or a first difference where the model all but tied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

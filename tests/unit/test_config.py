@@ -98,7 +98,7 @@ def test_budgets_in_gigabytes_buy_what_fits() -> None:
 
 
 def test_the_state_bytes_of_nemotron_h_8b_are_those_of_the_table() -> None:
-    """specs/economy.md: 24 layers, 128 x 64 x 128 fp32, conv 10240 x 3 bf16: 97 MiB."""
+    """Nemotron-H-8B: 24 layers, 128 x 64 x 128 fp32, conv 10240 x 3 bf16: 97 MiB."""
     import torch
 
     spec = ms.HybridStateSpec(

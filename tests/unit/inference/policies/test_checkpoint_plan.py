@@ -104,7 +104,7 @@ def test_only_multiples_of_decode_outlive_the_next_state():
     assert not CheckpointPlan(decode="off").keeps_decode_state(8)
 
 
-# ---- against DESIGN.md, position by position
+# ---- against the plan's description, position by position
 
 plans = st.builds(
     CheckpointPlan,
