@@ -11,9 +11,10 @@ from typing import NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..inference.contexts.dynamic_context import DynamicInferenceContext
-from ..inference.contexts.scheduled_chunk import ScheduledChunk
+from ..inference.contexts.holding import Holding
+from ..inference.contexts.request import DynamicInferenceRequest
+from ..inference.contexts.request_step import RequestStep
 from ..inference.contexts.step_inputs import StepInputs
-from ..request import DynamicInferenceRequest
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .all_ranks import DisagreementError, difference_error, missing_ranks_error
 
@@ -78,8 +79,7 @@ class Agreement:
         self._decisions: list[str] = []
         self._digest = hashlib.blake2b(digest_size=16)
         self._tracked: dict[int, _TrackedRequest] = {}
-        slots = context.mamba_slot_allocator
-        self._slot_blocks = [-1] * (slots.max_slots if slots else 0)
+        self._slot_blocks = [-1] * context.prefix_cache.slots.num_slots
         self._closed = False
         for decision in _initial_decisions(context):
             self._note(decision)
@@ -115,19 +115,19 @@ class Agreement:
 
     # ---- decisions
 
-    def step_begun(self, chunks: Sequence[ScheduledChunk], inputs: StepInputs) -> None:
+    def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
         """Compare all decisions up to this step's forward; blocks, and raises, as `compare` does."""
         self._note_changes()
-        for chunk in chunks:
-            self._note_chunk(chunk)
+        for step in steps:
+            self._note_step(step)
         self._note(f"step of shape {inputs.shape}")
         self.compare()
 
-    def step_ended(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def step_ended(self, steps: Sequence[RequestStep]) -> None:
         """Note what the step computed and stored."""
         self._note_tokens()  # of steps with drafts; other steps are sampled later
-        for chunk in chunks:
-            self._note(f"request {chunk.request.request_id} is computed up to {chunk.stop}")
+        for step in steps:
+            self._note(f"request {step.request.request_id} is computed up to {step.stop}")
         self._note_slots()
 
     def _blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
@@ -159,10 +159,8 @@ class Agreement:
 
         Of several states that a slot held in between, none is noted.
         """
-        slots = self._context.mamba_slot_allocator
-        if slots is None:
-            return
-        before, now = self._slot_blocks, slots.slot_to_block.tolist()
+        slots = self._context.prefix_cache.slots
+        before, now = self._slot_blocks, [slots.map.block_of(slot) for slot in range(slots.num_slots)]
         for slot, (old, new) in enumerate(zip(before, now, strict=True)):
             if old != new and old >= 0:
                 self._note(f"slot {slot} lost the state of block {old}")
@@ -173,22 +171,22 @@ class Agreement:
 
     def _note_departures(self) -> None:
         for row, tracked in list(self._tracked.items()):
-            if tracked.request.row != row:
+            if tracked.request.holding is not tracked.holding:
                 self._note(f"request {tracked.request.request_id} left row {row}")
                 del self._tracked[row]
 
-    def _note_chunk(self, chunk: ScheduledChunk) -> None:
-        request = chunk.request
+    def _note_step(self, step: RequestStep) -> None:
+        request, holding = step.request, step.holding
         name = f"request {request.request_id}"
-        tracked = self._tracked.get(request.row)
-        if tracked is None or chunk.start == chunk.skipped:  # admitted, or begun again in the same row
-            tracked = self._tracked[request.row] = _TrackedRequest(request)
+        tracked = self._tracked.get(holding.row)
+        if tracked is None or tracked.holding is not holding:  # admitted, perhaps again in the same row
+            tracked = self._tracked[holding.row] = _TrackedRequest(request, holding)
             for decision in _request_decisions(request):
                 self._note(decision)
-            self._note(f"admission of {name} to row {request.row}: {self._resumption(chunk)}")
-        elif chunk.skipped:
-            self._note(f"jump of {name}: {self._resumption(chunk)}")
-        blocks, known = request.blocks, tracked.blocks
+            self._note(f"admission of {name} to row {holding.row}: {self._resumption(step)}")
+        elif step.num_resumed:
+            self._note(f"jump of {name}: {self._resumption(step)}")
+        blocks, known = holding.path.blocks, tracked.blocks
         pairs = zip(blocks, known, strict=False)
         first_change = next(
             (i for i, (new, old) in enumerate(pairs) if new != old), min(len(blocks), len(known))
@@ -196,24 +194,23 @@ class Agreement:
         if blocks[first_change:] or known[first_change:]:
             self._note(f"KV blocks {blocks[first_change:]} for {name} from its block {first_change} on")
         tracked.blocks = list(blocks)
-        drafts = f", drafts {list(chunk.drafts)}" if chunk.drafts else ""
-        self._note(f"chunk of {name} in row {request.row}: [{chunk.start}, {chunk.stop}){drafts}")
-        for position, slot in sorted(chunk.destinations.items()):
+        drafts = f", drafts {list(step.drafts)}" if step.drafts else ""
+        self._note(f"step of {name} in row {holding.row}: [{step.start}, {step.stop}){drafts}")
+        for position, slot in sorted(step.destinations.items()):
             self._note(f"slot {slot} reserved for the state of {name} at {position}")
-        unserved = [b.position for b in chunk.boundaries if b.position not in chunk.destinations]
+        unserved = [b.position for b in step.boundaries if b.position not in step.destinations]
         if unserved:
             self._note(f"no slot for the states of {name} at {unserved}")
-        source = request.state_index if request.computed else -1
-        self._note(f"state of {name} from {source} to {self._context.state_destinations(chunk)}")
+        source = holding.state_index if holding.num_computed else -1
+        self._note(f"state of {name} from {source}, live slots {list(holding.live_slots)}")
 
-    def _resumption(self, chunk: ScheduledChunk) -> str:
-        request, slots = chunk.request, self._context.mamba_slot_allocator
-        size = self._context.block_size_tokens
-        shared = request.blocks[: request.immutable_blocks]
-        if not chunk.skipped or slots is None:
-            return f"starts at {chunk.start}, shares blocks {shared}"
-        slot = slots.get_slot(request.blocks[chunk.start // size - 1])
-        return f"resumes at {chunk.start} from slot {slot}, shares blocks {shared}"
+    def _resumption(self, step: RequestStep) -> str:
+        path = step.holding.path
+        shared = path.blocks[: path.num_registered]
+        if not step.num_resumed:
+            return f"starts at {step.start}, shares blocks {shared}"
+        slot = self._context.prefix_cache.slots.map.slot_of(step.block_at(step.start))
+        return f"resumes at {step.start} from slot {slot}, shares blocks {shared}"
 
     # ---- comparing
 
@@ -272,20 +269,21 @@ class Agreement:
 class _TrackedRequest:
     """What was last noted about the request in a row."""
 
-    def __init__(self, request: DynamicInferenceRequest) -> None:
+    def __init__(self, request: DynamicInferenceRequest, holding: Holding) -> None:
         self.request = request
+        self.holding = holding
         self.tokens = len(request.tokens)
         self.blocks: list[int] = []
 
 
 def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
     """What must be equal on all ranks from the beginning."""
-    config, spec, slots = context.config, context.spec, context.mamba_slot_allocator
+    config, spec, slots = context.config, context.spec, context.prefix_cache.slots
     for field in fields(config):
         if field.name not in _BUDGETS:
             yield f"built with {field.name} {getattr(config, field.name)}"
     yield f"built with {context.kv_block_allocator.total_count} KV blocks"
-    yield f"built with {slots.max_slots if slots else 0} durable and {context.state_pool.num_live} live slots"
+    yield f"built with {slots.num_slots} durable and {context.memory.state_pool.num_live} live slots"
     for name in _SPEC:
         yield f"built with {name} {getattr(spec, name)}"
 

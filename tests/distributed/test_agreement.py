@@ -266,7 +266,7 @@ def test_other_weights_are_named(world: World, split: str) -> None:
 def test_other_drafts_are_named(world: World, split: str) -> None:
     class Drafter:
         def draft(self, tokens: list[int], max_drafts: int) -> list[int]:
-            return [world.rank] * most if world.rank == 1 else [0] * most
+            return [world.rank] * max_drafts if world.rank == 1 else [0] * max_drafts
 
     engine = small_engine(model=world.model(split), num_speculative_tokens=2, make_drafter=Drafter)
     with agreeing(world, engine), pytest.raises(DisagreementError) as caught:

@@ -261,7 +261,7 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
 
     monkeypatch.setattr(graph_runner, "CapturedForward", Captured)
     engine = small_engine(model=world.model("tp 2"))
-    buffer = engine.context.step_buffer
+    buffer = engine.context._buffer
     buffer._hosts[1] = buffer._hosts[0]  # fixed addresses, as on a GPU
     buckets = graph_runner.GraphBuckets.of(engine.context)
     engine._runner = graph_runner.GraphRunner(engine.context.spec, buckets, 100)

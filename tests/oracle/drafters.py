@@ -40,14 +40,14 @@ class RightDrafter:
         return self._known[sequence]
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
-        return self.right(tokens)[:most]
+        return self.right(tokens)[:max_drafts]
 
 
 class WrongDrafter(RightDrafter):
     """Never right."""
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
-        return [(self.right(tokens)[0] + 1 + i) % 256 for i in range(most)]
+        return [(self.right(tokens)[0] + 1 + i) % 256 for i in range(max_drafts)]
 
 
 class MixedDrafter(RightDrafter):
@@ -58,9 +58,9 @@ class MixedDrafter(RightDrafter):
         self._random = np.random.default_rng(seed)
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
-        wrong = self._random.integers(0, 256, most + 2).tolist()
-        right = self.right(tokens)[: self._random.integers(0, most + 2)]
-        return (right + wrong)[: self._random.integers(0, most + 3)]
+        wrong = self._random.integers(0, 256, max_drafts + 2).tolist()
+        right = self.right(tokens)[: self._random.integers(0, max_drafts + 2)]
+        return (right + wrong)[: self._random.integers(0, max_drafts + 3)]
 
 
 class InPlaceModel:

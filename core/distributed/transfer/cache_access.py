@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...inference.contexts.durable_slots import DurableSlots
 from ...inference.contexts.kv_block_allocator import KVBlockAllocator
-from ...inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from ...inference.contexts.prefix_cache import PrefixCache
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
 from ...state_spec import HybridStateSpec
@@ -18,8 +19,7 @@ class CacheAccess:
     """One rank's prefix cache, between two steps of its engine; valid until the engine is called again.
 
     Attributes:
-        kv_blocks: who holds which KV block, and which prefix each block stores.
-        slots: which durable slot holds which block's state.
+        cache: KV blocks, durable slots, and the index over both.
         kv_cache: [attention layers, 2, blocks, block size, KV heads, head dim], on the device.
         conv_states: [Mamba layers, slots, channels, window], on the device.
         ssm_states: [Mamba layers, slots, heads, head dim, state dim], on the device.
@@ -29,8 +29,7 @@ class CacheAccess:
         weights_version: what the engine's weights are called.
     """
 
-    kv_blocks: KVBlockAllocator
-    slots: MambaSlotAllocator
+    cache: PrefixCache
     kv_cache: Tensor
     conv_states: Tensor
     ssm_states: Tensor
@@ -54,24 +53,32 @@ class CacheAccess:
         instance("engine", engine, DynamicInferenceEngine)
         engine.check_usable(call)
         context = engine.context
-        if context.suspended:
+        if not context.memory.allocated:
             raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
-        if context.step_chunks:
+        if context.steps:
             raise RuntimeError(f"{call} is called during a step; end or abort it first")
-        slots = context.mamba_slot_allocator
-        if slots is None:
+        if not engine.config.enable_prefix_caching:
             raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
         return cls(
-            kv_blocks=context.kv_block_allocator,
-            slots=slots,
-            kv_cache=context.kv_cache,
-            conv_states=slots.conv_states,
-            ssm_states=slots.ssm_states,
+            cache=context.prefix_cache,
+            kv_cache=context.memory.kv_cache,
+            conv_states=context.memory.state_pool.durable_conv_states,
+            ssm_states=context.memory.state_pool.durable_ssm_states,
             spec=context.spec,
-            block_size_tokens=context.block_size_tokens,
+            block_size_tokens=engine.config.block_size_tokens,
             eviction_policy=engine.config.prefix_caching_eviction_policy,
             weights_version=engine.weights_version,
         )
+
+    @property
+    def kv_blocks(self) -> KVBlockAllocator:
+        """Who holds which KV block, and which prefix each block stores."""
+        return self.cache.kv_blocks
+
+    @property
+    def slots(self) -> DurableSlots:
+        """Which durable slot holds which block's state."""
+        return self.cache.slots
 
     @property
     def parallel(self) -> ParallelGroups:
@@ -89,5 +96,7 @@ class CacheAccess:
         A slot that a host has allocated but not registered is left out: its bytes are those of an earlier
         state until the host has written it.
         """
-        blocks, findable = self.slots.slot_to_block.tolist(), set(self.slots.hash_to_block_id.values())
-        return {blocks[slot]: slot for slot in reversed(self.slots.slots_by_use) if blocks[slot] in findable}
+        states = self.slots.map
+        findable = set(states.hash_to_block_id.values())
+        by_recency = [(states.block_of(slot), slot) for slot in reversed(self.slots.by_use())]
+        return {block: slot for block, slot in by_recency if block in findable}

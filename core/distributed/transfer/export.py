@@ -86,7 +86,7 @@ def _blocks_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> set[int]:
         tokens, salt = prefix
         chain = PrefixHashChain(access.block_size_tokens, salt_bytes(f"prefixes[{index}][1]", salt))
         chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
-        blocks.update(access.kv_blocks.match_chain(chain.salt, chain.keys, chain.tokens))
+        blocks.update(access.kv_blocks.tree.match(chain.salt, chain.keys, chain.tokens))
     return blocks
 
 
@@ -99,7 +99,7 @@ def _forest(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int]
     for state_block in state_blocks:
         path, block = [], state_block
         while block not in node_of:
-            parent, content = access.kv_blocks.content_of(block)
+            parent, content = access.kv_blocks.tree.content_of(block)
             path.append((block, parent, content))
             if isinstance(parent, bytes):
                 break

@@ -85,7 +85,7 @@ class Placement:
         replica decides alike.
         """
         self._hold_known()
-        num_available = self._slots.available_count
+        num_available = self._slots.num_available
         nodes: list[int] = []
         for node, path in zip(self._forest.states, self._paths, strict=True):
             if node not in self._known_slots and len(nodes) < num_available and self._allocate(node, path):
@@ -103,13 +103,13 @@ class Placement:
             nodes = self._nodes_down_to(state, visited)
             if nodes and self._parent_is_held(nodes[0]):
                 keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
-                blocks = self._kv_blocks.match_chain(self._parent_of(nodes[0]), keys, tokens)
+                blocks = self._kv_blocks.tree.match(self._parent_of(nodes[0]), keys, tokens)
                 self._kv_blocks.add_references(blocks)
                 path += blocks
                 self._block_of.update(zip(nodes, blocks, strict=False))
             visited.update(nodes)
             if state in self._block_of:
-                slot = self._slots.get_slot(self._block_of[state])
+                slot = self._slots.map.slot_of(self._block_of[state])
                 if slot >= 0:
                     self._slots.pin(slot)
                     self._known_slots[state] = slot
@@ -194,7 +194,7 @@ class Placement:
         registered: set[int] = set()
         for nodes in self._new_paths:
             parent = self._parent_of(nodes[0])
-            if isinstance(parent, int) and not self._kv_blocks.is_registered(parent):
+            if isinstance(parent, int) and parent not in self._kv_blocks.tree:
                 continue  # a hash collision above kept the parent out of the index
             blocks = [self._block_of[node] for node in nodes]
             keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
@@ -216,7 +216,7 @@ class Placement:
 
         What was published stays cached; what was allocated and not published becomes free.
         """
-        self._slots.release_reservation(list(self._new_slots.values()))
+        self._slots.release(list(self._new_slots.values()))
         self._new_slots.clear()
         while self._known_slots:
             self._slots.unpin(self._known_slots.popitem()[1])

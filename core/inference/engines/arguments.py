@@ -1,7 +1,6 @@
 """What callers of an engine pass, checked."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -93,18 +92,6 @@ def checked_drafter(drafter: Drafter | None, num_speculative_tokens: int) -> Dra
             "object with `draft(tokens, max_drafts)`, where num_speculative_tokens is at least 1, or None"
         )
     return drafter
-
-
-def salt_bytes(salt: object) -> bytes:
-    """A cache salt as bytes; b"" for none."""
-    if salt is None:
-        return b""
-    if isinstance(salt, bytes):
-        return salt
-    if isinstance(salt, str):
-        with suppress(UnicodeEncodeError):  # half a surrogate pair is text that has no bytes
-            return salt.encode()
-    raise ValueError(f"cache_salt is {shown(salt)}; accepted: bytes, a str or None")
 
 
 def one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -10,6 +10,7 @@ import torch
 
 from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
+from ...cuda_device import on_device_of
 from ...request import FinishReason, RequestResult
 from ...sampling_params import SamplingParams
 from ...validation import instance, integer, shown
@@ -18,7 +19,7 @@ from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
 from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.prefix_hash import PrefixHashChain
+from ..policies.prefix_hash import PrefixHashChain, salt_bytes
 from .acceptance import count_accepted
 from .arguments import (
     Prompt,
@@ -30,7 +31,6 @@ from .arguments import (
     checked_prompts,
     checked_sampling,
     one_each,
-    salt_bytes,
 )
 from .drafter import Drafter
 from .graph_runner import GraphBuckets, GraphRunner
@@ -42,7 +42,6 @@ from .step_transaction import EngineState, StepUndo
 from .token_stream import GeneratedToken, StreamFeed, TokenStream
 
 NewTokens = dict[int, tuple[GeneratedToken, ...]]
-_CURRENT_DEVICE = -1  # for torch.cuda.device: leave the current device as it is
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class DynamicInferenceEngine:
         self.context = DynamicInferenceContext(model.state_spec(), config)
         spec = self.context.spec
         self._is_split = spec.groups.is_split
-        self._launch_device = spec.device if spec.device.type == "cuda" else _CURRENT_DEVICE
         self._runner = self._new_runner()
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
         self._scheduler = Scheduler(self.context, self._drafter)
@@ -138,7 +136,7 @@ class DynamicInferenceEngine:
         tokens = checked_prompt("prompt", prompt, self.context.spec.vocab_size)
         sampling = checked_sampling(sampling_params)
         plan = checked_plan(checkpoint_plan, config)
-        salt = salt_bytes(cache_salt)
+        salt = salt_bytes("cache_salt", cache_salt)
         check_length(len(tokens), sampling, config, kv.total_count * config.block_size_tokens)
         request = DynamicInferenceRequest(
             request_id=next(self._new_ids),
@@ -189,7 +187,7 @@ class DynamicInferenceEngine:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         running = set(self._scheduler.running)
         undo = StepUndo(self.context, self._scheduler)
-        with self._state.in_step(lambda: self._undo(undo)), torch.cuda.device(self._launch_device):
+        with self._state.in_step(lambda: self._undo(undo)), on_device_of(self.context.spec.device):
             steps, tokens = self._run_step()
             finished = self._finish_completed(tokens)
             self._cancel_abandoned()
@@ -402,7 +400,7 @@ class DynamicInferenceEngine:
 
     def _hashed(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
-        chain = PrefixHashChain(self.config.block_size_tokens, salt_bytes(cache_salt))
+        chain = PrefixHashChain(self.config.block_size_tokens, salt_bytes("cache_salt", cache_salt))
         chain.extend_to(prefix)
         return prefix, chain
 

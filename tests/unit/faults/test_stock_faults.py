@@ -236,7 +236,11 @@ def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behin
 
 def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one() -> None:
     context = make_context()
-    tensors = [ref(context.memory.state_pool.ssm_states), ref(context.memory.state_pool.conv_states), ref(context.memory.kv_cache)]
+    tensors = [
+        ref(context.memory.state_pool.ssm_states),
+        ref(context.memory.state_pool.conv_states),
+        ref(context.memory.kv_cache),
+    ]
     prefill(context, make_request(random_tokens(20, seed=1)))
     context.suspend()
     assert [tensor() for tensor in tensors] == [None, None, None]
@@ -336,7 +340,10 @@ def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() 
     def copies(states: int) -> Counter[str]:
         slots = host_allocator(slots=20, width=8)
         marks = tuple(4 * (i + 1) for i in range(states))
-        slots.intermediate._settings = replace(slots.intermediate._settings, plan=ms.CheckpointPlan(tail=False, chunk_ends=False, branch=False, marks=marks))
+        slots.intermediate._settings = replace(
+            slots.intermediate._settings,
+            plan=ms.CheckpointPlan(tail=False, chunk_ends=False, branch=False, marks=marks),
+        )
         slots.compute_and_store_offsets(host_request(40), 0, 0, 40, 0, [], 10)
         counts = slots._intermediate_counts_cpu[:1].tolist()
         slots.context.mamba_metadata.intermediate_count = sum(counts)

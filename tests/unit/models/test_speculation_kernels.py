@@ -51,7 +51,9 @@ class DraftedScenario(kernel_sets.Scenario):
         chunks = []
         for request, budget in work:
             chunk = context.schedule(request, budget)
-            wanted = [(11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)]
+            wanted = [
+                (11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)
+            ]
             chunks.append(context.draft(chunk, wanted) if context.most_drafts(chunk) else chunk)
         inputs = context.begin_step(chunks, self._padding).inputs
         if self._padding is None:
@@ -64,7 +66,10 @@ class DraftedScenario(kernel_sets.Scenario):
             if chunk.completes:
                 accepted = (self._steps // 2 + request.holding.row) % (len(chunk.drafts) + 1)
                 kept[request.request_id] = accepted + 1
-                request.tokens += [*chunk.drafts[:accepted], (7 * len(request.tokens) + request.holding.row) % 256]
+                request.tokens += [
+                    *chunk.drafts[:accepted],
+                    (7 * len(request.tokens) + request.holding.row) % 256,
+                ]
         context.end_step(kept.get)
         context.check_integrity()
 

@@ -299,7 +299,7 @@ def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
         assert kv.is_registered(block) == (block in kv.kv_hash_to_block_id.values())
         if not kv.is_registered(block):
             with pytest.raises(ValueError, match=f"block_id is {block}; accepted: a registered block"):
-                kv.tree.content_of(block)
+                kv.tree.tree.content_of(block)
     for call in (kv.content_of, kv.is_registered):
         with pytest.raises(ValueError, match="block_id is 128"):
             call(128)

@@ -438,7 +438,7 @@ def test_with_our_kv_allocator_leaves_whose_state_is_evicted_go_first():
     host.kv_block_allocator = kv
     slots = host.allocator(2, MambaSlotAllocator)
     kv.on_blocks_deregistered = slots.on_kv_blocks_deregistered
-    kv.leaves.holds_state = slots.has_state
+    kv.leaves.leaves.holds_state = slots.has_state
     blocks = kv.allocate_memory_blocks(3)
     for block in blocks:
         kv.register_chain(b"%d" % block, [block], [block + 1], [b"x"])

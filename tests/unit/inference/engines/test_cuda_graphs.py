@@ -60,7 +60,11 @@ class TestBits:
 
     def _both_ways(self, model, context, inputs) -> None:
         assert GraphBuckets.of(context).smallest(inputs.shape) == inputs.shape
-        pools = context.memory.state_pool.conv_states, context.memory.state_pool.ssm_states, context.memory.kv_cache
+        pools = (
+            context.memory.state_pool.conv_states,
+            context.memory.state_pool.ssm_states,
+            context.memory.kv_cache,
+        )
         before = [pool.clone() for pool in pools]
         logits = model(inputs)[: inputs.num_logits].clone()
         eager = [pool.clone() for pool in pools]
@@ -81,7 +85,9 @@ class TestBits:
         context = engine_of(model).context
         request = make_request(random_tokens(40, 1))
         request.hashes = type(request.hashes)(BLOCK)
-        inputs = context.begin_step([context.schedule(request, 192)], GraphBuckets.of(context).smallest).inputs
+        inputs = context.begin_step(
+            [context.schedule(request, 192)], GraphBuckets.of(context).smallest
+        ).inputs
         for indices in (inputs.state_sources, inputs.state_destinations, inputs.chunks.destinations,
                         inputs.checkpoints.destinations, inputs.kv_write_positions):  # fmt: skip
             indices.fill_(-1)

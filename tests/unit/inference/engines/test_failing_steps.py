@@ -267,7 +267,7 @@ def test_an_engine_that_cannot_recover_says_so_at_every_call_until_reset(second:
         lambda: engine.warm(HEADS[4]),
         lambda: engine.pin(HEADS[4]),
         lambda: engine.unpin(pinned),
-        lambda: setattr(engine, "weights_version", 1),
+        lambda: engine.set_weights_version(1),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=CANNOT):
@@ -321,7 +321,7 @@ CALLS_FROM_INSIDE: dict[str, Callable[[ms.DynamicInferenceEngine, int], object]]
     "warm": lambda engine, _: engine.warm(HEADS[1]),
     "reset": lambda engine, _: engine.reset(),
     "reset_prefix_cache": lambda engine, _: engine.reset_prefix_cache(),
-    "weights_version": lambda engine, _: setattr(engine, "weights_version", 7),
+    "weights_version": lambda engine, _: engine.set_weights_version(7),
     "suspend": lambda engine, _: engine.suspend(),
     "resume": lambda engine, _: engine.resume(),
     "pin": lambda engine, _: engine.pin(HEADS[4]),

@@ -102,7 +102,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
 def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInferenceEngine:
     """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
     engine = small_engine(**settings)
-    buffer = engine.context.step_buffer
+    buffer = engine.context._buffer
     buffer._hosts[1] = buffer._hosts[0]
     engine._runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
     return engine

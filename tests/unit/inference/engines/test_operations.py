@@ -46,11 +46,12 @@ def situations(engine: ms.DynamicInferenceEngine) -> set[str]:
     """What the running requests are in the middle of."""
     found = set()
     for request in engine.context.requests:
-        if request.paused:
+        paused = engine.stats().num_paused > 0
+        if paused:
             found.add("paused")
         if request.holding.path.state_slot >= 0:
             found.add("its only state in a durable slot")
-        if request.paused and request.holding.path.state_slot >= 0:
+        if paused and request.holding.path.state_slot >= 0:
             found.add("paused on a durable slot")
         if 0 < request.holding.num_computed < len(request.prompt_tokens):
             found.add("in the middle of its prompt")
@@ -168,10 +169,10 @@ def test_a_request_restarted_after_a_reset_shares_again() -> None:
         client.step()
     engine = client.engine
     engine.reset_prefix_cache()
-    assert not engine._requests[request_id].shares_cache
+    assert not engine._requests[request_id].holding.path.shares
     engine._scheduler.preempt(engine._requests[request_id])
     client.step()
-    assert engine._requests[request_id].shares_cache
+    assert engine._requests[request_id].holding.path.shares
     assert cached(engine)[0] >= 5
     client.finish()
     assert resumed(engine, [*LONG[:40], 1]) == 40
@@ -469,7 +470,7 @@ def test_a_pin_lets_go_once() -> None:
     [
         lambda engine: engine.reset_prefix_cache(),
         lambda engine: engine.reset(),
-        lambda engine: setattr(engine, "weights_version", 1),
+        lambda engine: engine.set_weights_version(1),
         lambda engine: (engine.suspend(), engine.resume()),
     ],
 )

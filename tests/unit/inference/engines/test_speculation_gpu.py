@@ -19,8 +19,8 @@ class Memory:
     def draft(self, tokens: list[int], max_drafts: int) -> list[int]:
         for sequence in self.sequences:
             if sequence[: len(tokens)] == tokens:
-                return sequence[len(tokens) : len(tokens) + most]
-        return [0] * most
+                return sequence[len(tokens) : len(tokens) + max_drafts]
+        return [0] * max_drafts
 
 
 @pytest.mark.parametrize("graphs", [None, 32], ids=["eager", "graphs"])

@@ -232,7 +232,7 @@ class Noted:
         self.drafts = drafts
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
-        self.asked.append((list(tokens), most))
+        self.asked.append((list(tokens), max_drafts))
         return self.drafts
 
 
@@ -289,7 +289,8 @@ class TestStates:
             request = engine._requests[request_id]
             engine.step()
             context = engine.context
-            for depth, block in enumerate(request.holding.path.blocks, start=1):
+            blocks = request.holding.path.blocks if request.holding else []
+            for depth, block in enumerate(blocks, start=1):
                 slot = context.mamba_slot_allocator.get_slot(block)
                 if slot >= 0:
                     conv, ssm = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
@@ -527,7 +528,7 @@ class TestGraphs:
     def test_drafted_steps_run_by_graph_padded_to_all_the_drafts_there_may_be(self, monkeypatch):
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
-        engine.context.step_buffer._hosts[1] = engine.context.step_buffer._hosts[0]
+        engine.context._buffer._hosts[1] = engine.context.step_buffer._hosts[0]
         engine._runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
