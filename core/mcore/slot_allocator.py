@@ -235,7 +235,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self.intermediate.reset()
         self.planned_rows.clear()
         self._unsettled.clear()
-        self.slots.release([slot for slot in list(self.slots.reserved) if self.slots.is_reserved(slot)])
+        self.slots.release()
 
     def reset(self) -> None:
         super().reset()

@@ -85,10 +85,6 @@ class DurableSlots:
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
         return len(self.free) + len(self.map) - num_pinned
 
-    def is_reserved(self, slot: int) -> bool:
-        """Whether a step under way may write `slot`."""
-        return slot in self.reserved and slot not in self.pins
-
     def by_use(self) -> list[int]:
         """The committed slots, the next to be evicted first; pinned ones are among them."""
         return self._eviction.victims(self.num_slots, lambda slot: True)
@@ -141,8 +137,10 @@ class DurableSlots:
             results.append(-1 if gone else self.map.slot_of(block))
         return results
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Free reserved slots that were not, or not usefully, written."""
+    def release(self, slots: Sequence[int] | None = None) -> None:
+        """Free reserved slots that were not, or not usefully, written; None: all that are reserved."""
+        if slots is None:
+            slots = [slot for slot in self.reserved if slot not in self.pins]
         self._require_reserved(slots)
         for slot in slots:
             del self.reserved[slot]
@@ -309,7 +307,8 @@ class DurableSlots:
         self.version += 1
 
     def _require_reserved(self, slots: Sequence[int]) -> None:
-        if len(set(slots)) < len(slots) or not all(map(self.is_reserved, slots)):
+        reserved = all(slot in self.reserved and slot not in self.pins for slot in slots)
+        if len(set(slots)) < len(slots) or not reserved:
             raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
 
     def _require_committed(self, slot: int) -> None:

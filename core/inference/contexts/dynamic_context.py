@@ -75,7 +75,14 @@ class DynamicInferenceContext:
         self.mamba_metadata = MambaMetadata(config.max_requests, num_live_slots)
         self._states = RequestStates(self.memory.state_pool, self.prefix_cache, spec.separate_states)
         self._empty_rows()
-        self._buffer = StepBuffer(self._largest_step(), spec.device)
+        largest = StepShape.largest(
+            config.max_requests,
+            config.max_tokens,
+            1 + config.num_speculative_tokens,
+            self.request_to_kv_block_ids.shape[1],
+            spec.ssd_chunk_size,
+        )
+        self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config.block_size_tokens, spec.ssd_chunk_size)
         self._steps: tuple[RequestStep, ...] = ()
         self._observers: list[StepObserver] = []
@@ -87,33 +94,12 @@ class DynamicInferenceContext:
         config, cache = self.config, self.prefix_cache
         longest = -(-config.max_sequence_length // config.block_size_tokens)
         blocks_per_row = min(cache.kv_blocks.total_count, longest)
+        slots_per_row = 1 + config.num_speculative_tokens
         self.mamba_metadata.reset()
         self._rows = RequestRows(
-            config.max_requests,
-            blocks_per_row,
-            self.mamba_metadata,
-            cache,
-            1 + config.num_speculative_tokens,
+            config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row
         )
         self._admission = Admission(config, self.spec.ssd_chunk_size, cache, self._rows, self._states)
-
-    def _largest_step(self) -> StepShape:
-        """No step, padded or not, is larger in any size."""
-        rows, tokens = self.config.max_requests, self.config.max_tokens
-        decode_tokens = 1 + self.config.num_speculative_tokens
-        chunks = -(-tokens // self.spec.ssd_chunk_size)
-        return StepShape(
-            decodes=rows,
-            prefills=rows,
-            prefill_tokens=tokens,
-            max_query_tokens=tokens,
-            table_blocks=self.request_to_kv_block_ids.shape[1],
-            kv_writes=rows * decode_tokens + tokens,
-            chunks=chunks + 2 * rows,
-            checkpoints=chunks + rows,
-            logits=rows * decode_tokens + tokens,
-            decode_tokens=decode_tokens,
-        )
 
     # ---- what hosts and observers read
 

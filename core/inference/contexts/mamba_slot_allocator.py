@@ -1,4 +1,7 @@
-"""The slot allocator that hosts plug in: megatron-core's names over the book of durable slots."""
+"""The slot allocator that hosts plug in: megatron-core's names over the book of durable slots.
+
+This file is over 400 lines long because its names are the contract with hosts: most are one-line delegations.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,8 +48,6 @@ class MambaSlotAllocator:
     fills (`store_from_*`) before it registers a hash. From its host the allocator needs `kv_block_allocator`
     (`block_hashes` and a block count) and, where they exist, uses `state_pool`, `max_requests`,
     `mamba_metadata`, the live states and the step's batch dimensions.
-
-    This class is over 400 lines long because its names are the contract with hosts.
 
     Attributes (for hosts to read):
         block_to_slot [blocks] int32, slot_to_block [max_slots] int32, free_slots [max_slots] int32 (the
@@ -242,7 +243,8 @@ class MambaSlotAllocator:
 
     def is_reserved(self, slot: int) -> bool:
         """Whether a step under way may write `slot`."""
-        return self.slots.is_reserved(self._checked_slot(slot))
+        slot = self._checked_slot(slot)
+        return slot in self.slots.reserved and slot not in self.slots.pins
 
     # ---- reservations
 

@@ -241,7 +241,7 @@ class PrefixCache:
 
     def abort(self) -> None:
         """The step failed: free all slots that were reserved for it."""
-        self.slots.release([slot for slot in list(self.slots.reserved) if self.slots.is_reserved(slot)])
+        self.slots.release()
 
     # ---- pins, eviction, reset
 

@@ -22,6 +22,26 @@ class StepShape(NamedTuple):
     logits: int
     decode_tokens: int = 1  # tokens a decode row: more than one where any has drafts
 
+    @classmethod
+    def largest(
+        cls, max_requests: int, max_tokens: int, decode_tokens: int, table_blocks: int, ssd_chunk_size: int
+    ) -> "StepShape":
+        """No step of a context with these limits, padded or not, is larger in any size."""
+        num_decode_tokens = max_requests * decode_tokens
+        num_chunks = -(-max_tokens // ssd_chunk_size)
+        return cls(
+            decodes=max_requests,
+            prefills=max_requests,
+            prefill_tokens=max_tokens,
+            max_query_tokens=max_tokens,
+            table_blocks=table_blocks,
+            kv_writes=num_decode_tokens + max_tokens,
+            chunks=num_chunks + 2 * max_requests,
+            checkpoints=num_chunks + max_requests,
+            logits=num_decode_tokens + max_tokens,
+            decode_tokens=decode_tokens,
+        )
+
     @property
     def rows(self) -> int:
         return self.decodes + self.prefills

@@ -1,4 +1,7 @@
-"""Continuous batching over a `DynamicInferenceContext`."""
+"""Continuous batching over a `DynamicInferenceContext`.
+
+This file is over 400 lines long because it is the public face of serving: half of it documents calls.
+"""
 
 import time
 from collections.abc import Iterable, Sequence
