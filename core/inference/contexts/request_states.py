@@ -14,9 +14,8 @@ class RequestStates:
     """A request's state is in a live slot of its own, or in a durable slot, pinned until a step has read it.
 
     This class alone writes `Holding.state_index` and `Holding.num_computed`. Here, and nowhere else, is
-    decided
-    what kernels cost that update states in place: states are copied to where such kernels update them
-    (`gather`), and boundary states are copied away from there (`scatter`), each in one launch a step.
+    decided what kernels cost that update states in place: states are copied to where such kernels update
+    them (`gather`), and boundary states are copied away from there (`scatter`), each in one launch a step.
     """
 
     def __init__(self, pool: StatePool, cache: PrefixCache, separate: bool = True) -> None:

@@ -26,8 +26,7 @@ class StepCheckpoints:
         """Reserve a slot for each boundary that has no state yet, as far as slots go, without error.
 
         Returns the steps with their `destinations`. May evict states, but none for a boundary that only
-        drafts
-        reach: such boundaries get slots that are free.
+        drafts reach: such boundaries get slots that are free.
         """
         certain: dict[int, Candidate] = {}
         guessed: dict[int, Candidate] = {}

@@ -11,19 +11,23 @@ class Drafter(Protocol):
     """Whatever guesses well: an n-gram table, a small model. Guesses cost time, never an answer."""
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """Up to `max_drafts` token ids that may follow `tokens`, a prompt and its answer so far; none is fine
-        too.
+        """Guess what follows; called once a step for each decoding request.
 
-        Called once a step for each decoding request, with `max_drafts` >= 1; what is more than that is
-        ignored. `tokens` is the request's own list: not to be changed, nor kept.
+        Args:
+            tokens: a prompt and its answer so far. The request's own list: it is neither changed nor kept.
+            max_drafts: >= 1; the engine ignores tokens behind so many.
+
+        Returns:
+            Token ids that may follow, in order; none is fine, too.
         """
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last tokens where they occurred before, in the same sequence.
+    """Prompt lookup: drafts what followed the last tokens where they occurred before, in the same sequence.
 
-    The longest suffix of `shortest` to `longest` tokens that occurs earlier is taken, at its most recent
-    occurrence. Where the occurrence reaches into the suffix the text is periodic, and the drafts go on so.
+    It looks for the longest suffix of `shortest` to `longest` tokens that also occurs earlier, and takes the
+    most recent earlier occurrence. An occurrence that overlaps the suffix shows a period; drafts repeat the
+    period.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:

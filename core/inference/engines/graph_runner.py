@@ -120,9 +120,9 @@ class GraphRunner(ModelRunner):
 
     A shape's first step runs eagerly, on padded inputs: it compiles and tunes all kernels at exactly this
     shape. `after_step` then captures it, between steps, when nothing waits for tokens. Graphs hold the
-    addresses of the pools and of the step buffer; where a pool is another tensor than before, all graphs are
-    dropped.
-    Padding carries -1 in every index, and a capture executes nothing: neither writes any state.
+    addresses of the pools and of the step buffer; where a pool is another tensor than before, all graphs
+    are dropped. Padding carries -1 in every index, and a capture executes nothing: neither writes any
+    state.
     """
 
     def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:
