@@ -6,6 +6,7 @@ from functools import cache
 import mambaslots as ms
 import numpy as np
 import torch
+from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from oracle.recurrent_lm import RecurrentLM
 
 TOLERANCE = 1e-9  # of log-probs, float64
@@ -94,6 +95,13 @@ def serve_checked(
     for prompt, request_id in zip(prompts, ids, strict=True):
         assert_answers(prompt, results[request_id])
     return [results[request_id] for request_id in ids]
+
+
+def resumable(context: ms.DynamicInferenceContext, tokens: Sequence[int], salt: bytes = b"") -> int:
+    """How many of a prefix's tokens a longer prompt could resume now."""
+    chain = PrefixHashChain(context.config.block_size_tokens, salt)
+    chain.extend_to(tokens)
+    return context.prefix_cache.resumable_tokens(chain)
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

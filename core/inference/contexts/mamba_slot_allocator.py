@@ -99,7 +99,7 @@ class MambaSlotAllocator:
         self._own: StateTensors | None = None
         if self._pool is None:
             self._own = self._new_states(self.max_slots, _device_of_live_states(context))
-        else:
+        elif slots is None:  # else the pool and the book are made for each other
             self._check_pool(self._pool)
         self.slots = slots or DurableSlots(
             self.max_slots, self._settings.eviction_policy, self._kv_hash, self._tell_kv

@@ -54,7 +54,7 @@ class DraftedScenario(kernel_sets.Scenario):
             wanted = [
                 (11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)
             ]
-            chunks.append(context.draft(chunk, wanted) if context.most_drafts(chunk) else chunk)
+            chunks.append(context.draft(chunk, wanted))
         inputs = context.begin_step(chunks, self._padding).inputs
         if self._padding is None:
             assert inputs.shape.decode_tokens == max(1 + len(chunk.drafts) for chunk in chunks)

@@ -420,7 +420,7 @@ def test_a_pinned_prefix_survives_any_pressure(policy: str, slots: int) -> None:
     client.step()
     client.step()
     pinned = engine.pin(LONG[:16])
-    assert pinned.tokens == 16
+    assert pinned.num_tokens == 16
     for prompt in HEADS + HEADS:
         client.ask(Asked(tuple(prompt), 9))
     client.finish()
@@ -442,7 +442,7 @@ def test_pins_of_one_prefix_and_of_overlapping_ones_nest() -> None:
     short = engine.pin(LONG[:16])
     engine.warm(LONG[:40])
     long, again = engine.pin(LONG[:40]), engine.pin([*LONG[:40], 1])
-    assert [pin.tokens for pin in (short, long, again)] == [16, 40, 40]
+    assert [pin.num_tokens for pin in (short, long, again)] == [16, 40, 40]
     for step, (pin, blocks, depth) in enumerate(((long, 5, 40), (again, 2, 16), (short, 0, 0))):
         engine.unpin(pin)
         assert engine.context.kv_block_allocator.held_count == blocks

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
 from mambaslots.inference.engines.token_stream import TokenStream
 from oracle.faults import InjectedError, Interrupted, failing
-from oracle.serving import small_engine
+from oracle.serving import resumable, small_engine
 from oracle.workload import BLOCK, FORKS, HEADS, Asked, Client, answer, engine_settings, plans, requests
 
 prompts = st.sampled_from(HEADS + FORKS)
@@ -142,7 +142,7 @@ class OperationsMachine(RuleBasedStateMachine):
         stats = self.engine.context.cache_stats()
         assert stats.num_prompt_tokens == stats.num_resumed_tokens + stats.num_computed_tokens
         for pin, prompt, salt in self.pins:
-            assert self.engine.context.resumable_tokens(prompt, (salt or "").encode()) >= pin.tokens
+            assert resumable(self.engine.context, prompt, (salt or "").encode()) >= pin.num_tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "client"):

@@ -25,6 +25,7 @@ from oracle.serving import (
     TOLERANCE,
     expected_answer,
     random_tokens,
+    resumable,
     run_checked,
     serve_checked,
     small_engine,
@@ -304,7 +305,7 @@ class TestStates:
                     compared += 1
         assert compared >= 5
         if slots == 40:
-            assert engine.context.resumable_tokens(sequence) == 48
+            assert resumable(engine.context, sequence) == 48
 
     def test_the_next_turn_resumes_from_a_boundary_crossed_by_drafts(self):
         for most in (2, 5, 15):
@@ -329,7 +330,7 @@ class TestStates:
                 evicted.append(slots.evicted_total)
             # Token 8, the last of a block, is computed in step 4 of plain decoding, and in step 2 by drafts.
             assert evicted == ([0, 0, 0, 1, 1] if drafter is WrongDrafter else [0, 1])
-            assert engine.context.resumable_tokens(prompt + expected_answer(tuple(prompt), 5)[0]) == 8
+            assert resumable(engine.context, prompt + expected_answer(tuple(prompt), 5)[0]) == 8
 
     def test_a_state_in_place_of_which_another_came_is_still_the_requests_own(self):
         """Two requests say the same, in step: one commits the boundary, the other goes on from its state."""
@@ -510,7 +511,7 @@ class TestContext:
         engine.add_request(random_tokens(9, seed=1))
         (request,) = engine._scheduler.waiting
         chunk = engine.context.schedule(request, 64)
-        assert engine.context.most_drafts(chunk) == 0
+        assert chunk.max_drafts(3) == 0
         assert engine.context.draft(chunk, [1]) is chunk
 
 
