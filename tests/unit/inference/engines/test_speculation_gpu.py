@@ -46,7 +46,7 @@ def test_drafted_steps_do_not_synchronise_and_repeat_themselves(graphs):
         third = answers()
     engine.context.check_integrity()
     assert third == second
-    accepted = engine.stats().speculation.num_accepted - before.accepted
+    accepted = engine.stats().speculation.num_accepted - before.num_accepted
     assert accepted > 100
     if graphs:
         assert {shape.decode_tokens for shape in engine._runner.shapes} == {1, 4}
