@@ -10,10 +10,12 @@ from .inference.contexts.mamba_metadata import MambaMetadata
 from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .inference.contexts.pinned_prefixes import PinnedPrefix
 from .inference.contexts.state_pool import StatePool
-from .inference.contexts.step_inputs import StepInputs
+from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
+from .inference.engines.model import Model
 from .inference.engines.token_stream import GeneratedToken, TokenStream
+from .inference.kernels.kernel_set import kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
@@ -31,7 +33,8 @@ __all__ = [
     # the parts
     "DynamicInferenceContext", "KVBlockAllocator", "MambaSlotAllocator", "MambaMetadata", "StatePool",
     # bringing a model
-    "HybridStateSpec", "StepInputs", "ModelShard", "ParallelGroups", "models",
+    "Model", "HybridStateSpec", "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set",
+    "ModelShard", "ParallelGroups", "models",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,17 +16,16 @@ from ...config import InferenceConfig
 from ...errors import KVBlockCapacityError
 from ...request import DynamicInferenceRequest, FinishReason, RequestResult
 from ...sampling_params import SamplingParams
-from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.scheduled_chunk import ScheduledChunk
-from ..contexts.step_inputs import StepInputs
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
 from .acceptance import count_accepted
 from .drafter import Drafter, NgramDrafter
 from .graph_runner import GraphBuckets, GraphRunner
+from .model import Model
 from .sampling import sample_step
 from .scheduler import Scheduler
 from .token_stream import GeneratedToken, TokenStream
@@ -38,15 +37,6 @@ PARTED = (
     "a step failed on this rank of a split model, and other ranks may have made it; once no rank is in a "
     "step, call reset() on all of them, or start all again"
 )
-
-
-class Model(Protocol):
-    """What the engine needs of a model."""
-
-    def state_spec(self) -> HybridStateSpec: ...
-
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Logits [len(inputs.logit_tokens), vocabulary]."""
 
 
 @dataclass(frozen=True)
