@@ -1,6 +1,6 @@
 """mambaslots: the prefix cache for hybrid Mamba/attention language models."""
 
-from . import models
+from . import models, testing
 from .cache_stats import COMPUTE_REASONS, CacheStats, SpeculationStats
 from .config import InferenceConfig
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
@@ -34,7 +34,7 @@ __all__ = [
     "DynamicInferenceContext", "KVBlockAllocator", "MambaSlotAllocator", "MambaMetadata", "StatePool",
     # bringing a model
     "Model", "HybridStateSpec", "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set",
-    "ModelShard", "ParallelGroups", "models",
+    "ModelShard", "ParallelGroups", "models", "testing",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip
