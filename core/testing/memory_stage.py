@@ -210,10 +210,10 @@ class MemoryStage:
             Region.OTHER_KV: sorted(outside),
         }
         self._fill(self._flat_kv, 2, self._decoys[0][2], self._decoys[1][2], kv, fill)
-        kept = inputs.kv_cache.flatten(2, 3).index_select(2, _index(step.reads, self.kv))
-        self._flat_kv.index_copy_(2, _index(reads, self.kv), kept)
+        cached = inputs.kv_cache.flatten(2, 3).index_select(2, _index(step.reads, self.kv))
+        self._flat_kv.index_copy_(2, _index(reads, self.kv), cached)
         if fill.disturbed_kv:
-            at = _index([size + place for place in step.kept], self.kv)
+            at = _index([size + place for place in step.cached_kv], self.kv)
             self._flat_kv.index_copy_(2, at, self._decoys[1][2].index_select(2, at))
         return places
 

@@ -1,10 +1,8 @@
 """A model between an engine and the model under test, which judges every call by what the step names."""
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..state_spec import HybridStateSpec
+from .call_rules import describe_error, judge_kv, judge_strays, wrong_logits
 from .differences import outcome_difference
 from .memory_stage import FREE_MEMORY, Fill, MemoryStage, Outcome
 from .prefix_book import Observation
@@ -77,15 +76,15 @@ class ModelAudit:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Audit one step; returns logits whose largest entries are the next tokens of the scripts."""
-        step = StepMemory.of(inputs)
+        step = StepMemory.from_inputs(inputs)
         self._step += 1
         where = f'"{self.scenario}", a step of {step}'
         trial = Trial(self._stage_for(inputs), self._model, inputs, step, self._spec.separate_states)
         usual = self._first_call(trial, where)
         if usual is not None:
             usual = self._judge_logits(usual, inputs, where)
-            _judge_strays(self.findings, usual, inputs, where)
-            _judge_kv(self.findings, usual, inputs, where)
+            judge_strays(self.findings, usual, inputs, where)
+            judge_kv(self.findings, usual, inputs, where)
             if self._is_finite(usual, where):
                 usual = self._judge_reads(trial, usual, where)
                 self.writes.add(step.writes, usual, where)
@@ -111,11 +110,10 @@ class ModelAudit:
         try:
             return trial.run()
         except ModelRaisedError as raised:
-            error = raised.error
             spec = self._spec
             self.findings.add(
                 Rule.RAISES,
-                f"{type(error).__name__}: {_first_line(error)}, raised at {_place(error)}. The pools are "
+                f"{describe_error(raised.error)}. The pools are "
                 f"conv_states [{spec.num_mamba_layers}, slots, *{spec.conv_states_shape}], ssm_states "
                 f"[{spec.num_mamba_layers}, slots, *{spec.ssm_states_shape}] and kv_cache "
                 f"[{spec.num_attention_layers}, 2, blocks, block_size_tokens, {spec.num_kv_heads}, "
@@ -126,7 +124,7 @@ class ModelAudit:
 
     def _judge_logits(self, outcome: Outcome, inputs: StepInputs, where: str) -> Outcome:
         """The outcome without its logits, where they are of no use."""
-        wrong = _wrong_logits(outcome.logits, inputs, self._spec)
+        wrong = wrong_logits(outcome.logits, inputs, self._spec)
         if wrong:
             self.findings.add(Rule.LOGITS_SHAPE, wrong, where)
             return replace(outcome, logits=None)
@@ -197,7 +195,7 @@ class ModelAudit:
         return outcome is None or outcome_difference(usual, outcome, trial.num_logits) > self._tolerance
 
     def _is_new(self, *kind: object) -> bool:
-        """Whether a probe of this kind of step is still wanted."""
+        """Whether a probe of this kind of step is still to be made."""
         self._probed[kind] += 1
         return self._probed[kind] <= _PROBES_A_KIND
 
@@ -218,7 +216,7 @@ class ModelAudit:
 
     def _probe_cached_kv(self, trial: Trial, where: str) -> None:
         """Whether KV that is cached is written again: seen only where it is not what would be written."""
-        if not trial.step.kept:
+        if not trial.step.cached_kv:
             return
         self.reached["cached-KV probes"] += 1
         outcome = trial.attempt(Fill(disturbed_kv=True))
@@ -239,14 +237,12 @@ class ModelAudit:
         try:
             outcome = padded_trial.run(Fill(nan=FREE_MEMORY))
         except ModelRaisedError as raised:
-            error = raised.error
-            message = f"{type(error).__name__}: {_first_line(error)}, raised at {_place(error)}"
-            self.findings.add(Rule.PADDING_DIFFERS, message, where)
+            self.findings.add(Rule.PADDING_DIFFERS, describe_error(raised.error), where)
             return
         finally:
             self.num_calls += padded_trial.num_calls
-        _judge_strays(self.findings, outcome, inputs, where)
-        wrong = "" if usual.logits is None else _wrong_logits(outcome.logits, inputs, self._spec)
+        judge_strays(self.findings, outcome, inputs, where)
+        wrong = "" if usual.logits is None else wrong_logits(outcome.logits, inputs, self._spec)
         if wrong:
             self.findings.add(Rule.PADDING_DIFFERS, wrong, where)
         elif outcome_difference(usual, outcome, trial.num_logits) > self._tolerance:
@@ -302,12 +298,12 @@ class ModelAudit:
         )
 
     def _scripted_logits(self, inputs: StepInputs, step: StepMemory) -> Tensor:
-        wanted = torch.zeros(len(inputs.logit_tokens), self._spec.vocab_size, device=inputs.token_ids.device)
+        logits = torch.zeros(len(inputs.logit_tokens), self._spec.vocab_size, device=inputs.token_ids.device)
         for index, (row, position) in enumerate(step.logits):
             script = self.scripts[row]
             if position + 1 < len(script):
-                wanted[index, script[position + 1]] = 1.0
-        return wanted
+                logits[index, script[position + 1]] = 1.0
+        return logits
 
 
 def _written(step: StepMemory, usual: Outcome, surrounded: Outcome, separate: bool) -> tuple[Tensor, Tensor]:
@@ -332,85 +328,10 @@ def _store(inputs: StepInputs, step: StepMemory, outcome: Outcome) -> None:
     pools = inputs.state_pool.conv_states, inputs.state_pool.ssm_states
     slots = torch.tensor(step.slots, dtype=torch.int64, device=pools[0].device)
     for pool, states, written in zip(pools, outcome.states, outcome.states_written, strict=True):
-        kept = torch.where(written, states.nan_to_num(0, 0, 0), pool.index_select(1, slots))
-        pool.index_copy_(1, slots, kept)
+        numbers = torch.where(written, states.nan_to_num(0, 0, 0), pool.index_select(1, slots))
+        pool.index_copy_(1, slots, numbers)
     kv = inputs.kv_cache.flatten(2, 3)
     places = torch.tensor([write.place for write in step.kv_writes], dtype=torch.int64, device=kv.device)
     written = outcome.kv_written[..., None, None]
-    kept = torch.where(written, outcome.kv.nan_to_num(0, 0, 0), kv.index_select(2, places))
-    kv.index_copy_(2, places, kept)
-
-
-def _judge_strays(findings: Findings, outcome: Outcome, inputs: StepInputs, where: str) -> None:
-    """Whether the call wrote what is not its to write, misplaced KV apart."""
-    if outcome.changed_inputs:
-        names = ", ".join(f"inputs.{name}" for name in outcome.changed_inputs)
-        findings.add(Rule.INPUTS_CHANGED, f"the model writes to {names}", where)
-    destinations = inputs.state_destinations, inputs.chunks.destinations, inputs.checkpoints.destinations
-    some_none = any(bool((indices < 0).any()) for indices in destinations)
-    strays = outcome.touched_slots + (0 if some_none else outcome.touched_guards)
-    if strays:
-        message = f"the model writes to {strays} slots of the state pool that are no destinations of the step"
-        findings.add(Rule.FOREIGN_SLOT_WRITTEN, message, where)
-    if outcome.touched_sources:
-        message = f"the model writes to {outcome.touched_sources} source slots that are no destinations"
-        findings.add(Rule.SOURCE_WRITTEN, message, where)
-    if some_none and outcome.touched_guards:
-        message = "a destination is -1, and the model writes to the first or the last slot of the pool"
-        findings.add(Rule.PADDING_SLOT_WRITTEN, message, where)
-    if outcome.touched_guard_kv and bool((inputs.kv_write_positions < 0).any()):
-        message = "a position is -1, and the model writes to the first or the last KV block"
-        findings.add(Rule.PADDING_KV_WRITTEN, message, where)
-
-
-def _judge_kv(findings: Findings, outcome: Outcome, inputs: StepInputs, where: str) -> None:
-    """Whether the call wrote the KV of its new tokens, and no other."""
-    padding = bool((inputs.kv_write_positions < 0).any())
-    strays = outcome.touched_kv + (0 if padding else outcome.touched_guard_kv)
-    missing = ~outcome.kv_written
-    if not missing.any():
-        if strays:
-            message = f"the model writes to {strays} KV positions that are not among kv_write_positions"
-            findings.add(Rule.FOREIGN_KV_WRITTEN, message, where)
-        return
-    parts = sorted({f"{'KV'[part]} of layer {layer}" for layer, part, _ in missing.nonzero().tolist()})
-    tokens = int(missing.flatten(0, 1).any(0).sum())
-    message = f"{tokens} of {missing.shape[2]} new tokens get no {', '.join(parts)} at their positions"
-    if strays:
-        findings.add(Rule.KV_MISPLACED, f"{message}, and {strays} other positions are written", where)
-    else:
-        findings.add(Rule.KV_NOT_WRITTEN, message, where)
-
-
-def _wrong_logits(logits: object, inputs: StepInputs, spec: HybridStateSpec) -> str:
-    """What is wrong with the type, shape, dtype or device of logits; empty where nothing is."""
-    wanted = len(inputs.logit_tokens), spec.vocab_size
-    if not isinstance(logits, Tensor):
-        return f"the model returns a {type(logits).__name__}; accepted: a tensor of shape {wanted}"
-    if logits.shape != wanted:
-        tokens = inputs.shape.tokens
-        every = tokens != wanted[0] and logits.shape[:1] == (tokens,)
-        hint = f", of all {tokens} tokens" if every else ""
-        return (
-            f"the logits have shape {tuple(logits.shape)}{hint}; accepted: {wanted}, one row for each of "
-            f"inputs.logit_tokens and one column for each of vocab_size"
-        )
-    if not logits.is_floating_point() or logits.device != inputs.token_ids.device:
-        return (
-            f"the logits are {logits.dtype} on {logits.device}; accepted: floating point on "
-            f"{inputs.token_ids.device}"
-        )
-    return ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
-
-
-def _place(error: Exception) -> str:
-    """The line of the author's that raised: the last one outside of torch."""
-    library = str(Path(torch.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((library, "<"))]
-    frame = (own or list(frames))[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}, `{frame.line}`"
+    numbers = torch.where(written, outcome.kv.nan_to_num(0, 0, 0), kv.index_select(2, places))
+    kv.index_copy_(2, places, numbers)

@@ -134,11 +134,11 @@ class PrefixBook:
                 return
         if "logits" in by_kind:
             findings.add(
-                rule, _told(by_kind["logits"], "logits after {} tokens"), mismatches[0].observation.where
+                rule, _describe(by_kind["logits"], "logits after {} tokens"), mismatches[0].observation.where
             )
         elif "kv" in by_kind:
-            told = _told(by_kind["kv"], "keys and values of token {}")
-            findings.add(Rule.KV_WRONG, told, mismatches[0].observation.where)
+            message = _describe(by_kind["kv"], "keys and values of token {}")
+            findings.add(Rule.KV_WRONG, message, mismatches[0].observation.where)
         else:
             for mismatch in mismatches:
                 self._explain_state(mismatch, findings)
@@ -148,10 +148,10 @@ class PrefixBook:
         twin = self._twin(observation)
         for tensor, difference in enumerate(mismatch.differences):
             if difference > self.tolerance:
-                told = _told(mismatch, f"{TENSORS[tensor]} after {{}} tokens")
+                message = _describe(mismatch, f"{TENSORS[tensor]} after {{}} tokens")
                 if twin is not None:
-                    told += f"; they are the states after {len(twin.prefix)} tokens"
-                findings.add(_STATE_RULES[WriteKind(observation.kind)][tensor], told, observation.where)
+                    message += f"; they are the states after {len(twin.prefix)} tokens"
+                findings.add(_STATE_RULES[WriteKind(observation.kind)][tensor], message, observation.where)
 
     def _twin(self, observation: Observation) -> Observation | None:
         """The reference of another prefix that equals this observation."""
@@ -165,7 +165,7 @@ class PrefixBook:
         return None
 
 
-def _told(mismatch: _Mismatch, what: str) -> str:
+def _describe(mismatch: _Mismatch, what: str) -> str:
     length = len(mismatch.observation.prefix)
     return (
         f"the {what.format(length)} differ by {max(mismatch.differences):.1e} of the largest number from "

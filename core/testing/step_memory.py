@@ -67,7 +67,7 @@ class StepMemory:
         writes: the destinations, one entry a pool index.
         kv_writes: the tokens whose keys and values are stored.
         reads: the other places in the KV cache that hold tokens of the rows.
-        kept: those among `reads` that hold tokens of this very step, which are cached already.
+        cached_kv: those among `reads` that hold tokens of this very step, which are cached already.
         logits: (row, position) of the tokens whose logits are wanted.
     """
 
@@ -75,11 +75,11 @@ class StepMemory:
     writes: tuple[StateWrite, ...]
     kv_writes: tuple[KVWrite, ...]
     reads: tuple[int, ...]
-    kept: tuple[int, ...]
+    cached_kv: tuple[int, ...]
     logits: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, inputs: StepInputs) -> "StepMemory":
+    def from_inputs(cls, inputs: StepInputs) -> "StepMemory":
         """Read an unpadded step; synchronises."""
         block_size = inputs.kv_cache.shape[3]
         rows = _rows(inputs, block_size)
@@ -108,7 +108,7 @@ class StepMemory:
             writes=_writes(inputs, rows, token_rows),
             kv_writes=kv_writes,
             reads=tuple(named),
-            kept=tuple(place for place, new in named.items() if new),
+            cached_kv=tuple(place for place, new in named.items() if new),
             logits=tuple(token_rows[token] for token in inputs.logit_tokens.tolist()[: inputs.num_logits]),
         )
 
