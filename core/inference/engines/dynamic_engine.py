@@ -25,6 +25,7 @@ from ..policies.prefix_hash import PrefixHashChain
 from .acceptance import count_accepted
 from .drafter import Drafter, NgramDrafter
 from .graph_runner import GraphBuckets, GraphRunner
+from .memory_poison import MemoryPoison
 from .model import Model
 from .sampling import sample_step
 from .scheduler import Scheduler
@@ -73,6 +74,7 @@ class DynamicInferenceEngine:
         self._gpu = -1 if device.type != "cuda" else device  # where launches go; -1: as it is
         self._split = self.context.spec.groups.is_split
         self._graphs = self._graph_runner()
+        self._poison = MemoryPoison(self.context) if config.poison_free_memory else None
         self._drafter = self._checked_drafter(drafter)
         self._scheduler = Scheduler(self.context, self._drafter)
         self._speculation = SpeculationStats()
@@ -237,6 +239,8 @@ class DynamicInferenceEngine:
                 f"{wanted}"
             )
         logits = logits[: inputs.num_logits]
+        if self._poison is not None:
+            self._poison.check(logits)
         if any(chunk.drafts for chunk in chunks):  # what is to be kept is known once drafts are verified
             generated = sample_step(chunks, logits)
             self.context.end_step({request_id: len(tokens) for request_id, tokens in generated.items()})
