@@ -110,16 +110,8 @@ class ModelAudit:
         try:
             return trial.run()
         except ModelRaisedError as raised:
-            spec = self._spec
-            self.findings.add(
-                Rule.RAISES,
-                f"{describe_error(raised.error)}. The pools are "
-                f"conv_states [{spec.num_mamba_layers}, slots, *{spec.conv_states_shape}], ssm_states "
-                f"[{spec.num_mamba_layers}, slots, *{spec.ssm_states_shape}] and kv_cache "
-                f"[{spec.num_attention_layers}, 2, blocks, block_size_tokens, {spec.num_kv_heads}, "
-                f"{spec.head_dim}]",
-                where,
-            )
+            pools = _pool_shapes(self._spec)
+            self.findings.add(Rule.RAISES, f"{describe_error(raised.error)}. {pools}", where)
             return None
 
     def _judge_logits(self, outcome: Outcome, inputs: StepInputs, where: str) -> Outcome:
@@ -304,6 +296,15 @@ class ModelAudit:
             if position + 1 < len(script):
                 logits[index, script[position + 1]] = 1.0
         return logits
+
+
+def _pool_shapes(spec: HybridStateSpec) -> str:
+    conv, ssm = (", ".join(map(str, shape)) for shape in (spec.conv_states_shape, spec.ssm_states_shape))
+    layers, attention = spec.num_mamba_layers, spec.num_attention_layers
+    return (
+        f"The pools are conv_states [{layers}, slots, {conv}], ssm_states [{layers}, slots, {ssm}] and "
+        f"kv_cache [{attention}, 2, blocks, block_size_tokens, {spec.num_kv_heads}, {spec.head_dim}]"
+    )
 
 
 def _written(step: StepMemory, usual: Outcome, surrounded: Outcome, separate: bool) -> tuple[Tensor, Tensor]:

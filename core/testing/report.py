@@ -1,5 +1,6 @@
 """What a check of a model found."""
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -91,7 +92,8 @@ class ModelReport:
             lines.append(f"Accepted difference: {self.tolerance:.0e}")
         lines += [f"  {scenario}" for scenario in self.scenarios]
         if self.reached:
-            lines.append("Reached: " + ", ".join(f"{count} {what}" for what, count in self.reached.items()))
+            reached = ", ".join(f"{count} {what}" for what, count in self.reached.items())
+            lines += textwrap.wrap(f"Reached: {reached}", 100, subsequent_indent="  ")
         return "\n".join(lines)
 
 
