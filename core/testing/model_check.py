@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ..config import MAX_SPECULATIVE_TOKENS
 from ..inference.engines.model import Model
 from ..state_spec import HybridStateSpec
 from ..validation import INT32_MAX, boolean, integer, integers, optional_integer, real, shown
@@ -65,15 +66,18 @@ def check_model(
         ValueError: an argument is no such thing.
     """
     begin = time.perf_counter()
+    drafts = integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+    boolean("padded_shapes", padded_shapes)
+    seed = integer("seed", seed, 0, INT32_MAX)
+    if tolerance is not None:
+        tolerance = real("tolerance", tolerance, 0.0)
     name = type(model).__name__
     findings = Findings()
     spec = _checked_spec(model, findings)
     if spec is None:
         raise ModelError(ModelReport(name, findings.listed(), seconds=time.perf_counter() - begin))
-    drafts = integer("num_speculative_tokens", num_speculative_tokens, 0, 63)
-    boolean("padded_shapes", padded_shapes)
-    texts = _texts(spec, vocabulary, num_tokens, drafts, integer("seed", seed, 0, INT32_MAX))
-    accepted = _default_tolerance(spec) if tolerance is None else real("tolerance", tolerance, 0.0)
+    texts = _texts(spec, vocabulary, num_tokens, drafts, seed)
+    accepted = _default_tolerance(spec) if tolerance is None else tolerance
     block = texts.block
 
     def watched(length: int) -> bool:
