@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ def breaks(*rules: Rule) -> Callable[[type], type]:
     return note
 
 
-def report_of(model: object) -> ModelReport:
+@cache
+def report_of(model: type) -> ModelReport:
     with pytest.raises(ModelError) as caught:
-        check_model(model)  # type: ignore[arg-type]
+        check_model(model())
     assert str(caught.value) == str(caught.value.report)
     return caught.value.report
 
@@ -42,6 +44,12 @@ class ForgetsDecodeStates(EmaLM):
     def ends(self, inputs):
         tokens, destinations = super().ends(inputs)
         return none_kept((tokens, destinations), torch.arange(len(tokens)) < inputs.num_decode_tokens)
+
+
+@breaks(Rule.DECODE_STATE_NOT_WRITTEN)
+class ForgetsDecodeStatesInPlace(ForgetsDecodeStates):
+    def state_spec(self):
+        return replace(super().state_spec(), separate_states=False)
 
 
 @breaks(Rule.DECODE_STATE_NOT_WRITTEN)
@@ -66,6 +74,15 @@ class ForgetsPrefillStates(EmaLM):
 class ForgetsChunkStates(EmaLM):
     def chunk_ends(self, inputs):
         tokens, destinations = super().chunk_ends(inputs)
+        return tokens[:0], destinations[:0]
+
+
+@breaks(Rule.WINDOW_NOT_WRITTEN)
+class ForgetsWindowsInBfloat16(EmaLM):
+    dtype = torch.bfloat16
+
+    def window_ends(self, inputs):
+        tokens, destinations = super().window_ends(inputs)
         return tokens[:0], destinations[:0]
 
 
@@ -547,7 +564,49 @@ class TakesPaddingForTheFirstRowsTokens(EmaLM):
 
 @pytest.mark.parametrize(("model", "rules"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_wrong_model_is_told_exactly_what_is_wrong(model: type, rules: tuple[Rule, ...]) -> None:
-    report = report_of(model())
+    report = report_of(model)
     assert [finding.rule for finding in report.findings] == list(rules), str(report)
     for finding in report.findings:
         assert finding.rule.fix in str(report)
+
+
+def test_every_rule_has_a_model_that_breaks_it() -> None:
+    broken = {rule for _, rules in WRONG for rule in rules}
+    assert broken == set(Rule) - {Rule.SPEC}  # which tests of check_model break
+
+
+@pytest.mark.parametrize(
+    ("model", "messages"),
+    [
+        (
+            HasOtherWindowsThanItSays,
+            [
+                "RAISES: RuntimeError: ",
+                "raised at ema_lm.py:",
+                "The pools are conv_states [1, slots, 3, 8], ssm_states [1, slots, 8] and kv_cache [1, 2, ",
+                '(first in "whole prompts", a step of 1 prefill row of 32 tokens)',
+            ],
+        ),
+        (
+            ReturnsLogitsOfAllTokens,
+            ["the logits have shape (2, 17), of all 2 tokens; accepted: (1, 17), one row for each of"],
+        ),
+        (
+            LeavesTheStateBeforeTheLastToken,
+            ["the conv_states after 6 tokens differ by", "they are the states after 5 tokens"],
+        ),
+        (
+            WeighsMaskedValuesByZero,
+            ["results are lost where NaN is in KV positions at and beyond `kv_lengths`", "0 * NaN is NaN"],
+        ),
+        (
+            ForgetsInnerStatesOfOneLayer,
+            ["8 of 16 numbers of ssm_states are not written at chunks.destinations", "in layer 1 (first in"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_finding_says_what_was_seen_and_where(model: type, messages: list[str]) -> None:
+    message = str(report_of(model))
+    for part in messages:
+        assert part in message
