@@ -1,6 +1,6 @@
 """mambaslots: the prefix cache for hybrid Mamba/attention language models."""
 
-from . import models
+from . import models, testing
 from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
 from .config import InferenceConfig
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
@@ -18,7 +18,7 @@ from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
 from .inference.engines.model import Model
 from .inference.engines.token_stream import GeneratedToken, TokenStream
-from .inference.kernels.kernel_set import kernel_set
+from .inference.kernels.kernel_set import KernelSet, kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
@@ -39,7 +39,7 @@ __all__ = [
     "MambaSlotAllocator", "MambaMetadata", "StatePool",
     # bringing a model
     "Model", "HybridStateSpec", "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set",
-    "ModelShard", "ParallelGroups", "models",
+    "KernelSet", "ModelShard", "ParallelGroups", "models", "testing",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip

@@ -32,6 +32,9 @@ class InferenceConfig:
         cuda_graph_max_tokens: most prefill tokens, padding included, of a step that is captured.
         num_speculative_tokens: most tokens that a decoding request drafts ahead in one step, to be verified
             in it; 0 drafts none. Each takes one more live state a request.
+        poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
+            nobody may read are filled with NaN, and a step whose logits are NaN raises RuntimeError. Costs a
+            pass over the free memory and a synchronisation a step; works with CUDA graphs.
     """
 
     block_size_tokens: int = 256
@@ -50,6 +53,7 @@ class InferenceConfig:
     use_cuda_graphs_for_non_decode_steps: bool = True
     cuda_graph_max_tokens: int = 512
     num_speculative_tokens: int = 0
+    poison_free_memory: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
@@ -73,6 +77,7 @@ class InferenceConfig:
         set_field(self, "cuda_graph_max_tokens", tokens)
         drafts = integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         set_field(self, "num_speculative_tokens", drafts)
+        boolean("poison_free_memory", self.poison_free_memory)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 

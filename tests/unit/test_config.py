@@ -29,6 +29,7 @@ def config(**overrides: object) -> ms.InferenceConfig:
         ({"num_kv_blocks": None, "buffer_size_gb": math.nan}, "buffer_size_gb is nan"),
         ({"num_kv_blocks": None, "buffer_size_gb": math.inf}, "buffer_size_gb is inf"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; accepted: True or False"),
+        ({"poison_free_memory": 1}, "poison_free_memory is 1; accepted: True or False"),
         ({"prefix_caching_eviction_policy": "fifo"}, "'fifo'; accepted: one of 'lru', 'ref_zero'"),
         ({"block_size_tokens": 4096, "max_tokens": 8192}, "no prompt ever holds a whole block"),
         (

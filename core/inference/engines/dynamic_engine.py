@@ -37,6 +37,7 @@ from .arguments import (
 )
 from .drafter import Drafter
 from .graph_runner import GraphBuckets, GraphRunner
+from .memory_poison import MemoryPoison
 from .model import Model
 from .model_runner import ModelRunner
 from .sampling import sample_step
@@ -105,9 +106,10 @@ class DynamicInferenceEngine:
 
     def _new_runner(self) -> ModelRunner:
         spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
+        inspect = MemoryPoison(self.context).check if self.config.poison_free_memory else None
         if max_graphs is None or spec.device.type != "cuda" or spec.ssm_states_dtype == torch.float64:
-            return ModelRunner(spec)
-        return GraphRunner(spec, GraphBuckets.of(self.context), max_graphs)
+            return ModelRunner(spec, inspect)
+        return GraphRunner(spec, GraphBuckets.of(self.context), max_graphs, inspect)
 
     # ---- requests
 

@@ -1,6 +1,7 @@
 """Whole forwards as CUDA graphs: one launch a step, for steps padded to a few shapes."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -125,9 +126,15 @@ class GraphRunner(ModelRunner):
     state.
     """
 
-    def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:
+    def __init__(
+        self,
+        spec: HybridStateSpec,
+        buckets: GraphBuckets,
+        max_graphs: int,
+        inspect: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """`max_graphs`: most decode graphs, and most others."""
-        super().__init__(spec)
+        super().__init__(spec, inspect)
         self._buckets = buckets
         self._max_graphs = max_graphs
         self._graphs: dict[StepShape, CapturedForward] = {}

@@ -1,4 +1,4 @@
-"""What the engine needs of a model."""
+"""What the engine asks of a model."""
 
 from typing import Protocol
 
@@ -9,17 +9,22 @@ from ..contexts.step_inputs import StepInputs
 
 
 class Model(Protocol):
-    """A hybrid model: any callable object with a `state_spec`."""
+    """A hybrid model that a `DynamicInferenceEngine` can serve.
+
+    `testing.check_model` checks that a model keeps the rules of `StepInputs`.
+    """
 
     def state_spec(self) -> HybridStateSpec:
-        """What one sequence costs in cache: the shapes that a context allocates by."""
+        """What the context allocates for this model; the same at every call."""
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Compute one step.
 
-        Reads the states at `inputs.state_sources`, and writes new ones at the destinations that `inputs`
-        names, keys and values at `inputs.kv_write_positions`, and nothing else.
+        Args:
+            inputs: the step. Its `kv_cache` is written at `kv_write_positions`, and its `state_pool` at the
+                destinations, before the call returns or, on a GPU, in the order of the current stream.
 
         Returns:
-            Logits [len(inputs.logit_tokens), vocabulary] of floating point.
+            Logits of `inputs.logit_tokens`: [len(inputs.logit_tokens), vocab_size], floating point, on the
+            device of `state_spec()`.
         """

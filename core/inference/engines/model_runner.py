@@ -1,5 +1,7 @@
 """Running a model on a step's inputs."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ...state_spec import HybridStateSpec
@@ -10,8 +12,14 @@ from .model import Model
 class ModelRunner:
     """Runs every step eagerly, without padding; `GraphRunner` runs steps as CUDA graphs."""
 
-    def __init__(self, spec: HybridStateSpec) -> None:
+    def __init__(self, spec: HybridStateSpec, inspect: Callable[[Tensor], None] | None = None) -> None:
+        """
+        Args:
+            spec: what the model said of itself.
+            inspect: called with the logits of every step; what it raises fails the step.
+        """
         self._spec = spec
+        self._inspect = inspect
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -38,7 +46,10 @@ class ModelRunner:
                 f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
                 f"{expected}, one row for each of inputs.logit_tokens"
             )
-        return logits[: inputs.num_logits]
+        logits = logits[: inputs.num_logits]
+        if self._inspect is not None:
+            self._inspect(logits)
+        return logits
 
     def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
         return model(inputs)

@@ -53,6 +53,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "enable_prefix_caching": bad.boolean(),
     "enable_chunked_prefill": bad.boolean(),
     "prefix_caching_eviction_policy": bad.choice("lru", "ref_zero"),
+    "poison_free_memory": bad.boolean(),
     "checkpoint_plan": bad.anything(ms.CheckpointPlan).also(ms.CheckpointPlan, "rolling"),
 }
 SAMPLING_ARGUMENTS: dict[str, Bad] = {

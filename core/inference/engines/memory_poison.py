@@ -1,0 +1,70 @@
+"""A debug setting: memory that nobody may read holds NaN."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.step_inputs import StepInputs
+
+
+class MemoryPoison:
+    """Observes a context, and fills its free memory with NaN before every forward.
+
+    Free are live slots that hold no request's state, durable slots that hold no committed state and that no
+    request reads, and KV blocks that nobody holds and that store no prefix. A slot reserved for a state of
+    the step is free: the forward writes it.
+
+    The fill is launched before the forward and outside of it, so it also precedes the replay of a CUDA graph.
+    It costs a pass over the free memory a step, and on a GPU a synchronisation.
+    """
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        """Fill what is free now, and observe `context` from now on."""
+        self._context = context
+        self.fill()
+        context.observe(self)
+
+    def step_begun(self, steps: Sequence[object], inputs: StepInputs) -> None:
+        """Fill what is free once all that the step needs is reserved."""
+        self.fill()
+
+    def step_ended(self, steps: Sequence[object]) -> None:
+        """Nothing is to be done."""
+
+    def fill(self) -> None:
+        """Fill all free memory with NaN; between steps, or after a step is begun and before its forward."""
+        slots, blocks = free_memory(self._context)
+        pool = self._context.memory.state_pool
+        _fill(pool.conv_states, 1, slots)
+        _fill(pool.ssm_states, 1, slots)
+        _fill(self._context.memory.kv_cache, 2, blocks)
+
+    def check(self, logits: Tensor) -> None:
+        """Raise RuntimeError where logits [tokens, vocabulary] are NaN; synchronises."""
+        lost = logits.isnan().any(dim=1)
+        if lost.any():
+            raise RuntimeError(
+                f"the logits of {int(lost.sum())} of {len(lost)} tokens are NaN, and poison_free_memory is "
+                "set: the model has read memory that the step does not name, or computes NaN by itself; "
+                "mambaslots.testing.check_model(model) tells which"
+            )
+
+
+def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
+    """The pool indices of free state slots and the ids of free KV blocks: two int64 tensors on the CPU.
+
+    This function is the only one here that knows how a context keeps its books.
+    """
+    pool, blocks = context.memory.state_pool, context.prefix_cache.kv_blocks
+    free = torch.ones(pool.num_live + pool.num_durable, dtype=torch.bool)
+    holdings = [request.holding for request in context.requests if request.holding is not None]
+    free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
+    free[[pool.num_live + slot for slot in context.prefix_cache.slots.map.slots]] = False
+    unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)
+    return free.nonzero().flatten(), unused.nonzero().flatten()
+
+
+def _fill(memory: Tensor, axis: int, entries: Tensor) -> None:
+    memory.index_fill_(axis, entries.to(memory.device), float("nan"))

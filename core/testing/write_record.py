@@ -1,0 +1,98 @@
+"""Which numbers of its state a model writes, over all destinations of a check."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .memory_stage import Outcome
+from .report import Findings
+from .rules import Rule
+from .step_memory import StateWrite, WriteKind
+
+TENSORS = ("conv_states", "ssm_states")
+_RULES = {
+    WriteKind.DECODE: (Rule.DECODE_STATE_NOT_WRITTEN, Rule.DECODE_STATE_NOT_WRITTEN),
+    WriteKind.PREFILL: (Rule.PREFILL_STATE_NOT_WRITTEN, Rule.PREFILL_STATE_NOT_WRITTEN),
+    WriteKind.INNER: (Rule.WINDOW_NOT_WRITTEN, Rule.CHUNK_STATE_NOT_WRITTEN),
+}
+
+
+@dataclass
+class _Coverage:
+    """Of one kind of destination and one tensor: what every destination got so far."""
+
+    always: Tensor
+    where: str
+
+
+@dataclass
+class WriteRecord:
+    """Learns from a model's writes what its states consist of: what it writes once, it must always write.
+
+    A tensor that no step writes is taken as unused: a model without convolution has no windows.
+    """
+
+    _used: list[Tensor | None] = field(default_factory=lambda: [None, None])
+    _first: list[Tensor | None] = field(default_factory=lambda: [None, None])
+    _varies: list[Tensor | None] = field(default_factory=lambda: [None, None])
+    _coverage: dict[tuple[WriteKind, int], _Coverage] = field(default_factory=dict)
+
+    def add(self, writes: tuple[StateWrite, ...], outcome: Outcome, where: str) -> None:
+        """Note what one call wrote at each destination."""
+        for index, write in enumerate(writes):
+            for tensor in range(2):
+                written = outcome.states_written[tensor][:, index]
+                self._note(write.kind, tensor, written, f"{where}, the state after {write.position} tokens")
+                self._note_values(tensor, written, outcome.states[tensor][:, index])
+
+    def _note(self, kind: WriteKind, tensor: int, written: Tensor, where: str) -> None:
+        used = self._used[tensor]
+        self._used[tensor] = written.clone() if used is None else used | written
+        known = self._coverage.get((kind, tensor))
+        if known is None:
+            self._coverage[kind, tensor] = _Coverage(written.clone(), where)
+            return
+        always = known.always & written
+        if not torch.equal(always, known.always):
+            known.always, known.where = always, where
+
+    def _note_values(self, tensor: int, written: Tensor, values: Tensor) -> None:
+        values = values.masked_fill(~written, 0)
+        first, varies = self._first[tensor], self._varies[tensor]
+        if first is None or varies is None:
+            if written.any():
+                self._first[tensor] = values
+                self._varies[tensor] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+            return
+        self._varies[tensor] = varies | ((values != first) & written).flatten(1).any(1)
+
+    def carries_information(self, tensor: int, layer: int) -> bool:
+        """Whether different values were ever written to a layer's tensor."""
+        varies = self._varies[tensor]
+        return varies is not None and bool(varies[layer])
+
+    def judge(self, findings: Findings) -> None:
+        """Add a finding for every kind of destination that does not get all of a state."""
+        used = [part for part in self._used if part is not None]
+        if len(used) < 2:
+            return
+        layers = [bool(conv.any() or ssm.any()) for conv, ssm in zip(*used, strict=True)]
+        if not all(layers):
+            idle = [str(layer) for layer, written in enumerate(layers) if not written]
+            findings.add(
+                Rule.NO_STATE_WRITTEN,
+                f"num_mamba_layers is {len(layers)}, and no step writes any state of layer {', '.join(idle)}",
+            )
+        if not any(layers):
+            return
+        for (kind, tensor), known in self._coverage.items():
+            missing = used[tensor] & ~known.always
+            if missing.any():
+                at = [str(layer) for layer, part in enumerate(missing) if part.any()]
+                findings.add(
+                    _RULES[kind][tensor],
+                    f"{int(missing.sum())} of {int(used[tensor].sum())} numbers of {TENSORS[tensor]} are not "
+                    f"written at {kind}, in layer {', '.join(at)}",
+                    known.where,
+                )

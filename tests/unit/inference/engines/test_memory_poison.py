@@ -1,0 +1,139 @@
+"""With `poison_free_memory`, what nobody may read is NaN before every forward, and all answers stay."""
+
+import mambaslots as ms
+import pytest
+import torch
+from mambaslots.inference.engines.memory_poison import free_memory
+from mambaslots.testing.step_memory import StepMemory
+from oracle import drafters
+from oracle.ema_lm import EmaLM
+from oracle.serving import (
+    assert_answers,
+    random_tokens,
+    run_checked,
+    serve_checked,
+    small_engine,
+    small_model,
+)
+from torch import Tensor
+
+
+class Watched:
+    """A model that looks at the pools before it computes."""
+
+    def __init__(self) -> None:
+        self.model = small_model()
+        self.poisoned: list[tuple[int, int]] = []
+
+    def state_spec(self) -> ms.HybridStateSpec:
+        return self.model.state_spec()
+
+    def __call__(self, inputs: ms.StepInputs) -> Tensor:
+        pool = inputs.state_pool
+        slots = {
+            slot
+            for slot in range(pool.conv_states.shape[1])
+            if pool.conv_states[:, slot].isnan().all() and pool.ssm_states[:, slot].isnan().all()
+        }
+        blocks = {b for b in range(inputs.kv_cache.shape[2]) if inputs.kv_cache[:, :, b].isnan().all()}
+        step = StepMemory.from_inputs(inputs)
+        assert not slots & set(step.sources)
+        assert set(inputs.state_destinations.tolist()) - {-1} <= slots | set(step.sources)
+        assert inputs.kv_cache.flatten(2, 3)[:, :, list(step.reads)].isfinite().all()
+        self.poisoned.append((len(slots), len(blocks)))
+        return self.model(inputs)
+
+
+def test_everything_free_is_nan_and_nothing_else() -> None:
+    model = Watched()
+    engine = small_engine(model=model, poison_free_memory=True, num_kv_blocks=32, num_mamba_slots=8)
+    prompts = [random_tokens(length, seed=length) for length in (20, 33)]
+    for prompt, result in zip(prompts, engine.generate(prompts, _params()), strict=True):
+        assert_answers(prompt, result)
+    slots, blocks = model.poisoned[0]
+    assert (slots, blocks) == (4 + 8, 32)  # nothing is computed yet
+    assert model.poisoned[-1][0] < 4 + 8
+    assert model.poisoned[-1][1] == 32 - 3 - 5  # 24 and 36 tokens are computed
+    model.poisoned.clear()
+    engine.reset_prefix_cache()
+    engine.generate(prompts, _params())
+    assert model.poisoned[0] == (4 + 8, 32 - 3 - 5)  # what was freed, and not taken again at once
+    stats = engine.context.cache_stats()
+    free_slots, free_blocks = free_memory(engine.context)
+    assert len(free_slots) == 4 + stats.num_free_slots == 4 + 8 - stats.num_committed_slots
+    assert len(free_blocks) == stats.num_free_kv_blocks == 32 - stats.num_cached_kv_blocks
+    assert stats.num_committed_slots
+    assert stats.num_cached_kv_blocks
+
+
+def _params() -> ms.SamplingParams:
+    return ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+
+
+@pytest.mark.parametrize("mode", ["", *(mode for mode in drafters.MODES if mode != "n-grams")])
+def test_answers_do_not_depend_on_free_memory(mode: str) -> None:
+    """Repeats, extensions and forks with few slots and blocks, so that many are evicted and paused."""
+    settings: dict[str, object] = dict(drafters.MODES[mode]) if mode else {}
+    engine = small_engine(
+        poison_free_memory=True, num_kv_blocks=14, num_mamba_slots=3, max_tokens=24, **settings
+    )
+    stem = random_tokens(30, seed=1)
+    prompts = [stem, stem[:17] + random_tokens(9, seed=2), stem + random_tokens(20, seed=3), stem]
+    serve_checked(engine, prompts, length=9)
+    serve_checked(engine, prompts[:1], length=9)
+    assert engine.context.cache_stats().num_states_evicted
+
+
+def test_requests_outlive_resets_suspension_and_failed_steps() -> None:
+    engine = small_engine(poison_free_memory=True)
+    prompt = random_tokens(20, seed=5)
+    request = engine.add_request(prompt, _params())
+    engine.step()
+    engine.reset_prefix_cache()
+    engine.step()
+    assert_answers(prompt, run_checked(engine)[request])
+    serve_checked(engine, [prompt])
+    engine.suspend()
+    engine.resume()
+    serve_checked(engine, [prompt])
+
+
+class ReadsBeyond(EmaLM):
+    """Weighs what lies beyond a row by 0."""
+
+    def masked(self, values: Tensor, seen: Tensor) -> Tensor:
+        return values
+
+
+def test_a_model_that_reads_free_memory_fails_loudly_and_only_then() -> None:
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6]]  # the first fills its block
+    settings: dict[str, object] = {"model": ReadsBeyond(), "block_size_tokens": 8, "num_kv_blocks": 16}
+    plain = small_engine(**settings).generate(prompts, _params())
+    assert [len(result.tokens) for result in plain] == [5, 5]
+    engine = small_engine(poison_free_memory=True, **settings)
+    with pytest.raises(RuntimeError, match="logits of 1 of 2 tokens are NaN, and poison_free_memory is set"):
+        engine.generate(prompts, _params())
+    engine.context.check_integrity()
+    kept = small_engine(poison_free_memory=True, **settings | {"model": EmaLM()}).generate(prompts, _params())
+    assert [result.tokens for result in kept] == [result.tokens for result in plain]
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    engine = small_engine()
+    serve_checked(engine, [random_tokens(20, seed=6)])
+    pool = engine.context.memory.state_pool
+    assert not any(t.isnan().any() for t in (pool.conv_states, pool.ssm_states, engine.context.memory.kv_cache))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [None, 16])
+def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(graphs: int | None) -> None:
+    def serve(poison: bool) -> list[list[int]]:
+        model = small_model(16, torch.float32).to("cuda")
+        engine = small_engine(
+            model=model, block_size_tokens=16, poison_free_memory=poison, num_cuda_graphs=graphs
+        )
+        prompts = [random_tokens(length, seed=length) for length in (20, 40, 7)]
+        return [result.tokens for _ in range(2) for result in engine.generate(prompts, _params())]
+
+    assert serve(poison=True) == serve(poison=False)

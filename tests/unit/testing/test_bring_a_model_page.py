@@ -1,0 +1,46 @@
+"""The page for authors: its blocks run and print what they say, and it names every field there is."""
+
+import re
+from contextlib import redirect_stdout
+from dataclasses import fields
+from io import StringIO
+from pathlib import Path
+
+import mambaslots as ms
+import pytest
+
+PAGE = (Path(__file__).parents[3] / "docs" / "bring_a_model.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_block_runs_and_prints_what_its_last_comment_says(number: int) -> None:
+    code = BLOCKS[number]
+    output = code.rstrip().rpartition("    # ")[2] + "\n"
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, f"block {number}", "exec"), {"__name__": "page"})
+    assert printed.getvalue() == output
+
+
+@pytest.mark.parametrize(
+    "described",
+    [ms.StepInputs, ms.StepShape, ms.PrefillChunks, ms.Checkpoints, ms.HybridStateSpec],
+    ids=lambda c: c.__name__,
+)
+def test_every_field_is_described(described: type) -> None:
+    names = described._fields if issubclass(described, tuple) else [field.name for field in fields(described)]
+    for name in (*names, "num_decodes", "num_prefills", "decode_destinations", "prefill_destinations"):
+        assert re.search(rf"[`.]{name}`", PAGE), name
+
+
+def test_every_kernel_it_names_exists_and_every_file() -> None:
+    import torch
+
+    kernels = ms.kernel_set(torch.device("cpu"), torch.float32)
+    named = re.findall(r"`(\w+_\w+)`", PAGE.split("## Our kernels")[1])
+    assert len(named) >= 11
+    for name in named:
+        assert hasattr(kernels, name), name
+    for path in re.findall(r"`((?:core|examples)/[^`]*)`", PAGE):
+        assert (Path(__file__).parents[3] / path).is_file(), path

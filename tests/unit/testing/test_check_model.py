@@ -1,0 +1,228 @@
+"""Right models pass `check_model`, it reaches all of the protocol, and what cannot be checked is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mambaslots as ms
+import numpy as np
+import pytest
+import torch
+from bring_a_model import MovingAverageLM
+from mambaslots.inference.contexts.step_inputs import StepInputs
+from mambaslots.testing import ModelError, ModelReport, Rule, check_model
+from mambaslots.testing.memory_stage import _index_tensors
+from mambaslots.testing.step_memory import StepMemory
+from mambaslots.testing.step_padding import larger_shape, padded
+from oracle import bad_values as bad
+from oracle.bad_values import refuse_all
+from oracle.drafters import InPlaceModel, RightDrafter
+from oracle.ema_lm import EmaLM
+from oracle.serving import random_tokens, small_engine, small_model
+from torch import Tensor
+
+
+def hybrid(dtype: torch.dtype) -> ms.models.HybridLM:
+    return ms.models.HybridLM(ms.models.HybridConfig.tiny(dtype=dtype), seed=0)
+
+
+class Float32EmaLM(EmaLM):
+    dtype = torch.float32
+
+
+RIGHT: dict[str, Callable[[], Any]] = {
+    "hybrid float64": lambda: hybrid(torch.float64),
+    "hybrid float32": lambda: hybrid(torch.float32),
+    "hybrid bfloat16": lambda: hybrid(torch.bfloat16),
+    "in place": lambda: InPlaceModel(small_model()),
+    "long chunks": lambda: small_model(64),
+    "chunks of one token": lambda: small_model(1),
+    "averages": EmaLM,
+    "averages float32": Float32EmaLM,
+    "example": lambda: MovingAverageLM(torch.float64),
+}
+
+
+COPIED_IN_PLACE = {
+    "rows resumed from a cached state", "rows behind accepted drafts", "decode states into cache",
+    "in-place probes",
+}  # fmt: skip
+"""Where states are updated in place, the context copies them to and from live slots."""
+REACHED = COPIED_IN_PLACE | {
+    "steps", "decode rows", "decode rows of several tokens", "prefill rows", "prefill rows with a source",
+    "states inside prefills", "tokens whose KV was there", "resumed tokens", "source probes",
+    "cached-KV probes", "padded steps",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_model_passes(name: str) -> None:
+    model = RIGHT[name]()
+    report = check_model(model)
+    assert isinstance(report, ModelReport)
+    assert report.passed
+    assert f"{type(model).__name__} keeps all rules" in str(report)
+    assert all(scenario.num_compared and not scenario.skipped for scenario in report.scenarios)
+    assert max(scenario.largest_difference for scenario in report.scenarios) <= report.tolerance
+    assert {what for what, count in report.reached.items() if count} == (
+        REACHED - COPIED_IN_PLACE if name == "in place" else REACHED
+    )
+
+
+def test_what_is_not_asked_for_is_not_checked() -> None:
+    class OneTokenARow(EmaLM):
+        """Neither drafts nor padding."""
+
+        def __call__(self, inputs: StepInputs) -> Tensor:
+            assert inputs.shape.decode_tokens == 1
+            assert (inputs.kv_lengths > 0).all()
+            return super().__call__(inputs)
+
+    report = check_model(OneTokenARow(), num_speculative_tokens=0, padded_shapes=False)
+    assert report.scenarios[-1].skipped == "not asked for"
+    assert "padded steps" not in report.reached
+    with pytest.raises(ModelError, match="RAISES: AssertionError"):
+        check_model(OneTokenARow(), padded_shapes=False)
+    with pytest.raises(ModelError, match="PADDING DIFFERS: AssertionError"):
+        check_model(OneTokenARow(), num_speculative_tokens=0)
+
+
+def test_a_tolerance_may_be_given_and_is_kept_to() -> None:
+    class Noisy(EmaLM):
+        """Decoding is off by a millionth."""
+
+        def logits(self, x: Tensor, inputs: StepInputs) -> Tensor:
+            return super().logits(x, inputs) * (1 + 1e-6 * bool(inputs.num_decodes))
+
+    assert check_model(Noisy(), tolerance=1e-5).passed
+    with pytest.raises(ModelError, match=r"DECODE DIFFERS: the logits after 2 tokens differ by 1\.0e-06"):
+        check_model(Noisy())
+
+
+def test_texts_are_of_the_vocabulary_and_length_that_are_asked_for() -> None:
+    seen: set[int] = set()
+    longest = 0
+
+    class Watched(EmaLM):
+        def __call__(self, inputs: StepInputs) -> Tensor:
+            nonlocal longest
+            step = StepMemory.from_inputs(inputs) if not (inputs.kv_lengths == 0).any() else None
+            seen.update(token for row in (step.rows if step else ()) for token in row.tokens)
+            longest = max(longest, int(inputs.kv_lengths.max()))
+            return super().__call__(inputs)
+
+    check_model(Watched(), vocabulary=[3, 4, 11], num_tokens=40)
+    assert seen == {3, 4, 11}
+    assert longest == 41  # the last token that is generated is not computed
+
+
+# ---- what cannot be checked
+
+
+class NoSpec(EmaLM):
+    def state_spec(self) -> Any:
+        return {"num_mamba_layers": 1}
+
+
+class RaisingSpec(EmaLM):
+    def state_spec(self) -> Any:
+        raise KeyError("hidden_size")
+
+
+class ChangingSpec(EmaLM):
+    calls = 0
+
+    def state_spec(self) -> Any:
+        self.calls += 1
+        return replace(super().state_spec(), ssd_chunk_size=4 * self.calls)
+
+
+class NoRecurrentLayer(EmaLM):
+    def state_spec(self) -> Any:
+        return replace(super().state_spec(), num_mamba_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "the model is None; accepted: an object with state_spec"),
+        (EmaLM, "accepted: an object with state_spec"),
+        (lambda inputs: inputs, "accepted: an object with state_spec"),
+        (NoSpec(), r"state_spec\(\) returns {'num_mamba_layers': 1}; accepted: a HybridStateSpec"),
+        (RaisingSpec(), r"state_spec\(\) raises KeyError: 'hidden_size'"),
+        (ChangingSpec(), r"accepted: the same at every call"),
+        (NoRecurrentLayer(), r"num_mamba_layers is 0; accepted: at least 1"),
+    ],
+)
+def test_what_is_no_model_is_told_so_in_a_sentence(model: object, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        check_model(model)  # type: ignore[arg-type]
+    (finding,) = caught.value.report.findings
+    assert finding.rule is Rule.SPEC
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_bad_arguments_are_refused() -> None:
+    def call(name: str) -> Callable[[Any], object]:
+        return lambda value: check_model(EmaLM(), **{name: value})
+
+    refuse_all("check_model", bad.real(0, optional=True), call("tolerance"), "tolerance", examples=5)
+    short = bad.ids(0, 16, good=(3,)).only(lambda value: value is None).also([], [3, 3, 3], [1, 2])
+    refuse_all("check_model", short, call("vocabulary"), "vocabulary", examples=5)
+    tokens = bad.integer(32, 2**31 - 1, optional=True)
+    refuse_all("check_model", tokens, call("num_tokens"), "num_tokens", examples=5)
+    refuse_all("check_model", bad.boolean(), call("padded_shapes"), "padded_shapes", examples=5)
+    refuse_all("check_model", bad.integer(0, 2**31 - 1), call("seed"), "seed", examples=5)
+    drafts = bad.integer(0, 63)
+    refuse_all("check_model", drafts, call("num_speculative_tokens"), "num_speculative_tokens", examples=5)
+
+
+def test_a_model_that_is_split_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ms.ParallelGroups, "is_split", True)
+    with pytest.raises(ValueError, match=r"model is .*; accepted: a whole model on one rank"):
+        check_model(EmaLM())
+
+
+# ---- padded steps
+
+
+def test_padding_is_that_of_the_contexts_own_builder() -> None:
+    """Every step of a busy engine, padded by the builder as CUDA graphs have it, and by `padded`."""
+    engine = small_engine(num_speculative_tokens=3, make_drafter=RightDrafter, max_tokens=40)
+    context, begin = engine.context, engine.context.begin_step
+    kinds = set()
+
+    def begin_twice(chunks: Any, padding: Any = None) -> StepInputs:
+        plain = begin(chunks)
+        own = padded(plain, larger_shape(plain.shape))
+        tensors = {name: tensor.clone() for name, tensor in _index_tensors(own).items()}
+        if context.mamba_slot_allocator is not None:
+            slots = context.mamba_slot_allocator
+            slots.release_reservation([s for s in range(slots.max_slots) if slots.is_reserved(s)])
+        context._step = []
+        theirs = begin(chunks, larger_shape)
+        assert theirs.shape == own.shape
+        assert theirs.num_logits == own.num_logits
+        for name, tensor in _index_tensors(theirs).items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0, msg=name)
+        kinds.add((plain.num_decodes > 0, plain.shape.decode_tokens > 1, plain.num_prefills > 0))
+        context._step = []
+        slots.release_reservation([s for s in range(slots.max_slots) if slots.is_reserved(s)])
+        return begin(chunks)
+
+    context.begin_step = begin_twice  # type: ignore[method-assign]
+    params = ms.SamplingParams(num_tokens_to_generate=9)
+    prompts = [random_tokens(length, seed=length) for length in (20, 33, 7)]
+    engine.generate([*prompts, prompts[0]], params)
+    assert {(True, True, False), (False, False, True), (True, True, True)} <= kinds
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_models_kernels_keep_all_rules_on_a_gpu(dtype: torch.dtype) -> None:
+    model = hybrid(dtype).to("cuda")
+    assert check_model(model).passed
+
+
+def test_numpy_integers_are_integers() -> None:
+    assert check_model(EmaLM(), seed=np.int64(3), num_tokens=np.int64(32), padded_shapes=False).passed

@@ -1,0 +1,612 @@
+"""Every mistake that an author makes is named, and no other: one wrong model for each."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from mambaslots.testing import ModelError, ModelReport, Rule, check_model
+from oracle.ema_lm import DIM, TAPS, VOCABULARY, EmaLM
+from torch import Tensor
+
+WRONG: list[tuple[type, tuple[Rule, ...]]] = []
+
+
+def breaks(*rules: Rule) -> Callable[[type], type]:
+    """The wrong model below breaks exactly these rules."""
+
+    def note(model: type) -> type:
+        WRONG.append((model, rules))
+        return model
+
+    return note
+
+
+@cache
+def report_of(model: type) -> ModelReport:
+    with pytest.raises(ModelError) as caught:
+        check_model(model())
+    assert str(caught.value) == str(caught.value.report)
+    return caught.value.report
+
+
+def none_kept(ends: tuple[Tensor, Tensor], dropped: Tensor) -> tuple[Tensor, Tensor]:
+    return ends[0], ends[1].masked_fill(dropped, -1)
+
+
+# ---- what the model must write
+
+
+@breaks(Rule.DECODE_STATE_NOT_WRITTEN)
+class ForgetsDecodeStates(EmaLM):
+    def ends(self, inputs):
+        tokens, destinations = super().ends(inputs)
+        return none_kept((tokens, destinations), torch.arange(len(tokens)) < inputs.num_decode_tokens)
+
+
+@breaks(Rule.DECODE_STATE_NOT_WRITTEN)
+class ForgetsDecodeStatesInPlace(ForgetsDecodeStates):
+    def state_spec(self):
+        return replace(super().state_spec(), separate_states=False)
+
+
+@breaks(Rule.DECODE_STATE_NOT_WRITTEN)
+class StoresOnlyTheLastStateOfADecodeRow(EmaLM):
+    def ends(self, inputs):
+        tokens, destinations = super().ends(inputs)
+        followed = torch.zeros(len(tokens), dtype=torch.bool)
+        width = inputs.shape.decode_tokens
+        real = inputs.decode_destinations >= 0
+        followed[: inputs.num_decode_tokens] = (torch.arange(width) < real.sum(1, keepdim=True) - 1).flatten()
+        return none_kept((tokens, destinations), followed)
+
+
+@breaks(Rule.PREFILL_STATE_NOT_WRITTEN)
+class ForgetsPrefillStates(EmaLM):
+    def ends(self, inputs):
+        tokens, destinations = super().ends(inputs)
+        return none_kept((tokens, destinations), torch.arange(len(tokens)) >= inputs.num_decode_tokens)
+
+
+@breaks(Rule.CHUNK_STATE_NOT_WRITTEN)
+class ForgetsChunkStates(EmaLM):
+    def chunk_ends(self, inputs):
+        tokens, destinations = super().chunk_ends(inputs)
+        return tokens[:0], destinations[:0]
+
+
+@breaks(Rule.WINDOW_NOT_WRITTEN)
+class ForgetsWindowsInBfloat16(EmaLM):
+    dtype = torch.bfloat16
+
+    def window_ends(self, inputs):
+        tokens, destinations = super().window_ends(inputs)
+        return tokens[:0], destinations[:0]
+
+
+@breaks(Rule.WINDOW_NOT_WRITTEN)
+class ForgetsWindows(EmaLM):
+    def window_ends(self, inputs):
+        tokens, destinations = super().window_ends(inputs)
+        return tokens[:0], destinations[:0]
+
+
+@breaks(Rule.CHUNK_STATE_NOT_WRITTEN, Rule.WINDOW_NOT_WRITTEN)
+class ForgetsInnerStatesOfOneLayer(EmaLM):
+    layers = 2
+
+    def recur(self, layer, x, inputs):
+        if layer == 0:
+            return super().recur(layer, x, inputs)
+        chunks = replace(inputs.chunks, destinations=torch.full_like(inputs.chunks.destinations, -1))
+        windows = torch.full_like(inputs.checkpoints.destinations, -1)
+        checkpoints = replace(inputs.checkpoints, destinations=windows)
+        return super().recur(layer, x, replace(inputs, chunks=chunks, checkpoints=checkpoints))
+
+
+@breaks(Rule.CHUNK_STATE_NOT_WRITTEN)
+class WritesHalfOfAChunkState(EmaLM):
+    def recur(self, layer, x, inputs):
+        out = super().recur(
+            layer,
+            x,
+            replace(
+                inputs,
+                chunks=replace(inputs.chunks, destinations=torch.full_like(inputs.chunks.destinations, -1)),
+            ),
+        )
+        averages = inputs.state_pool.ssm_states[layer]
+        _, _, after = self.scan(
+            layer, x, self.read(inputs.state_pool.conv_states[layer], inputs), self.read(averages, inputs),
+            inputs,
+        )  # fmt: skip
+        self.write(averages[:, : DIM // 2], after[:, : DIM // 2], self.chunk_ends(inputs))
+        return out
+
+
+@breaks(Rule.NO_STATE_WRITTEN)
+class WritesNoState(EmaLM):
+    def write(self, states, values, ends):
+        pass
+
+
+@breaks(Rule.NO_STATE_WRITTEN)
+class ClaimsALayerTooMany(EmaLM):
+    def state_spec(self):
+        return replace(super().state_spec(), num_mamba_layers=2)
+
+
+@breaks(Rule.KV_NOT_WRITTEN)
+class ForgetsKV(EmaLM):
+    def store(self, cache, key, value, inputs):
+        pass
+
+
+@breaks(Rule.KV_NOT_WRITTEN)
+class ForgetsValues(EmaLM):
+    def store(self, cache, key, value, inputs):
+        super().store(torch.stack([cache[0], cache[1]]), key, value, inputs)
+        keep = inputs.kv_write_positions >= 0
+        cache[0].flatten(0, 1)[inputs.kv_write_positions[keep]] = key[inputs.kv_write_tokens[keep]]
+
+
+@breaks(Rule.KV_MISPLACED)
+class WritesKVBesideItsPlace(EmaLM):
+    def store(self, cache, key, value, inputs):
+        keep = inputs.kv_write_positions >= 0
+        places = inputs.kv_write_positions[keep] + 1
+        for memory, new in zip(cache, (key, value), strict=True):
+            memory.flatten(0, 1)[places] = new[inputs.kv_write_tokens[keep]]
+
+
+# ---- what the model must leave alone
+
+
+@breaks(Rule.FOREIGN_SLOT_WRITTEN)
+class ClearsThePoolBeforeReading(EmaLM):
+    def read(self, states, inputs):
+        states.zero_()
+        return super().read(states, inputs)
+
+
+@breaks(Rule.FOREIGN_SLOT_WRITTEN)
+class ClearsThePoolAfterReading(EmaLM):
+    def read(self, states, inputs):
+        known = super().read(states, inputs)
+        states.zero_()
+        return known
+
+
+@breaks(Rule.FOREIGN_SLOT_WRITTEN)
+class WritesTheNextSlotToo(EmaLM):
+    def write(self, states, values, ends):
+        super().write(states, values, ends)
+        super().write(states, values, (ends[0], (ends[1] + 1).where(ends[1] >= 0, -1)))
+
+
+@breaks(Rule.SOURCE_WRITTEN)
+class UpdatesSourcesToo(EmaLM):
+    def recur(self, layer, x, inputs):
+        out = super().recur(layer, x, inputs)
+        known = inputs.state_sources[inputs.state_sources >= 0]
+        taken = torch.cat([inputs.state_destinations, inputs.chunks.destinations])
+        inputs.state_pool.ssm_states[layer, known[~torch.isin(known, taken)]] *= 0.5
+        return out
+
+
+@breaks(Rule.PADDING_SLOT_WRITTEN)
+class TakesNoDestinationForTheLastSlot(EmaLM):
+    def write(self, states, values, ends):
+        states[ends[1]] = values[ends[0]]
+
+
+@breaks(Rule.PADDING_SLOT_WRITTEN)
+class TakesNoDestinationForTheFirstSlot(EmaLM):
+    def write(self, states, values, ends):
+        states[ends[1].clamp(min=0)] = values[ends[0]]
+
+
+@breaks(Rule.PADDING_KV_WRITTEN)
+class TakesNoPositionForTheLastPlace(EmaLM):
+    def store(self, cache, key, value, inputs):
+        for memory, new in zip(cache, (key, value), strict=True):
+            memory.flatten(0, 1)[inputs.kv_write_positions] = new[inputs.kv_write_tokens]
+
+
+@breaks(Rule.FOREIGN_KV_WRITTEN)
+class WritesKVOfAllTokens(EmaLM):
+    def store(self, cache, key, value, inputs):
+        rows, size = self.rows(inputs), cache.shape[2]
+        real = rows < len(inputs.block_table)
+        real &= inputs.positions < inputs.kv_lengths[rows.clamp(max=len(inputs.kv_lengths) - 1)]
+        real[: inputs.num_decode_tokens] &= inputs.state_destinations[: inputs.num_decode_tokens] >= 0
+        block = inputs.block_table[rows[real], inputs.positions[real] // size]
+        places = block * size + inputs.positions[real] % size
+        for memory, new in zip(cache, (key, value), strict=True):
+            memory.flatten(0, 1)[places] = new[real]
+
+
+# ---- what the model must read, and no more
+
+
+@breaks(Rule.SOURCES_IGNORED)
+class BeginsWithZeros(EmaLM):
+    def read(self, states, inputs):
+        return torch.zeros(inputs.shape.rows, *states.shape[1:], dtype=states.dtype)
+
+
+@breaks(Rule.SOURCES_IGNORED)
+class BeginsWithWhatDestinationsHold(EmaLM):
+    def read(self, states, inputs):
+        first = torch.cat([inputs.decode_destinations[:, 0], inputs.prefill_destinations])
+        none = (inputs.state_sources < 0).view(-1, *[1] * (states.dim() - 1))
+        return states[first.clamp(min=0)].masked_fill(none, 0.0)
+
+
+@breaks(Rule.SOURCES_IGNORED)
+class PrefillsFromZeros(EmaLM):
+    def read(self, states, inputs):
+        known = super().read(states, inputs)
+        known[inputs.num_decodes :] = 0
+        return known
+
+
+@breaks(Rule.SOURCES_IGNORED)
+class IgnoresAWindowWhileDecoding(EmaLM):
+    layers = 2
+
+    def scan(self, layer, x, windows, averages, inputs):
+        if layer == 1:
+            windows = windows.clone()
+            windows[: inputs.num_decodes] = 0
+        return super().scan(layer, x, windows, averages, inputs)
+
+
+@breaks(Rule.NO_SOURCE_NOT_ZEROS)
+class TakesNoSourceForTheLastSlot(EmaLM):
+    def read(self, states, inputs):
+        return states[inputs.state_sources]
+
+
+@breaks(Rule.NO_SOURCE_NOT_ZEROS)
+class TakesNoSourceForTheFirstSlot(EmaLM):
+    def read(self, states, inputs):
+        return states[inputs.state_sources.clamp(min=0)]
+
+
+@breaks(Rule.NO_SOURCE_NOT_ZEROS)
+class BeginsWithOnes(EmaLM):
+    def read(self, states, inputs):
+        none = (inputs.state_sources < 0).view(-1, *[1] * (states.dim() - 1))
+        return super().read(states, inputs).masked_fill(none, 1.0)
+
+
+@breaks(Rule.FREE_STATE_READ)
+class MultipliesNoSourceByZero(EmaLM):
+    def read(self, states, inputs):
+        known = (inputs.state_sources >= 0).view(-1, *[1] * (states.dim() - 1))
+        return states[inputs.state_sources.clamp(min=0)] * known
+
+
+@breaks(Rule.FREE_STATE_READ)
+class LooksAtTheWholePool(EmaLM):
+    def read(self, states, inputs):
+        return super().read(states, inputs) + 1e-3 * states.mean()
+
+
+@breaks(Rule.DESTINATION_READ)
+class AddsToDestinations(EmaLM):
+    def write(self, states, values, ends):
+        keep = ends[1] >= 0
+        states[ends[1][keep]] += values[ends[0][keep]]
+
+
+@breaks(Rule.FREE_KV_READ)
+class WeighsMaskedValuesByZero(EmaLM):
+    def masked(self, values, seen):
+        return values
+
+
+@breaks(Rule.FREE_KV_READ)
+class LooksOneTokenTooFar(EmaLM):
+    def seen(self, inputs, places):
+        return torch.arange(places) <= inputs.positions[:, None] + 1
+
+
+@breaks(Rule.FREE_KV_READ)
+class LooksBeforeItWrites(EmaLM):
+    def attend(self, x, inputs):
+        before = inputs.kv_cache.clone()
+        super().attend(x, inputs)
+        return super().attend(
+            x,
+            replace(
+                inputs, kv_cache=before, kv_write_positions=torch.full_like(inputs.kv_write_positions, -1)
+            ),
+        )
+
+
+@breaks(Rule.IN_PLACE_DIFFERS)
+class ClearsDestinationsBeforeReading(EmaLM):
+    def read(self, states, inputs):
+        states[inputs.state_destinations[inputs.state_destinations >= 0]] = 0
+        return super().read(states, inputs)
+
+
+# ---- calls
+
+
+@breaks(Rule.INPUTS_CHANGED)
+class CountsPositionsInPlace(EmaLM):
+    def attend(self, x, inputs):
+        attended = super().attend(x, inputs)
+        inputs.positions.add_(1)
+        return attended
+
+
+@breaks(Rule.NOT_DETERMINISTIC)
+class DropsOut(EmaLM):
+    def logits(self, x, inputs):
+        return super().logits(torch.nn.functional.dropout(x, 0.2), inputs)
+
+
+@breaks(Rule.LOGITS_SHAPE)
+class ReturnsLogitsOfAllTokens(EmaLM):
+    def logits(self, x, inputs):
+        return x @ self.head
+
+
+@breaks(Rule.LOGITS_SHAPE)
+class ReturnsAList(EmaLM):
+    def logits(self, x, inputs):
+        return super().logits(x, inputs).tolist()
+
+
+@breaks(Rule.LOGITS_SHAPE)
+class ClaimsALargerVocabulary(EmaLM):
+    def state_spec(self):
+        return replace(super().state_spec(), vocab_size=VOCABULARY + 1)
+
+    def __call__(self, inputs):
+        return super().__call__(replace(inputs, token_ids=inputs.token_ids.clamp(max=VOCABULARY - 1)))
+
+
+@breaks(Rule.LOGITS_SHAPE)
+class ReturnsWholeNumbers(EmaLM):
+    def logits(self, x, inputs):
+        return super().logits(x, inputs).long()
+
+
+@breaks(Rule.LOGITS_NOT_FINITE)
+class DividesByZero(EmaLM):
+    def logits(self, x, inputs):
+        return super().logits(x, inputs) * math.nan
+
+
+@breaks(Rule.STATES_NOT_FINITE)
+class StoresInfinity(EmaLM):
+    def write(self, states, values, ends):
+        super().write(states, values / 0.0, ends)
+
+
+@breaks(Rule.RAISES)
+class HasMoreLayersThanItSays(EmaLM):
+    layers = 2
+
+    def state_spec(self):
+        return replace(super().state_spec(), num_mamba_layers=1)
+
+
+@breaks(Rule.RAISES)
+class HasOtherWindowsThanItSays(EmaLM):
+    def state_spec(self):
+        return replace(super().state_spec(), conv_states_shape=(TAPS, DIM))
+
+
+# ---- one answer, whatever the way to it
+
+
+@breaks(Rule.LOGITS_OF_OTHER_TOKENS)
+class ReturnsLogitsOfTheFirstTokens(EmaLM):
+    def logits(self, x, inputs):
+        return x[: len(inputs.logit_tokens)] @ self.head
+
+
+@breaks(Rule.NOT_CAUSAL)
+class LooksAhead(EmaLM):
+    def seen(self, inputs, places):
+        rows = self.rows(inputs)
+        lengths = torch.cat([inputs.kv_lengths, torch.ones(1, dtype=torch.int64)])[rows]
+        return torch.arange(places) < lengths[:, None]
+
+
+@breaks(Rule.DECODE_DIFFERS)
+class DecodesWithAnotherDecay(EmaLM):
+    def scan(self, layer, x, windows, averages, inputs):
+        averages = averages.clone()
+        averages[: inputs.num_decodes] *= 0.9
+        return super().scan(layer, x, windows, averages, inputs)
+
+
+@breaks(Rule.PREFILL_STATE_WRONG)
+class LeavesTheStateBeforeTheLastToken(EmaLM):
+    def ends(self, inputs):
+        tokens, destinations = super().ends(inputs)
+        late = torch.arange(len(tokens)) >= inputs.num_decode_tokens
+        return (tokens - late.long()).clamp(min=0), destinations
+
+
+@breaks(Rule.DECODE_DIFFERS, Rule.CUTS_DIFFER)
+class CountsPositionsFromTheStep(EmaLM):
+    def attend(self, x, inputs):
+        rows = self.rows(inputs)
+        starts = (
+            torch.cat([inputs.kv_lengths, inputs.kv_lengths.new_zeros(1)])[rows]
+            - torch.bincount(rows, minlength=len(inputs.kv_lengths) + 1)[rows]
+        )
+        moved = (inputs.positions - starts).clamp(min=0)
+        heads = (2, DIM // 2)
+        turn = (moved[:, None] * 0.3).cos()
+        query, key, value = (
+            torch.unflatten(part, 1, heads)
+            for part in ((x @ self.query) * turn, (x @ self.key) * turn, x @ self.value)
+        )
+        self.store(inputs.kv_cache[0], key, value, inputs)
+        return self.look(query, inputs.kv_cache[0], inputs).flatten(1)
+
+
+@breaks(Rule.DECODE_STATE_WRONG)
+class StoresTheLastStateBehindEveryDraft(EmaLM):
+    def ends(self, inputs):
+        tokens, destinations = super().ends(inputs)
+        if inputs.num_decodes:
+            real = (inputs.decode_destinations >= 0).sum(1, keepdim=True)
+            width = inputs.shape.decode_tokens
+            last = torch.arange(inputs.num_decodes)[:, None] * width + real - 1
+            tokens[: inputs.num_decode_tokens] = last.expand(-1, width).flatten().clamp(min=0)
+        return tokens, destinations
+
+
+@breaks(Rule.PREFILL_STATE_WRONG)
+class StoresTheStateOfTheLastRow(EmaLM):
+    def ends(self, inputs):
+        tokens, destinations = super().ends(inputs)
+        real = int((inputs.chunks.query_start_loc.diff() > 0).sum())
+        if real > 1:
+            tokens[inputs.num_decode_tokens :] = tokens[inputs.num_decode_tokens + real - 1]
+        return tokens, destinations
+
+
+@breaks(Rule.CHUNK_STATE_WRONG)
+class StoresTheRowsLastStateBehindEveryChunk(EmaLM):
+    def chunk_ends(self, inputs):
+        tokens, destinations = super().chunk_ends(inputs)
+        last = inputs.num_decode_tokens + inputs.chunks.query_start_loc[1:] - 1
+        return last[inputs.chunks.seq_idx.long()] if inputs.num_prefills else tokens, destinations
+
+
+@breaks(Rule.WINDOW_WRONG)
+class StoresTheRowsLastWindowBehindEveryChunk(EmaLM):
+    def window_ends(self, inputs):
+        tokens, destinations = super().window_ends(inputs)
+        last = inputs.num_decode_tokens + inputs.chunks.query_start_loc[1:] - 1
+        return last[inputs.checkpoints.rows] if inputs.num_prefills else tokens, destinations
+
+
+@breaks(Rule.KV_WRONG)
+class StoresTheFirstTokensKV(EmaLM):
+    def store(self, cache, key, value, inputs):
+        first = torch.arange(len(inputs.kv_write_tokens))
+        super().store(cache, key, value, replace(inputs, kv_write_tokens=first))
+
+
+@breaks(Rule.CUTS_DIFFER)
+class PrefillsAttendToTheirOwnStep(EmaLM):
+    def seen(self, inputs, places):
+        seen = super().seen(inputs, places)
+        prefilled = slice(inputs.num_decode_tokens, None)
+        rows = self.rows(inputs)[prefilled]
+        counts = torch.cat([inputs.chunks.query_start_loc.diff(), torch.ones(1, dtype=torch.int64)])
+        lengths = torch.cat([inputs.kv_lengths, torch.ones(1, dtype=torch.int64)])
+        starts = lengths[rows] - counts[rows - inputs.num_decodes]
+        seen[prefilled] &= torch.arange(places) >= starts[:, None]
+        return seen
+
+
+@breaks(Rule.BATCH_DIFFERS)
+class BeginsEveryRowWithTheFirstSource(EmaLM):
+    def read(self, states, inputs):
+        known = super().read(states, inputs)
+        return known[:1].expand(known.shape)
+
+
+@breaks(Rule.CACHE_DIFFERS)
+class SkipsAttentionWithoutNewKV(EmaLM):
+    def attend(self, x, inputs):
+        attended = super().attend(x, inputs)
+        return attended if (inputs.kv_write_positions >= 0).any() else torch.zeros_like(attended)
+
+
+@breaks(Rule.DRAFTS_DIFFER)
+class DraftsLookAhead(EmaLM):
+    def seen(self, inputs, places):
+        seen = super().seen(inputs, places)
+        decoded = inputs.num_decode_tokens
+        lengths = inputs.kv_lengths[: inputs.num_decodes].repeat_interleave(inputs.shape.decode_tokens)
+        seen[:decoded] = torch.arange(places) < lengths[:, None]
+        return seen
+
+
+@breaks(Rule.PADDING_DIFFERS)
+class RefusesPadding(EmaLM):
+    def __call__(self, inputs):
+        assert (self.rows(inputs) < inputs.shape.rows).all(), "a token without a row"
+        assert (inputs.kv_lengths > 0).all(), "a row without tokens"
+        return super().__call__(inputs)
+
+
+@breaks(Rule.PADDING_DIFFERS)
+class TakesPaddingForTheFirstRowsTokens(EmaLM):
+    def rows(self, inputs):
+        return super().rows(inputs).masked_fill(super().rows(inputs) >= inputs.shape.rows, inputs.num_decodes)
+
+    def ends(self, inputs):
+        tokens, destinations = super().ends(inputs)
+        rows = self.rows(inputs)
+        for index in range(inputs.num_prefills):
+            own = (rows == inputs.num_decodes + index).nonzero()
+            if len(own):
+                tokens[inputs.num_decode_tokens + index] = own.max()
+        return tokens, destinations
+
+
+@pytest.mark.parametrize(("model", "rules"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_wrong_model_is_told_exactly_what_is_wrong(model: type, rules: tuple[Rule, ...]) -> None:
+    report = report_of(model)
+    assert [finding.rule for finding in report.findings] == list(rules), str(report)
+    for finding in report.findings:
+        assert finding.rule.fix in str(report)
+
+
+def test_every_rule_has_a_model_that_breaks_it() -> None:
+    broken = {rule for _, rules in WRONG for rule in rules}
+    assert broken == set(Rule) - {Rule.SPEC}  # which tests of check_model break
+
+
+@pytest.mark.parametrize(
+    ("model", "messages"),
+    [
+        (
+            HasOtherWindowsThanItSays,
+            [
+                "RAISES: RuntimeError: ",
+                "raised at ema_lm.py:",
+                "The pools are conv_states [1, slots, 3, 8], ssm_states [1, slots, 8] and kv_cache [1, 2, ",
+                '(first in "whole prompts", a step of 1 prefill row of 32 tokens)',
+            ],
+        ),
+        (
+            ReturnsLogitsOfAllTokens,
+            ["the logits have shape (2, 17), of all 2 tokens; accepted: (1, 17), one row for each of"],
+        ),
+        (
+            LeavesTheStateBeforeTheLastToken,
+            ["the conv_states after 6 tokens differ by", "they are the states after 5 tokens"],
+        ),
+        (
+            WeighsMaskedValuesByZero,
+            ["results are lost where NaN is in KV positions at and beyond `kv_lengths`", "0 * NaN is NaN"],
+        ),
+        (
+            ForgetsInnerStatesOfOneLayer,
+            ["8 of 16 numbers of ssm_states are not written at chunks.destinations", "in layer 1 (first in"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_finding_says_what_was_seen_and_where(model: type, messages: list[str]) -> None:
+    message = str(report_of(model))
+    for part in messages:
+        assert part in message
