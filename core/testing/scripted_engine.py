@@ -80,7 +80,7 @@ class _ScriptDrafter:
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         follows = next(
-            list(script[len(tokens) : len(tokens) + most])
+            list(script[len(tokens) : len(tokens) + max_drafts])
             for script in self._scripts.values()
             if list(script[: len(tokens)]) == list(tokens)
         )

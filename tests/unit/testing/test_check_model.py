@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bring_a_model import MovingAverageLM
+from mambaslots.inference.contexts.step import Step
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.testing import ModelError, ModelReport, Rule, check_model
 from mambaslots.testing.memory_stage import _index_tensors
@@ -192,23 +193,21 @@ def test_padding_is_that_of_the_contexts_own_builder() -> None:
     context, begin = engine.context, engine.context.begin_step
     kinds = set()
 
-    def begin_twice(chunks: Any, padding: Any = None) -> StepInputs:
-        plain = begin(chunks)
+    def begin_twice(steps: Any, padding: Any = None) -> Step:
+        plain = begin(steps).inputs
         own = padded(plain, larger_shape(plain.shape))
         tensors = {name: tensor.clone() for name, tensor in _index_tensors(own).items()}
-        if context.mamba_slot_allocator is not None:
-            slots = context.mamba_slot_allocator
-            slots.release_reservation([s for s in range(slots.max_slots) if slots.is_reserved(s)])
-        context._step = []
-        theirs = begin(chunks, larger_shape)
+        context.prefix_cache.abort()
+        context._steps = ()
+        theirs = begin(steps, larger_shape).inputs
         assert theirs.shape == own.shape
         assert theirs.num_logits == own.num_logits
         for name, tensor in _index_tensors(theirs).items():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0, msg=name)
         kinds.add((plain.num_decodes > 0, plain.shape.decode_tokens > 1, plain.num_prefills > 0))
-        context._step = []
-        slots.release_reservation([s for s in range(slots.max_slots) if slots.is_reserved(s)])
-        return begin(chunks)
+        context._steps = ()
+        context.prefix_cache.abort()
+        return begin(steps)
 
     context.begin_step = begin_twice  # type: ignore[method-assign]
     params = ms.SamplingParams(num_tokens_to_generate=9)

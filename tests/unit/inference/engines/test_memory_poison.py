@@ -122,7 +122,9 @@ def test_it_is_off_unless_asked_for() -> None:
     engine = small_engine()
     serve_checked(engine, [random_tokens(20, seed=6)])
     pool = engine.context.memory.state_pool
-    assert not any(t.isnan().any() for t in (pool.conv_states, pool.ssm_states, engine.context.memory.kv_cache))
+    assert not any(
+        t.isnan().any() for t in (pool.conv_states, pool.ssm_states, engine.context.memory.kv_cache)
+    )
 
 
 @pytest.mark.gpu

@@ -564,8 +564,8 @@ def test_suspending_frees_the_pools() -> None:
     slots = context.mamba_slot_allocator
     assert slots is not None
     remaining = (
-        pool.conv_states, pool.ssm_states, context.memory.kv_cache, context.mamba_conv_states,
-        context.mamba_ssm_states, slots.conv_states, slots.ssm_states,
+        pool.conv_states, pool.ssm_states, context.memory.kv_cache, pool.live_conv_states,
+        pool.live_ssm_states, slots.conv_states, slots.ssm_states,
     )  # fmt: skip
     assert [t.untyped_storage().nbytes() for t in remaining] == [0] * 7
     assert cached(engine) == (0, 0)

@@ -106,7 +106,7 @@ class OperationsMachine(RuleBasedStateMachine):
             assert resumable % BLOCK == 0
             if pin and resumable:
                 self.pins.append((self.engine.pin(prompt, cache_salt=salt), prompt, salt))
-                assert self.pins[-1][0].tokens == resumable
+                assert self.pins[-1][0].num_tokens == resumable
         self.collect()
 
     @rule(prompt=prompts)
