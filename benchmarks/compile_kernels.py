@@ -13,7 +13,6 @@ stores      the same for stores
 Exits 1 when a kernel spills, or when one that moves states lacks the 16-byte accesses it must have.
 """
 
-import argparse
 import importlib
 import json
 import os
@@ -27,10 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.exit("TRITON_INTERPRET is 1, which makes kernels that cannot be compiled; unset it")
-
 import triton
+from command_line import make_parser
 from mambaslots.inference.kernels.specialisation import Specialisation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -152,12 +149,11 @@ def row_of(kernel: Compiled) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("kernels", nargs="*", help=f"kernel files; all by default: {', '.join(KERNELS)}")
+    parser = make_parser(__doc__)
+    parser.add_argument("kernels", nargs="*", help=f"kernel files (default: {', '.join(KERNELS)})")
     arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET is 1, which makes kernels that cannot be compiled; unset it")
     names: Any = tuple(arguments.kernels) or KERNELS
     if unknown := set(names) - set(KERNELS):
         parser.error(f"kernels are {sorted(unknown)}; accepted: {', '.join(KERNELS)}")

@@ -1,5 +1,7 @@
 """The example in small: its table is true, and mambaslots' answers are those without a cache."""
 
+import json
+
 import mcore_dynamic_inference as example
 import mcore_rig
 import pytest
@@ -15,6 +17,9 @@ def test_conversations_with_stock_and_with_the_drop_in(
     assert ours.identical(without) == ours.requests == 2
     assert without.num_resumed_tokens == 0
     assert ours.num_resumed_tokens == ours.stats.num_resumed_tokens > stock.num_resumed_tokens
+    assert (
+        json.loads(json.dumps(example.figures(without, stock, ours)))["mambaslots"]["identical_answers"] == 2
+    )
     capsys.readouterr()
     example.print_table(without, stock, ours)
     table = capsys.readouterr().out.splitlines()
