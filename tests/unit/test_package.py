@@ -1,6 +1,7 @@
 """The package: what it imports, in which direction, and what it promises to be."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from importlib import resources
@@ -44,6 +45,31 @@ def test_imports_point_only_down(path: Path) -> None:
     own = room_of(".".join(path.relative_to(CORE).with_suffix("").parts))
     for imported in relative_imports(path):
         assert ROOMS.index(room_of(imported)) >= ROOMS.index(own), f"{own} imports {imported}"
+
+
+def imports_of_modules() -> dict[str, set[str]]:
+    """For each module of the package, the modules of the package that the module imports anywhere in it."""
+    paths = {".".join(path.relative_to(CORE).with_suffix("").parts): path for path in CORE.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        package = module.split(".")[:-1]
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+                for alias in node.names:
+                    ends = (alias.name, f"{alias.name}.__init__", "", "__init__")
+                    names = (".".join(filter(None, [*base, end])) for end in ends)
+                    imported.add(next(name for name in names if name in paths))
+        graph[module] = imported
+    return graph
+
+
+def test_no_import_circles() -> None:
+    try:
+        graphlib.TopologicalSorter(imports_of_modules()).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("an import circle: " + " -> ".join(reversed(error.args[1])), pytrace=False)
 
 
 def test_nothing_imports_the_source_folder_by_its_name() -> None:
