@@ -3,7 +3,6 @@
 import json
 
 import mcore_dynamic_inference as example
-import mcore_rig
 import pytest
 from conversation_texts import conversations
 
@@ -11,8 +10,9 @@ from conversation_texts import conversations
 def test_conversations_with_stock_and_with_the_drop_in(
     machine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(example, "SYSTEM_PROMPT_BYTES", 0)
-    monkeypatch.setattr(example, "ANSWER_TOKENS", mcore_rig.BLOCK)
+    # The first prompt has 86 bytes: the answer reaches the third block's end, and little beyond.
+    monkeypatch.setattr(example, "SYSTEM_PROMPT_BYTES", 10)
+    monkeypatch.setattr(example, "ANSWER_TOKENS", 12)
     without, stock, ours = example.three_runs(conversations(1, 2))
     assert ours.identical(without) == ours.requests == 2
     assert without.num_resumed_tokens == 0

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mambaslots.errors import RequestOverflowError
@@ -400,4 +400,3 @@ class LiveSlots(RuleBasedStateMachine):
 
 
 TestLiveSlots = LiveSlots.TestCase
-TestLiveSlots.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
