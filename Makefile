@@ -1,45 +1,66 @@
 PYTHON ?= python3.12
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+# What the demo needs is installed, and what a developer needs on top of it.
+FOR_DEMO := .venv/.installed-demo
+FOR_DEV := .venv/.installed-dev
 OTHER_MEGATRONS := 0.18.2 0.19.0
 PYTEST := pytest -p no:cacheprovider
-# Ranks on the CPU, of which rank 0 speaks; OMP_NUM_THREADS spares torchrun a warning.
-RANKS := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-ranks-filter 0
-WITHOUT_GPU := not gpu and not long
+# A worker runs the tests of one module, as long as the other has some of its own: fixtures are made once.
+TWO_AT_A_TIME := -n 2 --dist worksteal
+# Ranks, of which rank 0 speaks; OMP_NUM_THREADS spares torchrun a warning.
+RANKS := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-ranks-filter 0
+QUICK := not gpu and not long
+LONG := not gpu
+IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
+BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py specialisation.py),$(wildcard benchmarks/*.py))
 
-.PHONY: demo test test-ranks test-long lint bench clean
+.PHONY: demo test test-ranks test-long test-gpus lint bench clean
 
-demo: $(INSTALLED)
+demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
 
-test: $(INSTALLED)
-	$(BIN)/python -m $(PYTEST) -n 2 -m "$(WITHOUT_GPU)" $(ARGS)
+test: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks)
+	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(QUICK)" --durations 30 $(ARGS)
 
-test-ranks: $(INSTALLED)
+test-ranks: $(FOR_DEV)
 	for ranks in 2 4; do \
-	  $(RANKS) --nproc-per-node $$ranks -m $(PYTEST) -m "$(WITHOUT_GPU)" tests/distributed $(ARGS) || exit 1; done
+	  CUDA_VISIBLE_DEVICES= $(RANKS) --nproc-per-node $$ranks -m $(PYTEST) -m "$(QUICK)" tests/distributed $(ARGS) || exit 1; done
 
-test-long: $(INSTALLED)
-	$(BIN)/python -m $(PYTEST) -n 2 -m "not gpu" $(ARGS)
+test-long: $(FOR_DEV)
+	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
+	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long $(ARGS)
 
-lint: $(INSTALLED)
+test-gpus: $(FOR_DEV)
+	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && \
+	test $$gpus -ge 1 || { echo "make test-gpus needs a GPU, and torch sees none."; exit 1; }; \
+	(set -x; $(BIN)/python -m $(PYTEST) -m gpu tests/unit $(ARGS)) || exit 1; \
+	for ranks in $(if $(ARGS),,2 4); do \
+	  if test $$gpus -lt $$ranks; then echo "tests/distributed was not run with $$ranks ranks: GPUs here: $$gpus"; \
+	  else (set -x; $(RANKS) --nproc-per-node $$ranks -m $(PYTEST) -m gpu tests/distributed) || exit 1; fi; done
+
+lint: $(FOR_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m $(PYTEST) $(IMPORTS)
 
-bench: $(INSTALLED)
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+bench: $(FOR_DEV)
+	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
 	rm -rf .venv build *.egg-info
 
-$(INSTALLED): setup.py pyproject.toml
+$(FOR_DEMO): setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { \
 	  echo "mambaslots needs Python 3.12, and '$(PYTHON)' is not one."; \
 	  echo "Install it (Debian: apt-get install python3.12-venv; pyenv: pyenv install 3.12; or python.org),"; \
 	  echo "or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	@touch $@
+
+$(FOR_DEV): $(FOR_DEMO)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@for version in $(OTHER_MEGATRONS); do \
 	  test -d .venv/megatron-$$version || \

@@ -17,17 +17,16 @@ States of Nemotron-H-8B: 24 layers, conv windows of 3 + 3 inputs, float32 SSM st
 is small, and the torch reference: times say nothing about a GPU there.
 """
 
-import argparse
 import datetime
 import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from command_line import add_count, add_device, check_device, make_parser
 from mambaslots.inference.kernels.kernel_set import kernel_set
 from mambaslots.vllm.align_rule import advance, save_boundary
 from mambaslots.vllm.kernels.align_layout import AlignLayout, AlignState
@@ -246,16 +245,12 @@ def timed(device: Device, what: str, n: int, bias: int, size: int, call: Any, ba
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--calls", type=int, default=10, help="calls in a queue; default 10")
-    parser.add_argument("--repeats", type=int, default=9, help="queues; default 9")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = make_parser(__doc__)
+    add_device(parser, "cuda" if torch.cuda.is_available() else "cpu")
+    add_count(parser, "--calls", 10, "calls in a queue")
+    add_count(parser, "--repeats", 9, "queues")
     arguments = parser.parse_args()
-    if min(arguments.calls, arguments.repeats) < 1:
-        parser.error("--calls and --repeats are numbers >= 1")
+    check_device(parser, arguments.device)
     device = Device(arguments.device, arguments.calls, arguments.repeats)
     if device.gpu:
         hardware = torch.cuda.get_device_name()

@@ -29,7 +29,6 @@ of 16. Ours also registers and checkpoints what decodes complete; stock does nei
 hashing the prompts, the model, sampling, the engine's queues. The "GPU" is the CPU.
 """
 
-import argparse
 import datetime
 import gc
 import importlib.metadata
@@ -52,6 +51,7 @@ from typing import Any, Protocol
 import mambaslots as ms
 import stock_host
 import torch
+from command_line import add_count, make_parser
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.kv_block_allocator import KVBlockAllocator
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
@@ -497,21 +497,24 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = make_parser(__doc__)
+    add_count(parser, "--repeats", 301, "timed calls of each")
+    parser.add_argument(
+        "--rows", nargs="+", default=[""], metavar="TEXT", help="rows with such a name (default: all)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--repeats", type=int, default=301, help="timed calls of each (default: %(default)s)")
     arguments = parser.parse_args()
-    if not 1 <= arguments.repeats <= MOST_REPEATS:
+    if arguments.repeats > MOST_REPEATS:
         parser.error(f"--repeats is {arguments.repeats}; accepted: 1 to {MOST_REPEATS}")
+    chosen = [row for row in rows() if any(text in row.name for text in arguments.rows)]
+    if not chosen:
+        parser.error(f"--rows is {arguments.rows}; accepted: parts of {[row.name for row in rows()]}")
     torch.set_num_threads(1)
 
     print(f"median us of {arguments.repeats}; least: how many times stock's speed is required\n")
     print(f"{'':46}{'stock':>10}{'ours':>10}{'times':>8}{'least':>7}")
     report = []
     with stock_host.cpu_as_gpu():
-        for row in rows():
+        for row in chosen:
             medians = alternate(row.name, arguments.repeats, stock=row.stock(), ours=row.ours())
             report.append(_report(row, medians))
             gc.collect()

@@ -11,7 +11,6 @@ Medians in one process, the contenders in turn, one torch thread. The arrays are
 anything is timed. The loops over lists get lists that were made outside the clock.
 """
 
-import argparse
 import datetime
 import json
 import platform
@@ -27,6 +26,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from command_line import add_count, make_parser
 from mambaslots.vllm import Mamba2AttentionBackend
 from torch import Tensor
 
@@ -167,11 +167,8 @@ def measure(chunk_size: int, computed: list[int], lengths: list[int], repeats: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--repeats", type=int, default=301, help="timed calls of each (default: %(default)s)")
+    parser = make_parser(__doc__)
+    add_count(parser, "--repeats", 301, "timed calls of each")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 

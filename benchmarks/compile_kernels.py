@@ -13,7 +13,6 @@ stores      the same for stores
 Exits 1 when a kernel spills, or when one that moves states lacks the 16-byte accesses it must have.
 """
 
-import argparse
 import json
 import os
 import re
@@ -25,11 +24,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.exit("TRITON_INTERPRET is 1, which makes kernels that cannot be compiled; unset it")
-
 import triton
 from align_shapes import hopper_specialisations as align_specialisations
+from command_line import make_parser
 from kernel_shapes import SHAPES
 from specialisation import Specialisation
 from triton.backends.compiler import GPUTarget
@@ -142,12 +139,11 @@ def row_of(kernel: Compiled) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("kernels", nargs="*", help=f"kernel files; all by default: {', '.join(KERNELS)}")
+    parser = make_parser(__doc__)
+    parser.add_argument("kernels", nargs="*", help=f"kernel files (default: {', '.join(KERNELS)})")
     arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET is 1, which makes kernels that cannot be compiled; unset it")
     names: tuple[str, ...] = tuple(arguments.kernels or KERNELS)
     if unknown := set(names) - KERNELS.keys():
         parser.error(f"kernels are {sorted(unknown)}; accepted: {', '.join(KERNELS)}")

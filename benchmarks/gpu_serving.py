@@ -21,11 +21,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
 import torch
+from command_line import add_count, add_device, make_parser
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 
@@ -55,9 +55,7 @@ class Bench:
         self.scale = 1 if args.shape == "8b" else 8
         self.block = 256 // self.scale
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        config = ms.models.HybridConfig(
-            pattern=PATTERN[: args.layers or len(PATTERN)], dtype=dtype, **SHAPES[args.shape]
-        )
+        config = ms.models.HybridConfig(pattern=PATTERN[: args.layers], dtype=dtype, **SHAPES[args.shape])
         self.model = ms.models.HybridLM(config, seed=0, device=self.device)
         self._draw = random.Random(0)
 
@@ -167,14 +165,11 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--layers", type=int, help="only the first layers (default: all 52)")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=15, help="timed prefills of each (default: 15)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+    parser = make_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the model (default: %(default)s)")
+    add_count(parser, "--layers", len(PATTERN), "only the first layers")
+    add_device(parser, "cuda")
+    add_count(parser, "--repeats", 15, "timed prefills of each")
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
         print("nothing measured: this needs a GPU (or --shape tiny --device cpu)")

@@ -24,13 +24,13 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
 import mambaslots.distributed as msd
 import torch
 import torch.distributed as dist
+from command_line import add_count, add_device, make_parser
 from gpu_serving import PATTERN, SHAPES
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}
@@ -151,13 +151,15 @@ def show(rows: dict[int, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
-    parser.add_argument("--layers", type=int, default=len(PATTERN), help="how many of the model's layers")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements a length (default 5)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
+    parser = make_parser(__doc__)
+    add_device(parser, "cuda")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the model (default: %(default)s)")
+    add_count(parser, "--layers", len(PATTERN), "only the first layers")
+    add_count(parser, "--repeats", 5, "timed hand-overs of each length")
     args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < 2:
+        print("nothing measured: this needs two GPUs (or --shape tiny --device cpu)")
+        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = measured(args)
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None

@@ -22,8 +22,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from command_line import add_device, make_parser
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 MOST = {"ieee": 1e-5, "tf32x3": 1e-5, "tf32": None}
@@ -160,11 +161,8 @@ def in_a_process(precision: str, device: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+    parser = make_parser(__doc__)
+    add_device(parser, "cuda")
     parser.add_argument("--only", choices=PRECISIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:

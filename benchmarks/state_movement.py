@@ -22,7 +22,6 @@ Without megatron-core, stock's two methods are written out here. On the CPU the 
 reference, and nothing is judged.
 """
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -35,11 +34,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from command_line import add_count, add_device, check_device, make_parser
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.kernels.state_copy import capture_boundaries, copy_states, zero_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
@@ -400,16 +399,12 @@ def requirements(rows: list[Row]) -> list[Requirement]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--calls", type=int, default=20, help="calls in a queue; default 20")
-    parser.add_argument("--repeats", type=int, default=15, help="queues; default 15")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = make_parser(__doc__)
+    add_device(parser, "cuda" if torch.cuda.is_available() else "cpu")
+    add_count(parser, "--calls", 20, "calls in a queue")
+    add_count(parser, "--repeats", 15, "queues")
     arguments = parser.parse_args()
-    if min(arguments.calls, arguments.repeats) < 1:
-        parser.error("--calls and --repeats are numbers >= 1")
+    check_device(parser, arguments.device)
     device = Device(arguments.device, arguments.calls, arguments.repeats)
     if device.gpu:
         torch.cuda.set_device(torch.device("cuda", torch.cuda.current_device()))

@@ -146,3 +146,7 @@ def stock_request(request_id: int, tokens: list[int], sizes: ContextSizes) -> Dy
         block_size_tokens=sizes.block_size_tokens,
         enable_prefix_caching=True,
     )
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -105,3 +105,7 @@ def _turn(number: int, rng: Random) -> Turn:
         seed=rng.randrange(1 << 31),
         think_steps=0 if number == 0 else rng.randrange(10, 90),
     )
+
+
+if __name__ == "__main__":
+    print(__doc__)

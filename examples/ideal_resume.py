@@ -44,3 +44,7 @@ def _common_prefix(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 
 def _bytes(salt: bytes | str | None) -> bytes:
     return salt.encode() if isinstance(salt, str) else salt or b""
+
+
+if __name__ == "__main__":
+    print(__doc__)

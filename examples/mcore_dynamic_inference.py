@@ -12,15 +12,17 @@ answer with mambaslots differs from the one without a cache.
 """
 
 import argparse
+import json
 import logging
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mambaslots.mcore
 import mcore_rig
 import torch
+from arguments import add_count, make_parser
 from conversation_texts import Conversation, conversations
 
 SYSTEM_PROMPT_BYTES = 160  # of each: a tiny model on a CPU is slow enough
@@ -105,16 +107,26 @@ def print_table(without: Run, *cached: Run) -> None:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    def positive(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= 1")
-        return int(text)
+def figures(without: Run, *cached: Run) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        run.name: {
+            "requests": run.requests,
+            "prompt_tokens": run.prompt_tokens,
+            "num_resumed_tokens": run.num_resumed_tokens,
+            "computed_tokens": run.computed_tokens,
+            "identical_answers": run.identical(without),
+            "stats": asdict(run.stats) if run.stats else None,
+        }
+        for run in (without, *cached)
+    }
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--conversations", type=positive, default=4, metavar="N")
-    parser.add_argument("--turns", type=positive, default=3, metavar="N", help="turns of each conversation")
-    parser.add_argument("--seed", type=int, default=0, help="of the texts")
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_count(parser, "--conversations", 4, "conversations, served at a time")
+    add_count(parser, "--turns", 3, "turns of each conversation")
+    add_count(parser, "--seed", 0, "seed of the texts", at_least=0)
     return parser.parse_args()
 
 
@@ -128,6 +140,8 @@ def main() -> int:
     print_table(without, stock, ours)
     print(f"\nmambaslots.mcore.stats(context):\n  {ours.stats}")
     identical = ours.identical(without) == ours.requests
+    if args.json:
+        args.json.write_text(json.dumps(figures(without, stock, ours), indent=2) + "\n")
     print(f"outputs identical: {'yes' if identical else 'no'}")
     return 0 if identical else 1
 

@@ -19,18 +19,17 @@ import heapq
 import json
 import math
 import platform
-import re
 import statistics
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
 import torch
+from arguments import add_count, add_device, check_device, make_parser, new_picture
 from conversation_texts import Conversation, Turn, conversations
 from ideal_resume import IdealResume
 
@@ -377,36 +376,21 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    def positive(text: str) -> int:
-        return integer(text, at_least=1)
-
-    def integer(text: str, at_least: int = 0) -> int:
-        if not text.isdecimal() or int(text) < at_least:
-            raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= {at_least}")
-        return int(text)
-
-    def new_file(text: str) -> Path:
-        if not (path := Path(text)).parent.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")
-        return path
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--plan", choices=PLANS, default="default", help="which states the cache takes")
-    parser.add_argument("--conversations", type=positive, default=30, metavar="N")
-    parser.add_argument("--turns", type=positive, default=8, metavar="N", help="turns of each conversation")
-    parser.add_argument("--device", default="cpu", help="cpu (default), or cuda, compared with a CPU run")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float64 on a CPU, float32 on a GPU")
-    parser.add_argument("--seed", type=integer, default=0, help="of the weights, the texts and the schedule")
-    parser.add_argument("--json", type=new_file, metavar="PATH", help="write the figures")
-    parser.add_argument("--plot", type=new_file, metavar="PATH", help="draw them turn by turn (PNG)")
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--plan", choices=PLANS, default="default", help="which states the cache takes (default: %(default)s)"
+    )
+    add_count(parser, "--conversations", 30, "conversations in all")
+    add_count(parser, "--turns", 8, "turns of each conversation")
+    add_device(parser, "cpu")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the model (default: float64 on a CPU, float32 on a GPU)"
+    )
+    add_count(parser, "--seed", 0, "seed of the weights, the texts and the schedule", at_least=0)
+    parser.add_argument("--plot", type=new_picture, metavar="PATH", help="draw the figures turn by turn")
     args = parser.parse_args()
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
-        parser.error(f"argument --device: {args.device!r}; accepted: cpu, cuda or cuda:N")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"argument --device: {args.device!r}, and torch sees no GPU; accepted: cpu")
+    check_device(parser, args.device)
     args.dtype = args.dtype or ("float64" if args.device == "cpu" else "float32")
-    if args.plot and not find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install 'mambaslots[plot]'")
     return args
 
 

@@ -14,15 +14,14 @@ decode step waits for weights and states, which are read once a step, however ma
 The last line says whether all answers are identical; the exit code is 1 if they are not.
 """
 
-import argparse
 import json
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import mambaslots as ms
 import torch
+from arguments import add_count, add_device, check_device, make_parser
 
 BLOCK = 32
 TEXTS = {
@@ -147,14 +146,12 @@ def log_prob_difference(one: Run, other: Run) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--drafts", type=int, default=4, help="most drafts a request and step (4)")
-    parser.add_argument("--tokens", type=int, default=150, help="of each answer (150)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = make_parser(__doc__)
+    add_count(parser, "--drafts", 4, "drafts for a request and a step, at most", at_least=0)
+    add_count(parser, "--tokens", 150, "tokens of each answer")
+    add_device(parser, "cpu")
     args = parser.parse_args()
+    check_device(parser, args.device)
     torch.set_num_threads(1)  # these shapes are small
     model = make_model(args.device)
     figures: dict[str, object] = {"drafts": args.drafts, "tokens": args.tokens, "device": args.device}

@@ -3,6 +3,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import settings
+from oracle.budget import mark_long
 
 if not torch.cuda.is_available():  # read by triton, and by megatron-core's kernels, when they are imported
     os.environ["TRITON_INTERPRET"] = "1"
@@ -12,13 +14,18 @@ if not torch.cuda.is_available():  # read by triton, and by megatron-core's kern
 torch.set_num_threads(1)
 
 
+settings.load_profile("quick")  # `--hypothesis-profile long` comes after it
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where there is no GPU, tests marked `gpu` deselect themselves."""
+    mark_long(items)
     if torch.cuda.is_available():
         return
     deselected = [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if item not in deselected]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     others = [item for item in here if not RANKS or not _is_for(item, RANKS)]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    deselected = set(others)
+    items[:] = [item for item in items if item not in deselected]
     if ON_GPUS:
         for item in here:
             item.add_marker("gpu")

@@ -93,6 +93,7 @@ class Traffic:
             self.texts.append((self.texts[0][:20] + result.tokens)[:70])
 
 
+@pytest.mark.sampled
 @every_split
 @pytest.mark.parametrize("mode", ["plain", "mixed", "in place"])
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ def resplits() -> list[Any]:
     return pairs
 
 
+@pytest.mark.sampled(target=((1, 2), (4, 1)))
 @pytest.mark.parametrize(("source", "target"), resplits())
 def test_files_from_any_split_to_any_other(world: World, folder: Path, source: Split, target: Split) -> None:
     sizes = [prod(source), prod(target)]

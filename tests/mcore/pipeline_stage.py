@@ -1,7 +1,9 @@
 """One of two pipeline stages, each a process of its own; test_pipeline_stages.py starts both and compares.
 
-    python pipeline_stage.py RANK STORE contexts                      # alone, of models of a few layers
-    python pipeline_stage.py RANK STORE engines WEIGHTS PATTERN...    # with its stage of each of these models
+    python pipeline_stage.py RANK STORE contexts engine WEIGHTS PATTERN
+
+With "contexts": contexts alone, of models of a few layers. With "engine": an engine with its stage of the
+model of this pattern.
 
 Prints, as JSON, what the stage saw. Classes and process group are megatron-core's own.
 """
@@ -114,18 +116,20 @@ def prompts() -> list[list[int]]:
     return [first, other[: size + 4], first, first[: 2 * size] + other[:5]]
 
 
-def main(rank: int, store: str, what: str, *arguments: str) -> None:
+def main(rank: int, store: str, *what: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2,
         timeout=timedelta(minutes=1),
     )  # fmt: skip
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, distributed_timeout_minutes=1)
-    if what == "contexts":
-        print(json.dumps(contexts(rank)))
-    else:
-        weights, *patterns = arguments
-        print(json.dumps({"engines": [engine(p, f"{weights}{i}") for i, p in enumerate(patterns)]}))
+    report: dict[str, Any] = {}
+    if "contexts" in what:
+        report |= contexts(rank)
+    if "engine" in what:
+        *_, weights, pattern = what
+        report["engine"] = engine(pattern, weights)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def resumed(served: list[Served]) -> int:
     return sum(one.num_resumed_tokens or 0 for one in served)
 
 
+@pytest.mark.sampled(name=("a_length_of_1_mod_block", "a_suffix_of_2_tokens", "requests_without_hashes"))
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_without_a_cache(name: str, model: Any, reference: Callable[..., Any]) -> None:
     with mambaslots.mcore.installed():
@@ -104,6 +105,7 @@ def test_answers_are_those_without_a_cache(name: str, model: Any, reference: Cal
     assert [one.num_resumed_tokens for one in served] == RESUMED[name]
 
 
+@pytest.mark.long
 def test_answers_sent_again_resume_further_than_with_stock(model: Any) -> None:
     stock, _ = cached_run(model, "turn_on_turn")
     with mambaslots.mcore.installed():

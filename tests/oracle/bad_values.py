@@ -12,10 +12,10 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.budget import costly
 
-EXAMPLES = 40
 INT32_MAX = 2**31 - 1
 UNPRINTABLE = 10**5000  # Python refuses to print an integer this long
 CASES: Counter[str] = Counter()
@@ -223,7 +223,7 @@ def refuse_all(
     named: str,
     unchanged: Callable[[], None] = lambda: None,
     error: type[Exception] = ValueError,
-    examples: int = EXAMPLES,
+    examples: settings | None = None,
 ) -> None:
     """Every bad value raises an error that names the argument, its value and what is accepted.
 
@@ -240,9 +240,7 @@ def refuse_all(
         except BaseException as failure:
             failure.add_note(f"bad value: {_shown(value)}")
             raise
-    checked = settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    checked = settings(examples or costly(), database=None)
     checked(given(bad.more)(refused))()
 
 

@@ -10,6 +10,7 @@ import torch
 from mambaslots.inference.contexts.request_step import RequestStep
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse, refuse_all
+from oracle.budget import dear
 from oracle.picture import picture
 from oracle.serving import random_tokens, run_checked, small_engine
 
@@ -230,7 +231,7 @@ def test_the_context_is_given_requests(served: Served) -> None:
     foreign = Served()
     requests = bad.anything().also(*foreign.context.requests, RequestStep(context.requests[0], 0, 1))
     for call in (context.match, context.release, lambda v: context.schedule(v, 8)):
-        refuse_all(_context_target, requests, call, "request", served.unchanged, examples=10)
+        refuse_all(_context_target, requests, call, "request", served.unchanged, examples=dear())
     foreign.unchanged()
 
 
@@ -312,7 +313,7 @@ def test_a_suspended_engine_computes_nothing() -> None:
         served.unchanged()
     refuse(_engine_target, lambda: engine.pin(PREFIX), "tokens")
     refuse(_engine_target, lambda: engine.unpin(served.prefix), "prefix")
-    refuse_all(_engine_target, _ids, engine.add_request, "prompt", served.unchanged, examples=5)
+    refuse_all(_engine_target, _ids, engine.add_request, "prompt", served.unchanged, examples=dear())
     stream.close()
     engine.resume()
     served.serves_on()

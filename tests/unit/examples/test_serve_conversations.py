@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.sampled(plan=("every-block",))
 @pytest.mark.parametrize("plan", ["default", "every-block"])
 def test_a_small_run(plan: str, tmp_path: Path) -> None:
     figures_path, plot_path = tmp_path / "figures.json", tmp_path / "plot.png"
@@ -49,11 +50,34 @@ def test_a_small_run(plan: str, tmp_path: Path) -> None:
         assert figures["ttft_ms"][run_name]["mean"] > 0
 
 
-def test_arguments_are_checked() -> None:
-    command = [sys.executable, "examples/serve_conversations.py", "--turns", "0"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2
-    assert "accepted: an integer >= 1" in run.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--turns", "0"], "argument --turns: '0'; accepted: an integer >= 1"),
+        (["--seed", "-1"], "argument --seed: '-1'; accepted: an integer >= 0"),
+        (["--json", "no/such/folder.json"], "accepted: a path in an existing directory"),
+        (["--plot", "out.xyz"], "argument --plot: 'out.xyz'; accepted: a path that ends in one of "),
+        (["--plot", "out"], "argument --plot: 'out'; accepted: a path that ends in one of "),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+    ],
+)
+def test_arguments_are_checked(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve_conversations.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        serve_conversations.parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve_conversations.py", "--device", "cuda"])
+    with pytest.raises(SystemExit, match="2"):
+        serve_conversations.parse_arguments()
+    assert "argument --device: 'cuda', and torch sees no GPU; accepted: cpu" in capsys.readouterr().err
 
 
 def test_conversations_are_deterministic_and_varied() -> None:

@@ -8,13 +8,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.models import HybridConfig, HybridLM
+from oracle.budget import costly
 from oracle.recurrent_lm import RecurrentLM
 from oracle.steps import Row, build_step, make_caches
 from torch import Tensor
 
 BLOCK = 32
 LENGTH = 90
-quick = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(costly(), derandomize=True)
 
 
 def random_tokens(n: int, seed: int, vocab_size: int = 256) -> list[int]:
@@ -105,7 +106,7 @@ class TestAgainstTheRecurrence:
         assert error < 1e-11
         assert_states(server.pool, 0, oracle.states_after(tokens))
 
-    @quick
+    @few
     @given(st.sets(st.integers(1, LENGTH - 1), max_size=8))
     @example({1, 2, 3, 4, 6, 9})
     @example({16, 32, 33, 35, 38, 48})
@@ -121,7 +122,7 @@ class TestAgainstTheRecurrence:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
         assert_states(server.pool, 0, oracle.states_after(tokens))
 
-    @quick
+    @few
     @given(data=st.data())
     def test_rows_of_different_sequences_packed_into_one_step(self, model, data):
         """Decode and prefill rows, some fresh, each from its own source into another pool index."""

@@ -152,6 +152,7 @@ def test_padding_changes_nothing_on_the_reference_kernels():
     Scenario(torch.float64, True, reference).assert_same_as(Scenario(torch.float64, False, reference), 1e-11)
 
 
+@pytest.mark.sampled(padded=(True,))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_gpus_kernels_compute_the_same(padded):

@@ -7,20 +7,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import reference, selective_state_update
 from mambaslots.vllm.kernels import align, align_reference
 from mambaslots.vllm.kernels.align_layout import AlignLayout, AlignState
 from oracle.align_lives import Lives
+from oracle.budget import costly
 from oracle.synchronisation import no_synchronisation
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2]
 INDEX_DTYPES = [torch.int32, torch.int64]
-MANY_CASES = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -191,7 +189,7 @@ def programs(draw):
 
 
 class TestPrecopy:
-    @MANY_CASES
+    @costly()
     @given(data=st.data())
     def test_states_move_as_by_hand_and_nothing_else_is_written(self, device, data):
         case = Case(data, device)
@@ -274,7 +272,7 @@ class TestPrecopy:
 
 
 class TestPostprocess:
-    @MANY_CASES
+    @costly()
     @given(data=st.data())
     def test_the_reached_boundary_is_put_in_its_column(self, device, data):
         case = Case(data, device)
@@ -335,7 +333,7 @@ class TestPostprocess:
 
 
 class TestPreprocess:
-    @MANY_CASES
+    @costly()
     @given(data=st.data())
     def test_columns_advance_and_counts_begin_anew_where_they_do(self, device, data):
         draw = data.draw
@@ -431,6 +429,7 @@ class TestLives:
         assert count > 100
         record_property("cases", {"random sequences in align mode, torch kernels": 200})
 
+    @pytest.mark.sampled(copy_free=(True,))
     @pytest.mark.parametrize("copy_free", [False, True])
     def test_kernels(self, copy_free, record_property):
         if torch.cuda.is_available():

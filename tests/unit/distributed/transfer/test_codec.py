@@ -8,7 +8,7 @@ from dataclasses import replace
 import mambaslots as ms
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.distributed.transfer import codec
 from mambaslots.distributed.transfer.codec import decode_prefixes, encode_prefixes
@@ -103,19 +103,16 @@ def test_every_byte_of_the_header_counts() -> None:
     print(f"{3 * HEADER} damaged headers refused, of an export of {len(BYTES)} bytes")
 
 
-@settings(max_examples=500, deadline=None)
 @given(at=st.integers(0, len(BYTES) - 1), mask=st.integers(1, 255))
 def test_any_other_byte_counts(at: int, mask: int) -> None:
     refused(BYTES[:at] + bytes([BYTES[at] ^ mask]) + BYTES[at + 1 :])
 
 
-@settings(max_examples=200, deadline=None)
 @given(length=st.integers(0, len(BYTES) - 1))
 def test_truncated_anywhere(length: int) -> None:
     refused(BYTES[:length])
 
 
-@settings(max_examples=100, deadline=None)
 @given(first=st.integers(0, len(BYTES)), second=st.integers(0, len(BYTES)), extra=st.binary(max_size=40))
 def test_pieces_removed_doubled_or_inserted(first: int, second: int, extra: bytes) -> None:
     changed = BYTES[:first] + extra + BYTES[second:]
@@ -123,7 +120,6 @@ def test_pieces_removed_doubled_or_inserted(first: int, second: int, extra: byte
         refused(changed)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_noise(data: bytes) -> None:
     refused(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.distributed.transfer import files, manifest
 from mambaslots.distributed.transfer.cache_access import CacheAccess
@@ -176,7 +176,6 @@ def test_another_model(source: ms.DynamicInferenceEngine, tmp_path: Path) -> Non
     assert "weights_version is 'weights 1'; accepted: 'weights 2', as here" in text
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage(source: ms.DynamicInferenceEngine, tmp_path: Path, data: st.DataObject) -> None:
     paths = [*write_set(tmp_path, export_prefixes(source), 2), tmp_path / "prefixes.json"]

@@ -8,7 +8,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.distributed import (
     ImportReport,
@@ -23,6 +23,7 @@ from mambaslots.distributed import (
 from mambaslots.distributed.transfer import placement, pool_rows
 from mambaslots.distributed.transfer.format import PrefixFormat
 from mambaslots.distributed.transfer.placement import Placement
+from oracle.budget import costly
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -253,7 +254,7 @@ def test_while_requests_run_in_both() -> None:
     assert min(serve(target)) > 0
 
 
-@settings(max_examples=25, deadline=None)
+@costly()
 @given(st.data())
 def test_random_traffic_between_two_engines(data: st.DataObject) -> None:
     """Small pools, prompts of a few families, imports in both directions in between."""

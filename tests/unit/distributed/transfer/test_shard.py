@@ -61,6 +61,7 @@ def sliced(whole: PrefixShard, config: ms.models.HybridConfig, tp: int, pp: int)
     return result
 
 
+@pytest.mark.sampled(groups=(1, 4))
 @pytest.mark.parametrize(("groups", "kv_heads"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2), (2, 4)])
 def test_every_split_rejoins_to_every_other(groups: int, kv_heads: int) -> None:
     config = config_of(groups, kv_heads)

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest
@@ -95,7 +95,6 @@ def test_new_allocators_look_alike():
     assert stock.MAX_INTERMEDIATE_OFFSETS_PER_REQUEST == 3
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), max_slots=st.integers(1, 5))
 def test_any_calls_both_do_right_have_the_same_outcome(data, max_slots):
     both = Both(max_slots, num_blocks=8)
@@ -145,7 +144,6 @@ def test_any_calls_both_do_right_have_the_same_outcome(data, max_slots):
             both.register_in_kv(range(8), [-1] * 8)
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_a_chunk_that_ends_its_prompt_has_the_same_rows(data):
     both = Both(6, chunk=data.draw(st.sampled_from([1, 2, 4])))

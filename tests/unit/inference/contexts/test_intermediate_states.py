@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from mambaslots.inference.policies.checkpoint_plan import CheckpointPlan
@@ -209,7 +209,6 @@ def test_transferred_rows_must_exist():
     assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
     """The plan, cut to the grid, the width and what other rows left of the scratch."""

@@ -6,7 +6,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import KVBlockCapacityError
@@ -967,6 +966,4 @@ class CollidingKVBlockMachine(KVBlockMachine):
 
 
 TestKVBlocksInAnyOrder = KVBlockMachine.TestCase
-TestKVBlocksInAnyOrder.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
 TestKVBlocksWithCollidingHashes = CollidingKVBlockMachine.TestCase
-TestKVBlocksWithCollidingHashes.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

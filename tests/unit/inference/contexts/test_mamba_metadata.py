@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mambaslots.errors import RequestOverflowError
@@ -190,4 +189,3 @@ class LiveSlots(RuleBasedStateMachine):
 
 
 TestLiveSlots = LiveSlots.TestCase
-TestLiveSlots.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import MambaSlotCapacityError
@@ -1052,7 +1052,6 @@ def test_a_copy_that_fails_leaves_no_reservation():
     slots.check_integrity()
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), names=st.sampled_from(["0.19", "0.20"]), max_slots=st.integers(0, 10))
 def test_whatever_is_committed_is_the_state_after_the_tokens_of_its_block(data, names, max_slots):
     """Random prompts in random chunks, several a step, rows behind paused and decoding ones."""
@@ -1558,4 +1557,3 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotsInAnyOrder = SlotMachine.TestCase
-TestSlotsInAnyOrder.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)

@@ -1,9 +1,9 @@
 """Any sequence of requests, steps and cancellations gives the recurrence's tokens and leaks nothing."""
 
 import mambaslots as ms
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from oracle.budget import costly
 from oracle.serving import assert_answers, random_tokens, small_engine
 from oracle.workload import plans
 
@@ -106,7 +106,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.context.requests == []
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+EngineMachine.TestCase.settings = costly()
 TestEngineMachine = EngineMachine.TestCase

@@ -10,8 +10,9 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from oracle.budget import dear
 from oracle.faults import POINTS, InjectedError, Interrupted, failing
 from oracle.serving import assert_answers, random_tokens, serve_checked, small_engine
 from oracle.workload import HEADS, Asked, Client, assert_idle, engine_settings, pressed_engine, requests
@@ -66,7 +67,7 @@ def start_again(client: Client) -> None:
 def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
     tally = Counter[str]()
 
-    @settings(max_examples=7, deadline=None, suppress_health_check=list(HealthCheck))
+    @dear()
     @example(
         sizes=AMPLE,
         before=[REPEATED],
@@ -103,6 +104,7 @@ def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
     assert point in MAY_LOSE_TRACK or not tally["said it cannot go on"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", ["forward", "register_chain", "commit", "advance", "sampled", "leaving"])
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
@@ -440,6 +442,7 @@ def test_a_stream_goes_on_after_a_failed_step_and_repeats_nothing() -> None:
 # ---- generate
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", ["scheduling", "row", "slot reservation", "inputs", "forward", "sample"])
 @pytest.mark.parametrize("number", [0, 1, 4])

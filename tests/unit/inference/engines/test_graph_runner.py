@@ -4,7 +4,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.chunk_grid import chunk_grid
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
@@ -41,7 +41,6 @@ def steps(draw: st.DrawFn) -> StepShape:
 
 
 class TestBuckets:
-    @settings(max_examples=300)
     @given(steps())
     def test_they_hold_every_step_up_to_their_limit(self, shape):
         fitting = BUCKETS.smallest(shape)

@@ -9,8 +9,9 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from oracle.budget import costly
 from oracle.recurrent_lm import RecurrentLM
 from oracle.serving import TOLERANCE, random_tokens, serve_checked, small_engine, small_model
 from oracle.workload import (
@@ -83,6 +84,7 @@ def steps_of_busy_client() -> int:
 # ---- reset_prefix_cache
 
 
+@pytest.mark.sampled(overrides=1)
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"num_kv_blocks": 40, "num_mamba_slots": 20}, {"prefix_caching_eviction_policy": "ref_zero"}],
@@ -255,6 +257,7 @@ def test_the_two_models_answer_differently() -> None:
     assert answer_of_weights(0, tuple(LONG), 16) != answer_of_weights(1, tuple(LONG), 16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("moment", range(0, 24, 3))
 @pytest.mark.parametrize("sizes", [{}, {"num_kv_blocks": 60, "num_mamba_slots": 40, "max_tokens": 32}])
 def test_after_new_weights_nothing_of_the_old_is_reachable(moment: int, sizes: dict[str, object]) -> None:
@@ -274,7 +277,7 @@ def test_after_new_weights_nothing_of_the_old_is_reachable(moment: int, sizes: d
     assert_idle(versions.engine)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@costly()
 @given(
     sizes=engine_settings,
     moves=st.lists(
@@ -693,7 +696,7 @@ def test_the_start_up_line_counts_the_bytes_there_are(caplog: pytest.LogCaptureF
 # ---- everything at once, cancelled at any point
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@costly()
 @given(
     sizes=engine_settings,
     asked=st.lists(requests, min_size=1, max_size=5),

@@ -6,11 +6,11 @@ from itertools import islice
 from typing import Any
 
 import mambaslots as ms
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
 from mambaslots.inference.engines.token_stream import TokenStream
+from oracle.budget import costly
 from oracle.faults import InjectedError, Interrupted, failing
 from oracle.serving import resumable, small_engine
 from oracle.workload import BLOCK, FORKS, HEADS, Asked, Client, answer, engine_settings, plans, requests
@@ -157,7 +157,5 @@ class OperationsMachine(RuleBasedStateMachine):
         assert not self.engine._unclaimed
 
 
-OperationsMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+OperationsMachine.TestCase.settings = costly()
 TestOperationsMachine = OperationsMachine.TestCase

@@ -8,9 +8,10 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
+from oracle.budget import costly
 from oracle.drafters import MODES, speculating
 from oracle.faults import POINTS, InjectedError
 from oracle.serving import small_engine
@@ -53,16 +54,13 @@ class SpeculatingOperations(operations_machine.OperationsMachine):
             super().start(sizes)
 
 
-few = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
-SpeculatingEngine.TestCase.settings = few
-SpeculatingOperations.TestCase.settings = few
+SpeculatingEngine.TestCase.settings = costly()
+SpeculatingOperations.TestCase.settings = costly()
 TestSpeculatingEngine = SpeculatingEngine.TestCase
 TestSpeculatingOperations = SpeculatingOperations.TestCase
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@costly()
 @given(mode=modes, sizes=engine_settings, asked=st.lists(requests, min_size=1, max_size=5))
 def test_answers_are_those_of_plain_decoding(mode: str, sizes: dict[str, Any], asked: list[Asked]) -> None:
     with speculating(mode):
@@ -74,6 +72,7 @@ def test_answers_are_those_of_plain_decoding(mode: str, sizes: dict[str, Any], a
     assert_idle(client.engine)
 
 
+@pytest.mark.sampled(point=("row", "slot reservation", "forward", "commit", "advance", "sampled", "leaving"))
 @pytest.mark.parametrize("point", POINTS)
 def test_a_failure_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
     tally = Counter[str]()

@@ -94,9 +94,11 @@ class TestAcceptance:
         ids=["temperature", "top_k", "top_p"],
     )
     @pytest.mark.parametrize("draft", ["likeliest", "unlikely", "impossible"])
-    def test_chi_square_of_the_first_two_tokens(self, params, draft):
-        """20,000 seeds: pairs of tokens after a draft are distributed as p(first) p(second | first)."""
-        draws, vocabulary = 20_000, 8
+    @pytest.mark.parametrize("draws", [4_000, 20_000])
+    @pytest.mark.sampled(draws=1)
+    def test_chi_square_of_the_first_two_tokens(self, params, draft, draws):
+        """Pairs of tokens after a draft are distributed as p(first) p(second | first)."""
+        vocabulary = 8
         generator = torch.Generator().manual_seed(1)
         logits = torch.randn(vocabulary + 1, vocabulary, generator=generator, dtype=torch.float64) * 1.5
         first = token_distribution(logits[0], params)
@@ -274,6 +276,7 @@ class TestDrafters:
 
 
 class TestStates:
+    @pytest.mark.sampled
     @pytest.mark.parametrize("in_place", [False, True], ids=["separate", "in place"])
     @pytest.mark.parametrize("drafter", [RightDrafter, MixedDrafter, WrongDrafter])
     @pytest.mark.parametrize("slots", [2, 40])

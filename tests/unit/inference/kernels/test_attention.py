@@ -18,7 +18,7 @@ from mambaslots.inference.kernels import reference as ref
 from torch import Tensor
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+repeatable = settings(derandomize=True)
 
 
 class Batch:
@@ -81,7 +81,7 @@ def small_tiles(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 class TestStaticShapes:
-    @settings(quick, suppress_health_check=list(settings.default.suppress_health_check))
+    @repeatable
     @given(
         st.lists(st.tuples(st.integers(0, 30), st.integers(0, 14)), min_size=1, max_size=4),
         st.sampled_from([1, 4, 5, 16]),
@@ -94,7 +94,7 @@ class TestStaticShapes:
             out = padded.prefill(attention_torch.paged_attention_prefill, longest)
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
-    @settings(quick, suppress_health_check=list(settings.default.suppress_health_check))
+    @repeatable
     @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(0, 3), st.integers(0, 4))
     def test_decode_is_the_references_in_whatever_padding(self, before, rows, columns):
         batch = [(n, 1) for n in before]

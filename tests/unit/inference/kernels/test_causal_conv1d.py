@@ -166,6 +166,7 @@ def equal_bits(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> boo
     return all(torch.equal(bits(a), bits(b)) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", [2, 3, 4])
 def test_rows_of_every_length_around_the_blocks(
@@ -181,6 +182,7 @@ def test_rows_of_every_length_around_the_blocks(
     check(case(rows, kernel=kernel, dtype=dtype), device)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [2, 3, 4])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_checkpoints_that_take_from_the_carried_window(
@@ -219,6 +221,7 @@ def random_rows(seed: int) -> list[Row]:
     return rows
 
 
+@pytest.mark.sampled(seed=6)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_layouts_with_padding(device: str, seed: int, record_property: Any) -> None:
     rows = random_rows(seed)
@@ -235,6 +238,7 @@ def test_random_layouts_with_padding(device: str, seed: int, record_property: An
     check(made, device, padding=(0, 1, 5, 2 * BLOCK + 1)[seed % 4])
 
 
+@pytest.mark.sampled(seed=4)
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_equals_the_reference(device: str, seed: int, record_property: Any) -> None:
     rows = random_rows(seed)
@@ -293,6 +297,7 @@ def test_company_changes_no_bit(device: str, dtype: torch.dtype) -> None:
         start += row.tokens
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [2, 4])
 def test_cuts_change_no_bit(device: str, kernel: int, dtype: torch.dtype) -> None:
@@ -319,6 +324,7 @@ def test_cuts_change_no_bit(device: str, kernel: int, dtype: torch.dtype) -> Non
     assert equal_bits((decoded[0].cpu(), state.cpu()), (out, pool))
 
 
+@pytest.mark.sampled(seed=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU orders its programs itself")
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_of_programs_changes_no_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,6 +413,7 @@ def update(
     return out.cpu(), pool.cpu()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

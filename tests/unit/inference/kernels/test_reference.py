@@ -13,7 +13,7 @@ from oracle.steps import prefill_chunks
 from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
-quick = settings(max_examples=50, deadline=None, derandomize=True)
+repeatable = settings(derandomize=True)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,7 +57,7 @@ class TestCausalConv:
             window = full[:, 1:]
         return torch.stack(outputs) if outputs else tokens, window
 
-    @quick
+    @repeatable
     @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=5))
     @example([(1, True), (2, True), (0, True), (3, True), (0, False)])
     def test_packed_rows_of_any_length_continue_their_own_window(self, rows):
@@ -178,7 +178,7 @@ class SSD:
 
 
 class TestSSD:
-    @quick
+    @repeatable
     @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.booleans()), min_size=1, max_size=4))
     @example([(0, 0, False), (3, 0, True), (40, 5, True), (0, 1, True)])
     def test_packed_rows_follow_the_recurrence_whatever_their_start_and_length(self, rows):
@@ -202,7 +202,7 @@ class TestSSD:
         assert torch.equal(pool[4 + len(rows) :], before[4 + len(rows) :])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-    @quick
+    @repeatable
     @given(data=st.data())
     def test_cuts_on_the_chunk_grid_give_bit_identical_states(self, dtype, data):
         """Alone and uncut, or in several calls through the pool, in company that differs by call."""

@@ -186,6 +186,7 @@ def layout(tokens: int, rows: int = 9) -> tuple[list[int], list[list[int]]]:
     return sources, destinations
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels.ssd_output import chunk_scan
+from oracle.budget import costly
 from oracle.ssd import DEVICES, Batch, Layer, Row, kernel_device, poisoned_allocations, randn, relative_error
 from oracle.traffic import traffic_of
 
-few = settings(max_examples=8, deadline=None, derandomize=True)
+few = settings(costly(), derandomize=True)
 
 
 @pytest.fixture(params=DEVICES, scope="module")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import ssd_scan as module
 from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
+from oracle.budget import dear
 from oracle.ssd import (
     DEVICES,
     Batch,
@@ -27,7 +28,7 @@ from oracle.ssd import (
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
 
-few = settings(max_examples=6, deadline=None, derandomize=True)
+few = settings(dear(), derandomize=True)
 
 
 @pytest.fixture(params=DEVICES, scope="module")
@@ -117,6 +118,7 @@ class TestValues:
         assert torch.equal(pool.isnan(), reference_pool.isnan())
         assert relative_error(pool.nan_to_num(), reference_pool.nan_to_num()) <= 1e-5
 
+    @pytest.mark.sampled(chunk_size=(16, 64))
     @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128, 256])
     def test_any_chunk_size_and_single_tokens(self, device, chunk_size):
         layer = Layer(H=2, G=1)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.kernels import boundary_capture, state_copy, state_copy_gpu, state_move
@@ -14,14 +14,12 @@ from mambaslots.inference.kernels.state_copy import copy_states, zero_states
 from mambaslots.inference.kernels.state_move import StateMove
 from mambaslots.inference.kernels.state_move_kernels import LISTED, move_listed_states
 from mambaslots.inference.kernels.state_tensors import StateTensors, device_indices
+from oracle.budget import costly
 from oracle.synchronisation import no_synchronisation
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.complex128]
 LAYOUTS = ["contiguous", "gaps", "slot major", "misaligned"]
-MANY_CASES = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -135,7 +133,7 @@ def draw_pairs(data, sources, destinations):
 class TestKernel:
     """The launchers, against bytes copied one slot at a time."""
 
-    @MANY_CASES
+    @costly()
     @given(data=st.data())
     def test_states_arrive_to_the_bit_and_nothing_else_is_written(self, device, data):
         shape = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -155,6 +153,7 @@ class TestKernel:
         assert same(memory, expected)
         assert same(source_memory, unchanged)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("length", [0, 1, 2, LISTED, LISTED + 1, 2 * LISTED])
     @pytest.mark.parametrize("none", [(), (0,), (1,), (0, 1)])
     def test_lists_of_any_length_are_moved(self, device, length, none):
@@ -230,7 +229,7 @@ class TestKernel:
         state_copy_gpu.copy_states(source, [0], views, [1])
         assert same(memory, expected)
 
-    @MANY_CASES
+    @costly()
     @given(data=st.data())
     def test_zeros_are_written_and_nothing_else(self, device, data):
         dtypes = data.draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)))
@@ -242,6 +241,7 @@ class TestKernel:
         state_copy_gpu.zero_states(pool, given_as, on_device)
         assert same(memory, expected)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("size", [16384, 16384 + 16, 16384 * 2 + 7, 61440])
     @pytest.mark.parametrize("layout", ["gaps", "misaligned"])
     def test_slots_of_several_tiles_and_a_tail(self, device, layout, size):
@@ -320,7 +320,7 @@ class TestKernel:
 
 
 class TestBoundaryCapture:
-    @MANY_CASES
+    @costly()
     @given(data=st.data())
     def test_rows_on_a_boundary_go_to_their_durable_slots(self, device, data):
         rows = data.draw(st.integers(0, 6))
@@ -371,7 +371,6 @@ class TestBoundaryCapture:
 class TestWrapper:
     """What callers call; on the CPU, the reference."""
 
-    @settings(max_examples=80, deadline=None)
     @given(data=st.data(), dtype=st.sampled_from(FLOATS))
     def test_states_arrive_to_the_bit_and_nothing_else_is_written(self, data, dtype):
         source, memory_before = pools("contiguous", 4, [(3, 4), (2, 3, 2)], [dtype] * 2, "cpu", 0)

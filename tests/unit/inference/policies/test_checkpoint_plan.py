@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.policies.checkpoint_plan import Boundary, CheckpointPlan
 
@@ -136,7 +136,6 @@ def reasons(plan, p, stop, prompt, seen, decoding):
     return [kind for kind in WORTH if wanted.get(kind)]
 
 
-@settings(max_examples=400, deadline=None)
 @given(plan=plans, prompt=st.integers(1, 50), data=st.data())
 def test_a_step_takes_each_wanted_boundary_once_in_order_of_worth(plan, prompt, data):
     decoding = data.draw(st.booleans())
@@ -155,7 +154,6 @@ def test_a_step_takes_each_wanted_boundary_once_in_order_of_worth(plan, prompt, 
     assert worth == sorted(worth)
 
 
-@settings(max_examples=100, deadline=None)
 @given(plan=plans, prompt=st.integers(1, 50), data=st.data())
 def test_cutting_a_prompt_into_chunks_loses_no_boundary(plan, prompt, data):
     cuts = sorted({0, prompt, *data.draw(st.lists(st.integers(1, prompt), max_size=4))})

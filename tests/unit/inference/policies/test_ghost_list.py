@@ -1,6 +1,6 @@
 """A bounded memory of what is gone."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.policies.ghost_list import GhostList
 
@@ -54,7 +54,6 @@ def test_a_list_without_room_remembers_nothing():
     assert 1 not in ghosts
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     capacity=st.integers(0, 4),
     calls=st.lists(

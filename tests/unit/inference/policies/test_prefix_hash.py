@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.policies import prefix_hash
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain, salt_bytes
@@ -32,7 +32,6 @@ def chain_of(tokens, block=4, salt=b""):
     return chain
 
 
-@settings(max_examples=100, deadline=None)
 @given(tokens=token_lists, block=st.integers(1, 5), salt=st.binary(max_size=8))
 def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, salt):
     chain = chain_of(tokens, block, salt)
@@ -41,7 +40,6 @@ def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, sal
     assert chain.salt == salt
 
 
-@settings(max_examples=100, deadline=None)
 @given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
 def test_appended_blocks_hash_as_those_of_a_sequence(tokens, block, data):
     whole, chain = chain_of(tokens, block, b"salt"), PrefixHashChain(block, b"salt")
@@ -54,7 +52,6 @@ def test_appended_blocks_hash_as_those_of_a_sequence(tokens, block, data):
     assert (chain.keys, chain.tokens) == by_hand(tokens * 2, block, b"salt")
 
 
-@settings(max_examples=100, deadline=None)
 @given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
 def test_growing_a_chain_gives_what_hashing_at_once_gives(tokens, block, data):
     chain = PrefixHashChain(block)

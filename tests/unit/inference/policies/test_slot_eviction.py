@@ -1,7 +1,7 @@
 """Which state goes when a slot is needed."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.policies.slot_eviction import LRUEviction, RefZeroEviction
 
@@ -65,7 +65,6 @@ def test_under_ref_zero_the_first_inserted_goes_first_used_or_not():
     assert policy.victims(9, lambda slot: slot != 4) == [1, 3, 2]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(["insert", "use", "remove"]), st.integers(0, 7)), max_size=30),
     pinned=st.sets(st.integers(0, 7)),

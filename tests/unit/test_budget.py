@@ -1,0 +1,87 @@
+"""What `make test` leaves to `make test-long` is named by marks; each value of a parameter stays in it."""
+
+from itertools import product
+
+import pytest
+from hypothesis import settings
+from oracle.budget import PROFILES, costly, dear, sample
+
+pytest_plugins = ["pytester"]
+
+SUITE = """
+import pytest
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("color", ["red", "green", "blue"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_products(color, size):
+    pass
+
+@pytest.mark.sampled(seed=2)
+@pytest.mark.parametrize("seed", range(9))
+def test_seeds(seed):
+    pass
+
+@pytest.mark.sampled(name=("b",))
+@pytest.mark.parametrize(("name", "answer"), [("a", 1), ("b", 2), ("c", 3)])
+def test_names(name, answer):
+    pass
+
+@pytest.mark.sampled
+class TestMarks:
+    @pytest.mark.parametrize("way", [1, pytest.param(2, marks=pytest.mark.long)])
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_devices(self, device, way):
+        pass
+
+    def test_without_parameters(self):
+        pass
+"""
+CONFTEST = """
+import pytest
+from oracle.budget import mark_long
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    mark_long(items)
+"""
+
+
+def test_a_sample_is_what_the_marks_leave(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = gpu\n  long\n  sampled")
+    pytester.makepyfile(SUITE)
+    pytester.makeconftest(CONFTEST)
+    run = pytester.runpytest("--collect-only", "-q", "-m", "not long", "-p", "no:cacheprovider")
+    names = [line.rpartition("::")[2] for line in run.outlines if "::" in line]
+    assert names == [
+        "test_products[1-red]",
+        "test_products[1-blue]",
+        "test_products[2-green]",
+        "test_seeds[0]",
+        "test_seeds[1]",
+        "test_names[b-2]",
+        "test_devices[cpu-1]",
+        "test_devices[cuda-1]",
+        "test_without_parameters",
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,), (3, 3), (2, 5, 3)])
+def test_a_sample_has_each_value_in_few_cases(sizes: tuple[int, ...]) -> None:
+    cases = [set(enumerate(case)) for case in product(*map(range, sizes))]
+    chosen = sample(cases)  # type: ignore[arg-type]
+    assert set().union(*chosen) == set().union(*cases)
+    assert len(chosen) == max(sizes)
+
+
+def test_no_cases_have_no_sample() -> None:
+    assert sample([]) == []
+
+
+def test_costly_examples_are_fewer_in_each_profile() -> None:
+    profile = settings.get_current_profile_name()
+    num_examples, num_steps = PROFILES[profile]
+    assert settings.default is not None
+    assert settings.default.max_examples == num_examples > costly().max_examples > dear().max_examples > 1
+    assert settings.default.stateful_step_count == num_steps
+    assert costly().deadline is None

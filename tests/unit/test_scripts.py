@@ -1,0 +1,24 @@
+"""Every file of `examples/` and `benchmarks/` says with `--help` what it is, and does nothing else."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RUNNER = ROOT / "tests/oracle/ask_for_help.py"
+FILES = sorted(path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py"))
+
+
+def test_help_is_printed_and_nothing_runs() -> None:
+    command = [sys.executable, str(RUNNER), *map(str, FILES)]
+    environment = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for path, text in json.loads(done.stdout).items():
+        source = Path(path).read_text()
+        headline = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
+        assert headline in text, f"{path} --help does not say: {headline}"
+        assert text.startswith("usage:") == ("parse_args()" in source), path
