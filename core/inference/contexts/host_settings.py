@@ -44,7 +44,9 @@ class HostSettings:
         return cls(
             num_blocks=_block_count(context),
             eviction_policy=eviction_policy_name(getattr(context, "prefix_caching_eviction_policy", "lru")),
-            plan=instance("context.checkpoint_plan", plan or CheckpointPlan(), CheckpointPlan),
+            plan=instance(
+                "context.checkpoint_plan", CheckpointPlan() if plan is None else plan, CheckpointPlan
+            ),
             max_requests=_size(context, "max_requests") or 0,
             max_offsets_per_request=_default(
                 _size(context, "max_intermediate_offsets_per_request"), MAX_INTERMEDIATE_OFFSETS_PER_REQUEST

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ...cache_stats import PoolStats
-from ...validation import integer, one_of
+from ...validation import INT32_MAX, boolean, integer, one_of
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import Span, compute_spans
 from ..policies.prefix_hash import PrefixHashChain
@@ -58,13 +58,16 @@ class PrefixCache:
             eviction_policy: one of `EVICTION_POLICIES`.
             enabled: False matches and registers nothing; sequences still hold blocks.
         """
-        self._block_size = integer("block_size_tokens", block_size_tokens, 1)
-        self._enabled = enabled
-        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, eviction_policy)
+        self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
+        self._enabled = boolean("enabled", enabled)
+        num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
+        num_slots = integer("num_slots", num_slots, 0, INT32_MAX)
+        policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
+        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy)
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
         self.slots = DurableSlots(
-            integer("num_slots", num_slots, 0) if enabled else 0,
-            one_of("eviction_policy", eviction_policy, EVICTION_POLICIES),
+            num_slots if enabled else 0,
+            policy,
             tree.hash_of,
             leaves.note_states_changed,
         )
@@ -269,8 +272,10 @@ class PrefixCache:
             MambaSlotCapacityError, KVBlockCapacityError: fewer can be evicted. States that were evicted
                 before the KV blocks turned out too few stay evicted.
         """
-        self.slots.release(self.slots.evict(integer("num_states", num_states, 0)))
-        self.kv_blocks.evict_lru_blocks(integer("num_blocks", num_blocks, 0))
+        num_blocks, num_states = integer("num_blocks", num_blocks, 0), integer("num_states", num_states, 0)
+        if num_states:
+            self.slots.release(self.slots.evict(num_states))
+        self.kv_blocks.evict_lru_blocks(num_blocks)
 
     def forget(self, paths: Iterable[CachedPath]) -> None:
         """Forget every prefix, state, pin and ghost. `paths`, all there are, keep their blocks.

@@ -7,6 +7,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts.prefix_cache import PrefixCache
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, UNPRINTABLE, Bad, meta, refuse, refuse_all
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest
@@ -275,10 +276,7 @@ BLOCK_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("register_chain", _new, 1, bad.ids(0, 11).also([0], [2], [5], [4, 4], []), _any_of_three),
     ("register_chain", _new, 2, bad.ids(1, MAX_HASH).also([], [15, 16]), f"hashes|{_any_of_three}"),
     ("register_chain", _new, 3, _contents, f"tokens|{_any_of_three}"),
-    ("child_count", (1,), 0, bad.integer(0, 11), "block_id"),
-    ("hash_of", (1,), 0, bad.integer(0, 11), "block_id"),
     ("evict_lru_blocks", (1,), 0, bad.integer(), "num_blocks"),
-    ("note_state_changed", (2,), 0, bad.integer(0, 11), "block_id"),
     ("observe_deregistration", (print,), 0, bad.anything().only(callable), "observer"),
     ("unobserve_deregistration", (print,), 0, bad.anything().also(print), "observer"),
 ]  # fmt: skip
@@ -321,6 +319,26 @@ def test_a_bad_pool_of_blocks(name: str, bad_values: Bad):
         lambda value: ms.KVBlockAllocator(**{"total_count": 4} | {name: value}),
         name,
     )
+
+
+# ---- PrefixCache
+
+CACHE: dict[str, Any] = {"num_kv_blocks": 12, "num_slots": 4, "block_size_tokens": 8}
+CACHE_ARGUMENTS = {
+    "num_kv_blocks": bad.integer(1, INT32_MAX),
+    "num_slots": bad.integer(0, INT32_MAX),
+    "block_size_tokens": bad.integer(1, INT32_MAX),
+    "eviction_policy": bad.choice("lru", "ref_zero"),
+    "enabled": bad.boolean(),
+}
+
+
+@pytest.mark.parametrize("name", CACHE_ARGUMENTS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_bad_prefix_cache(name: str, enabled: bool):
+    """Whether the cache is on makes no difference."""
+    good = CACHE | {"enabled": enabled}
+    refuse_all("PrefixCache", CACHE_ARGUMENTS[name], lambda value: PrefixCache(**good | {name: value}), name)
 
 
 # ---- MambaMetadata

@@ -1,12 +1,14 @@
 """Bad calls of a serving engine and its context: refused, with requests, pools and pins as before."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mambaslots as ms
 import numpy as np
 import pytest
 import torch
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.inference.contexts.request_step import RequestStep
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse, refuse_all
@@ -74,6 +76,8 @@ _request: dict[str, Bad] = {
     "cache_salt": bad.salt(),
     "checkpoint_plan": bad.plan(8),
 }
+# A plan for blocks of another size is refused by the name of its interval.
+_named = {name: name for name in _request} | {"checkpoint_plan": "(checkpoint_plan|decode|prefill_interval)"}
 
 
 def each_way_in(engine: ms.DynamicInferenceEngine) -> list[Callable[..., object]]:
@@ -88,13 +92,12 @@ def test_prompts_that_are_none(served: Served) -> None:
 
 @pytest.mark.parametrize("name", _request)
 def test_bad_arguments_of_a_request(served: Served, name: str) -> None:
-    pattern = "(checkpoint_plan|decode|prefill_interval)" if name == "checkpoint_plan" else name
     for add in each_way_in(served.engine):
         refuse_all(
             _engine_target,
             _request[name],
             lambda v, add=add: add([1, 2], **{name: v}),
-            pattern,
+            _named[name],
             served.unchanged,
         )
 
@@ -149,18 +152,21 @@ def test_generate_adds_all_prompts_or_none(served: Served) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "good"), [("sampling_params", ONE), ("cache_salt", b"a")])
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [("sampling_params", ONE), ("cache_salt", b"a"), ("checkpoint_plan", ms.CheckpointPlan())],
+)
 def test_generate_takes_one_for_all_or_one_each(served: Served, name: str, good: Any) -> None:
     engine = served.engine
 
     def call(value: Any) -> object:
         return engine.generate([[1, 2], [3, 4]], **{name: value})
 
-    kind = _request[name]
+    kind, named = _request[name], _named[name]
     refuse_all(
-        _engine_target, kind.only(lambda v: isinstance(v, (list, tuple))), call, name, served.unchanged
+        _engine_target, kind.only(lambda v: isinstance(v, (list, tuple))), call, named, served.unchanged
     )
-    refuse_all(_engine_target, kind.inside(lambda v: [good, v]), call, name, served.unchanged)
+    refuse_all(_engine_target, kind.inside(lambda v: [good, v]), call, named, served.unchanged)
     for count in (0, 1, 3):
         refuse(_engine_target, lambda n=count: call([good] * n), name)  # type: ignore[misc]
         served.unchanged()
@@ -193,7 +199,7 @@ def test_a_prefix_too_long_for_the_cache_is_not_warmed(served: Served) -> None:
 
 def test_only_what_was_pinned_here_is_unpinned(served: Served) -> None:
     elsewhere = Served().prefix
-    forged = [ms.PinnedPrefix(n, served.prefix.tokens) for n in (served.prefix.pin_id, -1, 99, [1], None)]
+    forged = [ms.PinnedPrefix(n, served.prefix.num_tokens) for n in (served.prefix.pin_id, -1, 99, [1], None)]
     prefixes = bad.anything().also(elsewhere, *forged, ms.PinnedPrefix, served.prefix.pin_id)
     refuse_all(_engine_target, prefixes, served.engine.unpin, "prefix", served.unchanged)
 
@@ -206,7 +212,20 @@ def test_a_prefix_is_unpinned_once() -> None:
     served.unchanged()
 
 
-@pytest.mark.parametrize("version", [np.array([1, 2]), torch.tensor([1, 2]), torch.ones(2, 2)], ids=repr)
+class Incomparable:
+    """Is equal to nothing, and says so by raising."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("incomparable")
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(
+    "version",
+    [np.array([1, 2]), torch.tensor([1, 2]), torch.ones(2, 2), Incomparable(), bad.meta(2, 2), bad.meta()],
+    ids=repr,
+)
 def test_a_version_that_compares_element_by_element(served: Served, version: Any) -> None:
     def set_version() -> None:
         served.engine.set_weights_version(version)
@@ -226,10 +245,18 @@ def test_without_prefix_caching_nothing_can_be_pinned() -> None:
 # ---- the context
 
 
+def next_step(request: DynamicInferenceRequest, shift: int = 0, drafts: tuple[int, ...] = ()) -> RequestStep:
+    """One token of a request that has a row, and drafts; `shift` tokens away from where it is."""
+    holding = request.holding
+    assert holding is not None
+    start = holding.num_computed + shift
+    return RequestStep(request, holding, start, start + 1 + len(drafts), decoding=True, drafts=drafts)
+
+
 def test_the_context_is_given_requests(served: Served) -> None:
     context = served.context
     foreign = Served()
-    requests = bad.anything().also(*foreign.context.requests, RequestStep(context.requests[0], 0, 1))
+    requests = bad.anything().also(*foreign.context.requests, next_step(context.requests[0]))
     for call in (context.match, context.release, lambda v: context.schedule(v, 8)):
         refuse_all(_context_target, requests, call, "request", served.unchanged, examples=dear())
     foreign.unchanged()
@@ -254,38 +281,92 @@ def test_more_requests_than_rows(served: Served) -> None:
     served.unchanged()
 
 
-def test_the_context_is_given_chunks_that_are_ready(served: Served) -> None:
+def test_the_context_is_given_steps_that_are_ready(served: Served) -> None:
     context = served.context
     first, second = context.requests
-    good = RequestStep(first, first.computed, first.computed + 1)
+    good, foreign = next_step(first), next_step(Served().context.requests[0])
+    assert second.holding is not None
     waiting = served.engine._scheduler.waiting[0]
-    foreign = Served().context.requests[0]
-    stale = [
-        RequestStep(first, first.computed - 1, first.computed),
-        RequestStep(waiting, 0, 4),
-        RequestStep(foreign, foreign.computed, foreign.computed + 1),
-        RequestStep(second, second.computed, second.computed + 2, drafts=(1,)),
+    not_ready = [
+        next_step(first, shift=-1),
+        replace(good, request=waiting),
+        replace(good, holding=second.holding),
+        foreign,
+        next_step(second, drafts=(1,)),
     ]
-    chunks = bad.anything().also([good, good], [good, None], [good, second], *([good, s] for s in stale))
-    refuse_all(_context_target, chunks, context.begin_step, "chunks", served.unchanged)
-    chunk = bad.anything().also(first, stale[1], stale[2])
-    for call in (
-        context.boundary_keys,
-        context.state_destination,
-        context.state_destinations,
-        context.most_drafts,
-    ):
-        refuse_all(_context_target, chunk, call, "chunk", served.unchanged)
+    steps = bad.anything().also([good, good], [good, None], *([good, step] for step in not_ready))
+    refuse_all(_context_target, steps, context.begin_step, "steps", served.unchanged)
+    step = bad.anything().also(first, foreign, replace(good, request=waiting))
+    refuse_all(_context_target, step, lambda v: context.draft(v, [1]), "step", served.unchanged)
 
 
-def test_the_context_is_given_prefixes(served: Served) -> None:
+def test_drafts_are_token_ids(served: Served) -> None:
     context = served.context
-    tokens = bad.ids(0, 255, good=(5,))
-    for call in (context.pin_prefix, context.resumable_tokens):
-        refuse_all(_context_target, tokens, call, "tokens", served.unchanged)
-        salts = bad.anything(bytes).also(bytearray(b"a"))
-        refuse_all(_context_target, salts, lambda v, c=call: c(PREFIX, v), "salt", served.unchanged)  # type: ignore[misc]
-    refuse_all(_context_target, bad.anything(), context.unpin_prefix, "prefix", served.unchanged)
+    step = next_step(context.requests[0])
+    refuse_all(
+        _context_target,
+        bad.ids(0, 255, good=(5,)),
+        lambda v: context.draft(step, v),
+        "tokens",
+        served.unchanged,
+    )
+
+
+def test_observers_have_two_calls(served: Served) -> None:
+    for call in (served.context.observe, served.context.unobserve):
+        refuse_all(_context_target, bad.anything(), call, "observer", served.unchanged)
+
+
+def test_a_verification_says_how_many_tokens_are_right() -> None:
+    """None, one for a step without drafts, and more than the request has: all refused."""
+    served = Served(num_speculative_tokens=2)
+    context = served.context
+    request = next(request for request in context.requests if request.holding.decoding)  # type: ignore[union-attr]
+    step = context.schedule(request, 8)
+    assert step is not None
+    drafted = context.draft(step, [1, 2])
+    assert drafted.drafts
+    context.begin_step([drafted])
+    served.mark()
+    for count in (bad.integer(1, 1), bad.anything(int)):
+        refuse_all(
+            _context_target,
+            count,
+            lambda v: context.end_step(lambda request_id: v),
+            r"num_accepted\(\d+\)",
+            served.unchanged,
+        )
+    context.abort_step()
+
+
+# ---- the prefix cache
+
+
+def test_the_cache_unpins_prefixes_and_evicts_numbers(served: Served) -> None:
+    cache = served.context.prefix_cache
+    refuse_all("PrefixCache", bad.anything(), cache.unpin, "prefix", served.unchanged)
+    for name in ("num_blocks", "num_states"):
+        refuse_all(
+            "PrefixCache",
+            bad.integer(0),
+            lambda v, name=name: cache.evict(**{name: v}),
+            name,
+            served.unchanged,
+        )
+
+
+def test_more_than_is_cached_is_not_evicted(served: Served) -> None:
+    cache = served.context.prefix_cache
+    stats = cache.stats()
+    refuse(
+        "PrefixCache",
+        lambda: cache.evict(num_blocks=stats.num_cached_kv_blocks + 1),
+        "",
+        ms.KVBlockCapacityError,
+    )
+    served.unchanged()
+    refuse("PrefixCache", lambda: cache.evict(num_states=10**30), "", ms.MambaSlotCapacityError)
+    served.unchanged()
 
 
 # ---- at the wrong time
@@ -296,6 +377,7 @@ def test_a_suspended_engine_computes_nothing() -> None:
     engine, context = served.engine, served.context
     waiting = served.ids[0]
     stream = engine.stream([1, 2, 3])
+    step = next_step(context.requests[0])
     engine.suspend()
     served.mark()
     request = engine._requests[waiting]
@@ -305,7 +387,7 @@ def test_a_suspended_engine_computes_nothing() -> None:
         lambda: engine.warm(PREFIX),
         lambda: next(stream),
         lambda: context.schedule(request, 8),
-        lambda: context.begin_step([RequestStep(request, 0, 1)]),
+        lambda: context.begin_step([step]),
         context.reset_prefix_cache,
         context.suspend,
     ):
@@ -323,13 +405,14 @@ def test_nothing_else_is_called_during_a_step_of_the_context() -> None:
     served = Served()
     context = served.context
     first, second = context.requests
-    chunk = context.schedule(first, 8)
-    assert chunk is not None
-    context.begin_step([chunk])
+    step = context.schedule(first, 8)
+    assert step is not None
+    context.begin_step([step])
     served.mark()
     for call in (
-        lambda: context.begin_step([chunk]),
+        lambda: context.begin_step([step]),
         lambda: context.schedule(second, 8),
+        lambda: context.draft(step, [1]),
         lambda: context.release(first),
         context.reset_prefix_cache,
         context.suspend,

@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CONTEXTS = "inference/contexts/"
 POLICIES = "inference/policies/"
+HOST_KV = "self._kv_hash.__self__.context.kv_block_allocator"
+"""How `DurableSlots` can reach the host's KV allocator: it is given no more than a method of the facade."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ FAULTS = {
         "fault_01",
         (
             (
-                CONTEXTS + "prefix_index.py",
-                "reachable = min(len(blocks), (length - 1) // size)",
-                "reachable = min(len(blocks), max(0, length - 2) // size)",
+                CONTEXTS + "prefix_cache.py",
+                "reachable = min(len(blocks), (num_tokens - 1) // size)",
+                "reachable = min(len(blocks), max(0, num_tokens - 2) // size)",
             ),
         ),
     ),
@@ -44,9 +46,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "start = match.resume_tokens if ahead else request.holding.num_computed",
-                "start = max(request.holding.num_computed, (match.seen_tokens - 1) // self._block_size * self._block_size"
-                " if request.holding.num_computed else match.resume_tokens)",
+                "start = match.resume_tokens if ahead else num_computed",
+                "known = (match.seen_tokens - 1) // self._block_size * self._block_size\n"
+                "        start = max(num_computed, known) if num_computed else match.resume_tokens",
             ),
         ),
     ),
@@ -67,28 +69,32 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "if match is None or match.version != self._index.version:",
+                "if match is None or match.version != self._cache.version:",
                 "if match is None:",
             ),
             (
-                CONTEXTS + "mamba_slot_allocator.py",
-                'if self._index.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:',
+                CONTEXTS + "durable_slots.py",
+                "if self.map.block_of(slot) < 0:",
                 "if False:",
             ),
-            (CONTEXTS + "mamba_slot_allocator.py", "self._eviction.use(slot)", "pass"),
+            (
+                CONTEXTS + "durable_slots.py",
+                "self._eviction.use(slot)",
+                "pass",
+            ),
         ),
     ),
     "05 a second registration re-points the prefix": PutBack(
         "fault_05",
         (
             (
-                CONTEXTS + "kv_block_allocator.py",
-                "        canonical = self.match_chain(parent, keys, tokens)\n",
+                CONTEXTS + "prefix_tree.py",
+                "        canonical = self.match(parent, hashes, tokens)\n",
                 "        canonical = []\n",
             ),
             (
-                CONTEXTS + "kv_block_allocator.py",
-                "            if key in block_named:",
+                CONTEXTS + "prefix_tree.py",
+                "            if key in block_of_hash:",
                 "            if False:",
             ),
         ),
@@ -96,12 +102,15 @@ FAULTS = {
     "06 the KV index is cleared and the state index is not": PutBack(
         "fault_06",
         (
-            (CONTEXTS + "kv_block_allocator.py", "        self._notify(registered, hashes)\n", ""),
             (
-                CONTEXTS + "dynamic_context.py",
-                "        if self.mamba_slot_allocator is not None:\n"
-                "            self.mamba_slot_allocator.reset()\n",
+                CONTEXTS + "kv_block_allocator.py",
+                "        self._notify(registered, hashes)\n",
                 "",
+            ),
+            (
+                CONTEXTS + "prefix_cache.py",
+                "        self.kv_blocks.deregister_all()\n        self.slots.clear()\n",
+                "        self.kv_blocks.deregister_all()\n",
             ),
         ),
     ),
@@ -110,13 +119,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "aborted, self._step = self._step, []",
-                "aborted = []; self._kept, self._step = self._step, []",
-            ),
-            (
-                CONTEXTS + "dynamic_context.py",
-                "        self._requests_seen = 0\n\n    def _check",
-                "        self._requests_seen = 0; self._step = self._kept\n\n    def _check",
+                "        self._steps = ()\n        self._rows.abandon()\n",
+                "        self._rows.abandon()\n",
             ),
         ),
     ),
@@ -135,10 +139,12 @@ FAULTS = {
         "fault_09",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
-                '        listed = self._checked(block_ids_list, "block_ids_list")\n',
-                '        listed = self._checked(block_ids_list, "block_ids_list")\n'
-                "        if not hashes_to_delete & self.hash_to_block_id.keys():\n            return\n",
+                CONTEXTS + "durable_slots.py",
+                "        self.forget(blocks)\n        if self.reserved:\n",
+                "        if not hashes & self.map.hash_to_block_id.keys():\n"
+                "            return\n"
+                "        self.forget(blocks)\n"
+                "        if self.reserved:\n",
             ),
         ),
     ),
@@ -156,7 +162,7 @@ FAULTS = {
         "fault_11",
         (
             (
-                CONTEXTS + "state_index.py",
+                CONTEXTS + "slot_map.py",
                 "            if block_named.setdefault(key, block) == block:\n",
                 "            if block_named.setdefault(key, block):\n",
             ),
@@ -166,12 +172,14 @@ FAULTS = {
         "fault_12_a_failing",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
-                "        evicted = self._evict(count - from_free, keep, free=from_free)\n",
-                "        lost = self._free[len(self._free) - from_free :]\n"
-                "        del self._free[len(self._free) - from_free :]\n"
-                "        evicted = self._evict(count - from_free, keep, free=from_free)\n"
-                "        self._free.extend(lost)\n",
+                CONTEXTS + "durable_slots.py",
+                "        evicted = self._evict(num_slots - num_free, keep, num_free)"
+                " if num_free < num_slots else []\n",
+                "        lost = self.free[len(self.free) - num_free :]\n"
+                "        del self.free[len(self.free) - num_free :]\n"
+                "        evicted = self._evict(num_slots - num_free, keep, num_free)"
+                " if num_free < num_slots else []\n"
+                "        self.free.extend(lost)\n",
             ),
         ),
     ),
@@ -179,10 +187,9 @@ FAULTS = {
         "fault_12_states_of",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
+                CONTEXTS + "durable_slots.py",
                 "lambda slot: slot not in kept",
-                "lambda slot: "
-                "self.context.kv_block_allocator.block_ref_counts[self._index.block_of(slot)] == 0",
+                f"lambda slot: not {HOST_KV}.block_ref_counts[self.map.block_of(slot)]",
             ),
         ),
     ),
@@ -191,8 +198,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "intermediate_states.py",
-                "chosen = list(wanted)[-allocator.available_count :] if allocator.available_count else []",
-                "chosen = list(wanted)",
+                "chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.num_available)",
+                "chosen, refused = list(sources)[::-1], []",
             ),
         ),
     ),
@@ -201,9 +208,10 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "if stop <= start or not self._affordable(request, stop, kept, shared):",
-                "if shared: self._kv_blocks.add_references(shared)\n"
-                "        if stop <= start or not self._affordable(request, stop, kept, shared):",
+                "        if stop <= start or not self._affords(request, match, stop):\n",
+                "        if holding is None:\n"
+                "            self._cache.kv_blocks.add_references(match.blocks)\n"
+                "        if stop <= start or not self._affords(request, match, stop):\n",
             ),
         ),
     ),
@@ -211,7 +219,7 @@ FAULTS = {
         "fault_14",
         (
             (
-                CONTEXTS + "dynamic_context.py",
+                CONTEXTS + "device_memory.py",
                 "        self.state_pool.free()\n",
                 "        self.state_pool.allocated = False\n",
             ),
@@ -250,11 +258,12 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "        request.seen_tokens = match.seen_tokens\n",
+                "        holding.seen_tokens = match.seen_tokens\n",
+                "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
-                "            if self._index._slots and self._index._slots.has_state(block):\n"
-                "                self._index._slots.note_use(self._index._slots.get_slot(block))\n"
-                "        request.seen_tokens = match.seen_tokens\n",
+                "            if block in slots.map:\n"
+                "                slots.note_use(slots.map.slot_of(block))\n"
+                "        holding.seen_tokens = match.seen_tokens\n",
             ),
         ),
     ),
@@ -270,15 +279,15 @@ FAULTS = {
     ),
     "20b a foreign host's is passed over in silence": PutBack(
         "fault_20",
-        ((CONTEXTS + "intermediate_states.py", "if block and grid and block % grid:", "if False:"),),
+        ((CONTEXTS + "intermediate_states.py", "if block and block % grid:", "if False:"),),
     ),
     "21a a resumed state is copied first": PutBack(
         "fault_21_resuming",
         (
             (
                 CONTEXTS + "request_states.py",
-                "            self._slots.note_use(slot)\n",
-                "            self._slots.note_use(slot)\n        self.move_to_live(request)\n",
+                "        holding.num_computed = num_tokens\n",
+                "        holding.num_computed = num_tokens\n        self.move_to_live(holding)\n",
             ),
         ),
     ),
@@ -307,9 +316,9 @@ FAULTS = {
         "fault_23",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
-                "        kept = self._pins.keys() | keep\n",
-                "        kept = self._pins.keys() | keep\n        torch.nonzero(self.block_to_slot >= 0)\n",
+                CONTEXTS + "durable_slots.py",
+                "        kept = self.pins.keys() | keep\n",
+                f"        kept = self.pins.keys() | keep\n        {HOST_KV}.block_hashes.nonzero()\n",
             ),
         ),
     ),

@@ -236,7 +236,8 @@ def test_a_tensor_that_a_host_keeps_shows_the_last_read():
     kept = kv.block_ref_counts, kv.block_hashes, kv.block_timestamps
     (block,) = cached(kv, b"", A)
     assert [tensor[block].item() for tensor in kept] == [0, -1, 0]
-    assert all(now is then for now, then in zip((kv.block_ref_counts, kv.block_hashes), kept, strict=False))
+    now = kv.block_ref_counts, kv.block_hashes, kv.block_timestamps
+    assert all(mine is theirs for mine, theirs in zip(now, kept, strict=True))
     assert [tensor[block].item() for tensor in kept] == [0, kv.tree.hash_of(block), 1] == [0, 1, 1]
     kv.add_references([block])
     assert kv.references == {block: 1}
@@ -314,14 +315,14 @@ def test_leaves_without_a_state_go_before_older_ones_with_a_state():
     kv = KVBlockAllocator(4)
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
-    kv.leaves.leaves.holds_state = {old}.__contains__
+    kv.leaves.holds_state = {old}.__contains__
     assert kv.evict_lru_blocks(2) == [young, old]
 
 
 def test_a_leaf_that_lost_its_state_goes_like_any_other_once_noted():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.leaves.leaves.holds_state = states.__contains__
+    kv.leaves.holds_state = states.__contains__
     held = written(kv, b"", A, key=1) + written(kv, b"", B, key=2)
     states.update(held)
     for block in held:
@@ -334,7 +335,7 @@ def test_a_leaf_that_lost_its_state_goes_like_any_other_once_noted():
 def test_a_leaf_that_gained_a_state_stays_longer():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.leaves.leaves.holds_state = states.__contains__
+    kv.leaves.holds_state = states.__contains__
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
     states.add(old)
@@ -618,7 +619,7 @@ def lone_blocks(size):
         asked[block] += 1
         return block % 2 == 0
 
-    kv.leaves.leaves.holds_state = holds_state
+    kv.leaves.holds_state = holds_state
     blocks = kv.allocate_memory_blocks(size)
     for block in blocks:
         kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -655,7 +656,7 @@ def test_noting_state_changes_costs_the_same_in_a_large_pool_as_in_a_small_one()
     def cost(size):
         kv = KVBlockAllocator(size)
         states = set(range(size))
-        kv.leaves.leaves.holds_state = states.__contains__
+        kv.leaves.holds_state = states.__contains__
         blocks = kv.allocate_memory_blocks(size)
         for block in blocks:
             kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -690,7 +691,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def start(self, policy, size):
         self.policy = policy
         self.kv = KVBlockAllocator(size, prefix_caching_eviction_policy=policy)
-        self.kv.leaves.leaves.holds_state = lambda block: block in self.states
+        self.kv.leaves.holds_state = lambda block: block in self.states
         logger.disabled = True  # one observer fails, on purpose
         self.news = []
         self.kv.on_blocks_deregistered = lambda *news: self.news.append(news)

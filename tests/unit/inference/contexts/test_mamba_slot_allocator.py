@@ -425,7 +425,9 @@ def test_under_ref_zero_the_state_committed_first_goes_first_used_or_not(policy)
 def test_the_kv_side_hears_of_every_state_that_comes_or_goes():
     host, slots = make(1)
     heard = []
-    host.kv_block_allocator.note_state_changed = lambda block: heard.append((block, slots.has_state(block)))
+    host.kv_block_allocator.leaves = SimpleNamespace(
+        note_states_changed=lambda blocks: heard.extend((block, slots.has_state(block)) for block in blocks)
+    )
     committed(host, slots, 1)
     committed(host, slots, 2)
     slots.invalidate_block(2)
@@ -438,7 +440,7 @@ def test_with_our_kv_allocator_leaves_whose_state_is_evicted_go_first():
     host.kv_block_allocator = kv
     slots = host.allocator(2, MambaSlotAllocator)
     kv.on_blocks_deregistered = slots.on_kv_blocks_deregistered
-    kv.leaves.leaves.holds_state = slots.has_state
+    kv.leaves.holds_state = slots.has_state
     blocks = kv.allocate_memory_blocks(3)
     for block in blocks:
         kv.register_chain(b"%d" % block, [block], [block + 1], [b"x"])
@@ -1226,12 +1228,12 @@ def test_the_eviction_policy_orders_exactly_the_committed_slots(policy):
     (slot,) = committed(host, slots, 1)
     (reserved,) = slots.reserve([2])
     slots.check_integrity()
-    slots._eviction.remove(slot)
+    slots.slots._eviction.remove(slot)
     with pytest.raises(AssertionError, match="eviction policy"):
         slots.check_integrity()
-    slots._eviction.insert(slot)
+    slots.slots._eviction.insert(slot)
     slots.check_integrity()
-    slots._eviction.insert(reserved)
+    slots.slots._eviction.insert(reserved)
     with pytest.raises(AssertionError, match="eviction policy"):
         slots.check_integrity()
 
@@ -1256,9 +1258,7 @@ class SlotMachine(RuleBasedStateMachine):
     def start(self, max_slots, policy, names):
         self.host = FakeHost(num_blocks=self.num_blocks, policy=policy, names=names, layers=1)
         self.kv = self.host.kv_block_allocator
-        self.kv.note_state_changed = lambda block: self.told.add(block)
         self.slots = self.host.allocator(max_slots, MambaSlotAllocator)
-        self.told = set()
         self.next_key = 1
         self.next_state = 1
         self.forget()
