@@ -242,7 +242,7 @@ class OurBlockLives(BlockLives):
         host = SlotHost(2)
         self._kv = host.kv_block_allocator = KVBlockAllocator(num_kv_blocks, True, policy)
         self._slots = host.slot_allocator(ms.MambaSlotAllocator, num_kv_blocks)
-        self._kv.leaves.leaves.holds_state = self._slots.has_state
+        self._kv.leaves.holds_state = self._slots.has_state
 
     def _live(self) -> None:
         kv, slots, keys = self._kv, self._slots, self._keys
@@ -432,7 +432,7 @@ class OurSteps(Steps):
 
     def _admit(self) -> None:
         self._running |= {request.request_id: request for request in self._new}
-        budget = self._context.max_tokens
+        budget = self._context.config.max_tokens
         self._chunks = []
         for request in self._running.values():
             chunk = self._context.schedule(request, budget)
