@@ -23,7 +23,7 @@ def run(*command: str | Path, exit_code: int = 0) -> dict[str, Any]:
     settings = {name: value for name, value in os.environ.items() if name not in WITHOUT_CUDA}
     done = subprocess.run(
         [sys.executable, *command],
-        env=settings | {"PYTHONPATH": str(ROOT / "examples")},
+        env=settings | {"PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), *sys.path])},
         capture_output=True,
         text=True,
         check=False,
