@@ -432,7 +432,7 @@ class OurSteps(Steps):
 
     def _admit(self) -> None:
         self._running |= {request.request_id: request for request in self._new}
-        budget = self._context.max_tokens
+        budget = self._context.config.max_tokens
         self._chunks = []
         for request in self._running.values():
             chunk = self._context.schedule(request, budget)

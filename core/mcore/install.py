@@ -52,7 +52,7 @@ def install(
         strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
             know; False warns, and leaves alone what belongs together with that method.
 
-    Raises RuntimeError where it is installed already.
+    Raises RuntimeError where it is installed already, and ImportError where megatron-core is missing.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
     plan.check_useful()
@@ -66,12 +66,22 @@ def install(
     boolean("strict", strict)
     if _applied:
         raise RuntimeError("mambaslots.mcore is installed already; uninstall() first to change its settings")
-    version = importlib.import_module("megatron.core").__version__
-    _applied.extend(apply(REGISTRY, version, strict))
+    _applied.extend(apply(REGISTRY, _host_version(), strict))
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
         _replace_class(importlib.import_module(module))
     follows_answers = any(each.method == "update_requests" for each in _applied)
     HostSlotAllocator.settings = Settings(plan, eviction, cache_answers and follows_answers)
+
+
+def _host_version() -> str:
+    try:
+        return str(importlib.import_module("megatron.core").__version__)
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core"):
+            raise
+        raise ImportError(
+            "megatron-core is not installed; `pip install 'mambaslots[megatron]'` installs it"
+        ) from error
 
 
 def _replace_class(module: Any) -> None:

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,15 @@ def test_bad_arguments_are_refused_and_nothing_is_installed(argument: str, value
     before = host_methods()
     with pytest.raises(ValueError, match=argument):
         mambaslots.mcore.install(**{argument: value})
+    assert host_methods() == before
+
+
+def test_missing_megatron_core_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = host_methods()
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ImportError, match=r"mambaslots\[megatron\]"):
+        mambaslots.mcore.install()
+    monkeypatch.undo()
     assert host_methods() == before
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import mambaslots.mcore
 import mcore_rig
 import pytest
+import torch
+from mambaslots.mcore.__main__ import WITHOUT_CUDA
 from mcore.engine_cases import tokens
 
 ROOT = Path(__file__).parents[2]
@@ -17,16 +19,18 @@ SCRIPT = ROOT / "tests" / "mcore" / "serve_one_prompt.py"
 
 
 def run(*command: str | Path, exit_code: int = 0) -> dict[str, Any]:
+    """What the script prints on its last line, and `stderr`; mcore_rig's own settings are not inherited."""
+    settings = {name: value for name, value in os.environ.items() if name not in WITHOUT_CUDA}
     paths = [str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, *command],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=settings | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == exit_code, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr.splitlines()}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,11 @@ def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache(r
     assert ours["resumed"] == [0, 64, 64]
     assert ours["arguments"] == ["--fail", "-x", "y"]
     assert Path(ours["script"]) == SCRIPT
+    lines = [line for line in ours["stderr"] if line.startswith("mambaslots.mcore:")]
+    setting = "setting TRITON_INTERPRET=1 MAMBA_DETERMINISTIC=1"
+    assert lines == (
+        [] if torch.cuda.is_available() else [f"mambaslots.mcore: no CUDA device is visible; {setting}"]
+    )
 
 
 @pytest.mark.long

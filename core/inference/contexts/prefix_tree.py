@@ -13,9 +13,8 @@ class PrefixTree:
     """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
 
     Integers in, integers out: arguments are trusted. A first block's parent is the *origin*, which counts
-        like a
-    block that is always held; its salt is kept beside it. `KVBlockAllocator` says which blocks are held, and
-    so keeps the two counts of children in step with its references.
+    like a block that is always held. The tree keeps the salt of each first block. `KVBlockAllocator` says
+    which blocks are held, and so keeps the two counts of children in step with its references.
 
     Attributes:
         origin: the number of the origin: one more than the last block.
