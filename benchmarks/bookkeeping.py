@@ -242,7 +242,7 @@ class OurBlockLives(BlockLives):
         host = SlotHost(2)
         self._kv = host.kv_block_allocator = KVBlockAllocator(num_kv_blocks, True, policy)
         self._slots = host.slot_allocator(ms.MambaSlotAllocator, num_kv_blocks)
-        self._kv.leaves.leaves.holds_state = self._slots.has_state
+        self._kv.leaves.holds_state = self._slots.has_state
 
     def _live(self) -> None:
         kv, slots, keys = self._kv, self._slots, self._keys
