@@ -23,6 +23,7 @@ from mambaslots.distributed import (
 from mambaslots.distributed.transfer import placement, pool_rows
 from mambaslots.distributed.transfer.format import PrefixFormat
 from mambaslots.distributed.transfer.placement import Placement
+from mambaslots.inference.contexts.durable_slots import DurableSlots
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, tensors_of
@@ -363,19 +364,24 @@ def test_an_import_is_a_use_of_what_is_known() -> None:
 def test_slots_are_counted_and_reserved_once(
     source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not once a state: either looks at all reservations or pins."""
-    target = engine_of()
-    slots, calls = type(target.context.mamba_slot_allocator), []
-    for name in ("available_count", "reserved_blocks"):
-        real = getattr(slots, name).fget
+    """Not once a state: counting looks at all pins, and reserving at all reservations."""
+    target, calls = engine_of(), []
+    count, reserve = DurableSlots.num_available.fget, DurableSlots.reserve
+    assert count is not None
 
-        def counted(self: object, name: str = name, real: Any = real) -> Any:
-            calls.append(name)
-            return real(self)
+    def counted(self: DurableSlots) -> int:
+        calls.append("num_available")
+        return count(self)
 
-        monkeypatch.setattr(slots, name, property(counted))
+    def reserved(self: DurableSlots, blocks: list[int]) -> list[int]:
+        calls.append("reserve")
+        return reserve(self, blocks)
+
+    monkeypatch.setattr(DurableSlots, "num_available", property(counted))
+    monkeypatch.setattr(DurableSlots, "reserve", reserved)
     assert import_prefixes(target, export_prefixes(source)).imported.states > 2
-    assert sorted(calls) == ["available_count", "reserved_blocks"]
+    assert calls.count("num_available") == 1
+    assert calls.count("reserve") == 1
 
 
 def test_copies_take_no_more_than_they_may(
@@ -614,7 +620,7 @@ def test_bookkeeping_that_fails_leaves_nothing_held(
 ) -> None:
     target = engine_of()
     serve(target, PROMPTS[:2], SALTS[:2])
-    slots, calls = target.context.mamba_slot_allocator, []
+    slots, calls = target.context.prefix_cache.slots, []
     real = getattr(slots, method)
 
     def failing(*arguments: Any) -> Any:

@@ -99,9 +99,15 @@ def test_a_stream_closed_by_with_before_its_end_cancels_its_request() -> None:
 
 def test_with_closes_a_stream_whose_body_raises() -> None:
     engine = small_engine()
-    with pytest.raises(KeyError, match="body"), engine.stream(PROMPTS[0], PARAMS) as stream:
-        next(stream)
-        raise KeyError("body")
+    stream = engine.stream(PROMPTS[0], PARAMS)
+
+    def body() -> None:
+        with stream:
+            next(stream)
+            raise KeyError("body")
+
+    with pytest.raises(KeyError, match="body"):
+        body()
     assert stream.finish_reason == "cancelled"
     assert_nothing_runs(engine)
 
