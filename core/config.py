@@ -6,6 +6,7 @@ from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.slot_eviction import EVICTION_POLICIES
 from .validation import INT32_MAX, boolean, instance, integer, one_of, optional_integer, real, set_field
 
+NO_CACHE = "enable_prefix_caching=False"
 MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
 
 
@@ -68,7 +69,7 @@ class InferenceConfig:
                 "because every running request decodes one token a step"
             )
         self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
-        self._check_budget("num_mamba_slots", "prefix_caching_mamba_gb", self.enable_prefix_caching)
+        self._check_state_budget()
         instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
         graphs = optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
         set_field(self, "num_cuda_graphs", graphs)
@@ -81,8 +82,17 @@ class InferenceConfig:
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 
-    def _check_budget(self, count_name: str, gb_name: str, required: bool) -> None:
-        count = optional_integer(count_name, getattr(self, count_name), 0, INT32_MAX)
+    def _check_state_budget(self) -> None:
+        caching = self.enable_prefix_caching
+        try:
+            self._check_budget("num_mamba_slots", "prefix_caching_mamba_gb", caching, minimum=int(caching))
+        except ValueError as error:
+            if caching and not self.num_mamba_slots:  # None or 0: perhaps no cache is meant
+                raise ValueError(f"{error}; to serve without state slots, set {NO_CACHE}") from None
+            raise
+
+    def _check_budget(self, count_name: str, gb_name: str, required: bool, minimum: int = 1) -> None:
+        count = optional_integer(count_name, getattr(self, count_name), minimum, INT32_MAX)
         set_field(self, count_name, count)
         gb = getattr(self, gb_name)
         if gb is not None:

@@ -43,14 +43,14 @@ class PoolSizes:
 def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
     return _Budget(
         "num_kv_blocks", config.num_kv_blocks, "buffer_size_gb", config.buffer_size_gb,
-        spec.kv_block_bytes(config.block_size_tokens), "",
+        spec.kv_block_bytes(config.block_size_tokens),
     )  # fmt: skip
 
 
 def _slot_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
     return _Budget(
         "num_mamba_slots", config.num_mamba_slots, "prefix_caching_mamba_gb", config.prefix_caching_mamba_gb,
-        spec.state_bytes, " (without state slots, set enable_prefix_caching=False)",
+        spec.state_bytes,
     )  # fmt: skip
 
 
@@ -63,8 +63,6 @@ class _Budget:
     gb_name: str
     gb: float | None
     unit_bytes: int
-    advice: str
-    """How to do without these units, for the error message."""
 
     @property
     def affordable(self) -> int:
@@ -80,8 +78,8 @@ class _Budget:
         if self.gb is None:
             if count < 1:
                 raise ValueError(
-                    f"{self.count_name} is {self.count}; accepted: an integer >= 1, on every rank, or "
-                    f"{self.gb_name}{self.advice}"
+                    f"{self.count_name} is {self.count}, but another rank's {self.gb_name} buys none; "
+                    "accepted: what buys one unit on every rank of the model"
                 )
             return count
         if count == _UNLIMITED:

@@ -87,7 +87,7 @@ def another_free_block(engine: Engine) -> None:
 
 
 def another_free_slot(engine: Engine) -> None:
-    engine.context.mamba_slot_allocator._free.reverse()
+    engine.context.prefix_cache.slots.free.reverse()
     serve(engine, range(20, 21))
 
 
@@ -187,7 +187,7 @@ FAULTS: list[tuple[Deed, Deed, str, str]] = [  # of the odd rank, of the others;
         another_plan_of_a_request, nothing_but_a_plain_request,
         r"plan of request .* CheckpointPlan\(.*marks=\(8,\)", r"plan of .* CheckpointPlan\(.*marks=\(\)",
     ),
-    (a_cancelled_request, nothing_but_going_on, r"request \d+ left row", r"chunk of request"),
+    (a_cancelled_request, nothing_but_going_on, r"request \d+ left row", r"step of request"),
     (a_reset_cache, nothing_but, r"KV block \d+ deregistered", r"prompt of request \d+ has 21 tokens"),
     (a_lost_state, nothing_but, r"slot \d+ lost the state of block", r"prompt of request \d+ has 21 tokens"),
     (another_padding, nothing_but, r"step of shape StepShape\(", r"step of shape StepShape\("),
@@ -272,7 +272,7 @@ def test_other_drafts_are_named(world: World, split: str) -> None:
     engine = small_engine(model=world.model(split), num_speculative_tokens=2, make_drafter=Drafter)
     with agreeing(world, engine), pytest.raises(DisagreementError) as caught:
         serve(engine, range(1))
-    check(world, caught.value, 1, r"chunk of request 0 .* drafts \[1, 1\]", r"chunk .* drafts \[0, 0\]")
+    check(world, caught.value, 1, r"step of request 0 .* drafts \[1, 1\]", r"step .* drafts \[0, 0\]")
     engine.context.check_integrity()
 
 

@@ -133,9 +133,9 @@ def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: Wor
         name: list(getattr(shard, name).indices)
         for name in ("mamba_layers", "mamba_heads", "mamba_groups", "attention_layers", "kv_heads")
     }
-    ssm = whole.state_pool.ssm_states[pick["mamba_layers"]][:, :, pick["mamba_heads"]]
-    torch.testing.assert_close(part.state_pool.ssm_states, ssm, rtol=0, atol=TOLERANCE)
-    x, B, C = whole.state_pool.conv_states[pick["mamba_layers"]].split(
+    ssm = whole.memory.state_pool.ssm_states[pick["mamba_layers"]][:, :, pick["mamba_heads"]]
+    torch.testing.assert_close(part.memory.state_pool.ssm_states, ssm, rtol=0, atol=TOLERANCE)
+    x, B, C = whole.memory.state_pool.conv_states[pick["mamba_layers"]].split(
         [config.inner_dim, *[config.mamba_num_groups * config.mamba_state_dim] * 2], dim=2
     )
     conv = torch.cat(
@@ -149,9 +149,9 @@ def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: Wor
         ],
         dim=2,
     )
-    torch.testing.assert_close(part.state_pool.conv_states, conv, rtol=0, atol=TOLERANCE)
-    kv = whole.kv_cache[pick["attention_layers"]][..., pick["kv_heads"], :]
-    torch.testing.assert_close(part.kv_cache, kv, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(part.memory.state_pool.conv_states, conv, rtol=0, atol=TOLERANCE)
+    kv = whole.memory.kv_cache[pick["attention_layers"]][..., pick["kv_heads"], :]
+    torch.testing.assert_close(part.memory.kv_cache, kv, rtol=0, atol=TOLERANCE)
 
 
 # ---- pipeline stages

@@ -590,7 +590,7 @@ def test_a_copy_that_fails_at_one_receiver(
 @pytest.mark.parametrize(("source", "target"), handovers()[:2])
 def test_other_weights(world: World, source: Split, target: Split) -> None:
     parties = Parties(world, source, target)
-    parties.taker.weights_version = "weights 2"
+    parties.taker.set_weights_version("weights 2")
     failures = parties.missed(f"weights {source}", 5.0)
     assert all("weights_version is 'weights 1'; accepted: 'weights 2'" in text for text in failures if text)
     assert failures[0]

@@ -38,13 +38,13 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "hashes": kv.block_hashes.tolist(),
         "blocks": dict(kv.kv_hash_to_block_id),
         "free blocks": list(kv._free),
-        "parents": list(kv._parents),
+        "parents": list(kv.tree.parents),
         "states": slots.block_to_slot.tolist(),
         "state keys": dict(slots.hash_to_block_id),
-        "free slots": list(slots._free),
-        "reserved": dict(slots._reserved),
-        "pins": slots.pins,
-        "order": slots.slots_by_use,
+        "free slots": list(slots.slots.free),
+        "reserved": dict(slots.slots.reserved),
+        "pins": dict(slots.slots.pins),
+        "order": slots.slots.by_use(),
     }
 
 

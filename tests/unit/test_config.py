@@ -26,6 +26,7 @@ def config(**overrides: object) -> ms.InferenceConfig:
         ({"buffer_size_gb": 1.0}, "num_kv_blocks is 16 and buffer_size_gb is 1.0; accepted: one of the two"),
         ({"prefix_caching_mamba_gb": 1.0}, "accepted: one of the two"),
         ({"num_kv_blocks": -1}, "num_kv_blocks is -1"),
+        ({"num_kv_blocks": 0}, "num_kv_blocks is 0; accepted: an integer from 1 to"),
         ({"num_kv_blocks": None, "buffer_size_gb": math.nan}, "buffer_size_gb is nan"),
         ({"num_kv_blocks": None, "buffer_size_gb": math.inf}, "buffer_size_gb is inf"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; accepted: True or False"),
@@ -80,8 +81,8 @@ def test_bad_plans_are_refused(field: str) -> None:
 
 def test_zero_slots_with_prefix_caching_are_refused_and_without_it_fine() -> None:
     model = small_model()
-    with pytest.raises(ValueError, match="num_mamba_slots is 0"):
-        ms.DynamicInferenceEngine(model, config(num_mamba_slots=0))
+    with pytest.raises(ValueError, match=r"num_mamba_slots is 0; accepted: an integer from 1 .*=False$"):
+        config(num_mamba_slots=0)
     ms.DynamicInferenceEngine(model, config(num_mamba_slots=0, enable_prefix_caching=False))
 
 

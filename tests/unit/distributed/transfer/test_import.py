@@ -23,6 +23,8 @@ from mambaslots.distributed import (
 from mambaslots.distributed.transfer import placement, pool_rows
 from mambaslots.distributed.transfer.format import PrefixFormat
 from mambaslots.distributed.transfer.placement import Placement
+from mambaslots.inference.contexts.durable_slots import DurableSlots
+from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from oracle.budget import costly
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, tensors_of
@@ -200,6 +202,12 @@ def test_a_full_engine_gives_way_as_when_computing(source: ms.DynamicInferenceEn
     assert serve(target, PROMPTS[:1], SALTS[:1]) == [48]
 
 
+def resumable_tokens(engine: ms.DynamicInferenceEngine, tokens: list[int]) -> int:
+    chain = PrefixHashChain(engine.config.block_size_tokens)
+    chain.extend_to(tokens)
+    return engine.context.prefix_cache.resumable_tokens(chain)
+
+
 def test_what_is_pinned_or_held_stays(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of(num_kv_blocks=16, num_mamba_slots=4)
     kept = random_tokens(64, 30)
@@ -211,7 +219,7 @@ def test_what_is_pinned_or_held_stays(source: ms.DynamicInferenceEngine) -> None
     report = moved(source, target)
     assert total(report) == expected_counts(source)
     assert report.left_out.blocks > 0
-    assert target.context.resumable_tokens(kept) == 64
+    assert resumable_tokens(target, kept) == 64
     results = run_checked(target)
     assert len(results[running].tokens) == 20
     target.unpin(pin)
@@ -226,7 +234,7 @@ def test_nothing_fits_beside_what_is_pinned(source: ms.DynamicInferenceEngine) -
     before = maps_of(target)
     report = moved(source, target)
     assert report.imported.blocks <= 1
-    assert target.context.resumable_tokens(kept) == 64
+    assert resumable_tokens(target, kept) == 64
     full = engine_of(num_kv_blocks=9, num_mamba_slots=3)
     full.warm(kept)
     full.pin(kept)
@@ -295,15 +303,9 @@ def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
     moved(source, target)
     kv, slots = target.context.kv_block_allocator, target.context.mamba_slot_allocator
     assert slots is not None
-    assert sorted(slots.slots_by_use) == slots.slot_to_block.ge(0).nonzero().flatten().tolist()
+    assert sorted(slots.slots.by_use()) == slots.slot_to_block.ge(0).nonzero().flatten().tolist()
     for block in range(kv.total_count):
-        assert kv.is_registered(block) == (block in kv.kv_hash_to_block_id.values())
-        if not kv.is_registered(block):
-            with pytest.raises(ValueError, match=f"block_id is {block}; accepted: a registered block"):
-                kv.tree.tree.content_of(block)
-    for call in (kv.content_of, kv.is_registered):
-        with pytest.raises(ValueError, match="block_id is 128"):
-            call(128)
+        assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
 
 
 def timestamps(engine: ms.DynamicInferenceEngine, blocks: Any) -> list[int]:
@@ -321,7 +323,7 @@ def test_what_is_known_gives_way_to_nothing_imported() -> None:
     assert (report.known.blocks, report.known.prefixes) == (5, 1)
     assert report.known.states == len(before["state keys"])
     assert before["blocks"].items() <= maps_of(target)["blocks"].items()
-    assert target.context.resumable_tokens([*old, 1]) == 40
+    assert resumable_tokens(target, [*old, 1]) == 40
 
 
 def test_known_states_give_way_to_nothing_imported() -> None:
@@ -334,7 +336,7 @@ def test_known_states_give_way_to_nothing_imported() -> None:
     serve(target, [old], [b""])
     report = moved(source, target)
     assert (report.known.states, report.imported.states) == (held, 0)
-    assert target.context.resumable_tokens([*old, 1]) == 40
+    assert resumable_tokens(target, [*old, 1]) == 40
 
 
 def test_an_import_is_a_use_of_what_is_known() -> None:
@@ -363,19 +365,24 @@ def test_an_import_is_a_use_of_what_is_known() -> None:
 def test_slots_are_counted_and_reserved_once(
     source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not once a state: either looks at all reservations or pins."""
-    target = engine_of()
-    slots, calls = type(target.context.mamba_slot_allocator), []
-    for name in ("available_count", "reserved_blocks"):
-        real = getattr(slots, name).fget
+    """Not once a state: counting looks at all pins, and reserving at all reservations."""
+    target, calls = engine_of(), []
+    count, reserve = DurableSlots.num_available.fget, DurableSlots.reserve
+    assert count is not None
 
-        def counted(self: object, name: str = name, real: Any = real) -> Any:
-            calls.append(name)
-            return real(self)
+    def counted(self: DurableSlots) -> int:
+        calls.append("num_available")
+        return count(self)
 
-        monkeypatch.setattr(slots, name, property(counted))
+    def reserved(self: DurableSlots, blocks: list[int]) -> list[int]:
+        calls.append("reserve")
+        return reserve(self, blocks)
+
+    monkeypatch.setattr(DurableSlots, "num_available", property(counted))
+    monkeypatch.setattr(DurableSlots, "reserve", reserved)
     assert import_prefixes(target, export_prefixes(source)).imported.states > 2
-    assert sorted(calls) == ["available_count", "reserved_blocks"]
+    assert calls.count("num_available") == 1
+    assert calls.count("reserve") == 1
 
 
 def test_copies_take_no_more_than_they_may(
@@ -413,7 +420,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     assert slots is not None
     stateless = [block for block in kv.kv_hash_to_block_id.values() if not slots.has_state(block)]
     if not stateless:
-        stateless = [slots.slot_to_block.tolist()[slots.slots_by_use[0]]]
+        stateless = [slots.slot_to_block.tolist()[slots.slots.by_use()[0]]]
         assert slots.drop_state(stateless[0])
     before = export_prefixes(source)
     slots.allocate_slots_batch(stateless[:1])
@@ -614,7 +621,7 @@ def test_bookkeeping_that_fails_leaves_nothing_held(
 ) -> None:
     target = engine_of()
     serve(target, PROMPTS[:2], SALTS[:2])
-    slots, calls = target.context.mamba_slot_allocator, []
+    slots, calls = target.context.prefix_cache.slots, []
     real = getattr(slots, method)
 
     def failing(*arguments: Any) -> Any:

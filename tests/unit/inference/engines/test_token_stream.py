@@ -1,0 +1,229 @@
+"""Streams: `for`, `async for` and `with`, and what becomes of the request when a stream ends early."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+import mambaslots as ms
+import pytest
+from mambaslots.inference.engines.token_stream import StreamFeed
+from oracle.serving import random_tokens, small_engine
+
+PROMPTS = [random_tokens(20, seed=1), random_tokens(33, seed=2)]
+LENGTH = 6
+PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True)
+
+
+def expected(prompts: list[list[int]] = PROMPTS) -> list[ms.RequestResult]:
+    return small_engine().generate(prompts, PARAMS)
+
+
+def assert_nothing_runs(engine: ms.DynamicInferenceEngine) -> None:
+    stats = engine.stats()
+    assert not engine.has_unfinished_requests()
+    assert (stats.num_running, stats.num_waiting, stats.num_paused) == (0, 0, 0)
+    assert stats.cache.num_held_kv_blocks == 0
+    engine.check_integrity()
+
+
+# ---- for
+
+
+def test_the_tokens_of_a_stream_are_those_of_generate() -> None:
+    engine = small_engine()
+    arrived = list(engine.stream(PROMPTS[0], PARAMS))
+    (whole,) = expected(PROMPTS[:1])
+    assert [token.token for token in arrived] == whole.tokens
+    assert [token.log_prob for token in arrived] == whole.log_probs
+    assert_nothing_runs(engine)
+
+
+def test_a_stream_has_its_result_and_its_reason_once_it_ends() -> None:
+    engine = small_engine()
+    first = engine.add_request(PROMPTS[1], PARAMS)
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    assert stream.request_id == first + 1
+    assert (stream.result, stream.finish_reason) == (None, None)
+    next(stream)
+    assert (stream.result, stream.finish_reason) == (None, None)
+    tokens = [token.token for token in stream]
+    assert stream.result is not None
+    assert stream.result.request_id == stream.request_id
+    assert stream.result.tokens[1:] == tokens
+    assert stream.finish_reason == stream.result.finish_reason == "length"
+    assert list(stream) == []
+
+
+def test_a_stream_says_that_a_stop_token_ended_it() -> None:
+    (whole,) = expected(PROMPTS[:1])
+    stop = whole.tokens[3]
+    params = ms.SamplingParams(num_tokens_to_generate=LENGTH, stop_token_ids=(stop,))
+    engine = small_engine()
+    stream = engine.stream(PROMPTS[0], params)
+    tokens = [token.token for token in stream]
+    (generated,) = small_engine().generate(PROMPTS[:1], params)
+    assert tokens == generated.tokens
+    assert stream.finish_reason == generated.finish_reason == "stop"
+
+
+def test_a_result_of_a_stream_is_not_claimed_elsewhere() -> None:
+    engine = small_engine()
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    assert len(list(stream)) == LENGTH
+    assert engine.take_result(stream.request_id) is None
+    assert stream.result is not None
+
+
+def test_steps_of_others_bring_a_stream_its_tokens() -> None:
+    engine = small_engine()
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    engine.generate([PROMPTS[1]], ms.SamplingParams(num_tokens_to_generate=2 * LENGTH))
+    assert stream.finish_reason == "length"
+    assert_nothing_runs(engine)
+    assert [token.token for token in stream] == expected()[0].tokens
+
+
+# ---- with
+
+
+def test_a_stream_closed_by_with_before_its_end_cancels_its_request() -> None:
+    engine = small_engine()
+    with engine.stream(PROMPTS[0], PARAMS) as stream:
+        first = next(stream)
+    assert_nothing_runs(engine)
+    assert stream.finish_reason == "cancelled"
+    assert stream.result is not None
+    assert stream.result.tokens == [first.token]
+    assert list(stream) == []
+
+
+def test_with_closes_a_stream_whose_body_raises() -> None:
+    engine = small_engine()
+    stream = engine.stream(PROMPTS[0], PARAMS)
+
+    def body() -> None:
+        with stream:
+            next(stream)
+            raise KeyError("body")
+
+    with pytest.raises(KeyError, match="body"):
+        body()
+    assert stream.finish_reason == "cancelled"
+    assert_nothing_runs(engine)
+
+
+def test_with_leaves_the_result_of_a_stream_that_ended() -> None:
+    engine = small_engine()
+    with engine.stream(PROMPTS[0], PARAMS) as stream:
+        tokens = [token.token for token in stream]
+    assert stream.finish_reason == "length"
+    assert stream.result is not None
+    assert stream.result.tokens == tokens == expected()[0].tokens
+    stream.close()
+    assert stream.finish_reason == "length"
+
+
+# ---- async for
+
+
+def test_two_concurrent_async_streams_advance_each_other() -> None:
+    engine = small_engine()
+    num_steps, order = 0, []
+    make_step = engine.step
+
+    def counted_step() -> ms.StepReport:
+        nonlocal num_steps
+        num_steps += 1
+        return make_step()
+
+    async def collect(prompt: list[int]) -> list[int]:
+        tokens = []
+        async for token in engine.stream(prompt, PARAMS):
+            tokens.append(token.token)
+            order.append(prompt[0])
+        return tokens
+
+    async def serve() -> list[list[int]]:
+        return await asyncio.gather(*map(collect, PROMPTS))
+
+    engine.step = counted_step  # type: ignore[method-assign]
+    assert asyncio.run(serve()) == [result.tokens for result in expected()]
+    assert num_steps <= LENGTH + 1, "one stream was served after the other"
+    assert len(set(order[:LENGTH])) == 2, "the streams did not take turns"
+    engine.step = make_step  # type: ignore[method-assign]
+    assert_nothing_runs(engine)
+
+
+def test_other_tasks_run_between_the_tokens_of_an_async_stream() -> None:
+    engine, turns = small_engine(), []
+
+    async def tick() -> None:
+        while len(turns) < 100:
+            turns.append(engine.stats().cache.num_states_committed)
+            await asyncio.sleep(0)
+
+    async def collect() -> int:
+        ticking = asyncio.create_task(tick())
+        async for _ in engine.stream(PROMPTS[0], PARAMS):
+            pass
+        ticking.cancel()
+        return len(turns)
+
+    assert LENGTH <= asyncio.run(collect()) < 100
+
+
+def test_an_async_stream_left_early_cancels_its_request() -> None:
+    engine = small_engine()
+
+    async def first_token() -> ms.TokenStream:
+        with engine.stream(PROMPTS[0], PARAMS) as stream:
+            async for _ in stream:
+                break
+        return stream
+
+    assert asyncio.run(first_token()).finish_reason == "cancelled"
+    assert_nothing_runs(engine)
+
+
+# ---- letting go
+
+
+def test_letting_go_of_a_stream_cancels_its_request() -> None:
+    engine = small_engine()
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    next(stream)
+    del stream
+    gc.collect()
+    assert_nothing_runs(engine)
+
+
+def test_letting_go_of_a_stream_of_a_split_model_cancels_nothing_and_closing_does() -> None:
+    """Ranks collect garbage at different times, so collection must not change what a rank serves."""
+    engine = small_engine()
+    engine._is_split = True
+    let_go, closed = engine.stream(PROMPTS[0], PARAMS), engine.stream(PROMPTS[1], PARAMS)
+    next(let_go)
+    request_id = let_go.request_id
+    del let_go
+    gc.collect()
+    closed.close()
+    assert closed.finish_reason == "cancelled"
+    assert engine.stats().num_running == 1
+    (result,) = [result for _ in range(LENGTH) for result in engine.step().finished]
+    assert (result.request_id, result.finish_reason) == (request_id, "length")
+    assert result.tokens == expected()[0].tokens
+    assert_nothing_runs(engine)
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_stream_of_its_own_cancels_when_let_go_of_only_where_it_may(cancels: bool) -> None:
+    calls: list[str] = []
+
+    def note(call: str) -> Callable[[], None]:
+        return lambda: calls.append(call)
+
+    stream = ms.TokenStream(7, StreamFeed(), note("advance"), note("cancel"), cancels)
+    assert stream.request_id == 7
+    del stream
+    gc.collect()
+    assert calls == (["cancel"] if cancels else [])

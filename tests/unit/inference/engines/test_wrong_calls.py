@@ -1,0 +1,192 @@
+"""What an engine says to calls that newcomers get wrong: the whole sentence, and what to pass instead."""
+
+import re
+import threading
+from typing import Any
+
+import mambaslots as ms
+import pytest
+import torch
+from oracle.serving import random_tokens, small_engine
+
+ONE = ms.SamplingParams(num_tokens_to_generate=1)
+BLOCK = 8
+PROMPTS = [random_tokens(20, seed=1), random_tokens(20, seed=2)]
+EVERY_BLOCK = ms.CheckpointPlan.every_block(BLOCK)
+CONFIG: dict[str, Any] = {"num_kv_blocks": 64, "num_mamba_slots": 8}
+INTEGER = "an integer from 1 to 2147483647"
+NO_CACHE = "; to serve without state slots, set enable_prefix_caching=False"
+
+
+@pytest.fixture(scope="module")
+def engine() -> ms.DynamicInferenceEngine:
+    """One for all tests: no call that is refused changes it."""
+    return small_engine(max_requests=2)
+
+
+def says(sentence: str) -> str:
+    return f"^{re.escape(sentence)}$"
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        (
+            "text",
+            "prompts is 'text'; accepted: a list of prompts, each a list of token ids: tokenize text first",
+        ),
+        (
+            [1, 2, 3],
+            "prompts is a list of 3 token ids; accepted: a list of prompts: pass [prompt] for one",
+        ),
+        (
+            torch.tensor([1, 2, 3]),
+            "prompts is a 1-D tensor; accepted: a list of prompts: pass [prompt] for one",
+        ),
+        (5, "prompts is 5; accepted: a list of prompts"),
+        (["text"], "prompt is 'text'; accepted: a list of token ids: tokenize text first"),
+        ([[]], "prompt is empty; accepted: at least one token"),
+    ],
+    ids=["text", "a flat list", "a 1-D tensor", "a number", "a list of texts", "an empty prompt"],
+)
+def test_generate_is_given_no_list_of_prompts(
+    engine: ms.DynamicInferenceEngine, prompts: Any, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=says(sentence)):
+        engine.generate(prompts, ONE)
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("call", ["add_request", "stream"])
+def test_one_request_is_given_a_text(engine: ms.DynamicInferenceEngine, call: str) -> None:
+    sentence = "prompt is 'text'; accepted: a list of token ids: tokenize text first"
+    with pytest.raises(ValueError, match=says(sentence)):
+        getattr(engine, call)("text")
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("call", ["warm", "pin"])
+def test_a_prefix_is_a_text(engine: ms.DynamicInferenceEngine, call: str) -> None:
+    sentence = "tokens is 'text'; accepted: a list of token ids: tokenize text first"
+    with pytest.raises(ValueError, match=says(sentence)):
+        getattr(engine, call)("text")
+
+
+def test_prompts_may_be_the_rows_of_a_tensor(engine: ms.DynamicInferenceEngine) -> None:
+    rows = engine.generate(torch.tensor(PROMPTS), ONE)  # type: ignore[arg-type]
+    assert [result.tokens for result in rows] == [
+        result.tokens for result in small_engine().generate(PROMPTS, ONE)
+    ]
+
+
+# ---- one for all, or one a prompt
+
+
+def test_a_checkpoint_plan_is_one_for_all_or_one_a_prompt() -> None:
+    def committed(plan: Any) -> int:
+        engine = small_engine()
+        engine.generate(PROMPTS, ONE, checkpoint_plan=plan)
+        return engine.stats().cache.num_states_committed
+
+    usual, every = committed(None), committed(EVERY_BLOCK)
+    assert usual < every
+    assert committed([None, None]) == usual
+    assert committed([EVERY_BLOCK, EVERY_BLOCK]) == committed((EVERY_BLOCK, EVERY_BLOCK)) == every
+    assert usual < committed([EVERY_BLOCK, None]) < every
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("sampling_params", ONE), ("cache_salt", "tenant"), ("checkpoint_plan", EVERY_BLOCK)]
+)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_list_of_the_wrong_length_is_refused(
+    engine: ms.DynamicInferenceEngine, name: str, value: Any, count: int
+) -> None:
+    sentence = f"{name} has {count} entries; accepted: one for all, or 2, one a prompt"
+    with pytest.raises(ValueError, match=says(sentence)):
+        engine.generate(PROMPTS, **{name: [value] * count})
+    assert not engine.has_unfinished_requests()
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"num_kv_blocks": 0}, f"num_kv_blocks is 0; accepted: {INTEGER}"),
+        ({"num_kv_blocks": "512"}, f"num_kv_blocks is '512'; accepted: {INTEGER}"),
+        ({"num_mamba_slots": "64"}, f"num_mamba_slots is '64'; accepted: {INTEGER}"),
+        ({"num_mamba_slots": 0}, f"num_mamba_slots is 0; accepted: {INTEGER}{NO_CACHE}"),
+        (
+            {"num_mamba_slots": None},
+            "num_mamba_slots is None and prefix_caching_mamba_gb is None; accepted: one of the two "
+            f"set{NO_CACHE}",
+        ),
+        (
+            {"num_kv_blocks": None},
+            "num_kv_blocks is None and buffer_size_gb is None; accepted: one of the two set",
+        ),
+        (
+            {"buffer_size_gb": 1.0},
+            "num_kv_blocks is 64 and buffer_size_gb is 1.0; accepted: one of the two",
+        ),
+    ],
+)
+def test_a_pool_of_no_size_is_refused(sizes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=says(sentence)):
+        ms.InferenceConfig(**CONFIG | sizes)
+
+
+def test_without_prefix_caching_no_state_slots_are_needed() -> None:
+    for slots in (None, 0):
+        assert not ms.InferenceConfig(
+            num_kv_blocks=64, num_mamba_slots=slots, enable_prefix_caching=False
+        ).enable_prefix_caching
+
+
+# ---- threads
+
+
+def test_a_call_from_another_thread_during_a_step_says_so() -> None:
+    engine = small_engine()
+    model, errors = engine.model, []
+
+    def call_from_another_thread() -> None:
+        try:
+            engine.cancel(0)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def model_that_is_interrupted(inputs: ms.StepInputs) -> torch.Tensor:
+        thread = threading.Thread(target=call_from_another_thread)
+        thread.start()
+        thread.join()
+        return model(inputs)
+
+    engine.model = model_that_is_interrupted  # type: ignore[assignment]
+    (result,) = engine.generate(PROMPTS[:1], ONE)
+    assert errors == [
+        "cancel is called from one thread while another thread is in a step of the same engine; one thread "
+        "at a time calls an engine"
+    ]
+    assert result.finish_reason == "length"
+
+
+def test_a_call_from_inside_a_step_says_so() -> None:
+    engine = small_engine()
+    model = engine.model
+
+    def model_that_calls(inputs: ms.StepInputs) -> torch.Tensor:
+        with pytest.raises(
+            RuntimeError,
+            match=says("cancel is called from inside a step of the same engine; call it between steps"),
+        ):
+            engine.cancel(0)
+        return model(inputs)
+
+    engine.model = model_that_calls  # type: ignore[assignment]
+    engine.generate(PROMPTS[:1], ONE)
