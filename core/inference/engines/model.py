@@ -12,14 +12,14 @@ class Model(Protocol):
     """A hybrid model: any callable object with a `state_spec`."""
 
     def state_spec(self) -> HybridStateSpec:
-        """What one sequence costs in cache: the shapes that a context allocates by."""
+        """What a context allocates for this model."""
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Compute one step.
 
-        Reads the states at `inputs.state_sources`, and writes new ones at the destinations that `inputs`
-        names, keys and values at `inputs.kv_write_positions`, and nothing else.
+        Reads the states at `inputs.state_sources`. Writes new states at the destinations that `inputs` names,
+        and keys and values at `inputs.kv_write_positions`. Writes nothing else.
 
         Returns:
-            Logits [len(inputs.logit_tokens), vocabulary] of floating point.
+            Floating-point logits [len(inputs.logit_tokens), vocabulary].
         """
