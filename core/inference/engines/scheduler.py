@@ -46,8 +46,10 @@ class Scheduler:
         self._context.release(request)  # last: an observer of freed blocks may raise
 
     def preempt(self, request: DynamicInferenceRequest) -> None:
-        """Release a running request's memory. The request waits at the head of the queue, and resumes from
-        there."""
+        """Release a running request's memory, and put the request at the head of the queue.
+
+        The request will restart from its deepest cached state.
+        """
         self._leave_queue(request)
         self.waiting.appendleft(request)
         self._context.release(request)
