@@ -18,8 +18,9 @@ from .hybrid_config import HybridConfig
 
 
 class HybridLM(nn.Module):
-    """A token embedding, pre-norm residual layers in the order of `config.pattern`, a norm, an untied LM
-    head.
+    """A token embedding, residual layers in the order of `config.pattern`, a norm and an untied LM head.
+
+    Each layer normalises its input.
 
     The weights are random, and need no gradients. They depend on `seed` and on the kind of `device` alone.
     The weights are drawn in float64 and rounded to `config.dtype`. Their scale makes the caches matter: the
@@ -334,8 +335,7 @@ class _Weights:
     def normal(
         self, *shape: int, std: float, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
     ) -> nn.Parameter:
-        """Normal numbers of this shape. `rows` and `columns` are the ones to keep; rows beyond the end are
-        zeros."""
+        """Normal numbers of this shape. Only `rows` and `columns` are kept; rows beyond the end are zeros."""
         drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device=self._device)
         for dim, indices in ((0, rows), (1, columns)):
             if indices is not None and len(indices) < shape[dim]:

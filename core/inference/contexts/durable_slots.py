@@ -182,8 +182,7 @@ class DurableSlots:
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
-        """Commit a slot, without a hash, for each block. A block that has a slot or comes twice keeps one
-        slot.
+        """Commit a slot, without a hash, for each block; a block with a slot, or named twice, keeps one slot.
 
         Raises:
             ValueError: a block has a reservation; nothing is changed.

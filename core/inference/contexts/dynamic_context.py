@@ -248,9 +248,8 @@ class DynamicInferenceContext:
 
         Args:
             num_accepted: request id -> how many tokens of the request's step are right. Called for each
-                request with drafts. The right tokens must be among the request's tokens when the call
-                returns.
-                KV and states of wrong drafts are ignored.
+                request with drafts; when the call returns, the right tokens must be among the request's
+                tokens. KV and states of wrong drafts are ignored.
         """
         late = self._verify(num_accepted) if any(step.drafts for step in self._steps) else []
         self._states.scatter(self._steps, late)

@@ -25,8 +25,7 @@ class StepObserver(Protocol):
     """Is called with each step of a context. An error that an observer raises fails the step."""
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
-        """The slots of these steps, in row order, are reserved and `inputs` are built; no forward is
-        launched."""
+        """All slots are reserved and `inputs` are built for `steps`, in row order; no forward is launched."""
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         """The steps' states are committed and their requests advanced; wrong drafts are cut off."""

@@ -330,8 +330,7 @@ class DynamicInferenceEngine:
         cache_salt: Salt = None,
         checkpoint_plan: CheckpointPlan | None = None,
     ) -> TokenStream:
-        """Queue a prompt now and return an iterator over its tokens. The arguments are those of
-        `add_request`.
+        """Queue a prompt and return an iterator over its tokens; the arguments are those of `add_request`.
 
         Asking for a token advances all requests until this one has a token. Closing a stream before its end
         cancels the request. Dropping the last reference to a stream also cancels the request, except on a

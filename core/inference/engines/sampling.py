@@ -220,8 +220,7 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _in_parts(probabilities: Tensor) -> Tensor:
-    """Probabilities in units of 2 ** -53. A GPU's sums of floats vary with their order, sums of integers do
-    not."""
+    """Probabilities in units of 2 ** -53. A GPU's sum of integers, unlike floats, depends on no order."""
     return (probabilities.double() * _WHOLE).long()
 
 
