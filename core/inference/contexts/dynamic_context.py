@@ -293,7 +293,8 @@ class DynamicInferenceContext:
     def abort_step(self) -> None:
         """Undo a step whose forward failed or did not happen; nothing that the forward wrote is used.
 
-        Every request of the step is released. When scheduled again, it restarts from its last cached state.
+        Every request of the step is released. A request that is scheduled again restarts from its last cached
+        state.
         """
         aborted, self._steps = self._steps, ()
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed

@@ -236,7 +236,7 @@ class IntermediateStates:
         return dict(zip(chosen, reserved, strict=True))
 
     def commit(self) -> None:
-        """Reserve slots, copy the states and commit them. A state without a slot is lost, without an error."""
+        """Reserve slots, copy the states and commit them. A state without a slot is lost without an error."""
         try:
             sources = self.sources()
             if sources:

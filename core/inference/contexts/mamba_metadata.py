@@ -23,7 +23,7 @@ _MOVED = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import a moved name at its first use; this module must not import `vllm` when it is loaded."""
+    """Import a moved name at its first use; this module must not import `mambaslots.vllm` at load time."""
     if name in _MOVED:
         return getattr(import_module("...vllm.chunk_metadata", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
