@@ -180,10 +180,7 @@ class DynamicInferenceContext:
         """Extend a scheduled decode with drafts, which the same step verifies.
 
         Takes the first of `tokens`: at most `step.max_drafts(...)`, and only as many as there are unheld KV
-        blocks for.
-
-        Returns:
-            The step to use in place of `step`; `step` itself where no draft is taken.
+        blocks for. Returns the step to use in place of `step`, or `step` itself where no draft is taken.
         """
         self._check_between_steps("draft")
         self._check_step(step)
@@ -323,9 +320,7 @@ class DynamicInferenceContext:
         """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more.
 
         A state that a request has only in a durable slot is copied to the request's live slot first.
-
-        Raises:
-            RuntimeError: a step is under way.
+        RuntimeError during a step.
         """
         self._check_between_steps("reset_prefix_cache")
         for holding in self._rows.holdings:

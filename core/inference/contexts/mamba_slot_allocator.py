@@ -489,7 +489,7 @@ class MambaSlotAllocator:
     def transfer_intermediate_to_gpu(
         self, prefill_start: int, prefill_count: int
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copy `prefill_count` rows of offsets and counts, from `prefill_start` on, to fixed device tensors."""
+        """Copy `prefill_count` rows of offsets and counts, from `prefill_start` on, to the device tensors."""
         return self.intermediate.transfer(prefill_start, prefill_count)
 
     def commit_intermediate_states(self) -> None:
