@@ -12,30 +12,32 @@ MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """Sizes and switches of a `DynamicInferenceContext`. Lengths are tokens.
+    """Sizes and switches of a `DynamicInferenceContext`. Lengths are counted in tokens.
 
     Attributes:
         block_size_tokens: tokens of one KV block; with prefix caching a multiple of the SSD chunk.
-        max_requests: requests that run at once (rows, and live state slots).
-        max_tokens: tokens computed in one step; at least `max_requests` and one block.
+        max_requests: requests that run at once: rows of a step, and owners of live state slots.
+        max_tokens: tokens computed in one step; at least `max_requests`, and at least one block.
         max_sequence_length: longest prompt plus answer.
-        num_kv_blocks or buffer_size_gb: the KV pool, as a count or in GB (2**30 bytes), never both.
-        num_mamba_slots or prefix_caching_mamba_gb: the durable state pool, likewise. Needed with prefix
-            caching.
-        enable_prefix_caching: match prompts with what was computed before, and keep what is computed.
-        enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit one.
+        num_kv_blocks, buffer_size_gb: size of the KV pool, as a number of blocks or in GB (2**30 bytes).
+            Exactly one of the two is set.
+        num_mamba_slots, prefix_caching_mamba_gb: size of the durable state pool, as a number of slots or in
+            GB. Exactly one of the two is set with prefix caching, at most one without.
+        enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
+        enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
+            step.
         prefix_caching_eviction_policy: "lru" keeps unreferenced blocks until their memory is needed;
-            "ref_zero" drops a block, and its state, with its last user.
-        checkpoint_plan: which states are taken; a request may bring its own.
-        num_cuda_graphs: most CUDA graphs to capture of decode steps, and most of steps with prefills; None
+            "ref_zero" drops a block and its state when the block's last user leaves.
+        checkpoint_plan: which states are cached; a request may bring its own plan.
+        num_cuda_graphs: maximum number of CUDA graphs of decode steps, and again of steps with prefills; None
             captures none. Without effect on a CPU, and with float64 weights, whose kernels synchronise.
         use_cuda_graphs_for_non_decode_steps: also capture steps with prefills.
-        cuda_graph_max_tokens: most prefill tokens, padding included, of a step that is captured.
-        num_speculative_tokens: most tokens that a decoding request drafts ahead in one step, to be verified
-            in it; 0 drafts none. Each takes one more live state a request.
+        cuda_graph_max_tokens: maximum number of prefill tokens, padding included, of a captured step.
+        num_speculative_tokens: maximum number of tokens that a decoding request drafts in one step; the same
+            step verifies them. 0 drafts none. Each drafted token takes one more live state slot per request.
         poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
             nobody may read are filled with NaN, and a step whose logits are NaN raises RuntimeError. Costs a
-            pass over the free memory and a synchronisation a step; works with CUDA graphs.
+            pass over the free memory and a synchronisation per step; works with CUDA graphs.
     """
 
     block_size_tokens: int = 256

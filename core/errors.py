@@ -4,7 +4,7 @@ from .validation import shown
 
 
 class _CapacityError(RuntimeError):
-    """Something countable ran out; nothing was changed by the call that raised."""
+    """A pool or the rows ran out. The call that raised has changed nothing."""
 
     what = "units"
 
@@ -15,18 +15,18 @@ class _CapacityError(RuntimeError):
 
 
 class MambaSlotCapacityError(_CapacityError):
-    """Fewer durable slots can be freed than the call needs: the rest are reserved or pinned."""
+    """Fewer durable slots can be freed than the call needs: the others are reserved or pinned."""
 
     what = "Mamba state slots"
 
 
 class KVBlockCapacityError(_CapacityError):
-    """Fewer KV blocks can be freed than the call needs: the rest are in use."""
+    """Fewer KV blocks can be freed than the call needs: the others are in use."""
 
     what = "KV blocks"
 
 
 class RequestOverflowError(_CapacityError):
-    """More requests are to run at once than there are rows."""
+    """More requests would run at once than there are rows."""
 
     what = "request rows"

@@ -20,9 +20,10 @@ class Part:
 
     @classmethod
     def of_rank(cls, total: int, rank: int, size: int) -> "Part":
-        """Rank `rank`'s of `size` equal parts; where there are more ranks than units, several hold one.
+        """The part of rank `rank` where `size` ranks split `total` units equally.
 
-        `total` is a multiple of `size`, or `size` one of `total`.
+        `total` must be a multiple of `size`, or `size` a multiple of `total`. In the second case several
+        ranks hold the same unit.
         """
         start = total * rank // size
         return cls(start, start + max(1, total // size), total)
@@ -40,8 +41,8 @@ class Part:
 class ModelShard:
     """The layers and heads whose states and KV one rank of a split model holds.
 
-    A rank's Mamba heads lie within its groups: where there are more ranks than groups (of heads that share B
-    and C) or KV heads, several ranks hold the same ones.
+    A rank holds the groups of its Mamba heads; the heads of a group share B and C. Where there are more ranks
+    than groups or KV heads, several ranks hold the same group or KV head.
     """
 
     mamba_layers: Part

@@ -1,4 +1,4 @@
-"""The process groups that a model is split over, and what its ranks tell each other."""
+"""The process groups that a model is split over, and the collectives of its ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,15 @@ from .validation import shown
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Megatron's two ways to split a model; None, or a group of one rank, does not split.
+    """Megatron's two ways to split a model. None, or a group of one rank, does not split.
 
-    Every rank of both groups makes the same calls in the same order. Collectives run on the groups' own
-    backend: gloo for CPU tensors, nccl for CUDA ones, where they are launched and waited for by the stream.
+    All ranks of both groups make the same calls in the same order. Collectives run on the groups' own
+    backend: gloo for CPU tensors, nccl for CUDA tensors. With nccl the current stream waits for a collective,
+    and the CPU does not.
 
     Attributes:
-        tensor: the ranks that hold parts of the same layers, by heads.
-        pipeline: the ranks, in order, that hold the same parts of consecutive layers.
+        tensor: the ranks that share the same layers and split the heads of these layers.
+        pipeline: the ranks that hold consecutive layers, in the order of the layers.
     """
 
     tensor: ProcessGroup | None = None
@@ -59,7 +60,7 @@ class ParallelGroups:
 
     @property
     def rank(self) -> int:
-        """This rank among all of the model's, stage by stage."""
+        """This rank's number among all ranks of the model, counted stage by stage."""
         return self.pipeline_rank * self.tensor_size + self.tensor_rank
 
     @property
@@ -79,13 +80,13 @@ class ParallelGroups:
         return self.pipeline_rank == self.pipeline_size - 1
 
     def sum_partials(self, partial: Tensor) -> Tensor:
-        """The sum over the tensor group, the same bits on each rank; `partial` is overwritten."""
+        """Sum `partial` over the tensor group, in place; every rank gets the same bits."""
         if self.tensor_size > 1:
             dist.all_reduce(partial, group=self.tensor)
         return partial
 
     def gather_columns(self, columns: Tensor) -> Tensor:
-        """[..., n] of each rank of the tensor group -> [..., ranks x n] on all of them."""
+        """Concatenate the tensor group's `columns` [..., n] to [..., ranks x n], on every rank."""
         if self.tensor_size == 1:
             return columns
         columns = columns.contiguous()
@@ -94,7 +95,7 @@ class ParallelGroups:
         return torch.cat(parts, dim=-1)
 
     def receive_from_previous_stage(self, hidden: Tensor) -> Tensor:
-        """Fills `hidden` with what the stage before sends."""
+        """Fill `hidden` with what the previous stage sends; returns `hidden`."""
         dist.recv(hidden, group=self.pipeline, group_src=self.pipeline_rank - 1)
         return hidden
 
@@ -102,26 +103,33 @@ class ParallelGroups:
         dist.send(hidden.contiguous(), group=self.pipeline, group_dst=self.pipeline_rank + 1)
 
     def share_from_last_stage(self, values: Tensor) -> Tensor:
-        """The last stage's `values`, on every stage; on the others overwrites what they pass."""
+        """The last stage's `values`, on every stage. Overwrites the `values` of the other stages."""
         if self.pipeline_size > 1:
             dist.broadcast(values, group=self.pipeline, group_src=self.pipeline_size - 1)
         return values
 
     def gather(self, value: Any, device: torch.device | None = None) -> list[Any]:
-        """What each rank passes, a small value that pickles, in order of `rank`, on all; synchronises.
+        """The `value` of every rank, in the order of `rank`, on every rank. Synchronises.
 
-        `device`: the groups', from which nccl sends; None: the current one.
+        Args:
+            value: a small object that can be pickled.
+            device: the device from which nccl sends; None for the current one.
         """
         values = [value]
         with on_device_of(device):
             for group in self._split_groups():
                 parts: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(parts, values, group=group)
-                values = [each for part in parts for each in part]
+                values = [entry for part in parts for entry in part]
         return values
 
     def least(self, count: int, device: torch.device) -> int:
-        """The smallest `count` (< 2**63) of all ranks of both groups; synchronises. `device`: the groups'."""
+        """The smallest `count` of all ranks of both groups. Synchronises.
+
+        Args:
+            count: less than 2**63.
+            device: the device of the groups' tensors.
+        """
         if not self.is_split:
             return count
         smallest = torch.tensor([count], dtype=torch.int64, device=device)

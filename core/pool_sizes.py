@@ -8,25 +8,25 @@ from .validation import INT32_MAX
 
 GIGABYTE = 1 << 30
 _UNLIMITED = INT32_MAX + 2
-"""A stage whose units cost nothing can afford any number; the minimum over the ranks counts."""
+"""What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
 
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Units of the two pools, the same on every rank of a model."""
+    """Units of the two pools, equal on all ranks of a model."""
 
     num_kv_blocks: int
     num_mamba_slots: int
 
     @classmethod
     def of(cls, config: InferenceConfig, spec: HybridStateSpec) -> "PoolSizes":
-        """What every rank of the model can afford.
+        """The largest pools that every rank of the model can afford.
 
-        A collective: all ranks of `spec.groups` make this call; it synchronises with them.
+        A collective: all ranks of `spec.groups` make this call. Synchronises the ranks.
 
         Raises:
-            ValueError: a budget buys no unit on some rank, or more than can be numbered, or the ranks differ
-                in `enable_prefix_caching`; the same error on all ranks.
+            ValueError: a budget buys no unit on some rank, or more units than int32 can number, or the ranks
+                differ in `enable_prefix_caching`. All ranks raise the same error.
         """
         kv, slots = _kv_budget(config, spec), _slot_budget(config, spec)
         caching = config.enable_prefix_caching
@@ -56,7 +56,7 @@ def _slot_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
 
 @dataclass(frozen=True)
 class _Budget:
-    """A number of units of `unit_bytes` bytes on this rank: a count, or what so many GB buy."""
+    """The size of one pool on this rank: a count of units, or GB; a unit has `unit_bytes` bytes."""
 
     count_name: str
     count: int | None
@@ -66,7 +66,7 @@ class _Budget:
 
     @property
     def affordable(self) -> int:
-        """Units that the budget buys here, at most INT32_MAX + 1; _UNLIMITED where they cost nothing."""
+        """Units that this rank can pay for, at most INT32_MAX + 1; _UNLIMITED where a unit has no bytes."""
         if self.gb is None:
             return self.count or 0
         if self.unit_bytes == 0:
@@ -74,7 +74,7 @@ class _Budget:
         return int(min(self.gb * GIGABYTE, (INT32_MAX + 1) * self.unit_bytes)) // self.unit_bytes
 
     def checked(self, count: int) -> int:
-        """`count`, which the poorest rank can afford, or a ValueError where it is no size of a pool."""
+        """`count`, the minimum over the ranks; a ValueError where a pool cannot have this size."""
         if self.gb is None:
             if count < 1:
                 raise ValueError(

@@ -10,18 +10,18 @@ class SamplingParams:
     """How one request's tokens are chosen. Without temperature, top_k and top_p decoding is greedy.
 
     Attributes:
-        num_tokens_to_generate: most tokens to generate, >= 1.
+        num_tokens_to_generate: maximum number of tokens to generate, >= 1.
         temperature: divides the logits; 0 or None is greedy (None with top_k or top_p means 1).
         top_k: keep the k most likely tokens; None or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; None keeps all.
-        seed: of this request's random numbers. Token i depends on the seed, i and the distribution only,
-            not on the batch, on pauses or on restarts.
-        termination_id: token that ends the answer (and is its last token); None or -1 for none.
-        stop_token_ids: more of the same.
-        return_log_probs: one log-prob a generated token, of the model's own distribution (before
+        seed: seed of this request's random numbers. Token i depends on the seed, on i and on the distribution
+            only; the batch, pauses and restarts change nothing.
+        termination_id: token that ends the answer, as its last token; None or -1 for no such token.
+        stop_token_ids: more tokens that end the answer.
+        return_log_probs: return one log-prob per generated token, under the model's own distribution (before
             temperature, top_k and top_p).
-        skip_prompt_log_probs: False also returns the log-probs of prompt tokens 1 .. N-1; every prompt
-            token is then computed, so the request resumes from no cached state.
+        skip_prompt_log_probs: False also returns the log-probs of prompt tokens 1 .. N-1. Every prompt token
+            is then computed, so that the request resumes from no cached state.
     """
 
     num_tokens_to_generate: int = 16
@@ -52,6 +52,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
         if self.temperature is None:
             return not self.top_k and self.top_p is None
         return self.temperature == 0.0 or self.top_k == 1

@@ -1,4 +1,4 @@
-"""What a context must know of a model: the shapes that it allocates by."""
+"""What a context must know of a model to allocate its pools."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,23 +13,24 @@ from .validation import INT32_MAX, boolean, instance, integer, integers, set_fie
 
 @dataclass(frozen=True)
 class HybridStateSpec:
-    """What one sequence costs a hybrid model in cache: the shapes the context allocates by.
+    """What one sequence of a hybrid model needs in the cache: shapes, dtypes and device.
 
     Attributes:
         num_mamba_layers: layers with a recurrent state.
-        conv_states_shape, ssm_states_shape: of one layer's state of one sequence.
-        conv_states_dtype, ssm_states_dtype: of the stored states.
+        conv_states_shape, ssm_states_shape: shapes of one sequence's state in one layer.
+        conv_states_dtype, ssm_states_dtype: dtypes of the stored states.
         num_attention_layers, num_kv_heads, head_dim: the KV of one token is
             `num_attention_layers x 2 x num_kv_heads x head_dim` numbers of `kv_dtype`.
         ssd_chunk_size: tokens of one SSD chunk; states inside a prefill exist at its multiples only.
         vocab_size: token ids are 0 .. vocab_size - 1.
         device: where states, KV and the step's index tensors live.
-        separate_states: whether the model's kernels read a state at one pool index and write it at others.
-            Where they update it in place, it is copied to where they do, and boundary states from there.
-        shard: of a model that is split over ranks, the part that all of the above is about; needed to move
-            states between processes. None: not said.
-        groups: the ranks that hold the other parts, and take the same decisions.
-        model: names the whole model, shape and weights; debug mode compares it between ranks.
+        separate_states: whether the model's kernels read a state at one pool index and write the new state at
+            others. Other kernels update a state in place: the context copies the state to a live slot before
+            the step, and copies boundary states to their slots after the step.
+        shard: which part of a split model this rank holds; the fields above describe this part. Needed to
+            move states between processes. None where the model does not say.
+        groups: the ranks that hold the other parts. All ranks take the same decisions.
+        model: a name for the model's shape and weights; debug mode compares the names of the ranks.
     """
 
     num_mamba_layers: int

@@ -15,14 +15,14 @@ _MAX_BYTES = 2**63 - 1
 
 
 def float_dtype(name: str, value: object) -> torch.dtype:
-    """One of the dtypes that arithmetic is done in; not every floating-point dtype has a zero."""
+    """`value`, a dtype in which states and weights can be computed; else a ValueError."""
     if not isinstance(value, torch.dtype) or value not in _FLOAT_DTYPES:
         raise ValueError(f"{name} is {shown(value)}; accepted: torch.float16, bfloat16, float32 or float64")
     return value
 
 
 def numbers(name: str, value: object, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of this shape whose real numbers can be copied into a state."""
+    """`value`, a tensor of this shape whose real numbers can be copied into a state; else a ValueError."""
     if (
         not isinstance(value, torch.Tensor)
         or value.shape != torch.Size(shape)
@@ -37,17 +37,17 @@ def numbers(name: str, value: object, shape: Sequence[int]) -> torch.Tensor:
 
 
 def device(name: str, value: object) -> torch.device:
-    """A device, or the name of one, on which tensors can be made and hold data."""
+    """`value`, a device or its name, as a device on which tensors hold data; else a ValueError."""
     try:
         if isinstance(value, (str, torch.device)) and holds_data(torch.empty(0, device=value)):
             return torch.device(value)
-    except Exception as error:  # each backend that is missing raises its own
+    except Exception as error:  # every missing backend raises another type of error
         raise ValueError(f"{name} is {value!r}; accepted: a device that is here") from error
     raise ValueError(f"{name} is {shown(value)}; accepted: a torch.device that holds data, or its name")
 
 
 def addressable(name: str, value: object, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A ValueError that blames `value` if a tensor of this shape is larger than any memory."""
+    """Raise a ValueError that names `value` if a tensor of this shape and dtype has 2**63 bytes or more."""
     size = math.prod(shape) * dtype.itemsize
     if size > _MAX_BYTES:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Argument checks shared by the public constructors and calls.
 
-Every message names the argument, the value it got and what is accepted. Nothing here needs torch: policies
-check their settings without it. `tensor_validation` checks tensors, dtypes and devices.
+Every message names the argument, the value and what is accepted. This module does not need torch, so that
+policies can check their settings without torch. `tensor_validation` checks tensors, dtypes and devices.
 """
 
 import operator
@@ -11,17 +11,17 @@ from operator import countOf
 from typing import Any, TypeGuard
 
 INT32_MAX = 2**31 - 1
-"""Most blocks, slots, rows and tokens: hosts and kernels number them in int32 tensors."""
+"""Largest number of blocks, slots, rows or tokens: hosts and kernels index with int32 tensors."""
 LONGEST_TIMEOUT_S = 1e6
-"""Twelve days: no timer that is given this overflows."""
+"""Twelve days. No timer overflows at this timeout."""
 
 
 def integer(
     name: str, value: object, minimum: int | None = None, maximum: int | None = None, also: str = ""
 ) -> int:
-    """`value` as an int within [minimum, maximum], or a ValueError; bools and floats are no integers.
+    """`value` as an int within [minimum, maximum], or a ValueError. Bools and floats are rejected.
 
-    `also` names what else the caller accepts.
+    `also`: what else the caller accepts, for the message.
     """
     low, high = minimum, maximum
     number = value if type(value) is int else _index(value)
@@ -82,20 +82,20 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
 
 
 def all_ints(values: Sequence[int]) -> TypeGuard[list[int]]:
-    """Whether this is a list of ints; bools, tensors and other integers are none."""
+    """Whether `values` is a list of ints only; bools, tensors and numpy integers are not ints."""
     return type(values) is list and countOf(map(type, values), int) == len(values)
 
 
 def ints_within(values: Sequence[int], minimum: int, maximum: int) -> TypeGuard[list[int]]:
-    """Whether this is a list of at least one int, all of them accepted."""
+    """Whether `values` is a non-empty list of ints within [minimum, maximum]."""
     if not all_ints(values) or not values:
         return False
-    ordered = sorted(values)  # in a third of the time of `min` and `max`
+    ordered = sorted(values)  # takes a third of the time of `min` and `max`
     return ordered[0] >= minimum and ordered[-1] <= maximum
 
 
 def checked_integers(name: str, values: Sequence[int], minimum: int, maximum: int) -> list[int]:
-    """`integers`, without a copy and in half the time where a list of accepted ints is given."""
+    """As `integers`, but a list of accepted ints is returned without a copy, in half the time."""
     return values if ints_within(values, minimum, maximum) else integers(name, values, minimum, maximum)
 
 
@@ -106,7 +106,7 @@ def instance[T](name: str, value: object, cls: type[T]) -> T:
 
 
 def shown(value: object) -> str:
-    """`repr`, or the type of what has none that Python prints (integers of thousands of digits)."""
+    """`repr(value)`, or the type where `repr` raises (for example for an int of thousands of digits)."""
     try:
         return repr(value)
     except Exception:
@@ -114,24 +114,24 @@ def shown(value: object) -> str:
 
 
 def described(value: Any) -> str:
-    """`is ...` for messages: a tensor by its dtype, shape and device, anything else as it is shown."""
+    """`is ...` for messages: a tensor by its dtype, shape and device, another value by `shown`."""
     if is_tensor(value):
         return f"is a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     return f"is {shown(value)}"
 
 
 def is_tensor(value: object) -> bool:
-    """Whether this is a torch tensor; asks nothing of torch, which need not be there."""
+    """Whether `value` is a torch tensor. Works without torch."""
     return any(cls.__module__ == "torch" and cls.__name__ == "Tensor" for cls in type(value).__mro__)
 
 
 def holds_data(tensor: Any) -> bool:
-    """Whether a tensor's numbers lie in memory, one after another or with strides."""
+    """Whether a tensor's numbers lie in memory with strides; meta and sparse tensors do not."""
     return str(tensor.layout) == "torch.strided" and not tensor.is_meta
 
 
 def set_field(settings: object, name: str, value: object) -> None:
-    """Set a field of a frozen dataclass: numpy integers become ints, which neither wrap around nor raise."""
+    """Set a field of a frozen dataclass, for example to the int that replaces a numpy integer."""
     object.__setattr__(settings, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Corrections of how the host admits a prefill chunk: match, capacity, sharing, restore."""
+"""Corrections: how the host admits a prefill chunk (match, capacity, sharing, restore)."""
 
 import importlib
 from collections.abc import Callable
@@ -25,8 +25,9 @@ def compute_prefix_match(
 ) -> tuple[list[int], int, int, int, int, int]:
     """Skip only to a boundary that has a state, by one rule for first and continuation chunks.
 
-    The stock method rounds the skip of a prompt of 1 mod block tokens down to a boundary without a state,
-    and skips continuation chunks, and all chunks in memory-only mode, on the KV match alone.
+    Where the prompt's length is 1 mod the block size, the stock method rounds the skip down to a boundary
+    without a state. The stock method also skips on the KV match alone, for continuation chunks and for all
+    chunks in memory-only mode.
     """
     if not _caches_states(self):
         named = {"record_mamba_match": True} if record_mamba_match else {}
@@ -50,10 +51,10 @@ def add_request(
 ) -> None:
     """Check capacity before anything changes, restore in every chunk, write no shared block again.
 
-    The stock method raises after it took references and blocks, which it then leaks; restores from the
-    block of the KV map, and in the first chunk only. Blocks that are matched keep the KV they have:
-    their recomputed tokens go to the dummy block, and a block that this chunk completes although another
-    one is registered for the same prefix gives way to that one.
+    The stock method raises after it took references and blocks, which then leak. It restores from the block
+    of the KV map, and in the first chunk only. Here matched blocks keep the KV they have: the KV of
+    recomputed tokens goes to the dummy block. Where this chunk completes a block for whose prefix another
+    block is registered, the registered block takes its place.
     """
     if not _caches_states(self) or not self.is_tensor_state_allocated:
         return original(self, req, prefill_chunk_length)
@@ -65,7 +66,7 @@ def add_request(
     spans = compute_spans(self, record, req, match.skip_tokens) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
     matched = torch.tensor(match.matched_blocks, dtype=torch.int64)
-    kv.block_ref_counts[matched] += 1  # not to be evicted while the chunk's own blocks are allocated
+    kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
     try:
         _check_capacity(self, req, match, length)
         if allocator is not None:
@@ -82,7 +83,7 @@ def add_request(
     adopted = _adopt_twins(self, req, row, finished, length, match.skip_tokens)
     if allocator is not None:
         _queue_restore(self, row, finished, match)
-        if adopted or row not in allocator.planned_rows:  # hosts before 0.19 plan first chunks only
+        if adopted or row not in allocator.planned_rows:  # megatron-core before 0.19 plans first chunks only
             allocator.compute_and_store_offsets(
                 req, row, match.skip_tokens, length, len(match.matched_blocks),
                 list(match.matched_blocks), match.required_blocks,
@@ -91,7 +92,7 @@ def add_request(
 
 
 def _check_capacity(context: Any, req: Any, match: HostMatch, length: int) -> None:
-    """Raise what the host would raise half-way; the matched blocks are held already."""
+    """Raise in advance what the host would raise half-way; the matched blocks are held already."""
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     if match.new_blocks and not context.kv_block_allocator.is_memory_available(match.new_blocks):
         raise host.BlockOverflowError(req.request_id)
@@ -104,7 +105,7 @@ def _check_capacity(context: Any, req: Any, match: HostMatch, length: int) -> No
 
 
 def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
-    """Whether the chunk starts within a block that is registered already, and so is not its own."""
+    """Whether the chunk starts inside a registered block, which the chunk must not write."""
     finished, size = req.finished_chunk_token_count, context.block_size_tokens
     block, hashes = finished // size, req.precomputed_block_hashes
     if finished % size == 0 or block >= len(hashes):
@@ -114,7 +115,7 @@ def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
 
 
 def _redirect_writes(context: Any, computed: int, first_block: int, stop_block: int) -> None:
-    """Send the KV of the newest `computed` tokens that lie in these blocks of the sequence to nowhere."""
+    """Send the KV of those of the newest `computed` tokens that lie in these blocks to the dummy block."""
     if stop_block <= first_block:
         return
     size, end = context.block_size_tokens, context.active_token_count
@@ -125,7 +126,7 @@ def _redirect_writes(context: Any, computed: int, first_block: int, stop_block: 
 
 
 def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, skipped: int) -> bool:
-    """Blocks completed by the chunk whose hash names another block give way to it."""
+    """Replace blocks that the chunk completes where another block is registered under the same hash."""
     size, hashes = context.block_size_tokens, req.precomputed_block_hashes
     adopted = False
     for index in range(finished // size, min((finished + length) // size, len(hashes))):
@@ -138,8 +139,11 @@ def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, s
 def adopt_twin(context: Any, row: int, index: int, key: int) -> bool:
     """Let the block that is registered under `key` take the place of the row's own complete block `index`.
 
-    Both hold the KV of the same tokens. False, and nothing done, where it is the row's own block already
-    or nobody has registered the hash.
+    Both blocks hold the KV of the same tokens.
+
+    Returns:
+        Whether the row has another block now; False, with nothing done, where the row's own block is
+            registered, or no block.
     """
     kv, table = context.kv_block_allocator, context.request_to_kv_block_ids
     own, twin = int(table[row, index]), kv.kv_hash_to_block_id.get(key, -1)
@@ -155,7 +159,7 @@ def adopt_twin(context: Any, row: int, index: int, key: int) -> bool:
 
 
 def _queue_restore(context: Any, row: int, finished: int, match: HostMatch) -> None:
-    """The state is read by the next step; its slot is held until that read is launched."""
+    """Let the next step restore the state; the slot stays pinned until the restore is launched."""
     if not match.skip_tokens:
         return
     queue = context._pending_mamba_restores
@@ -168,9 +172,9 @@ def _queue_restore(context: Any, row: int, finished: int, match: HostMatch) -> N
 
 @override(DYNAMIC_CONTEXT, "_execute_pending_mamba_ops", part="admission", faults=(4, 21))
 def execute_pending_mamba_ops(original: Callable[..., None], self: Any) -> None:
-    """Restore all states of the step in one copy; a state that is not there is an error.
+    """Restore all states of the step in one copy; a missing state is an error.
 
-    The stock method copies one request at a time, and zeroes the live state where a restore fails although
+    The stock method copies one request at a time. Where a restore fails, it zeroes the live state although
     the tokens were skipped.
     """
     if self._pending_mamba_restores:

@@ -1,4 +1,4 @@
-"""What a turn generates becomes reusable by the next: the states and KV blocks of decode steps."""
+"""Corrections: states and KV blocks of decode steps are cached, so that the next turn reuses an answer."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -24,10 +24,10 @@ class Crossing:
 
 
 def crossings(context: Any) -> list[Crossing]:
-    """The boundaries that the decode rows of the launched step have reached; CPU numbers only."""
+    """The block boundaries that the decode rows of the launched step reach. Reads CPU numbers only."""
     decode = context.batch_dimensions.decode_req_count
     if not decode or context.num_speculative_tokens:
-        return []  # with drafts, what a step has accepted is not known when its states could be copied
+        return []  # accepted drafts are not known yet when states could be copied
     start = context.paused_request_count
     rows = slice(start, start + decode)
     ends = context.request_kv_length_offsets[rows] + context.request_query_lengths[rows]
@@ -42,10 +42,13 @@ def crossings(context: Any) -> list[Crossing]:
 
 
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:
-    """Make the KV block that ends at `position` findable; the block the row goes on with, or -1.
+    """Make the KV block that ends at `position` findable.
 
-    A block that is registered for the same tokens takes the row's place. -1 where the chain before it is
-    not registered, so that nobody could find it.
+    A block that is registered for the same tokens takes the place of the row's block.
+
+    Returns:
+        The block that the row continues with; -1 where the preceding block is not registered, so that nobody
+            could find this one.
     """
     index = position // context.block_size_tokens - 1
     keys = track.keys(index + 1)
@@ -66,7 +69,7 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
 
 
 def _append(context: Any, first_row: int, tokens: Tensor) -> None:
-    """The requests from `first_row` on have sampled `tokens`, one each."""
+    """Note that the requests from `first_row` on have sampled `tokens`, one each."""
     tracks = record_of(context).tracks
     if not tracks or not len(tokens):
         return
@@ -119,7 +122,7 @@ def commit_sampled_tokens(
 def release_memory_blocks_from_request_indexes(
     original: Callable[..., None], self: Any, request_indexes: Tensor
 ) -> None:
-    """Also let go of what was reserved for the requests that leave."""
+    """Also release what was reserved for the leaving requests."""
     leaving = self.request_ids[request_indexes].tolist()
     allocator = getattr(self, "mamba_slot_allocator", None)
     if allocator is not None:
@@ -129,7 +132,7 @@ def release_memory_blocks_from_request_indexes(
 
 
 def rows_of(context: Any, request_ids: Iterable[int]) -> dict[int, int]:
-    """Request id -> its row, of those that are in the context."""
-    wanted = set(request_ids)
+    """Request id -> row, for those of `request_ids` that are in the context."""
+    requested = set(request_ids)
     ids = context.request_ids[: context.total_request_count].tolist()
-    return {request_id: row for row, request_id in enumerate(ids) if request_id in wanted}
+    return {request_id: row for row, request_id in enumerate(ids) if request_id in requested}

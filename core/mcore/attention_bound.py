@@ -1,4 +1,4 @@
-"""Correction that lets a request resume with a single token left to compute."""
+"""Correction: a request may resume with a single token left to compute."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ def set_state_data(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> None:
-    """Tell the prefill kernels that a query may have two tokens, even if the longest has one.
+    """Tell the prefill kernels that a query may have two tokens, even where the longest query has one.
 
     The number is an upper bound. Flash attention's varlen kernels take the bound 1 for a decode step, and
-    crash on paged KV; that is why the stock match computes at least two tokens, and rounds a skip down to
-    a boundary without a state. Decode steps do not read it.
+    crash on paged KV. For this reason the stock match computes at least two tokens, and rounds a skip down to
+    a boundary without a state. Decode steps do not read the number.
     """
     original(self, padded_active_request_count, max(2, max_seqlen_q), max_seqlen_k)

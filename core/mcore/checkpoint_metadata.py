@@ -1,4 +1,4 @@
-"""Correction of the step metadata of checkpoints: from CPU numbers, within the host's one transfer."""
+"""Correction: checkpoint metadata comes from CPU numbers, within the host's one transfer per step."""
 
 import importlib
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from .overrides import override
 
 @dataclass(frozen=True)
 class CheckpointRows:
-    """Where the mixer reads which states to extract, in one of the two buffers of the coalesced transfer.
+    """Which states the mixer extracts: views of one of the two buffers of the coalesced transfer.
 
     Attributes:
         chunks [n] int64: the SSD chunk whose last state is extracted.
         positions [n] int32: the packed token position where the convolution window ends.
-        count [1] int32: how many of the n are real.
+        count [1] int32: how many of the n entries are real.
     """
 
     chunks: Tensor
@@ -29,7 +29,7 @@ class CheckpointRows:
 
     @classmethod
     def appended_to(cls, buffer: Tensor, rows: int) -> "CheckpointRows":
-        """Lengthen `buffer`, a whole [bytes] uint8 storage, in place; its other views stay valid."""
+        """Lengthen `buffer`, a whole [bytes] uint8 storage, in place; other views of it stay valid."""
         start = -(-buffer.numel() // 8) * 8
         stop = start + 12 * rows + 4
         storage = buffer.untyped_storage()
@@ -41,7 +41,7 @@ class CheckpointRows:
         return cls(chunks.view(torch.int64), positions.view(torch.int32), count.view(torch.int32))
 
     def fill(self, chunks: list[int], positions: list[int], padding: int) -> None:
-        """Write the real rows; the rest is read by nobody, or by a warm-up, and is harmless."""
+        """Write the real rows, and harmless numbers into the others, which only a warm-up may read."""
         real = len(chunks)
         self.chunks[:real] = torch.tensor(chunks, dtype=torch.int64)
         self.positions[:real] = torch.tensor(positions, dtype=torch.int32)
@@ -62,9 +62,9 @@ def gpu_view_init(
 
 @override(DYNAMIC_CONTEXT, "_allocate_mamba_states", part="metadata", faults=(22,))
 def allocate_mamba_states(original: Callable[..., None], self: Any) -> None:
-    """Append them to the CPU side, and let the metadata use the device side for its own buffers.
+    """Append the checkpoint rows to the CPU side, and let the metadata use the device side as its buffers.
 
-    Both buffers have just been made, and nothing has captured their addresses.
+    The host has just made both buffers, and no graph has captured their addresses.
     """
     original(self)
     if not self.is_hybrid_model:
@@ -91,7 +91,7 @@ def _rows(max_requests: int) -> int:
 def compute_cpu_metadata(
     original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Also compute the checkpoint rows, from numbers that are on the CPU, before the step's transfer."""
+    """Also compute the checkpoint rows, from CPU numbers, before the step's transfer."""
     result = original(self, *args, **kwargs)
     rows = getattr(self, "_mambaslots_rows", None)
     if rows is None or "cu_seqlens_list" not in result:
@@ -110,7 +110,7 @@ def checkpoint_rows(
 ) -> tuple[list[int], list[int]]:
     """The chunk index and the packed position of each offset, sequence after sequence.
 
-    Every sequence is cut into SSD chunks from its own start, and has at least one.
+    Every sequence is cut into SSD chunks from its own start, and has at least one chunk.
     """
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     first_chunks = accumulate((max(1, -(-length // chunk_size)) for length in lengths), initial=0)
@@ -132,9 +132,9 @@ def update_intermediate_metadata(
     padded_prefill_count: int,
     cu_seqlens_gpu: Tensor | None = None,
 ) -> None:
-    """Point at the rows that the coalesced transfer has filled: no kernel, no synchronisation.
+    """Use the rows that the coalesced transfer has filled: no kernel and no synchronisation.
 
-    The stock method rebuilds them on the GPU with about 12 small kernels and two synchronisations.
+    The stock method rebuilds the rows on the GPU with about 12 small kernels and two synchronisations.
     """
     if cu_seqlens_gpu is None or getattr(self, "_mambaslots_rows", None) is None:
         return original(

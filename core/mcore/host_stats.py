@@ -11,15 +11,16 @@ from .slot_allocator import HostSlotAllocator
 
 @dataclass(frozen=True)
 class HostStats:
-    """A snapshot of one context; token counts are of prompt tokens.
+    """A snapshot of one context. Token counts count prompt tokens.
 
     Attributes:
-        num_requests: requests added, each once.
+        num_requests: requests that were added.
         num_hits: chunks that resumed from a state.
         num_prompt_tokens: num_resumed_tokens + num_computed_tokens.
         computed_by_reason: why tokens were computed; see `cache_stats.COMPUTE_REASONS`.
-        num_recomputed_tokens: computed again after a request was evicted and restarted; they come on top.
-        num_dropped_checkpoints: boundaries that were planned and could not be taken.
+        num_recomputed_tokens: tokens computed again after a request was evicted and restarted; no other count
+            includes them.
+        num_dropped_checkpoints: planned boundaries whose states could not be stored.
     """
 
     num_requests: int

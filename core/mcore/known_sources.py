@@ -2,7 +2,7 @@
 
     python -m mambaslots.mcore.known_sources /path/to/unpacked/wheel ...
 
-prints the tables for those trees (each holds `megatron/core` and the wheel's dist-info).
+prints the table for these trees. A tree holds `megatron/core` and the wheel's dist-info.
 """
 
 import ast
@@ -103,7 +103,7 @@ MENDED_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "272cef05cd40": ("0.19.0", "0.19.1", "0.19.2"),
     },
 }
-"""The same for sources that need the correction no more: those are left as they are."""
+"""As `KNOWN_SOURCES`, for sources that no longer need the correction and are left alone."""
 
 
 def source_hash(method: Callable[..., Any]) -> str:
@@ -116,7 +116,7 @@ def source_hash(method: Callable[..., Any]) -> str:
 
 
 def hash_of(function: ast.stmt) -> str:
-    """The same for a parsed function."""
+    """As `source_hash`, for a parsed function."""
     if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         return "unreadable"
     body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
@@ -126,13 +126,13 @@ def hash_of(function: ast.stmt) -> str:
 
 
 def _parsed(source: str) -> ast.Module:
-    with warnings.catch_warnings():  # of escapes in docstrings
+    with warnings.catch_warnings():  # for escapes in docstrings
         warnings.simplefilter("ignore", SyntaxWarning)
         return ast.parse(source)
 
 
 def hashes_of_class(root: Path, owner: str) -> dict[str, str]:
-    """Method -> hash, of "module:Class" in an unpacked wheel."""
+    """Method -> hash, for the class `owner` ("module:Class") in an unpacked wheel."""
     module, _, name = owner.partition(":")
     source = root.joinpath(*module.split(".")).with_suffix(".py").read_text()
     return {
@@ -150,10 +150,10 @@ def recompute(trees: Iterable[tuple[str, Path]]) -> dict[str, dict[str, tuple[st
 
     table: dict[str, dict[str, tuple[str, ...]]] = {}
     for version, root in trees:
-        found = {owner: hashes_of_class(root, owner) for owner in {each.owner for each in REGISTRY}}
-        for each in REGISTRY:
-            if (digest := found[each.owner].get(each.method)) is not None:
-                hashes = table.setdefault(each.name, {})
+        found = {owner: hashes_of_class(root, owner) for owner in {entry.owner for entry in REGISTRY}}
+        for entry in REGISTRY:
+            if (digest := found[entry.owner].get(entry.method)) is not None:
+                hashes = table.setdefault(entry.name, {})
                 hashes[digest] = (*hashes.get(digest, ()), version)
     return dict(sorted(table.items()))
 

@@ -1,4 +1,4 @@
-"""Corrections of how the host sizes, resets, suspends and resumes the cache."""
+"""Corrections: how the host sizes, resets, suspends and resumes the cache."""
 
 import importlib
 import logging
@@ -16,8 +16,8 @@ from .overrides import override
 def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: float) -> None:
     """Give every pipeline stage as many slots as the poorest one can afford.
 
-    The stock method sizes each stage alone; stages then evict, and so skip, differently. A stage without
-    Mamba layers takes what the others have. Of an allocator that is replaced the counts are kept.
+    The stock method sizes each stage alone, so that stages evict and skip differently. Here a stage without
+    Mamba layers takes the number of the others.
     """
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     slots, poorest_gb = _poorest_stage(self, _affordable_slots(self, mamba_gb), mamba_gb)
@@ -55,7 +55,7 @@ def _state_bytes(context: Any) -> int:
 
 
 def _affordable_slots(context: Any, mamba_gb: float) -> int:
-    """Durable slots that this stage can pay for; its step's scratch comes first, as in the host."""
+    """Durable slots that this stage can pay for, after the scratch of one step."""
     state = _state_bytes(context)
     if state == 0:
         return INT32_MAX
@@ -64,20 +64,21 @@ def _affordable_slots(context: Any, mamba_gb: float) -> int:
 
 
 def _poorest_stage(context: Any, slots: int, mamba_gb: float) -> tuple[int, float]:
-    """Slots and budget of the stage with the fewest slots; collective, so that all stages judge the same."""
+    """Slots and budget of the stage with the fewest slots. A collective, so that all stages agree."""
     stages = ParallelGroups(pipeline=context.pipeline_parallel_group)
-    told: list[tuple[int, float]] = stages.gather((slots, mamba_gb))
-    return min(told)
+    budgets: list[tuple[int, float]] = stages.gather((slots, mamba_gb))
+    return min(budgets)
 
 
 @override(DYNAMIC_CONTEXT, "reset_metadata", part="lifecycle", faults=(6, 7))
 def reset_metadata(
     original: Callable[..., None], self: Any, preserve_prefix_cache: bool = False, **named: Any
 ) -> None:
-    """Forget states wherever KV is forgotten, and pending restores and zero-fills wherever requests are.
+    """Forget states wherever the host forgets KV, and pending restores wherever it forgets requests.
 
-    The stock method clears the KV index and leaves the state index, so that states of old weights are
-    served, and leaves both queues, so that a stale entry writes a live slot of a later request.
+    The stock method clears the KV index and leaves the state index, so that states of old weights are served.
+    It also leaves the queues of pending restores and zero-fills, so that a stale entry writes the live slot
+    of a later request.
     """
     passed = dict(named, preserve_prefix_cache=True) if preserve_prefix_cache else named
     original(self, **passed)
@@ -97,8 +98,8 @@ def reset_metadata(
 def deallocate_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
     """Free or offload the durable pool with the host's own buffers; the stock method leaves it allocated.
 
-    The pool follows the host's mode: kept with PERSIST, moved to host memory with OFFLOAD, forgotten and
-    freed with RECOMPUTE. Scratch is freed only where the host builds a new allocator on resume.
+    The host's mode decides: PERSIST keeps the pool, OFFLOAD moves it to host memory, RECOMPUTE forgets and
+    frees it. Scratch is freed only where the host builds a new allocator on resume.
     """
     allocator, mode = self.mamba_slot_allocator, self.kv_cache_management_mode.name
     was_allocated = self.is_tensor_state_allocated
@@ -126,7 +127,7 @@ def _keep_counts(record: HostRecord, allocator: Any) -> None:
 
 @override(DYNAMIC_CONTEXT, "reinitialize_inference_state_buffers", part="lifecycle", faults=(6, 14))
 def reinitialize_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
-    """Bring the durable pool back before the host does the rest; it is as offloaded, or empty."""
+    """Bring the durable pool back, with the offloaded states or empty, before the host does the rest."""
     if not self.is_tensor_state_allocated and self.mamba_slot_allocator is not None:
         self.mamba_slot_allocator.resume_pool()
     original(self)

@@ -1,4 +1,4 @@
-"""The corrections: each replaces one method of the host, and only one whose source is known."""
+"""Corrections of the host. A correction replaces one method, whose source must be known."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ Replacement = Callable[..., Any]
 
 
 class UnknownHostError(RuntimeError):
-    """A method that would be replaced is not one of those whose source is known."""
+    """The source of a method that would be replaced is not known."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Override:
 
     Attributes:
         owner: "module:Class" in megatron-core.
-        method: its name.
+        method: the name of the replaced method.
         part: overrides of one part work only together: all are applied, or none.
-        faults: numbers in the table of docs/megatron.md that it corrects, or lays the ground for.
-        replacement: what takes its place; its docstring says what it changes and why.
-        optional: older hosts do not have the method, and need no correction.
+        faults: the faults that the override helps to correct, as numbered in docs/megatron.md.
+        replacement: the new method; the replacement's docstring says what changes and why.
+        optional: whether older hosts lack the method and need no correction.
     """
 
     owner: str
@@ -76,46 +76,58 @@ class Applied:
 
 
 def apply(overrides: Iterable[Override], version: str, strict: bool) -> list[Applied]:
-    """Replace the methods; all or nothing with `strict`, else whole parts with an unknown method are left.
+    """Replace the methods of all parts without an unknown method.
 
-    A method whose source is listed as mended is left to the host. Raises UnknownHostError, with nothing
-    changed, for one whose source is not known.
+    A method whose source is listed as mended is left to the host.
+
+    Args:
+        overrides: the corrections.
+        version: the host's version, for messages.
+        strict: whether an unknown method raises. Otherwise a warning names the parts that are left alone.
+
+    Returns:
+        The replaced methods.
+
+    Raises:
+        UnknownHostError: a method's source is not known and `strict` is True; nothing is changed.
     """
     overrides = list(overrides)
-    found = {each: each.owner_class().__dict__.get(each.method) for each in overrides}
-    refused = {each: reason for each, method in found.items() if (reason := _objection(each, method))}
+    found = {entry: entry.owner_class().__dict__.get(entry.method) for entry in overrides}
+    refused = {entry: reason for entry, method in found.items() if (reason := _objection(entry, method))}
     if refused:
-        told = "; ".join(f"{each.name} {reason}" for each, reason in refused.items())
-        message = f"megatron-core {version}: {told}"
+        reasons = "; ".join(f"{entry.name} {reason}" for entry, reason in refused.items())
+        message = f"megatron-core {version}: {reasons}"
         if strict:
             raise UnknownHostError(f"{message}. Pass strict=False to leave such methods as they are")
-        parts = sorted({each.part for each in refused})
+        parts = sorted({entry.part for entry in refused})
         warnings.warn(f"{message}. Left alone: {', '.join(parts)}", stacklevel=4)
-    left = {each.part for each in refused}
+    parts_left_alone = {entry.part for entry in refused}
     applied = []
-    for each, method in found.items():
-        if each.part in left or method is None or source_hash(method) in MENDED_SOURCES.get(each.name, ()):
+    for entry, method in found.items():
+        if entry.part in parts_left_alone or method is None:
             continue
-        owner = each.owner_class()
-        setattr(owner, each.method, _bound(each, method))
-        applied.append(Applied(owner, each.method, method))
+        if source_hash(method) in MENDED_SOURCES.get(entry.name, ()):
+            continue
+        owner = entry.owner_class()
+        setattr(owner, entry.method, _bound(entry, method))
+        applied.append(Applied(owner, entry.method, method))
     return applied
 
 
-def _objection(each: Override, method: Callable[..., Any] | None) -> str:
+def _objection(entry: Override, method: Callable[..., Any] | None) -> str:
     if method is None:
-        return "" if each.optional else "does not exist"
+        return "" if entry.optional else "does not exist"
     digest = source_hash(method)
-    if digest in KNOWN_SOURCES.get(each.name, {}) or digest in MENDED_SOURCES.get(each.name, ()):
+    if digest in KNOWN_SOURCES.get(entry.name, {}) or digest in MENDED_SOURCES.get(entry.name, ()):
         return ""
     return f"is not one we know (source {digest})"
 
 
-def _bound(each: Override, original: Any) -> Any:
+def _bound(entry: Override, original: Any) -> Any:
     if isinstance(original, classmethod):
-        return classmethod(_bound(each, original.__func__))
-    replacement = each.replacement
-    of_any_context = each.part == "metadata"  # buffers that are made with the tensors they describe
+        return classmethod(_bound(entry, original.__func__))
+    replacement = entry.replacement
+    of_any_context = entry.part == "metadata"  # the host makes these buffers before its allocator
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

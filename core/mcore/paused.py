@@ -1,4 +1,4 @@
-"""Correction of when a paused request goes on."""
+"""Correction: when a paused request goes on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from .overrides import override
 def resume_paused_requests(
     original: Callable[..., Any], self: Any, active_request_count: int, newly_paused_request_ids: Any
 ) -> Any:
-    """Evict cached blocks that nobody uses, so that paused requests can have the blocks they wait for.
+    """Evict cached blocks that nobody uses, so that paused requests get the blocks they wait for.
 
     The stock method resumes at most as many requests as there are free blocks, and cached blocks are not
-    free: with a pool full of them a request that needs a block waits for ever, and a step in which all
-    requests do so raises.
+    free. Where cached blocks fill the pool, a request that needs a block waits for ever, and a step in which
+    all requests wait raises.
     """
     kv = self.kv_block_allocator
     if self.paused_request_count and self.enable_prefix_caching:

@@ -12,14 +12,14 @@ from torch import Tensor
 class RequestTrack:
     """Prompt and generated tokens of a request, and the hashes of their whole blocks.
 
-    The chain is the host's (`compute_block_hashes_batched`): digest = SHA-256(parent digest || token ids as
-    64-bit integers), key = its first 8 bytes, made positive. Prompts are hashed again here, because the
-    host keeps keys and no digests; that is done when the first block is completed while decoding.
+    The hash chain is that of megatron-core's `compute_block_hashes_batched`: digest = SHA-256(parent digest
+    || token ids as 64-bit integers), key = the digest's first 8 bytes, made positive. The host keeps keys but
+    no digests, so that the prompt is hashed again here, when decoding completes its first block.
 
     Attributes:
         prompt_keys: the host's keys of the prompt's whole blocks.
-        generated: sampled tokens, in order; the last one may not have been computed yet.
-        rolling_block: the block of the request's newest state taken while decoding, or -1.
+        generated: sampled tokens, in order; the KV of the last one may be missing.
+        rolling_block: the block of the newest decode state that rolls, or -1.
     """
 
     prompt: Tensor
@@ -32,7 +32,7 @@ class RequestTrack:
 
     @classmethod
     def of(cls, request: Any, block_size_tokens: int) -> "RequestTrack | None":
-        """The track of a host's request, or None where its blocks are not hashed."""
+        """The track of a host's request, or None for a request whose blocks are not hashed."""
         hashed = getattr(request, "enable_prefix_caching", bool(request.precomputed_block_hashes))
         if not hashed or getattr(request, "block_size_tokens", block_size_tokens) != block_size_tokens:
             return None
@@ -43,9 +43,9 @@ class RequestTrack:
         return len(self.prompt) + len(self.generated)
 
     def keys(self, blocks: int) -> list[int] | None:
-        """The keys of the first `blocks` blocks; None where the host hashes prompts in another way."""
+        """The keys of the first `blocks` blocks; None where the host's keys of the prompt differ."""
         size = self.block_size_tokens
-        self.prompt = self.prompt.cpu()  # once: from a GPU, every copy waits for it
+        self.prompt = self.prompt.cpu()  # once, because every copy from a GPU waits
         for block in range(len(self._keys), blocks):
             tokens = self._tokens(block * size, (block + 1) * size)
             self._digest = hashlib.sha256(self._digest + tokens.tobytes()).digest()

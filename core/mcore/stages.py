@@ -1,4 +1,4 @@
-"""Corrections of pipeline stages that decide alone: all of them skip, evict and admit alike, or refuse."""
+"""Corrections for pipeline stages: all stages skip, evict and admit alike, or all of them refuse."""
 
 import copy
 import importlib
@@ -13,7 +13,7 @@ from ..parallel_groups import ParallelGroups
 from .host_record import DYNAMIC_CONTEXT, STATE_CONFIG
 from .overrides import override
 
-_MAMBA, _ATTENTION = "M", frozenset("*D")  # megatron-core's letters of layers; D: sparse attention
+_MAMBA, _ATTENTION = "M", frozenset("*D")  # megatron-core's layer letters; D is sparse attention
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,11 @@ class Stage:
     """What a pipeline stage tells its peers before it builds its context.
 
     Attributes:
-        states: its MambaInferenceStateConfig; without Mamba layers one of its layers only, or None.
-        state_budget_gb: for durable states; 0 for none.
-        live_states: running requests whose states fit where the host sets memory aside; None: any number.
+        states: the stage's MambaInferenceStateConfig, or None. Without Mamba layers the config only lists the
+            layers.
+        state_budget_gb: GB for durable states; 0 for none.
+        live_states: maximum number of running requests whose states fit into the host's memory share; None
+            for no limit.
     """
 
     states: Any
@@ -32,7 +34,7 @@ class Stage:
 
     @classmethod
     def of(cls, config: Any) -> "Stage":
-        """`config` is the stage's InferenceConfig."""
+        """The stage with this InferenceConfig."""
         states = config.mamba_inference_state_config
         return cls(states, config.prefix_caching_mamba_gb or 0, _live_states(config, states))
 
@@ -42,7 +44,7 @@ class Stage:
 
 
 def _live_bytes(config: Any, states: Any) -> int:
-    """What the host counts for the states of one running request."""
+    """Bytes that the host counts for the states of one running request."""
     conv = math.prod(states.conv_states_shape) * states.conv_states_dtype.itemsize
     ssm = math.prod(states.ssm_states_shape) * states.ssm_states_dtype.itemsize
     drafts = config.num_speculative_tokens
@@ -55,7 +57,7 @@ def _memory_bytes(config: Any) -> int:
 
 
 def _live_states(config: Any, states: Any) -> int | None:
-    """The host takes memory from the KV blocks for `max_requests` states, or for what a share of it holds."""
+    """How many requests' states fit into the memory that the host takes from KV blocks; None: no limit."""
     one = 0 if states is None else _live_bytes(config, states)
     if not one or (config.mamba_memory_ratio is None) is (config.max_requests is None):
         return None
@@ -66,10 +68,11 @@ def _live_states(config: Any, states: Any) -> int | None:
 
 @override(STATE_CONFIG, "from_model", part="sizing", faults=(15,))
 def from_model(original: Callable[..., Any], cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Name the layers of a model, or pipeline stage, without Mamba layers, too.
+    """List the layers also of a model or pipeline stage without Mamba layers.
 
-    The stock method returns None for it; its context then takes every layer for attention, and the stage
-    for one of a model that has no states. What the stage is, `DynamicInferenceContext` asks its peers.
+    The stock method returns None for a stage without Mamba layers. The stage's context then takes every layer
+    for attention, and the model for one without states. Here `DynamicInferenceContext` learns from the other
+    stages whether the model has states.
     """
     states = original(cls, model, *args, **kwargs)
     if states is not None:
@@ -81,44 +84,45 @@ def from_model(original: Callable[..., Any], cls: Any, model: Any, *args: Any, *
 
 @override(DYNAMIC_CONTEXT, "__init__", part="sizing", faults=(15,))
 def init(original: Callable[..., None], self: Any, model_config: Any, inference_config: Any) -> None:
-    """Let the stages of a pipeline agree on what they are before any of them sizes anything; collective.
+    """Let the stages of a pipeline exchange what they are before any stage sizes its pools. A collective.
 
-    With the stock method a stage without Mamba layers does not know that its model has states: it skips
-    on the KV match alone. With `mamba_memory_ratio` stages with fewer Mamba layers admit more requests. A
-    stage that cannot be built raises, and its peers wait for it until the process group gives up.
+    With the stock method a stage without Mamba layers does not know that the model has states, and skips
+    tokens on the KV match alone. With `mamba_memory_ratio`, stages with fewer Mamba layers admit more
+    requests. Where a stage cannot be built, only that stage raises, and the others wait until the process
+    group times out.
 
-    Here a stage without Mamba layers keeps the books of states that have no bytes, the fewest requests
-    count, and what one stage cannot do is raised by all: NotImplementedError for a stage without attention
-    layers, which megatron-core does not run, ValueError for sizes. Where a stage is built with other numbers
-    than it was given, the context's `config` is a copy.
+    Here a stage without Mamba layers keeps the books of states without bytes, and the smallest request limit
+    of all stages counts. All stages raise what any stage cannot do: NotImplementedError for a stage without
+    attention layers, which megatron-core does not run, ValueError for sizes. Where a stage is built with
+    other numbers than it was given, the context's `config` is a copy.
     """
     group = _pipeline_group(model_config, inference_config)
     rank = 0 if group is None else torch.distributed.get_rank(group)
     agreed = agreed_config(inference_config, _stages(inference_config, group), rank)
     try:
         original(self, model_config, agreed)
-    except ZeroDivisionError:  # 0.19 ends with a summary that divides by the bytes of a state
+    except ZeroDivisionError:  # megatron-core 0.19 logs a summary that divides by the bytes of a state
         if self.num_mamba_layers or getattr(self, "mamba_slot_allocator", None) is None:
             raise
 
 
 def _stages(config: Any, group: Any) -> list[Stage]:
-    """What each stage is; where one of them cannot say, an error on all."""
+    """The description of each stage. All stages raise where one of them has an unusable configuration."""
     if group is None:
         return [Stage.of(config)]
     try:
         here: Any = Stage.of(config)
     except Exception as error:
         here = f"{type(error).__name__}: {error}"
-    told = ParallelGroups(pipeline=group).gather(here)
-    for number, stage in enumerate(told):
+    stages = ParallelGroups(pipeline=group).gather(here)
+    for number, stage in enumerate(stages):
         if isinstance(stage, str):
             raise ValueError(f"pipeline stage {number} has an unusable configuration: {stage}")
-    return told
+    return stages
 
 
 def _pipeline_group(model_config: Any, inference_config: Any) -> Any:
-    """The group of the host's own collectives, or None where there is one stage."""
+    """The pipeline group of the host, or None for a single stage."""
     if (collection := inference_config.pg_collection) is not None:
         group = collection.pp
     elif model_config.pipeline_model_parallel_size > 1:
@@ -129,9 +133,9 @@ def _pipeline_group(model_config: Any, inference_config: Any) -> Any:
 
 
 def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
-    """The InferenceConfig with which stage `rank` does as its peers do; `config` itself is not changed.
+    """The InferenceConfig with which stage `rank` decides as the other stages do; `config` is not changed.
 
-    The same error on every stage where one of them cannot be built.
+    All stages raise the same error where one of them cannot be built.
     """
     with_states = [stage for stage in stages if stage.has_mamba]
     if stages[rank].states is not None and not with_states:
@@ -151,7 +155,7 @@ def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
     ratio = config.mamba_memory_ratio
     fewest = min((stage.live_states for stage in with_states if stage.live_states is not None), default=None)
     if ratio is not None and fewest is not None and fewest != stages[rank].live_states:
-        # The host divides by the bytes of one. KV gets the rest: there the host takes the minimum itself.
+        # The host divides this share by a state's bytes. For KV the host itself takes the stages' minimum.
         ratio = (fewest + 0.5) * _live_bytes(config, stages[rank].states) / _memory_bytes(config)
     return _with(
         config,
@@ -161,7 +165,7 @@ def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
 
 
 def _with(config: Any, **changes: Any) -> Any:
-    """A copy; `dataclasses.replace` would let the host's InferenceConfig check and print itself again."""
+    """A changed copy. `dataclasses.replace` would run the checks and log lines of InferenceConfig again."""
     changed = copy.copy(config)
     for name, value in changes.items():
         setattr(changed, name, value)

@@ -19,12 +19,15 @@ class HybridConfig:
     Attributes:
         pattern: one letter a layer: "M" a Mamba-2 mixer, "*" attention, "-" an MLP.
         mamba_num_heads, mamba_head_dim, mamba_state_dim: H, P and N of the SSM state [H, P, N].
-        mamba_num_groups: groups of heads that share B and C, and that the gated norm normalises alone.
+        mamba_num_groups: groups of heads. The heads of a group share B and C; the gated norm normalises each
+            group on its own.
         conv_kernel: taps of the causal convolution, >= 2.
         ssd_chunk_size: tokens of one SSD chunk.
-        num_attention_heads, num_kv_heads, head_dim: query heads, the key/value heads they share, even size.
-        dtype: of weights, convolution states and KV. Norms, dt, decays, rotary angles, attention, SSM states,
-            logits and log-probs are computed in float32 or wider, and SSM states are stored so.
+        num_attention_heads, num_kv_heads: query heads, and the key/value heads that they share.
+        head_dim: size of an attention head, even.
+        dtype: dtype of weights, convolution states and KV. Norms, dt, decays, rotary angles, attention, SSM
+            states, logits and log-probs are computed in float32 or wider. SSM states are also stored in
+            float32 or wider.
     """
 
     vocab_size: int
@@ -52,8 +55,8 @@ class HybridConfig:
         ):  # fmt: skip
             minimum = 2 if name == "conv_kernel" else 1
             object.__setattr__(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
-        for name, least in (("rotary_base", 1.0), ("norm_eps", 0.0)):
-            object.__setattr__(self, name, real(name, getattr(self, name), least))
+        for name, lower_bound in (("rotary_base", 1.0), ("norm_eps", 0.0)):
+            object.__setattr__(self, name, real(name, getattr(self, name), lower_bound))
         float_dtype("dtype", self.dtype)
         if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("M*-"):
             raise ValueError(f"pattern is {shown(self.pattern)}; accepted: one or more of 'M', '*' and '-'")
@@ -101,13 +104,17 @@ class HybridConfig:
 
     @property
     def compute_dtype(self) -> torch.dtype:
+        """The dtype of intermediate results: float32 or wider."""
         return compute_dtype(self.dtype)
 
     def shard(self, groups: ParallelGroups) -> ModelShard:
-        """What this rank of `groups` holds: consecutive layers, and of each an equal part of the heads.
+        """The part that this rank of `groups` holds: consecutive layers, and an equal share of their heads.
 
-        Raises ValueError where the sizes do not divide. B/C groups and KV heads may be fewer than ranks:
-        then the ranks whose heads share one each hold it.
+        There may be fewer B/C groups or KV heads than ranks. Several ranks then hold the same group or KV
+        head.
+
+        Raises:
+            ValueError: the sizes do not divide.
         """
         size, stages = groups.tensor_size, groups.pipeline_size
         for name in ("mamba_num_heads", "num_attention_heads", "mlp_hidden_size"):
@@ -146,12 +153,12 @@ class HybridConfig:
         )
 
     def stage_layers(self, groups: ParallelGroups) -> tuple[int, int]:
-        """The first of this rank's layers, and the one after its last."""
+        """This rank's layers, as (first layer, last layer + 1)."""
         layers, stage, stages = len(self.pattern), groups.pipeline_rank, groups.pipeline_size
         return layers * stage // stages, layers * (stage + 1) // stages
 
     def of_one_rank(self, groups: ParallelGroups) -> "HybridConfig":
-        """The same model with one rank's heads, and its part of the MLPs."""
+        """The model's shape with only this rank's heads, groups and MLP columns."""
         shard, size = self.shard(groups), groups.tensor_size
         return replace(
             self,

@@ -18,16 +18,25 @@ from .hybrid_config import HybridConfig
 
 
 class HybridLM(nn.Module):
-    """Token embedding, pre-norm residual layers as `config.pattern` says, a norm and an untied LM head.
+    """A token embedding, residual layers in the order of `config.pattern`, a norm and an untied LM head.
 
-    The weights are random. They depend on `seed` alone (drawn in float64, then rounded to `config.dtype`),
-    and are made so that the caches matter: the slowest Mamba heads remember hundreds of tokens, the fastest
-    tens, and logits have a standard deviation of a few units. Nothing here needs a gradient. `device`: where
-    they are drawn; a GPU draws large models faster, and other weights than a CPU.
+    Each layer normalises its input.
 
-    `groups`: the ranks that the model is split over, as in Megatron. Each draws all weights and keeps its
-    part: heads, MLP columns and vocabulary rows over the tensor group, consecutive layers over the pipeline
-    group. A step passes the stages one after the other, and all ranks get all logits.
+    The weights are random, and need no gradients. They depend on `seed` and on the kind of `device` alone.
+    The weights are drawn in float64 and rounded to `config.dtype`. Their scale makes the caches matter: the
+    slowest Mamba heads remember hundreds of tokens, the fastest tens, and logits have a standard deviation of
+    a few units.
+
+    A model can be split over ranks as in Megatron. Each rank draws all weights and keeps its part: heads, MLP
+    columns and vocabulary rows over the tensor group, consecutive layers over the pipeline group. A step runs
+    the stages one after the other, and all ranks get all logits.
+
+    Args:
+        config: the shape.
+        seed: seed of the weights.
+        device: where the weights are drawn. A GPU draws large models faster, and draws other weights than a
+            CPU.
+        groups: the ranks that the model is split over; None for one rank.
     """
 
     def __init__(
@@ -61,7 +70,7 @@ class HybridLM(nn.Module):
         self.eval()
 
     def state_spec(self) -> HybridStateSpec:
-        """What the context allocates for this model, on the device its weights are on."""
+        """What a context allocates for this model, on the device of the weights."""
         config, shard, device = self.config, self.shard, self.norms[0].device
         local = config.of_one_rank(self.groups)
         return HybridStateSpec(
@@ -112,7 +121,7 @@ class HybridLM(nn.Module):
 
 
 class MambaMixer(nn.Module):
-    """Mamba-2's block (arXiv 2405.21060, section 7.1), with biased convolution and a norm in groups."""
+    """Mamba-2's block (arXiv 2405.21060, section 7.1), with a biased convolution and a norm per group."""
 
     def __init__(self, config: HybridConfig, layer_index: int, draw: "_Weights") -> None:
         super().__init__()
@@ -121,7 +130,8 @@ class MambaMixer(nn.Module):
         self.groups = draw.groups
         self.shard = shard = draw.shard
         heads, kernel = shard.mamba_heads.indices, config.conv_kernel
-        # Memory is in tokens; dt falls with its square root, so that all heads' states are of one size.
+        # `memory` counts tokens. dt falls with the square root of `memory`: so all heads' states have one
+        # magnitude.
         memory = torch.logspace(
             math.log10(8.0), math.log10(512.0), shard.mamba_heads.total, dtype=torch.float64
         )[list(heads)]
@@ -132,7 +142,8 @@ class MambaMixer(nn.Module):
         rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
         self.in_proj = draw.linear(after + config.mamba_num_heads, config.hidden_size, rows=rows)
         self.conv_weight = draw.normal(config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
-        # About where SiLU of a standard normal has mean zero: slow heads would sum up any other mean.
+        # With this bias SiLU of a standard normal has a mean near zero. Slow heads would sum up any other
+        # mean.
         self.conv_bias = draw.constant(torch.full((local.conv_dim,), -0.5, dtype=torch.float64))
         self.dt_bias = draw.constant(dt.expm1().log(), wide=True)
         self.A_log = draw.constant(-(memory * dt).log(), wide=True)
@@ -187,7 +198,7 @@ class MambaMixer(nn.Module):
         return F.linear(normed.to(config.dtype), self.out_proj)
 
     def _norm_over_ranks(self, y: Tensor, gate: Tensor) -> Tensor:
-        """`gated_rms_norm` of a group whose heads lie on several ranks: they add up their squares."""
+        """`gated_rms_norm` where a group's heads lie on several ranks: the ranks add up their squares."""
         config, group = self.config, self.shard.mamba_groups
         gated = y.to(config.compute_dtype) * F.silu(gate.to(config.compute_dtype))
         squares = gated.new_zeros(len(gated), group.total)
@@ -218,7 +229,7 @@ class Attention(nn.Module):
         kv_dim = config.num_kv_heads * config.head_dim
         queries = draw.part_of(query_dim)
         kv = _channels(draw.shard.kv_heads.indices, config.head_dim)
-        # Sharp scores, or random keys would average the context away.
+        # The gain makes scores sharp. With a gain of 1, random keys would average the context away.
         self.q_proj = draw.linear(query_dim, config.hidden_size, gain=3.0, rows=queries)
         self.k_proj = draw.linear(kv_dim, config.hidden_size, rows=kv)
         self.v_proj = draw.linear(kv_dim, config.hidden_size, rows=kv)
@@ -282,7 +293,7 @@ def _channels(units: Iterable[int], width: int, offset: int = 0) -> list[int]:
 
 
 def _mixer_channels(config: HybridConfig, shard: ModelShard) -> tuple[list[int], list[int]]:
-    """Of one rank: the channels of x, and all that it convolves, which are those and its groups' B and C."""
+    """One rank's channels of x, and all channels that the rank convolves: x, then its groups' B and C."""
     groups, width = shard.mamba_groups.indices, config.mamba_state_dim
     x = _channels(shard.mamba_heads.indices, config.mamba_head_dim)
     B = _channels(groups, width, config.inner_dim)
@@ -291,9 +302,10 @@ def _mixer_channels(config: HybridConfig, shard: ModelShard) -> tuple[list[int],
 
 
 class _Weights:
-    """Draws a model's parameters, in order, from one generator; the global one stays as it is.
+    """Draws a model's parameters, in order, from one generator; torch's global generator is not used.
 
-    All of each is drawn, so that they do not depend on how the model is split; a rank keeps what it asks for.
+    All numbers of a parameter are drawn, so that parameters do not depend on how the model is split. A rank
+    keeps the rows and columns that it asks for.
     """
 
     def __init__(self, config: HybridConfig, seed: int, device: torch.device, groups: ParallelGroups) -> None:
@@ -304,14 +316,16 @@ class _Weights:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def part_of(self, total: int) -> range:
+        """This rank's equal part of `total` heads, channels or rows."""
         return Part.of_rank(total, self.groups.tensor_rank, self.groups.tensor_size).indices
 
     def vocabulary_rows(self) -> range:
-        """This rank's equal part of the vocabulary, rounded up: the last ones may be beyond its end."""
+        """This rank's equal part of the vocabulary, rounded up: the last rows may be padding."""
         size = self.groups.tensor_size
         return self.part_of(-(-self._config.vocab_size // size) * size)
 
     def constant(self, values: Tensor, wide: bool = False) -> nn.Parameter:
+        """`values` as a parameter; `wide` stores it in float32 or wider."""
         dtype = self._config.compute_dtype if wide else self._config.dtype
         return nn.Parameter(values.to(self._device, dtype), requires_grad=False)
 
@@ -321,14 +335,14 @@ class _Weights:
     def normal(
         self, *shape: int, std: float, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
     ) -> nn.Parameter:
-        """`rows`, `columns`: those to keep; rows beyond the end are zeros."""
+        """Normal numbers of this shape. Only `rows` and `columns` are kept; rows beyond the end are zeros."""
         drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device=self._device)
-        for dim, kept in ((0, rows), (1, columns)):
-            if kept is not None and len(kept) < shape[dim]:
-                inside = [index for index in kept if index < shape[dim]]
+        for dim, indices in ((0, rows), (1, columns)):
+            if indices is not None and len(indices) < shape[dim]:
+                inside = [index for index in indices if index < shape[dim]]
                 drawn = drawn.index_select(dim, torch.tensor(inside, dtype=torch.int64, device=self._device))
-                if len(inside) < len(kept):
-                    drawn = F.pad(drawn, (0, 0, 0, len(kept) - len(inside)))
+                if len(inside) < len(indices):
+                    drawn = F.pad(drawn, (0, 0, 0, len(indices) - len(inside)))
         return self.constant(drawn * std)
 
     def linear(

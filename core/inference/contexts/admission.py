@@ -37,7 +37,7 @@ class Admission:
         self._states = states
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
-        """What the cache knows of all tokens of a request; changes nothing but its hash chain."""
+        """What is cached of a request's tokens; changes only the request's hash chain."""
         path = request.holding.path if request.holding is not None else None
         if self._config.enable_prefix_caching and (path is None or path.shares):
             request.hashes.extend_to(request.tokens)
@@ -47,7 +47,7 @@ class Admission:
     def schedule(
         self, request: DynamicInferenceRequest, token_budget: int, match: PrefixMatch | None
     ) -> RequestStep | None:
-        """The request's next step of at most `token_budget` tokens, with all that it needs, or None."""
+        """The request's next step of at most `token_budget` tokens; None where blocks or tokens are short."""
         holding = request.holding
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
@@ -90,7 +90,7 @@ class Admission:
         return RequestStep(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
-        """The step with as many of the drafts as there are KV blocks for."""
+        """The step with as many of the drafts `tokens` as KV blocks can be had for."""
         path = step.holding.path
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
@@ -105,11 +105,11 @@ class Admission:
         return replace(step, stop=stop, drafts=drafts, boundaries=boundaries)
 
     def trim(self, holding: Holding) -> None:
-        """Give back the KV blocks that only drafts needed; a plain decode would hold the rest, too."""
+        """Release the KV blocks that only drafts needed."""
         self._cache.trim(holding.path, self._num_blocks(holding.num_computed))
 
     def _stop(self, start: int, length: int, budget: int) -> int:
-        """Where the step ends: on a block, else on the SSD grid, so that the state there can be kept."""
+        """Where the step ends. A step that is cut ends on a block or SSD chunk, where a state can be kept."""
         if length - start <= budget:
             return length
         if not self._config.enable_chunked_prefill:
@@ -121,7 +121,7 @@ class Admission:
         return start + budget
 
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
-        """Whether the step's blocks can be had; a waiting request also waits until its whole prompt fits."""
+        """Whether the step's blocks can be had; a waiting request needs the blocks of its whole prompt."""
         holding = request.holding
         if holding is None:
             return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)

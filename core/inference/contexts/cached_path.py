@@ -14,7 +14,7 @@ TableRow = npt.NDArray[np.integer[Any]]
 class CachedPath:
     """The KV blocks of one sequence, in order, and the durable slot that its state is in.
 
-    Only `PrefixCache` changes a path. (`RollingStates`, a part of it, writes `rolling_block`.)
+    Only `PrefixCache` changes a path; its part `RollingStates` writes `rolling_block`.
 
     Attributes:
         chain: the hashes of the sequence's whole blocks.
@@ -31,7 +31,7 @@ class CachedPath:
     def __init__(
         self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow, shares: bool
     ) -> None:
-        """`table_row` [blocks of the longest sequence]: -1 everywhere; shows `blocks` from now on."""
+        """`table_row`: [blocks of the longest sequence], all -1. The path writes its `blocks` there."""
         self.chain = chain
         self.plan = plan
         self.shares = shares
@@ -47,7 +47,7 @@ class CachedPath:
         self._table_row[first : first + len(blocks)] = blocks
 
     def replace(self, first: int, blocks: list[int]) -> None:
-        """Put `blocks` in the place of all from block `first` on."""
+        """Put `blocks` in the place of block `first` and all later blocks."""
         del self.blocks[first:]
         self._table_row[first:] = -1
         self.append(blocks)

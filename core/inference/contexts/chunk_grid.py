@@ -23,7 +23,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
 MAX_POSITION = 2**48
-"""Longest chunk, and most tokens before a row: far beyond any sequence, and safe from int64's end."""
+"""Upper bound of a chunk's size and of the tokens before a row; sums with it do not overflow int64."""
 
 
 class Chunks(NamedTuple):
@@ -64,7 +64,7 @@ def chunk_grid(
         lengths: [rows] new tokens of each row, 0 allowed.
         chunk_size: tokens of one SSD chunk.
         checkpoint_rows, checkpoint_positions: [checkpoints] the row and the absolute token position of
-            each wanted state, in any order.
+            each state to store, in any order.
 
     Runs on the CPU, synchronises nothing, keeps no reference to its arguments.
 
@@ -116,12 +116,12 @@ def absolute_chunks(computed: Int64Array, starts: Int64Array, chunk_size: int) -
     """Chunks cut at absolute multiples of `chunk_size`, in time linear in rows and chunks.
 
     `computed` [rows] int64 tokens before each row, `starts` [rows + 1] int64 packed positions of the
-    rows with a trailing total; `chunk_size` >= 1. Mutates nothing; the result is fresh. The formula is
-    the module's, counted from each row's end: its last chunk starts at
-    q + (ceil((c + n) / C) - 1) * C - c. Every numpy call here counts: each is a twentieth of the cost.
+    rows with a trailing total; `chunk_size` >= 1. Mutates nothing; the result is fresh. The formula is the
+    module's, counted from each row's end: the last chunk starts at q + (ceil((c + n) / C) - 1) * C - c. Every
+    numpy call takes about a twentieth of the time.
 
     Raises:
-        ValueError: as `row_lengths`.
+        ValueError: see `row_lengths`.
     """
     lengths = row_lengths(computed, starts)
     if lengths.size == 0:
@@ -135,7 +135,7 @@ def absolute_chunks(computed: Int64Array, starts: Int64Array, chunk_size: int) -
         counts[empty] = 0
     ends = counts.cumsum()
 
-    # Chunk i starts at i * C plus a constant of its row, but a row's first where the row before stops.
+    # Chunk i starts at i * C plus a constant of its row. A row's first chunk starts where the row starts.
     total = int(ends[-1])
     row_offsets = stops - reached + (cells - ends) * chunk_size
     grid_end = (total + 1) * chunk_size  # beyond the tokens by up to two chunks a row

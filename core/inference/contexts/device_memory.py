@@ -53,12 +53,12 @@ class DeviceMemory:
             self.kv_cache = self._new_kv_cache()
 
     def free(self) -> None:
-        """Let go of the tensors' memory."""
+        """Free the tensors' memory."""
         self.state_pool.free()
         self.kv_cache = self.kv_cache.new_empty(0)
 
     def summary(self) -> str:
-        """What the bytes went to, in one line."""
+        """One line that says how many bytes each pool takes."""
         pool, num_blocks = self.state_pool, self._num_kv_blocks
         state = self._spec.state_bytes / MEBIBYTE
         kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE

@@ -1,4 +1,4 @@
-"""The book of durable slots: which block's state each holds, who may write it, which one goes next."""
+"""The book of durable slots: whose state a slot holds, who may write it, which slot is evicted next."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from .slot_map import SlotMap
 
 
 class SlotCounts(NamedTuple):
-    """Slots by what they are, and how many states came and went since the beginning."""
+    """Numbers of slots now, and of states that were ever committed or evicted."""
 
     free: int
     reserved: int
@@ -20,7 +20,7 @@ class SlotCounts(NamedTuple):
 
 
 class DurableSlots:
-    """Integers only: no tensor, and no copy, is made here. Arguments are trusted to be ints in range.
+    """The state of each durable slot, as integers: no tensor is made or copied. Arguments are trusted.
 
     A slot is FREE, RESERVED or COMMITTED:
 
@@ -28,14 +28,15 @@ class DurableSlots:
           ^                    |                       |
           +----- release ------+--- evict, drop, forget+
 
-    A reserved slot is written by one step and read by nobody. A committed slot is immutable, and a pinned
-    slot is not evicted. A pinned slot whose block leaves becomes RESERVED for no block until its last unpin.
+    A reserved slot is written by one step and read by nobody. A committed slot is immutable. A pinned slot is
+    not evicted. Where the block of a pinned slot leaves, the slot becomes RESERVED for no block until its
+    last unpin.
 
     Attributes:
-        num_slots: how many there are.
+        num_slots: slots of the pool.
         map: the committed slots.
         free: the free slots; the last one is taken next.
-        reserved: slot -> the block that the slot is reserved for, -1 once that block left.
+        reserved: slot -> the block that the slot is reserved for, or -1 once the block has left.
         pins: pinned slot -> how often it is pinned.
         ghosts: hashes whose state was evicted, or was not taken for want of a slot.
         version: grows with every change of `free` or `map`.
@@ -52,7 +53,7 @@ class DurableSlots:
         Args:
             num_slots: slots of the pool, >= 0.
             eviction_policy: one of `EVICTION_POLICIES`.
-            kv_hash: the prefix hash of a block in the KV index, -1 for one that is not registered.
+            kv_hash: block -> its prefix hash in the KV index, or -1 for an unregistered block.
             on_states_changed: called with blocks that gained or lost a state.
         """
         self.num_slots = num_slots
@@ -64,7 +65,7 @@ class DurableSlots:
         self.version = 0
         self._kv_hash = kv_hash
         self._tell_states_changed = on_states_changed
-        self._used: set[int] = set()  # slots some request resumed from
+        self._used: set[int] = set()  # slots from which a request resumed
         self._eviction: SlotEvictionPolicy = (
             RefZeroEviction() if eviction_policy == "ref_zero" else LRUEviction()
         )
@@ -86,15 +87,15 @@ class DurableSlots:
         return len(self.free) + len(self.map) - num_pinned
 
     def by_use(self) -> list[int]:
-        """The committed slots, the next to be evicted first; pinned ones are among them."""
+        """The committed slots, pinned ones included, in the order of eviction."""
         return self._eviction.victims(self.num_slots, lambda slot: True)
 
     # ---- reservations
 
     def reserve(self, blocks: Sequence[int]) -> list[int]:
-        """Take one slot for the state of each block, evicting unpinned states where too few are free.
+        """Take one slot for the state of each block; evicts unpinned states where too few slots are free.
 
-        Enters no map.
+        The slots enter no map yet.
 
         Raises:
             ValueError: a block is named twice, or has a state or a reservation; nothing is changed.
@@ -112,21 +113,23 @@ class DurableSlots:
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
-        """Make reserved, written slots findable as the states of `blocks`, by default the reserved ones.
+        """Make reserved, written slots findable as the states of `blocks`.
 
-        Reads the blocks' prefix hashes.
+        Args:
+            slots: reserved slots.
+            blocks: a block for each slot; None for the blocks that the slots are reserved for.
 
         Returns:
             For each slot the committed slot that now holds the block's state: the slot itself, or an earlier
-            one, which holds the state after the same tokens (the later slot is then freed). -1 where the
-            block is not registered in the KV index, so that nobody could find the state (the slot is freed).
+                one, which holds the state after the same tokens. -1 where the block is not registered in the
+                KV index, so that nobody could find the state. A slot that is not the result is freed.
         """
         self._require_reserved(slots)
         results = []
         for slot, block in zip(
             slots, [self.reserved[s] for s in slots] if blocks is None else blocks, strict=True
         ):
-            # Where its block was deregistered since, the same number may mean another prefix by now.
+            # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
             key = -1 if gone or block < 0 else self._kv_hash(block)
             if key > 0 and block not in self.map:
@@ -138,7 +141,7 @@ class DurableSlots:
         return results
 
     def release(self, slots: Sequence[int] | None = None) -> None:
-        """Free reserved slots that were not, or not usefully, written; None: all that are reserved."""
+        """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
             slots = [slot for slot in self.reserved if slot not in self.pins]
         self._require_reserved(slots)
@@ -149,7 +152,7 @@ class DurableSlots:
     # ---- use
 
     def pin(self, slot: int) -> None:
-        """Keep a committed slot from eviction until `unpin`; pins nest."""
+        """Keep a committed slot from eviction until `unpin`. A slot may be pinned several times."""
         self._require_committed(slot)
         self.pins[slot] = self.pins.get(slot, 0) + 1
 
@@ -159,12 +162,12 @@ class DurableSlots:
         self.pins[slot] -= 1
         if not self.pins[slot]:
             del self.pins[slot]
-            if slot in self.reserved:  # its block left while the slot was being read
+            if slot in self.reserved:  # the slot's block left while the slot was pinned
                 del self.reserved[slot]
                 self._free_slots([slot])
 
     def note_use(self, slot: int) -> None:
-        """A request resumes from this committed slot, or an import brought its state once more.
+        """Note that a request resumes from this committed slot, or that an import brought its state again.
 
         Nothing else refreshes the recency of a state.
         """
@@ -173,13 +176,13 @@ class DurableSlots:
         self._used.add(slot)
 
     def was_used(self, slot: int) -> bool:
-        """Whether `note_use` was ever called of what this slot holds now."""
+        """Whether `note_use` was called for the state that this slot holds now."""
         return slot in self._used
 
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
-        """A committed slot without a hash for each block; a block that has one, or comes twice, keeps one.
+        """Commit a slot, without a hash, for each block; a block with a slot, or named twice, keeps one slot.
 
         Raises:
             ValueError: a block has a reservation; nothing is changed.
@@ -202,7 +205,7 @@ class DurableSlots:
         return [slot_by_block[block] for block in blocks]
 
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Make the states of blocks, which are in these slots, findable by prefix hash."""
+        """Make the states in these slots, of these blocks, findable by prefix hash."""
         self.map.name(blocks, slots, keys)
         self.ghosts.discard_all(keys)
 
@@ -211,7 +214,7 @@ class DurableSlots:
     def evict(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
         """Evict the states of `num_slots` unpinned slots that are not in `keep`.
 
-        The caller owns the returned slots, as reserved ones, until `release`.
+        The returned slots are reserved for the caller until `release`.
 
         Raises:
             MambaSlotCapacityError: fewer can be evicted; nothing is changed.
@@ -221,10 +224,12 @@ class DurableSlots:
         return slots
 
     def drop(self, block: int) -> bool:
-        """Free the slot of a state that its owner does not want any more; False, and nothing done, while
-        pinned.
+        """Free the slot of a state that its owner no longer needs.
 
-        This is no eviction: it is not counted as one, and leaves no ghost.
+        The drop does not count as an eviction and leaves no ghost.
+
+        Returns:
+            Whether the state is dropped; False, with nothing done, for a pinned one.
         """
         if self.map.slot_of(block) in self.pins:
             return False
@@ -232,19 +237,19 @@ class DurableSlots:
         return True
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Free the slots of those blocks that have one, and drop their hashes."""
+        """Free the slots of those blocks that have a slot, and drop the slots' hashes."""
         slots = self._leave(blocks)
         if self.pins and not self.pins.keys().isdisjoint(slots):
             pinned = [slot for slot in slots if slot in self.pins]
-            self.reserved.update(dict.fromkeys(pinned, -1))  # still being read: free when unpinned
+            self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot
             slots = [slot for slot in slots if slot not in self.pins]
         self._free_slots(slots)
         self._tell_states_changed(blocks)
 
     def on_blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
-        """The KV allocator's callback: free the slot of every listed block, with a hash or without.
+        """Free the slot of every listed block; the KV allocator calls this at every deregistration.
 
-        `hashes` is not needed: the hashes of states are remembered here.
+        `hashes` is not used: the map knows the hashes of its states.
         """
         self.forget(blocks)
         if self.reserved:
@@ -252,7 +257,7 @@ class DurableSlots:
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
 
     def clear(self, totals: bool = False) -> None:
-        """Forget every state, reservation, pin and ghost; with `totals` also what `counts` adds up."""
+        """Forget every state, reservation, pin and ghost; with `totals` also the totals of `counts`."""
         self.free = list(range(self.num_slots))
         self.version += 1
         for part in (self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction):

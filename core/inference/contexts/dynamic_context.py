@@ -1,4 +1,4 @@
-"""The requests in flight, what they hold, and one step of all of them."""
+"""The running requests, what they hold, and the steps that they make together."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def _none_accepted(request_id: int) -> None:
-    """Of a step without drafts, nothing is asked."""
+    """Stands in for the verdicts on drafts where a step has no drafts."""
 
 
 class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
-    One step is `schedule` for each request that is to advance, `begin_step`, the model's forward, and
-    `end_step` (or `abort_step`). `release` gives back all that a request holds.
+    One step consists of `schedule` for each request that shall advance, `begin_step`, the model's forward,
+    and `end_step` (or `abort_step`). `release` takes back all that a request holds.
 
     Attributes:
         spec: what the model needs.
@@ -52,7 +52,7 @@ class DynamicInferenceContext:
     """
 
     def __init__(self, spec: HybridStateSpec, config: InferenceConfig) -> None:
-        """Allocate the pools. A collective where the model is split: all its ranks make this call."""
+        """Allocate the pools. Where the model is split, this is a collective: all ranks make the call."""
         self.spec = instance("spec", spec, HybridStateSpec)
         self.config = instance("config", config, InferenceConfig)
         if config.enable_prefix_caching and config.block_size_tokens % spec.ssd_chunk_size:
@@ -110,7 +110,7 @@ class DynamicInferenceContext:
 
     @property
     def steps(self) -> tuple[RequestStep, ...]:
-        """What requests do in the step under way, in row order; empty between steps."""
+        """What each request does in the step under way, in row order; empty between steps."""
         return self._steps
 
     @property
@@ -139,7 +139,7 @@ class DynamicInferenceContext:
     # ---- requests
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
-        """What the cache knows of all tokens of a request; changes nothing but its hash chain."""
+        """What is cached of a request's tokens; changes only the request's hash chain."""
         self._check_request(request)
         return self._admission.match(request)
 
@@ -148,14 +148,14 @@ class DynamicInferenceContext:
     ) -> RequestStep | None:
         """Give a request what its next step needs.
 
-        A request without a row is admitted: it gets a row and live slots, references to the KV blocks that it
-        shares, and its resume state pinned. A later part of a prefill is matched again by the same rule, and
-        may jump ahead to what others have computed since.
+        A request without a row is admitted: it gets a row, live slots and references to the KV blocks that it
+        shares, and the state that it resumes from is pinned. Later parts of a prefill are matched again by
+        the same rule, and may jump ahead to states that other requests have stored since.
 
         Args:
             request: one that waits, or holds a row of this context.
-            token_budget: most tokens of the step.
-            match: an earlier result of `match`, which saves matching again while it still holds.
+            token_budget: maximum number of tokens of the step.
+            match: a result of `match`, which saves matching again as long as the cache has not changed.
 
         Returns:
             The step; None, with nothing changed, where too few KV blocks or tokens are left.
@@ -177,11 +177,10 @@ class DynamicInferenceContext:
             raise
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
-        """Let a scheduled decode go on with drafts of what may follow, all verified in the same step.
+        """Extend a scheduled decode with drafts, which the same step verifies.
 
-        Takes the first of `tokens`: at most `step.max_drafts(...)`, and only as far as there are KV blocks
-            that
-        nobody holds. Returns the step to use in place of `step`, or `step` itself where no draft is taken.
+        Takes the first of `tokens`: at most `step.max_drafts(...)`, and only as many as there are unheld KV
+        blocks for. Returns the step to use in place of `step`, or `step` itself where no draft is taken.
         """
         self._check_between_steps("draft")
         self._check_step(step)
@@ -190,7 +189,7 @@ class DynamicInferenceContext:
         return self._admission.draft(step, drafts) if drafts else step
 
     def release(self, request: DynamicInferenceRequest) -> None:
-        """Take back all that the request holds; it can be scheduled again, from its deepest cached state.
+        """Take back all that the request holds. A later `schedule` resumes from its deepest cached state.
 
         Raises:
             RuntimeError: a step under way computes the request.
@@ -211,8 +210,8 @@ class DynamicInferenceContext:
         """Reserve slots for the planned states, and publish the model's inputs, decode rows first.
 
         Args:
-            steps: one or more, as `schedule` and `draft` gave them, each of another request.
-            padding: from the step's shape to one, at least as large, that the inputs are padded to.
+            steps: one or more results of `schedule` and `draft`, each of another request.
+            padding: maps the step's shape to the shape to pad to, which must be at least as large.
 
         Returns:
             The step. Its index tensors are copied to the device at once, without synchronising.
@@ -242,12 +241,12 @@ class DynamicInferenceContext:
         return Step(self._steps, inputs)
 
     def end_step(self, num_accepted: Callable[[int], int | None] = _none_accepted) -> None:
-        """The forward has been launched: register KV, commit states, advance requests; no synchronisation.
+        """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         Args:
-            num_accepted: request id -> how many tokens of the request's step are right, for each request that
-                has drafts. Append them to the requests before the call. KV and states behind them are
-                ignored.
+            num_accepted: request id -> how many tokens of the request's step are right. Called for each
+                request with drafts; when the call returns, the right tokens must be among the request's
+                tokens. KV and states of wrong drafts are ignored.
         """
         late = self._verify(num_accepted) if any(step.drafts for step in self._steps) else []
         self._states.scatter(self._steps, late)
@@ -263,7 +262,7 @@ class DynamicInferenceContext:
             observer.step_ended(ended)
 
     def _verify(self, num_accepted: Callable[[int], int | None]) -> list[RequestStep]:
-        """Cut the steps to what is right of them; returns steps with slots that are reserved only now."""
+        """Cut the steps to their accepted tokens; returns steps with slots that are reserved only now."""
         accepted = [self._accepted(step, num_accepted) if step.drafts else step for step in self._steps]
         late = self.prefix_cache.after_verification(self._steps, accepted)
         added = {step.holding.row: step.destinations for step in late}
@@ -289,9 +288,10 @@ class DynamicInferenceContext:
         self._ledger.add(counts)
 
     def abort_step(self) -> None:
-        """The forward did not happen, or failed half-way: nothing that it may have written is used.
+        """Undo a step whose forward failed or did not happen; nothing that the forward wrote is used.
 
-        Every request of the step is released; scheduled again, it restarts from its last cached state.
+        Every request of the step is released. A request that is scheduled again restarts from its last cached
+        state.
         """
         aborted, self._steps = self._steps, ()
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
@@ -299,7 +299,7 @@ class DynamicInferenceContext:
             self.release(step.request)
 
     def observe(self, observer: StepObserver) -> None:
-        """Tell `observer` of every step from now on, until `unobserve`."""
+        """Call `observer` at every step from now on, until `unobserve`."""
         calls = (getattr(observer, name, None) for name in ("step_begun", "step_ended"))
         if isinstance(observer, type) or not all(map(callable, calls)):
             raise ValueError(
@@ -309,7 +309,7 @@ class DynamicInferenceContext:
         self._observers.append(observer)
 
     def unobserve(self, observer: StepObserver) -> None:
-        """Tell `observer` of no further step; ValueError for one that is not told."""
+        """Stop calling `observer`; ValueError for one that does not observe."""
         if not any(observer is known for known in self._observers):
             raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this context")
         self._observers = [known for known in self._observers if known is not observer]
@@ -317,10 +317,10 @@ class DynamicInferenceContext:
     # ---- the whole
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix, state, pin and ghost; requests that run go on, and share nothing more.
+        """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more.
 
-        A state that a request has only in a durable slot is copied to its live slot first. What these
-        requests compute afterwards is registered and committed nowhere. RuntimeError during a step.
+        A state that a request has only in a durable slot is copied to the request's live slot first.
+        RuntimeError during a step.
         """
         self._check_between_steps("reset_prefix_cache")
         for holding in self._rows.holdings:
@@ -336,13 +336,13 @@ class DynamicInferenceContext:
         self.memory.free()
 
     def resume(self) -> None:
-        """Allocate the pools again, as zeros; nothing to do unless suspended."""
+        """Allocate the pools again, as zeros; does nothing unless suspended."""
         self.memory.allocate()
 
     def reset(self) -> None:
         """Drop every request, prefix, state, pin, reservation and count, also in the middle of a step.
 
-        Relies on nothing being consistent: whatever a failure left behind is gone afterwards.
+        Works on inconsistent books, too: whatever a failure left behind is gone afterwards.
         """
         self._steps = ()
         self._rows.abandon()

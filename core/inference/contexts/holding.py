@@ -13,15 +13,19 @@ class Holding:
     A request that waits has no Holding, so that a released request cannot keep anything by mistake.
 
     Attributes:
-        row: of the block table and of the live slots. `RequestRows` gives it.
-        live_slots: 1 + K live slots, K the most drafts of a step. A decode of 1 + K tokens writes the state
-            after token i into slot i; the request continues from the slot of the last accepted token.
+        row: the request's row in the block table; `RequestRows` assigns the row.
+        live_slots: 1 + K live slots, where K is `num_speculative_tokens`. A decode of 1 + K tokens writes the
+            state after token i into slot i; the request continues from the slot of the last accepted token.
         path: KV blocks and the pinned durable slot.
-        prefill_length: tokens that were known at the admission: prefill up to here, then decode.
-        num_computed: tokens whose KV is in the path's blocks; `RequestStates` writes it with `state_index`.
-        state_index: pool index of the state after `num_computed` tokens; -1 means zeros.
-        seen_tokens: how far the prompt followed a known path at its last match; `Admission` writes it.
-        spans: why prompt tokens are computed, from where the request last resumed; `Admission` writes it.
+        prefill_length: tokens that the request had at its admission. Prefill computes these tokens, decodes
+        the later ones.
+        num_computed: tokens whose KV is in the path's blocks; only `RequestStates` writes this field.
+        state_index: pool index of the state after `num_computed` tokens, -1 for zeros; only `RequestStates`
+            writes this field.
+        seen_tokens: how far the prompt followed a known path at the last match; only `Admission` writes this
+            field.
+        spans: why the prompt tokens after the last resume point are computed; only `Admission` writes this
+            field.
     """
 
     row: int

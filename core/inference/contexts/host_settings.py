@@ -1,4 +1,4 @@
-"""What a host's context says of itself to the slot allocator that it plugs in."""
+"""The settings that a slot allocator reads from its host's context."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,24 +8,24 @@ from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.slot_eviction import EVICTION_POLICIES
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Offset rows a request where the host does not state `max_intermediate_offsets_per_request`."""
+"""Offsets per request where the host does not state `max_intermediate_offsets_per_request`."""
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """Read from the attributes that megatron-core gives its context, each where it exists.
+    """Settings from the attributes of megatron-core's context, each read where it exists.
 
     Attributes:
         num_blocks: blocks of `kv_block_allocator`: its `total_count`, or `pool_size` in newer hosts.
         eviction_policy: `prefix_caching_eviction_policy`, by name or as an enumeration; "lru" without one.
-        plan: `checkpoint_plan`, else the default plan.
+        plan: `checkpoint_plan`; the default plan without one.
         max_requests: rows of requests.
-        max_offsets_per_request: states that a request's row can name in one step.
+        max_offsets_per_request: states inside a prefill that a request can store in one step.
         max_intermediate_states: scratch rows for the states of one step
             (`max_mamba_intermediate_states_per_step`); None where the host states none.
         block_size_tokens: tokens of a KV block; 0 where the host states none.
-        ssd_chunk_size: positions inside a prefill at which kernels can store a state are its multiples
-            (`ssm_chunk_alignment`, or `mamba_chunk_size`).
+        ssd_chunk_size: `ssm_chunk_alignment` or `mamba_chunk_size`. Kernels can store states inside a prefill
+            at multiples of this number only.
     """
 
     num_blocks: int
@@ -39,7 +39,7 @@ class HostSettings:
 
     @classmethod
     def of(cls, context: Any) -> "HostSettings":
-        """Raises ValueError for what is no host, and for settings that cannot be."""
+        """Read a host's settings; ValueError for an object that is no host, and for impossible settings."""
         plan = getattr(context, "checkpoint_plan", None)
         return cls(
             num_blocks=_block_count(context),
@@ -58,14 +58,14 @@ class HostSettings:
 
 
 def eviction_policy_name(policy: object) -> str:
-    """The name of a policy that is given by name, or as an enumeration of the host's."""
+    """The name of a policy that a host gives by name or as a member of an enumeration."""
     policy = getattr(policy, "value", policy)
     policy = policy.lower() if isinstance(policy, str) else policy
     return one_of("context.prefix_caching_eviction_policy", policy, EVICTION_POLICIES)
 
 
 def _size(context: Any, name: str, minimum: int = 0) -> int | None:
-    """A size that the host may state."""
+    """The size that the host states; None where it states none."""
     value = getattr(context, name, None)
     return None if value is None else integer(f"context.{name}", value, minimum, INT32_MAX)
 
@@ -75,7 +75,7 @@ def _default(value: int | None, missing: int) -> int:
 
 
 def _block_count(context: object) -> int:
-    """The KV blocks of a host; a ValueError for what is no host."""
+    """The number of KV blocks of a host; a ValueError for an object that is no host."""
     kv = getattr(context, "kv_block_allocator", None)
     if kv is None:
         raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")

@@ -1,4 +1,4 @@
-"""Our context under the names that megatron-core gives its own."""
+"""A `DynamicInferenceContext` under the attribute names of megatron-core's context."""
 
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from .step_builder import BatchDimensions
 
 
 class _Context(Protocol):
-    """What is shown of a `DynamicInferenceContext`."""
+    """The part of a `DynamicInferenceContext` that `HostView` reads."""
 
     spec: HybridStateSpec
     config: InferenceConfig
@@ -32,10 +32,10 @@ class _Context(Protocol):
 
 
 class HostView:
-    """What `MambaSlotAllocator` reads of its host, of a context of ours.
+    """What `MambaSlotAllocator` reads of its host, where the host is a `DynamicInferenceContext`.
 
-    Our own engine reads nothing here. A host that drives our context by megatron-core's calls does:
-    `context.mamba_slot_allocator` is built over a `HostView` when it is asked for.
+    The engine of this package reads nothing here. `context.mamba_slot_allocator` builds a HostView at its
+    first read, for hosts that drive the context by megatron-core's calls.
     """
 
     def __init__(self, context: _Context) -> None:
@@ -46,7 +46,7 @@ class HostView:
         self.prefix_caching_eviction_policy = context.config.prefix_caching_eviction_policy
         self.checkpoint_plan: CheckpointPlan = context.config.checkpoint_plan
         self.mamba_metadata = context.mamba_metadata
-        self.paused_request_count = 0  # rows of paused requests do not come before the others here
+        self.paused_request_count = 0  # here, paused requests have no rows in front of the others
 
     @property
     def kv_block_allocator(self) -> KVBlockAllocator:

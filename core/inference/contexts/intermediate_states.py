@@ -1,8 +1,8 @@
 """The half of a slot allocator for hosts whose kernels cannot store a state into a slot.
 
 Such kernels (megatron-core's own) write the states inside a prefill to scratch rows of fixed address, and
-leave the state at its end in the live slot. This module plans the rows before the step, and moves the states
-into durable slots after it.
+leave the state at the end of the prefill in the live slot. This module plans the scratch rows before the
+step, and moves the states into durable slots after the step.
 """
 
 import warnings
@@ -22,14 +22,14 @@ from .host_settings import HostSettings
 
 @dataclass(frozen=True)
 class StateSource:
-    """Where a state of the launched step is: scratch row `index`, or the live slot of request row `index`."""
+    """Where a launched step's state is: in scratch row `index`, or the live slot of request row `index`."""
 
     in_scratch: bool
     index: int
 
 
 class IntermediateStates:
-    """What one step checkpoints: rows of offsets a request, and at most one end of its prefill step.
+    """What one step stores: for each request some boundaries inside its prefill, and perhaps the end.
 
     Rows are the host's request rows, `max_requests` of them. Hosts move and clear rows of the four `*_cpu`
     tensors.
@@ -37,12 +37,12 @@ class IntermediateStates:
     Attributes:
         offsets_cpu: [rows, width] int32, tokens from the first token that the step computes to the boundary.
         counts_cpu: [rows] int32, how many offsets a row has.
-        block_ids_cpu: [rows, width] int32, the blocks that end there, -1 for none.
+        block_ids_cpu: [rows, width] int32, the blocks that end at these boundaries, -1 for none.
         eos_block_id_cpu: [rows] int32, the block whose boundary the step ends on, or -1.
-        offsets_device, counts_device: what `transfer` fills, of the same shapes, on the states' device.
+        offsets_device, counts_device: the same on the states' device; `transfer` fills them.
         conv_out, ssm_out: [layers, scratch rows, ...]: the scratch that the host's kernels write.
-        pending: whether anything is planned.
-        num_dropped: planned boundaries for which offset rows or scratch had no room, since the beginning.
+        pending: whether a state is planned.
+        num_dropped: planned boundaries for which offsets or scratch had no room, since the beginning.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class IntermediateStates:
     ) -> None:
         """
         Args:
-            context: the host. Its step is read when a step is planned and committed.
-            settings: what the host states.
+            context: the host. `plan` and `commit` read the host's step.
+            settings: the host's settings.
             slots: the book of durable slots.
-            scratch: for the states of one step.
-            copy_to_slots: called with (a source of the kind, indices, slots) to copy states of one kind.
+            scratch: tensors for the states of one step.
+            copy_to_slots: copies states of one kind; called with (a source of this kind, indices, slots).
         """
         self._context = context
         self._settings = settings
@@ -89,12 +89,12 @@ class IntermediateStates:
     def plan(
         self, req: Any, row: int, skip_tokens: int, prefill_chunk_length: int, num_matched_blocks: int
     ) -> None:
-        """Choose the boundaries to keep of the part of a prompt that request row `row` computes.
+        """Choose the boundaries to store in the part of a prompt that request row `row` computes.
 
         The part is tokens [finished + skip_tokens, finished + prefill_chunk_length) of `req.prompt_tokens`,
-        finished = `req.finished_chunk_token_count`. `num_matched_blocks` of its blocks, after those that
-        earlier parts allocated, were found in the KV cache. Requests without block hashes
-        (`req.precomputed_block_hashes` empty) take no state, because nobody could find it.
+        where finished is `req.finished_chunk_token_count`. Of the blocks after those that earlier parts
+        allocated, `num_matched_blocks` were found in the KV cache. A request without block hashes
+        (`req.precomputed_block_hashes` is empty) stores no state, because nobody could find the state.
         """
         context, settings = self._context, self._settings
         row = integer("current_id", row, 0, len(self.counts_cpu) - 1)
@@ -120,16 +120,16 @@ class IntermediateStates:
         inside = [b.position for b in boundaries if b.position < stop]
         on_grid = [position for position in inside if (position - start) % settings.ssd_chunk_size == 0]
         room = max(0, min(self.offsets_cpu.shape[1], self.max_count - int(self.counts_cpu.sum())))
-        kept = sorted(on_grid[:room])
-        self.num_dropped += len(inside) - len(kept)
-        for column, position in enumerate(kept):
+        chosen = sorted(on_grid[:room])
+        self.num_dropped += len(inside) - len(chosen)
+        for column, position in enumerate(chosen):
             self.offsets_cpu[row, column] = position - start
             self.block_ids_cpu[row, column] = blocks[position // block - 1]
-        self.counts_cpu[row] = len(kept)
+        self.counts_cpu[row] = len(chosen)
         if any(b.position == stop for b in boundaries):
             self.eos_block_id_cpu[row] = blocks[stop // block - 1]
             self.pending = True
-        self.pending |= bool(kept)
+        self.pending |= bool(chosen)
 
     # ---- the step's rows
 
@@ -146,7 +146,7 @@ class IntermediateStates:
         return self.offsets_cpu[rows], self.counts_cpu[rows]
 
     def transfer(self, start: int, count: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copy rows [start, start + count) to the device tensors, without waiting; returns views of these."""
+        """Copy rows [start, start + count) to the device tensors, without synchronising; returns views."""
         integer("prefill_start", start, 0, len(self.counts_cpu))
         integer("prefill_count", count, 0, len(self.counts_cpu) - start)
         if count == 0:
@@ -162,8 +162,8 @@ class IntermediateStates:
     def collect(self) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
         """(blocks, scratch rows, blocks of step ends, their request rows, hashes of both), or None.
 
-        Scratch rows are as the kernels filled them: request after request, in the order of
-        `mamba_metadata.per_request_intermediate_counts`.
+        The kernels fill scratch rows request after request; `mamba_metadata.per_request_intermediate_counts`
+        says how many rows each request has.
         """
         context = self._context
         rows = self._prefill_rows()
@@ -186,9 +186,9 @@ class IntermediateStates:
         return blocks, scratch_rows, end_blocks, end_rows, hashes
 
     def sources(self) -> dict[int, StateSource]:
-        """Block -> where its state is, of the step's planned boundaries that nobody has stored yet.
+        """Block -> where its state is, for the step's planned boundaries that nobody has stored yet.
 
-        Shallow boundaries come first, ends of steps last. Blocks that nobody can find are passed over.
+        Boundaries inside a prefill come first, ends of steps last. Blocks that nobody can find are skipped.
         """
         collected = self.collect()
         if collected is None:
@@ -205,10 +205,9 @@ class IntermediateStates:
         return sources
 
     def take(self, sources: Mapping[int, StateSource]) -> dict[int, int]:
-        """Reserve slots for the states of blocks, and copy the states there; at most one copy a kind of
-        source.
+        """Reserve slots for states of blocks and copy the states there, with one copy per kind of source.
 
-        Where slots are short, the last of `sources` are served, and the others become ghosts.
+        Where slots are short, the last of `sources` get slots, and the others become ghosts.
 
         Returns:
             Block -> reserved slot. Where a copy raises, nothing stays reserved.
@@ -237,7 +236,7 @@ class IntermediateStates:
         return dict(zip(chosen, reserved, strict=True))
 
     def commit(self) -> None:
-        """Reserve, copy, commit what the step took; a full pool costs states, not the step."""
+        """Reserve slots, copy the states and commit them. A state without a slot is lost without an error."""
         try:
             sources = self.sources()
             if sources:
@@ -258,7 +257,7 @@ class IntermediateStates:
         self.ssm_out.zero_()
 
     def free_scratch(self) -> None:
-        """Let go of the scratch's memory; tensors without rows remain."""
+        """Free the scratch's memory; tensors without rows remain."""
         self.conv_out, self.ssm_out = self.conv_out[:, :0].clone(), self.ssm_out[:, :0].clone()
 
     def _clear_rows(self, rows: slice) -> None:

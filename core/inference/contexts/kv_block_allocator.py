@@ -1,7 +1,7 @@
 """KV blocks: who holds them, and which of them are free.
 
-This file is over 400 lines long because hosts call this class: every argument is checked here, once, for the
-tree and the eviction order behind it, too.
+This file is over 400 lines long because hosts call this class. Every argument is checked here, once, also for
+the tree and the eviction order.
 """
 
 import logging
@@ -29,16 +29,17 @@ MAX_HASH = (1 << 63) - 1
 class KVBlockAllocator:
     """The bookkeeping of a pool of KV blocks; the tensors belong to the context.
 
-    A block is *free*, *held* (reference count > 0) or *cached* (registered under its prefix hash and held
-    by nobody). A registered block's parent is the registered block before it in the sequence. Whoever holds
-    a block holds its parents, so cached blocks hang below held ones and can all be evicted, leaf first.
-    Costs grow with the blocks named in a call (times the logarithm of the cached ones), not with the pool.
+    A block is *free*, *held* (reference count > 0) or *cached* (registered under its prefix hash, and held by
+    nobody). A registered block's parent is the registered block before it in the sequence. Whoever holds a
+    block also holds the block's parents. So cached blocks hang below held ones, and all of them can be
+    evicted, leaf first. The cost of a call grows with the blocks that it names (times the logarithm of the
+    number of cached blocks), not with the pool.
 
     Attributes (for hosts to read; writing them is not supported):
         block_ref_counts [total_count] int32, block_hashes [total_count] int64, -1 where not registered, and
-        block_timestamps [total_count] int64, a counter of uses: CPU tensors, brought up to date when the
-        attribute is read, in O(total_count) where something changed. Each stays one tensor for ever, but
-        what a host keeps shows the last read of an attribute: index `allocator.block_hashes[...]` anew.
+        block_timestamps [total_count] int64, a counter of uses: CPU tensors. Reading an attribute brings its
+        tensor up to date, in O(total_count) where something changed. The tensor object never changes, but a
+        reference that a host keeps shows the last read: index `allocator.block_hashes[...]` anew.
         kv_hash_to_block_id: dict from prefix hash to registered block.
         tree: the registered blocks, as `PrefixTree` keeps them.
         leaves: the order in which cached blocks are evicted.
@@ -77,7 +78,7 @@ class KVBlockAllocator:
 
     def _clear_references(self) -> None:
         self._free = list(range(self.total_count - 1, -1, -1))
-        self._refs = [0] * self.total_count + [1]  # the origin of the tree is always held
+        self._refs = [0] * self.total_count + [1]  # the tree's origin is always held
         self._timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
@@ -115,12 +116,12 @@ class KVBlockAllocator:
 
     @property
     def total_avail(self) -> int:
-        """Free blocks, cached ones not counted."""
+        """The number of free blocks; cached blocks do not count."""
         return len(self._free)
 
     @property
     def cached_count(self) -> int:
-        """Registered blocks that nobody holds."""
+        """The number of registered blocks that nobody holds."""
         return self._num_cached
 
     @property
@@ -134,15 +135,16 @@ class KVBlockAllocator:
         return len(self._free) + self._num_cached - matched >= needed
 
     def count_cached(self, block_ids: Sequence[int]) -> int:
-        """How many of these registered blocks nobody holds."""
+        """How many of these blocks nobody holds; all of them must be registered."""
         return sum(1 for block in self._checked(block_ids) if self._refs[block] == 0)
 
     # ---- allocation and references
 
     def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
-        """`num_blocks` unregistered blocks with one reference each, evicting cached ones where needed.
+        """Take `num_blocks` unregistered blocks, with one reference each; evicts cached blocks where needed.
 
-        Raises KVBlockCapacityError, with nothing evicted, when too few are free or cached.
+        Raises:
+            KVBlockCapacityError: too few blocks are free or cached; nothing is evicted.
         """
         num_blocks = integer("num_blocks", num_blocks, 0)
         missing = num_blocks - len(self._free)
@@ -160,7 +162,7 @@ class KVBlockAllocator:
         return blocks
 
     def add_references(self, block_ids: Sequence[int]) -> None:
-        """One more holder for each of these held or registered blocks, parents before children."""
+        """Add one reference to each of these held or registered blocks; parents come before children."""
         blocks = self._checked(block_ids)
         refs, tree = self._refs, self.tree
         parents = tree.parents
@@ -188,10 +190,10 @@ class KVBlockAllocator:
         self._version += 1
 
     def release_memory_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference of each block, a sequence's blocks in order.
+        """Remove one reference from each block; the blocks of a sequence come in order.
 
-        Blocks without a hash become free; registered ones stay cached ("lru") or are deregistered
-        ("ref_zero"). A block named twice loses two references.
+        Unregistered blocks without a reference become free. Registered ones stay cached ("lru") or are
+        deregistered ("ref_zero"). A block named twice loses two references.
         """
         blocks = self._checked(block_ids)
         refs, tree = self._refs, self.tree
@@ -240,9 +242,11 @@ class KVBlockAllocator:
     # ---- prefixes
 
     def match_chain(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
-        """The registered blocks that continue `parent`, a registered block or the salt, as far as known.
+        """The registered blocks that continue `parent`, up to the first one that is unknown.
 
         Token ids are compared, not only hashes.
+
+        `parent`: a registered block, or the salt.
         """
         if not isinstance(parent, bytes):
             parent = integer("parent", parent, 0, self.total_count - 1)
@@ -259,10 +263,13 @@ class KVBlockAllocator:
     ) -> list[int]:
         """Make consecutive, fully written blocks of one sequence findable; the first to register wins.
 
-        `parent` is the registered block before them, or the salt. Returns for each block the registered one
-        that stores its prefix: the block itself, or a duplicate registered earlier, in whose place the caller
-        should use it. The list ends early where a hash collides with another prefix (2**-63): nothing below
-        can be found.
+        `parent`: the registered block before the first of these blocks, or the salt.
+
+        Returns:
+            For each block the registered block that stores its prefix: the block itself, or a duplicate that
+                was registered earlier, which the caller should use instead. The list ends early where a hash
+                collides with that of another prefix (probability 2**-63), because no later block could be
+                found.
         """
         if not self._registers:
             raise ValueError(
@@ -286,7 +293,7 @@ class KVBlockAllocator:
         canonical = self.tree.register(parent, blocks, keys, contents)
         self._version += 1
         new = next((i for i, block in enumerate(canonical) if block == blocks[i]), 0)
-        if new:  # a duplicate that perhaps nobody holds is continued now
+        if new:  # the duplicate is continued now, and so is no leaf
             self.leaves.withdraw(canonical[new - 1])
         return canonical
 
@@ -305,8 +312,11 @@ class KVBlockAllocator:
     def evict_lru_blocks(self, num_blocks: int) -> list[int]:
         """Deregister and free `num_blocks` cached blocks and return them (none for a number <= 0).
 
-        Only leaves go, so no chain loses its middle: those that hold no state first (nothing can resume
-        there), then by last use. Raises KVBlockCapacityError with nothing changed.
+        Only leaves are evicted, so that no chain loses its middle. Leaves without a state go first, because
+        nothing can resume there; then the leaves used longest ago.
+
+        Raises:
+            KVBlockCapacityError: fewer blocks are cached; nothing is changed.
         """
         num_blocks = integer("num_blocks", num_blocks)
         if num_blocks > self._num_cached:
@@ -327,16 +337,17 @@ class KVBlockAllocator:
         return victims
 
     def observe_deregistration(self, observer: DeregistrationObserver) -> None:
-        """Have `observer(block_ids, hashes)` called after each deregistration, before blocks are reused.
+        """Call `observer(block_ids, hashes)` after each deregistration, before the blocks are reused.
 
-        An observer that raises is logged; the others are called and the blocks are freed all the same.
+        Where an observer raises, the error is logged, the other observers are called and the blocks are
+        freed.
         """
         if not callable(observer):
             raise ValueError(f"observer is {shown(observer)}; accepted: a callable of blocks and hashes")
         self._observers.append(observer)
 
     def unobserve_deregistration(self, observer: DeregistrationObserver) -> None:
-        """Call `observer` no more; ValueError for one that is not called."""
+        """Stop calling `observer`; ValueError for one that does not observe."""
         if not callable(observer) or observer not in self._observers:
             raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this allocator")
         self._observers = [known for known in self._observers if known != observer]
@@ -344,7 +355,7 @@ class KVBlockAllocator:
     def _deregister(self, blocks: list[int]) -> None:
         """Forget the hashes of cached blocks that nothing continues any more, and free the blocks.
 
-        They go to the free list before anyone is told, so a raising observer loses none.
+        The blocks are free before any observer is called, so that a raising observer loses no block.
         """
         if not blocks:
             return
@@ -363,7 +374,7 @@ class KVBlockAllocator:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
 
     def deregister_all(self) -> None:
-        """Forget every prefix and ghost: cached blocks become free, held ones stay with their holders."""
+        """Forget every prefix and ghost. Cached blocks become free; held blocks stay held."""
         registered, hashes = list(self.kv_hash_to_block_id.values()), list(self.kv_hash_to_block_id)
         cached = [block for block in registered if self._refs[block] == 0]
         self._forget_prefixes()
@@ -371,7 +382,7 @@ class KVBlockAllocator:
         self._notify(registered, hashes)
 
     def reset(self) -> None:
-        """Forget every reference and prefix. Observers are not called: their owner resets them too."""
+        """Forget every reference and prefix, without calling observers: the caller resets them, too."""
         self._forget_prefixes()
         self._clear_references()
 

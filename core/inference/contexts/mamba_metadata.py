@@ -23,7 +23,7 @@ _MOVED = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import a moved name at its first use: an import above would point up to the hosts' room."""
+    """Import a moved name at its first use; this module must not import `mambaslots.vllm` at load time."""
     if name in _MOVED:
         return getattr(import_module("...vllm.chunk_metadata", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -64,7 +64,7 @@ class MambaMetadata:
         return self._free.popitem()[0]
 
     def free_slot(self, slot: int) -> None:
-        """Give `slot` back. A row that names it is the caller's to clear.
+        """Free `slot`. The caller clears the row that names the slot.
 
         Raises:
             ValueError: `slot` is out of range or free already; nothing is changed.
@@ -72,7 +72,7 @@ class MambaMetadata:
         self._release("slot", [integer("slot", slot, 0, self.num_live_slots - 1)])
 
     def free_slots(self, request_indices: Iterable[int] | Tensor) -> None:
-        """Give back the slots of these rows and clear the rows; rows without a slot are passed over.
+        """Free the slots of these rows and clear the rows; rows without a slot are skipped.
 
         Raises:
             ValueError: a row is out of range, or its slot is named twice or free already; nothing is
@@ -85,7 +85,7 @@ class MambaMetadata:
 
     def reset(self) -> None:
         """All slots free, all rows empty, no checkpoints. Rows keep their storage."""
-        self._free = dict.fromkeys(reversed(range(self.num_live_slots)))  # a stack that knows its members
+        self._free = dict.fromkeys(reversed(range(self.num_live_slots)))  # a stack with fast membership tests
         self.request_to_mamba_state_idx.fill_(-1)
         self.intermediate_count = 0
         self.per_request_intermediate_counts: list[int] = []

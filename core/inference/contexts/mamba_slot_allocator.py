@@ -37,23 +37,23 @@ __all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
 
 
 class MambaSlotAllocator:
-    """A pool of durable state slots for the prefix cache of a hybrid model, as a host's context holds it.
+    """A pool of durable state slots, which a host's context holds for its prefix cache.
 
-    It is a facade over two parts. `slots`, a `DurableSlots`, is the book: which slot is free, reserved or
-    committed, pinned, next to be evicted. `intermediate`, an `IntermediateStates`, is for hosts whose kernels
-    write states to scratch: it is built at once where the host states how much scratch a step needs
-    (`max_mamba_intermediate_states_per_step`), else at its first use. Arguments are checked here, once.
+    The allocator is a facade over two parts. `slots`, a `DurableSlots`, knows which slots are free, reserved,
+    committed or pinned, and which slot is evicted next. `intermediate`, an `IntermediateStates`, serves hosts
+    whose kernels write states to scratch. It is built at once where the host states how much scratch a step
+    needs (`max_mamba_intermediate_states_per_step`), else at its first use. Arguments are checked here, once.
 
-    `allocate_slots_batch` is the host's shorthand for slots that enter the maps at once and that the caller
-    fills (`store_from_*`) before it registers a hash. From its host the allocator needs `kv_block_allocator`
-    (`block_hashes` and a block count) and, where they exist, uses `state_pool`, `max_requests`,
-    `mamba_metadata`, the live states and the step's batch dimensions.
+    `allocate_slots_batch` gives slots that enter the maps at once; the caller fills them (`store_from_*`)
+    before it registers a hash. The host must have a `kv_block_allocator` with `block_hashes` and a block
+    count. The allocator also uses `state_pool`, `max_requests`, `mamba_metadata`, the live states and the
+    step's batch dimensions of the host, where they exist.
 
     Attributes (for hosts to read):
         block_to_slot [blocks] int32, slot_to_block [max_slots] int32, free_slots [max_slots] int32 (the
-        first `free_count` are free): CPU tensors, brought up to date when the attribute is read, in
-        O(blocks + slots) where something changed. Each stays one tensor for ever, but what a host keeps
-        shows the last read of the attribute: index `allocator.block_to_slot[...]` anew, as stock does.
+        first `free_count` are free): CPU tensors. Reading an attribute brings its tensor up to date, in
+        O(blocks + slots) where something changed. The tensor object never changes, but a reference that a
+        host keeps shows the last read: index `allocator.block_to_slot[...]` anew, as megatron-core does.
         hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
         conv_states, ssm_states [layers, max_slots, ...]: the durable states.
         intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
@@ -78,9 +78,9 @@ class MambaSlotAllocator:
             context: the host.
             max_slots: slots of the pool.
             num_mamba_layers: layers with a state.
-            conv_states_shape, ssm_states_shape: of one layer's state.
-            conv_states_dtype, ssm_states_dtype: of the durable states.
-            slots: the book of a prefix cache that owns it; None makes one.
+            conv_states_shape, ssm_states_shape: shapes of one layer's state.
+            conv_states_dtype, ssm_states_dtype: dtypes of the durable states.
+            slots: the book of an existing prefix cache; None makes a new book.
         """
         self.context = context
         self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
@@ -99,7 +99,7 @@ class MambaSlotAllocator:
         self._own: StateTensors | None = None
         if self._pool is None:
             self._own = self._new_states(self.max_slots, _device_of_live_states(context))
-        elif slots is None:  # else the pool and the book are made for each other
+        elif slots is None:  # a given book comes with a matching pool
             self._check_pool(self._pool)
         self.slots = slots or DurableSlots(
             self.max_slots, self._settings.eviction_policy, self._kv_hash, self._tell_kv
@@ -152,7 +152,7 @@ class MambaSlotAllocator:
 
     @property
     def ssm_states(self) -> Tensor:
-        """[layers, max_slots, *ssm_states_shape]: likewise."""
+        """[layers, max_slots, *ssm_states_shape]: the durable part of the host's pool, or our own tensor."""
         return self._durable_states().ssm
 
     def _durable_states(self) -> StateTensors:
@@ -278,29 +278,28 @@ class MambaSlotAllocator:
         self.slots.note_use(self._checked_slot(slot))
 
     def was_used(self, slot: int) -> bool:
-        """Whether `note_use` was ever called of what this slot holds now."""
+        """Whether `note_use` was called for the state that this slot holds now."""
         return self.slots.was_used(self._checked_slot(slot))
 
     # ---- allocation, eviction and invalidation under megatron-core's names
 
     def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
-        """A slot for each block, evicting where needed; a block that has one, or comes twice, keeps one.
+        """Commit a slot, without a hash, for each block; evicts where needed.
 
-        The maps change at once; the caller fills the slots. Raises MambaSlotCapacityError with nothing
-        changed.
+        A block with a slot, or named twice, keeps one slot. The maps change at once; the caller fills the
+        slots.
+
+        Raises:
+            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
         """
         return self.slots.allocate(self._checked_blocks(block_ids))
 
     def _evict_lru_slots_batch(self, num_needed: int) -> list[int]:
-        """Evict states; the caller owns the returned slots, as reserved ones, until `release_reservation`."""
+        """Evict states. The returned slots are reserved for the caller until `release_reservation`."""
         return self.slots.evict(integer("num_needed", num_needed, 0))
 
     def drop_state(self, block_id: int) -> bool:
-        """Free the slot of a state that its owner does not want any more; False, and nothing done, while
-        pinned.
-
-        This is no eviction: it is not counted as one, and leaves no ghost.
-        """
+        """Free the slot of a state that its owner no longer needs; see `DurableSlots.drop`."""
         return self.slots.drop(integer("block_id", block_id, 0, self.num_blocks - 1))
 
     def invalidate_block(self, block_id: int) -> None:
@@ -311,10 +310,10 @@ class MambaSlotAllocator:
         self.slots.forget(self._checked_blocks(block_ids_list, "block_ids_list"))
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
-        """Free the slot of every listed block, with a registered hash or without.
+        """Free the slot of every listed block; the host calls this at every deregistration.
 
-        `hashes_to_delete` is not needed: the hashes of states are remembered here, because newer hosts call
-        after they cleared `block_hashes`.
+        `hashes_to_delete` is not used: the map knows the hashes of its states. Newer hosts call after they
+        have cleared `block_hashes`.
         """
         listed = self._checked_blocks(block_ids_list, "block_ids_list")
         self.slots.on_blocks_deregistered(listed, hashes_to_delete)
@@ -322,7 +321,7 @@ class MambaSlotAllocator:
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.
 
-        A hash that names another block's state already keeps naming it.
+        A hash in use keeps finding its older state.
         """
         blocks = block_ids if all_ints(block_ids) else self._checked_blocks(block_ids)
         skips = not ints_within(hashes, 1, MAX_HASH)
@@ -371,9 +370,10 @@ class MambaSlotAllocator:
         copy_states(self._live_states(), live, self._durable_states(), slots)
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
-        """Copy the state of `block_id` into the request's live slot; False, and nothing done, without one.
+        """Copy the state of `block_id` into the request's live slot, which counts as a use of the state.
 
-        Counts as a use of the state.
+        Returns:
+            Whether the block has a state; False, with nothing done, where it has none.
         """
         slot = self.get_slot(block_id)
         rows = self.context.mamba_metadata.request_to_mamba_state_idx
@@ -393,7 +393,7 @@ class MambaSlotAllocator:
         return index
 
     def _check_writable(self, slot: int) -> None:
-        """A slot may be written while reserved, or while no request can find or is reading what it holds."""
+        """ValueError for a slot whose state a request can find or is reading, and for a free slot."""
         book = self.slots
         block = book.map.block_of(slot)
         unowned = block < 0 and slot not in book.reserved
@@ -404,7 +404,7 @@ class MambaSlotAllocator:
 
     @property
     def intermediate(self) -> IntermediateStates:
-        """The host half, built at its first use where the host did not ask for it before."""
+        """The part for hosts whose kernels write scratch; built at its first use, unless built before."""
         if self._built_intermediate is None:
             self._built_intermediate = self._new_intermediate()
         return self._built_intermediate
@@ -479,7 +479,7 @@ class MambaSlotAllocator:
         return self.intermediate.step_rows()
 
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The same on the states' device (megatron-core 0.17)."""
+        """As `get_intermediate_cpu_data`, on the states' device (megatron-core 0.17 calls this)."""
         offsets, counts = self.intermediate.step_rows()
         if offsets is None or counts is None:
             return None, None
@@ -489,13 +489,14 @@ class MambaSlotAllocator:
     def transfer_intermediate_to_gpu(
         self, prefill_start: int, prefill_count: int
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Rows [prefill_start, +prefill_count) of offsets and counts in fixed device buffers."""
+        """Copy `prefill_count` rows of offsets and counts, from `prefill_start` on, to the device tensors."""
         return self.intermediate.transfer(prefill_start, prefill_count)
 
     def commit_intermediate_states(self) -> None:
         """Copy what this step's kernels wrote to scratch, and states at step ends, into durable slots.
 
-        After the forward or the graph replay, once a step. Two batched copies; a full pool costs states.
+        Call once a step, after the forward or the graph replay. Makes two batched copies. Where slots are
+        short, states are not kept; the call does not fail.
         """
         self.intermediate.commit()
 
@@ -540,11 +541,11 @@ class MambaSlotAllocator:
     def _kv_hash(self, block: int) -> int:
         """The block's prefix hash in the KV index, or -1."""
         kv = self.context.kv_block_allocator
-        tree = getattr(kv, "tree", None)  # ours, whose tensors would be brought up to date when read
+        tree = getattr(kv, "tree", None)  # only our allocator has a tree; reading its tensors takes O(blocks)
         return int(kv.block_hashes[block]) if tree is None else tree.hash_of(block)
 
     def _tell_kv(self, blocks: Iterable[int]) -> None:
-        leaves = getattr(self.context.kv_block_allocator, "leaves", None)  # ours
+        leaves = getattr(self.context.kv_block_allocator, "leaves", None)  # only our allocator has it
         if leaves is not None:
             leaves.note_states_changed(blocks)
 

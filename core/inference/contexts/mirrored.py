@@ -1,4 +1,4 @@
-"""CPU tensors that show what is kept in faster structures."""
+"""CPU tensors that mirror faster data structures."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ Fill = Callable[[npt.NDArray[np.generic]], None]
 class MirroredTensor:
     """One CPU tensor for hosts to index, brought up to date when it is read.
 
-    It stays the same tensor for ever. What a host keeps shows the last `read`.
+    The tensor object never changes. A reference that a host keeps shows the values of the last `read`.
     """
 
     def __init__(self, tensor: torch.Tensor, fill: Fill) -> None:
         """
         Args:
-            tensor: on the CPU; this class alone writes it.
-            fill: writes the present values into the tensor's numpy view.
+            tensor: a CPU tensor; this class alone writes it.
+            fill: writes the current values into the tensor's numpy view.
         """
         self._tensor = tensor
         self._array = tensor.numpy()
@@ -27,9 +27,11 @@ class MirroredTensor:
         self._shown_version = -1
 
     def read(self, version: int) -> torch.Tensor:
-        """The tensor as of `version`, a number >= 0 that grows with every change of what the tensor shows.
+        """The tensor with the values of `version`.
 
-        O(1) where nothing changed since the last read, else as long as `fill` takes.
+        O(1) where the version is that of the last read, else as long as `fill` takes.
+
+        `version`: a number >= 0 that grows with every change of the mirrored values.
         """
         if version != self._shown_version:
             self._fill(self._array)
@@ -37,5 +39,5 @@ class MirroredTensor:
         return self._tensor
 
     def shows(self, version: int) -> bool:
-        """Whether the tensor is up to date."""
+        """Whether the tensor shows the values of `version`."""
         return version == self._shown_version

@@ -1,4 +1,4 @@
-"""Prefixes that a user keeps in the cache, whatever else comes."""
+"""Prefixes that a user keeps in the cache until they are unpinned."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from .kv_block_allocator import KVBlockAllocator
 class PinnedPrefix:
     """A prefix whose state and KV stay until the prefix is unpinned, or the cache is reset.
 
-    Equal to itself only: a `PinnedPrefix` made by hand, or pinned in another cache, unpins nothing.
+    A `PinnedPrefix` equals only itself. One that is made by hand, or by another cache, unpins nothing.
 
     Attributes:
-        num_tokens: the length of the prefix: the deepest boundary that had a state when it was pinned.
+        num_tokens: length of the prefix: its deepest boundary with a state at the time of the pin.
     """
 
     pin_id: int
@@ -32,7 +32,7 @@ class PinnedPrefixes:
         self._next_id = 0
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
-        """Pin the prefix stored by registered `blocks`, the last of which has a state."""
+        """Pin the prefix that the registered `blocks` store; the last block must have a state."""
         slot = self._slots.map.slot_of(blocks[-1])
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)

@@ -22,7 +22,7 @@ from .step_checkpoints import StepCheckpoints
 class PrefixCache:
     """Which prefixes are cached, in which KV blocks and durable slots, and who holds them.
 
-    Books only: no tensor is read, written or waited for. A sequence goes this way:
+    The cache keeps books only: it reads, writes and awaits no tensor. A sequence passes these calls:
 
         match     what is cached of the sequence
         open      a path, which holds what the sequence uses
@@ -32,14 +32,12 @@ class PrefixCache:
         commit    the states that the step took
         release   all that the path holds; what was registered and committed stays cached
 
-    KV blocks that leave take their states along: `kv_blocks` calls `slots` back at every deregistration. A
-        state
-    that leaves changes the place of its block in the order in which KV blocks are evicted: `slots` calls
-        back.
+    A KV block that leaves takes its state along: `kv_blocks` calls `slots` at every deregistration. A state
+    that comes or leaves changes the eviction order of its block: `slots` calls `kv_blocks.leaves`.
 
     Attributes:
         kv_blocks: who holds which KV block.
-        slots: the book of durable slots; without any where the cache is off.
+        slots: the book of durable slots; has no slots where the cache is off.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class PrefixCache:
             num_slots: durable slots of the state pool.
             block_size_tokens: tokens of a block.
             eviction_policy: one of `EVICTION_POLICIES`.
-            enabled: False matches and registers nothing; sequences still hold blocks.
+            enabled: where False, nothing is matched or registered, and sequences only hold blocks.
         """
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
@@ -87,13 +85,13 @@ class PrefixCache:
     def match(
         self, chain: PrefixHashChain, num_tokens: int, path: CachedPath | None = None, resume: bool = True
     ) -> PrefixMatch:
-        """What is cached of the first `num_tokens` tokens of a sequence; changes nothing.
+        """What is cached of the first `num_tokens` tokens of a sequence. Changes nothing.
 
         Args:
             chain: the hashes of at least the whole blocks of these tokens.
-            num_tokens: tokens of the sequence; a state that leaves none of them to compute is not looked for.
-            path: what the sequence holds already; states within its registered blocks are not looked for.
-            resume: False shares KV but starts from zeros: every token is computed.
+            num_tokens: tokens of the sequence. Only states that leave at least one token to compute count.
+            path: what the sequence holds already. States within the path's registered blocks do not count.
+            resume: where False, the sequence shares KV but computes every token, from a state of zeros.
         """
         if not self._enabled or (path is not None and not path.shares):
             return PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),), self.version)
@@ -125,11 +123,11 @@ class PrefixCache:
         return PrefixMatch(tuple(blocks), depth * size, slot, seen * size, spans, self.version)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
-        """How many of a prefix's tokens a prompt that goes on beyond the prefix could resume now."""
+        """How many of a prefix's tokens a longer prompt could resume now."""
         return len(self._resumable_blocks(chain)) * self._block_size
 
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
-        """The KV blocks up to the deepest state of the sequence that `chain` hashes."""
+        """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
         blocks = self.kv_blocks.tree.match(chain.salt, chain.keys, chain.tokens) if self._enabled else []
         while blocks and blocks[-1] not in self.slots.map:
             blocks.pop()
@@ -142,14 +140,14 @@ class PrefixCache:
         return CachedPath(chain, plan, table_row, self._enabled)
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
-        """Whether a path (None: a new one) could hold a match's blocks, and `num_blocks` blocks in all."""
+        """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
         num_held, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
         num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_held))
         return self.kv_blocks.is_memory_available(num_missing, self.kv_blocks.count_cached(shared))
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
-        """Go on with a match's registered blocks, in place of the path's own unfinished ones."""
+        """Put a match's registered blocks in the place of the path's unregistered ones."""
         shared = list(match.blocks[path.num_registered :])
         if shared:
             own = path.blocks[path.num_registered :]
@@ -159,13 +157,17 @@ class PrefixCache:
             path.num_registered = len(path.blocks)
 
     def grow(self, path: CachedPath, num_blocks: int) -> None:
-        """Allocate blocks until the path has `num_blocks`; KVBlockCapacityError, with nothing changed."""
+        """Allocate blocks until the path has `num_blocks` blocks.
+
+        Raises:
+            KVBlockCapacityError: too few blocks are free or can be evicted; nothing is changed.
+        """
         num_missing = num_blocks - len(path.blocks)
         if num_missing > 0:
             path.append(self.kv_blocks.allocate_memory_blocks(num_missing))
 
     def trim(self, path: CachedPath, num_blocks: int) -> None:
-        """Give back the path's blocks behind the first `num_blocks`, which are not registered."""
+        """Release all but the path's first `num_blocks` blocks; the released ones must not be registered."""
         surplus = path.blocks[num_blocks:]
         if surplus:
             path.replace(num_blocks, [])
@@ -174,7 +176,8 @@ class PrefixCache:
     def hold_state(self, path: CachedPath, slot: int, *, resumes: bool) -> None:
         """Pin the durable slot that the sequence continues from, in place of an earlier one.
 
-        `resumes`: the sequence starts from another one's state, which counts as a use of the state.
+        `resumes`: whether the sequence starts from another sequence's state, which counts as a use of the
+        state.
         """
         self.release_state(path)
         self.slots.pin(slot)
@@ -189,9 +192,9 @@ class PrefixCache:
             self.slots.unpin(slot)
 
     def release(self, path: CachedPath) -> None:
-        """Take back all that the path holds; the path is not used any more.
+        """Release all that the path holds; do not use the path afterwards.
 
-        Deregistered blocks are told to observers last, when the books are in order.
+        Observers of deregistered blocks are called last, when the books are in order.
         """
         self.release_state(path)
         blocks = list(path.blocks)
@@ -201,10 +204,10 @@ class PrefixCache:
     # ---- what a step leaves
 
     def register(self, path: CachedPath, tokens: Sequence[int], num_computed: int) -> None:
-        """Make the blocks completed by `num_computed` of the sequence's tokens findable.
+        """Make the blocks findable that the sequence's first `num_computed` tokens complete.
 
-        A duplicate of a block, registered earlier, takes the block's place in the path. Registers nothing for
-        a path that does not share.
+        Where another block is registered for the same prefix, the path continues with that block and releases
+        its own. Registers nothing for a path that does not share.
         """
         first, stop = path.num_registered, num_computed // self._block_size
         if stop <= first or not path.shares:
@@ -223,27 +226,31 @@ class PrefixCache:
         path.num_registered = first + len(canonical)
 
     def reserve(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
-        """The steps with `destinations`: a reserved slot for each planned state that is not cached yet.
+        """Reserve a slot for each planned state that is not cached yet.
 
         May evict unpinned states. A boundary for which no slot is left gets none, without error.
+
+        Returns:
+            The steps with their `destinations`.
         """
         return self._checkpoints.reserve(steps)
 
     def after_verification(
         self, planned: Sequence[RequestStep], accepted: Sequence[RequestStep]
     ) -> list[RequestStep]:
-        """Settle the reservations once drafts are verified; see `StepCheckpoints.after_verification`."""
+        """Adapt the reservations once drafts are verified; see `StepCheckpoints.after_verification`."""
         return self._checkpoints.after_verification(planned, accepted)
 
     def commit(self, step: RequestStep) -> dict[int, int]:
-        """Make the states of a launched step findable; its blocks are registered already.
+        """Make the states of a launched step findable; the step's blocks must be registered already.
 
-        Returns boundary -> the committed slot that holds its state, or -1; see `StepCheckpoints.commit`.
+        Returns:
+            boundary -> the committed slot that holds its state, or -1; see `StepCheckpoints.commit`.
         """
         return self._checkpoints.commit(step)
 
     def abort(self) -> None:
-        """The step failed: free all slots that were reserved for it."""
+        """Free all slots that were reserved for a step that failed."""
         self.slots.release()
 
     # ---- pins, eviction, reset
@@ -262,15 +269,15 @@ class PrefixCache:
         return self._pinned.pin(blocks, len(blocks) * self._block_size)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
-        """Let go of a pinned prefix; ValueError for one that is not pinned here (any more)."""
+        """Release a pinned prefix; ValueError for a prefix that is not pinned in this cache."""
         self._pinned.unpin(prefix)
 
     def evict(self, num_blocks: int = 0, num_states: int = 0) -> None:
-        """Free memory now: so many states, then so many cached KV blocks with the states they hold.
+        """Free memory now: `num_states` states, then `num_blocks` cached KV blocks and their states.
 
         Raises:
-            MambaSlotCapacityError, KVBlockCapacityError: fewer can be evicted. States that were evicted
-                before the KV blocks turned out too few stay evicted.
+            MambaSlotCapacityError, KVBlockCapacityError: fewer can be evicted. Where the KV blocks are too
+                few, the states are evicted already.
         """
         num_blocks, num_states = integer("num_blocks", num_blocks, 0), integer("num_states", num_states, 0)
         if num_states:
@@ -278,9 +285,11 @@ class PrefixCache:
         self.kv_blocks.evict_lru_blocks(num_blocks)
 
     def forget(self, paths: Iterable[CachedPath]) -> None:
-        """Forget every prefix, state, pin and ghost. `paths`, all there are, keep their blocks.
+        """Forget every prefix, state, pin and ghost; sequences keep the blocks that they hold.
 
-        What the sequences compute afterwards is registered and committed nowhere. No path may hold a state.
+        What the sequences compute afterwards is registered and committed nowhere.
+
+        `paths`: all open paths; none of them may hold a state.
         """
         for path in paths:
             path.shares = False
@@ -290,11 +299,11 @@ class PrefixCache:
         self.slots.clear()
 
     def reset(self) -> None:
-        """Forget everything, holders and counts included. Nothing need be consistent before the call."""
+        """Forget everything, also holders and counts. Works on inconsistent books, too."""
         self._pinned.clear()
         self.slots.clear(totals=True)
         try:
-            self.kv_blocks.deregister_all()  # tells observers
+            self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset()
 
@@ -315,9 +324,11 @@ class PrefixCache:
         )
 
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
-        """Raise AssertionError where the books contradict each other, or `paths`, all there are; O(pools).
+        """Raise AssertionError where the books contradict each other or the paths; O(pools).
 
-        `during_step`: slots may be reserved.
+        Args:
+            paths: all open paths.
+            during_step: whether slots may be reserved now.
         """
         references, pins = self._pinned.block_references, self._pinned.slot_pins
         for path in paths:

@@ -12,19 +12,18 @@ Parent = int | bytes
 class PrefixTree:
     """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
 
-    Integers in, integers out: arguments are trusted. A first block's parent is the *origin*, which counts
-    like a block that is always held. The tree keeps the salt of each first block. `KVBlockAllocator` says
-    which blocks are held, and so keeps the two counts of children in step with its references.
+        The tree handles integers only, and trusts its arguments. The parent of a prefix's first block is the
+    *origin*, which counts as a block that is always held; the prefix's salt is stored beside the first block.
+    `KVBlockAllocator` knows which blocks are held, and keeps the two counts of children up to date.
 
     Attributes:
         origin: the number of the origin: one more than the last block.
         block_of_hash: prefix hash -> registered block.
-        parents: of each block its parent, -1 for blocks that are not registered.
-        num_held_children, num_cached_children: of each block, the registered ones that continue it and are
-            held, or held by nobody. The last entry is the origin's.
+        parents: parent of each block, -1 for unregistered blocks.
+        num_held_children, num_cached_children: for each block the number of registered blocks that continue
+            it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
-        num_departures: blocks deregistered since the beginning; a match made before another departure may not
-            hold.
+        num_departures: blocks deregistered since the beginning. A match is void after a further departure.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -46,7 +45,7 @@ class PrefixTree:
         self.parents = [-1] * num_blocks
         self.num_held_children = [0] * (num_blocks + 1)
         self.num_cached_children = [0] * (num_blocks + 1)
-        # What each block was registered with last; without meaning once the block is deregistered.
+        # The last registration of each block; meaningless once the block is deregistered.
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
         self._salts: dict[int, bytes] = {}
@@ -60,7 +59,7 @@ class PrefixTree:
         return self._hashes[block] if self.parents[block] >= 0 else -1
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
-        """Of a registered block: the block before it, or the salt, and its token ids' bytes."""
+        """A registered block's parent (the block before it, or the salt), and the bytes of its token ids."""
         parent = self.parents[block]
         return self._salts[block] if parent == self.origin else parent, self._tokens[block]
 
@@ -69,9 +68,11 @@ class PrefixTree:
         return self.num_held_children[block] + self.num_cached_children[block]
 
     def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
-        """The registered blocks that continue `parent`, a registered block or a salt, as far as known.
+        """The registered blocks that continue `parent`, up to the first one that is unknown.
 
         Token ids are compared, not only hashes.
+
+        `parent`: a registered block, or a salt.
         """
         matched: list[int] = []
         parents, contents, block_of_hash = self.parents, self._tokens, self.block_of_hash
@@ -94,8 +95,10 @@ class PrefixTree:
     ) -> list[int]:
         """Enter consecutive, held blocks below `parent`; the first to register a prefix wins.
 
-        Returns for each block the registered one that stores its prefix: the block itself, or one registered
-        earlier. The list ends early where a hash collides with another prefix (2**-63).
+        Returns:
+            For each block the registered block that stores its prefix: the block itself, or one that was
+                registered earlier. The list ends early where a hash collides with that of another prefix
+                (probability 2**-63).
         """
         canonical = self.match(parent, hashes, tokens)
         num_known = len(canonical)
@@ -107,7 +110,7 @@ class PrefixTree:
         for block, key, content in zip(
             blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
         ):
-            if key in block_of_hash:  # of another prefix, or `match` would have gone on
+            if key in block_of_hash:  # the key of another prefix, which `match` did not accept
                 break
             block_of_hash[key] = block
             own_hashes[block] = key
@@ -119,9 +122,12 @@ class PrefixTree:
         return canonical
 
     def deregister(self, blocks: Sequence[int]) -> list[int]:
-        """Forget blocks that nothing continues; their counts as children were taken back already.
+        """Forget blocks that nothing continues.
 
-        Returns their hashes, which become ghosts.
+        The caller has subtracted the blocks from their parents' counts of children.
+
+        Returns:
+            The blocks' hashes, which become ghosts.
         """
         own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
         hashes = [own_hashes[block] for block in blocks]

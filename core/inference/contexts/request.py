@@ -1,4 +1,4 @@
-"""One request: what was asked, and what has been answered so far."""
+"""One request: its prompt and settings, and its answer so far."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,18 +16,19 @@ from .holding import Holding
 class DynamicInferenceRequest:
     """A prompt, its settings and its answer. What the request holds while it runs is its `holding`.
 
-    The fields from `tokens` on change while the request is served: through the methods below, and `holding`
-    through `RequestRows`.
+    The fields from `tokens` on change while the request is served. `RequestRows` writes `holding`; the
+    methods below write the others.
 
     Attributes:
-        hashes: of the whole blocks of `tokens`, extended when they are needed.
+        hashes: hashes of the whole blocks of `tokens`; the chain is extended when a hash is needed.
         tokens: the prompt, then the answer.
-        log_probs: of generated tokens, where they were asked for.
-        prompt_log_probs: of prompt tokens 1 .. N-1, None where not known yet; empty unless asked for.
-        ttft_s: seconds from the arrival to the first token, None before.
+        log_probs: log-probs of the generated tokens; empty unless asked for.
+        prompt_log_probs: log-probs of prompt tokens 1 .. N-1, None where not known yet; empty unless asked
+            for.
+        ttft_s: seconds from the arrival to the first token; None until then.
         holding: None while the request waits.
-        ledger: what became of its prompt tokens.
-        num_counted: leading tokens that the ledger has counted: how far the request ever got.
+        ledger: how many prompt tokens were resumed, computed (by reason) and recomputed.
+        num_counted: leading tokens that the ledger has counted, also before a restart.
     """
 
     request_id: int
@@ -63,13 +64,13 @@ class DynamicInferenceRequest:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the answer is complete; None while it is not."""
+        """Why the answer is complete; None for an incomplete answer."""
         if self.num_generated and self.tokens[-1] in self.sampling.stops:
             return "stop"
         return "length" if len(self.tokens) >= self.max_length else None
 
     def result(self, reason: FinishReason) -> RequestResult:
-        """What the request returns, ended for this reason."""
+        """The result of the request, which ended for `reason`."""
         prompt_log_probs: list[Any] = self.prompt_log_probs
         return RequestResult(
             request_id=self.request_id,
@@ -85,7 +86,7 @@ class DynamicInferenceRequest:
         )
 
     def append(self, tokens: Sequence[int], log_probs: Sequence[float | None], now_s: float) -> None:
-        """Add generated tokens, at the time `now_s` of `time.perf_counter`."""
+        """Add generated tokens. `now_s` is the time of `time.perf_counter`."""
         self.tokens += tokens
         self.log_probs += [value for value in log_probs if value is not None]
         if self.ttft_s is None:
@@ -95,7 +96,7 @@ class DynamicInferenceRequest:
         self.prompt_log_probs[positions] = log_probs
 
     def cut_to(self, num_tokens: int) -> None:
-        """Forget generated tokens behind the first `num_tokens` tokens: the step that made them failed."""
+        """Cut the request to its first `num_tokens` tokens; the step that generated the others failed."""
         del self.tokens[num_tokens:]
         del self.log_probs[self.num_generated :]
         self.hashes.cut_to(num_tokens)
@@ -103,6 +104,6 @@ class DynamicInferenceRequest:
             self.ttft_s = None
 
     def count(self, counts: TokenLedger, num_tokens: int) -> None:
-        """A step was launched: what became of its tokens; it computed tokens up to `num_tokens`."""
+        """Add the counts of a launched step, which computed the tokens up to `num_tokens`."""
         self.ledger.add(counts)
         self.num_counted = max(self.num_counted, num_tokens)

@@ -61,11 +61,11 @@ class RequestRows:
         return len(self._free)
 
     def seats(self, request: DynamicInferenceRequest) -> bool:
-        """Whether the request holds a row of these."""
+        """Whether the request holds one of these rows."""
         return request.holding is not None and self._requests.get(request.holding.row) is request
 
     def seat(self, request: DynamicInferenceRequest) -> Holding:
-        """Give a waiting request a row, live slots and an open path; there must be a free row."""
+        """Give a waiting request a row, live slots and an open path. A row must be free."""
         live = tuple(self._metadata.allocate_slot() for _ in range(self._slots_per_row))
         row = self._free.pop()
         self._first_slots[row] = live[0]
@@ -87,7 +87,7 @@ class RequestRows:
         return holding
 
     def abandon(self) -> None:
-        """All requests lose what they hold, without giving it back: the rows are not used any more."""
+        """Take the holdings of all requests without freeing them; do not use these rows afterwards."""
         for request in self._requests.values():
             request.holding = None
 

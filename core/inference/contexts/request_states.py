@@ -11,27 +11,27 @@ from .state_pool import StatePool
 
 
 class RequestStates:
-    """A request's state is in a live slot of its own, or in a durable slot, pinned until a step has read it.
+    """Where each request's state is: in its live slot, or in a durable slot, pinned until a step reads it.
 
-    This class alone writes `Holding.state_index` and `Holding.num_computed`. Here, and nowhere else, is
-    decided what kernels cost that update states in place: states are copied to where such kernels update
-    them (`gather`), and boundary states are copied away from there (`scatter`), each in one launch a step.
+    This class alone writes `Holding.state_index` and `Holding.num_computed`. This class alone also handles
+    kernels that update states in place: it copies states to where such kernels update them (`gather`), and
+    copies boundary states away from there (`scatter`). Each of the two takes one launch per step.
     """
 
     def __init__(self, pool: StatePool, cache: PrefixCache, separate: bool = True) -> None:
-        """`separate`: whether kernels read a state at one index and write it at others."""
+        """`separate`: whether kernels read a state at one pool index and write new states at others."""
         self._pool = pool
         self._cache = cache
         self._separate = separate
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
-        """The request continues from a durable slot, which holds the state after `num_tokens` tokens."""
+        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens."""
         self._cache.hold_state(holding.path, slot, resumes=True)
         holding.state_index = self._pool.durable_index(slot)
         holding.num_computed = num_tokens
 
     def gather(self, steps: Sequence[RequestStep]) -> None:
-        """Before a step: copy the states that kernels update in place to the live slots where they do so."""
+        """Before a step: copy states to live slots, where kernels that update states in place need them."""
         if self._separate:
             return
         sources, places = [], []
@@ -54,13 +54,13 @@ class RequestStates:
         sources, places = [], []
         for step in late if self._separate else steps:
             for position, slot in step.destinations.items():
-                if position >= step.stop - len(step.drafts):  # the prefill itself stores those inside it
+                if position >= step.stop - len(step.drafts):  # a prefill itself stores the states inside it
                     sources.append(self._live_slot(step, position))
                     places.append(self._pool.durable_index(slot))
         self._copy(sources, places)
 
     def destinations(self, step: RequestStep) -> list[int]:
-        """The pool index for the last state of a step; for a decode with drafts those after each token."""
+        """The pool index for the state after the step; with drafts, one index for each token's state."""
         if not step.drafts:
             return [self._destination(step, step.stop)]
         return [self._destination(step, position + 1) for position in range(step.start, step.stop)]
@@ -71,13 +71,13 @@ class RequestStates:
         return self._live_slot(step, position) if slot < 0 else self._pool.durable_index(slot)
 
     def _live_slot(self, step: RequestStep, position: int) -> int:
-        """The live slot for the state at `position`: the end of the step, or after any token of a decode."""
+        """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
         return step.holding.live_slots[position - step.stop + len(step.drafts)]
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
-        """The step has been launched: its request's state is where the step left it.
+        """Note where a launched step leaves its request's state.
 
-        `committed`: boundary -> the slot that holds the state there now, -1 where it was not kept.
+        `committed`: boundary -> the slot that holds the state there now, or -1 where no slot holds it.
         """
         holding = step.holding
         holding.num_computed = step.stop
@@ -88,11 +88,11 @@ class RequestStates:
             return
         written = self._destination(step, step.stop)
         holding.state_index = self._live_slot(step, step.stop)
-        if written != holding.state_index:  # not kept; nothing has been launched that could overwrite it
+        if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
             self._copy([written], [holding.state_index])
 
     def move_to_live(self, holding: Holding) -> None:
-        """Copy a state that the request has only in a durable slot to its live slot, and unpin the slot."""
+        """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
         if holding.path.state_slot >= 0:
             live = holding.live_slots[0]
             self._copy([holding.state_index], [live])

@@ -12,7 +12,7 @@ from .request import DynamicInferenceRequest
 class RequestStep:
     """Tokens [start, stop) of one request, to be computed in the next step.
 
-    The last of them may be drafts: guesses at what follows the request's tokens, to be verified in this step.
+    The last tokens may be drafts: guesses at the request's next tokens, which this step verifies.
 
     Attributes:
         request, holding: the request, and what it held when the step was scheduled.
@@ -22,7 +22,7 @@ class RequestStep:
         spans: why the prompt tokens of the step are computed.
         boundaries: where states are to be taken.
         destinations: boundary position -> the durable slot reserved for its state.
-        drafts: of a decode; not among the request's tokens.
+        drafts: the drafts of a decode. They are not among the request's tokens.
     """
 
     request: DynamicInferenceRequest
@@ -47,7 +47,7 @@ class RequestStep:
 
     @property
     def tokens(self) -> list[int]:
-        """Those to compute."""
+        """The tokens to compute, drafts included."""
         known = self.request.tokens[self.start : self.stop]
         return [*known, *self.drafts] if self.drafts else known
 
@@ -62,7 +62,7 @@ class RequestStep:
         return range(self.stop - 1 if self.completes else self.stop, self.stop)
 
     def max_drafts(self, num_speculative_tokens: int) -> int:
-        """How many drafts the step can use: 0 unless it is a decode that has none."""
+        """How many drafts the step can take: 0 unless the step is a decode without drafts."""
         if not self.decoding or self.drafts:
             return 0
         return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))
@@ -71,7 +71,7 @@ class RequestStep:
         """The hash of the prefix that ends at block boundary `position` of the tokens and drafts."""
         request, chain = self.request, self.holding.path.chain
         chain.extend_to(request.tokens, position)
-        if position > len(request.tokens):  # drafts enter no hash that is kept
+        if position > len(request.tokens):  # a fork, so that drafts do not enter the request's chain
             chain = chain.fork()
             chain.extend_to([*request.tokens, *self.drafts], position)
         return chain.keys[position // chain.block_size_tokens - 1]
@@ -86,7 +86,7 @@ class RequestStep:
         return path.blocks[position // path.chain.block_size_tokens - 1]
 
     def accepted(self, num_tokens: int) -> "RequestStep":
-        """The first `num_tokens` tokens of a decode, once those behind them turned out to be wrong drafts."""
+        """This decode cut to its first `num_tokens` tokens; the others are wrong drafts."""
         stop = self.start + num_tokens
         return replace(
             self,
@@ -97,7 +97,7 @@ class RequestStep:
         )
 
     def token_counts(self) -> TokenLedger:
-        """What becomes of the step's prompt tokens."""
+        """How many of the step's prompt tokens are resumed, computed (by reason) or recomputed."""
         return TokenLedger.of_step(
             resumed_from=self.start - self.num_resumed,
             start=self.start,

@@ -10,22 +10,23 @@ class RollingOwner(Protocol):
     """A sequence that decodes."""
 
     rolling_block: int
-    """The block of its newest state taken while decoding, or -1; only `RollingStates` writes it."""
+    """The block of the newest decode state that rolls, or -1. Only `RollingStates` writes this attribute."""
 
 
 class RollingStates:
-    """Keeps at most one decode state a sequence, for every host by the same rule.
+    """Keeps at most one decode state per sequence, by the same rule for every host.
 
-    An older decode state that some request resumed from stays: it has become a shared prefix.
+    An older decode state stays if a request resumed from it, because its prefix is shared then.
     """
 
     def __init__(self, slots: DurableSlots) -> None:
         self._slots = slots
 
     def make_room(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
-        """Drop older decode states of `owners`, which take newer ones now, until `num_slots` slots are free.
+        """Drop decode states of `owners` until `num_slots` slots are free.
 
-        Where slots are short, a sequence's own older state goes before any other sequence's state.
+        The owners take newer states now. So a sequence's own older state goes before any state of another
+        sequence.
         """
         for owner in owners:
             if len(self._slots.free) >= num_slots:
@@ -33,17 +34,17 @@ class RollingStates:
             self._drop(owner)
 
     def advance(self, owner: RollingOwner, block: int, *, rolls: bool) -> None:
-        """The sequence's decode state at the end of `block` was committed; the older one goes.
+        """Drop the sequence's older decode state: the state at the end of `block` is committed.
 
-        `rolls`: whether the new state goes with the next one. It does not where the plan keeps it, or where
-        another sequence committed it.
+        `rolls`: whether the next decode state will replace the new one. It will not if the plan keeps the new
+        state, or if another sequence committed the new state.
         """
         self._drop(owner)
         if rolls:
             owner.rolling_block = block
 
     def forget(self, owner: RollingOwner) -> None:
-        """The cache was reset: the sequence has no decode state any more."""
+        """Note that a reset took the sequence's decode state."""
         owner.rolling_block = -1
 
     def _drop(self, owner: RollingOwner) -> None:

@@ -4,19 +4,20 @@ from collections.abc import Callable, Iterable, Sequence, ValuesView
 
 
 class SlotMap:
-    """The maps of committed slots. Integers in, integers out: arguments are trusted.
+    """The maps of committed slots. Handles integers only, and trusts its arguments.
 
     Attributes:
         hash_to_block_id: prefix hash -> the block whose slot holds the state after that prefix.
         slot_by_block: block -> the slot of its state; only this class writes it.
-        num_departures: states that have left since the beginning; a slot looked up before another departure
-            may hold another state.
+        num_departures: states that have left since the beginning. After a further departure, a slot that was
+            looked up before may hold another state.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.hash_to_block_id: dict[int, int] = {}
         self.slot_by_block: dict[int, int] = {}
-        # Of each slot: its last block, and the hash that finds the state, or 0. They outlast the state.
+        # For each slot its last block, and the hash that finds the state, or 0. Stale once the state has
+        # left.
         self._last_block = [-1] * num_slots
         self._last_key = [0] * num_slots
         self.num_departures = 0
@@ -29,7 +30,7 @@ class SlotMap:
 
     @property
     def slots(self) -> ValuesView[int]:
-        """The committed slots in the order in which they came: a view of what is now."""
+        """The committed slots in the order of their commits, as a live view."""
         return self.slot_by_block.values()
 
     def slot_of(self, block: int) -> int:
@@ -37,12 +38,12 @@ class SlotMap:
         return self.slot_by_block.get(block, -1)
 
     def slots_of(self, blocks: Iterable[int]) -> list[int]:
-        """The slots of blocks that have one; KeyError without."""
+        """The slots of these blocks; KeyError if a block has none."""
         slot_by_block = self.slot_by_block
         return [slot_by_block[block] for block in blocks]
 
     def block_of(self, slot: int) -> int:
-        """The slot's block, or -1."""
+        """The block whose state the slot holds, or -1."""
         block = self._last_block[slot]
         return block if self.slot_by_block.get(block) == slot else -1
 
@@ -57,12 +58,12 @@ class SlotMap:
         return self._last_key[slot] or -1 if slot >= 0 else -1
 
     def keys_of(self, slots: Iterable[int]) -> list[int]:
-        """The hashes under which the states in these slots are found, of those that have one."""
+        """The hashes that find the states in these slots; slots without a hash are skipped."""
         last_key = self._last_key
         return [key for slot in slots if (key := last_key[slot])]
 
     def enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """The slots now hold the blocks' states; no hash finds them yet."""
+        """Note that the slots hold the blocks' states; no hash finds these states yet."""
         slot_by_block, last_block, last_key = self.slot_by_block, self._last_block, self._last_key
         for block, slot in zip(blocks, slots, strict=True):
             slot_by_block[block] = slot
@@ -70,7 +71,7 @@ class SlotMap:
             last_key[slot] = 0
 
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Make the blocks' states, in these slots, findable; a hash that names another's keeps naming it."""
+        """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, last_key = self.hash_to_block_id, self._last_key
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             if block_named.setdefault(key, block) == block:
@@ -80,7 +81,7 @@ class SlotMap:
                 last_key[slot] = key
 
     def leave(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the states of those blocks that have one, and their hashes; returns the slots of these."""
+        """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
         pop = self.slot_by_block.pop
         slots = [slot for block in blocks if (slot := pop(block, -1)) >= 0]
         self.num_departures += len(slots)

@@ -11,14 +11,14 @@ from ...validation import INT32_MAX, integer, integers
 class StatePool:
     """Live and durable states of all Mamba layers in one index space.
 
-    A pool index in [0, num_live) is a live slot, updated in place by the request that owns it; one in
-    [num_live, num_live + num_durable) is a durable slot, immutable once committed:
+    A pool index below num_live is a live slot, which the owning request updates in place. The other pool
+    indices are durable slots, which are immutable once committed:
 
         pool index   0 ........ num_live-1 | num_live ........ num_live+num_durable-1
         holds        live slot 0 ..        | durable slot 0 ..
 
-    Kernels address both parts through one base pointer, so a resumed request reads its durable slot and
-    writes its live one without a copy in between.
+    Kernels address both parts through one base pointer. So a resumed request reads a durable slot and writes
+    its live slot without a copy in between.
 
     Attributes: `conv_states` [layers, slots, *conv_shape], the convolution's window of raw inputs;
     `ssm_states` [layers, slots, *ssm_shape], the SSM state. Both start as zeros.
@@ -56,7 +56,7 @@ class StatePool:
         self.allocated = True
 
     def free(self) -> None:
-        """Let go of the tensors' memory; tensors without slots remain."""
+        """Free the tensors' memory; tensors without slots remain."""
         self.conv_states = self.conv_states.new_empty(self._layers, 0, *self._conv_shape)
         self.ssm_states = self.ssm_states.new_empty(self._layers, 0, *self._ssm_shape)
         self.allocated = False

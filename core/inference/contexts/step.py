@@ -22,10 +22,10 @@ class Step:
 
 
 class StepObserver(Protocol):
-    """Told what a context decided. What it raises fails the step, like any error of the step itself."""
+    """Is called with each step of a context. An error that an observer raises fails the step."""
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
-        """All is reserved and built for these, in row order; no forward has been launched."""
+        """All slots are reserved and `inputs` are built for `steps`, in row order; no forward is launched."""
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
-        """Their states are committed and their requests advanced; wrong drafts are no longer among them."""
+        """The steps' states are committed and their requests advanced; wrong drafts are cut off."""

@@ -24,13 +24,13 @@ class StepBuffer:
         host 1   | token_ids | positions | ... | checkpoints |      steps 1, 3, 5, ...
         device   | token_ids | positions | ... | checkpoints |      what the kernels of every step read
 
-    `arrays` gives out a host buffer once its last copy is over; `send` copies it, without waiting. The device
-    buffer is overwritten in stream order: after the kernels of the step before. On a CPU the tensors are the
-    host buffer itself, so those of a step live until the next but one is filled.
+    `arrays` returns a host buffer once the buffer's last copy is over; `send` copies the buffer without
+    waiting. The device buffer is overwritten in stream order: after the kernels of the previous step. On a
+    CPU the tensors are the host buffer itself: a step's tensors are overwritten two steps later.
     """
 
     def __init__(self, largest: StepShape, device: torch.device) -> None:
-        """`largest`: every size at its largest."""
+        """`largest`: upper bounds of all sizes."""
         words = _total_words(largest)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
@@ -43,10 +43,10 @@ class StepBuffer:
         self._tensors: dict[tuple[int, StepShape], dict[str, Tensor]] = {}
 
     def arrays(self, shape: StepShape) -> dict[str, Array]:
-        """The host's arrays of the next step, by name, to be filled; what they hold is stale.
+        """The host arrays of the next step, by name, for the caller to fill; their contents are stale.
 
-        Waits until the copy of the step before the last is over. It is, where the tokens of that step were
-        read.
+        Waits until the copy of the step before the last is over, which is the case once that step's tokens
+        have been read.
         """
         self._turn ^= 1
         if self._copied:
@@ -58,7 +58,7 @@ class StepBuffer:
         return self._arrays[key]
 
     def send(self, shape: StepShape) -> dict[str, Tensor]:
-        """The tensors on the device, by name, of what was filled in last; one copy, no synchronisation."""
+        """Copy the arrays filled last to the device, without synchronising; returns the tensors by name."""
         host = self._hosts[self._turn]
         if self._device is None:
             key, tensors = (self._turn, shape), host
@@ -74,7 +74,7 @@ class StepBuffer:
 
 
 def _words(count: int, int32: bool) -> int:
-    """int64 words that `count` numbers take; even, so that each field starts at a multiple of 16 bytes."""
+    """int64 words of `count` numbers, rounded up to even: each field starts at a multiple of 16 bytes."""
     return 2 * (-(-count // 4) if int32 else -(-count // 2))
 
 

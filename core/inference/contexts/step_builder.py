@@ -1,4 +1,4 @@
-"""From what requests do in a step to the tensors that a model reads."""
+"""Builds the tensors that a model reads in a step."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -17,18 +17,18 @@ from .step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 
 Array = npt.NDArray[np.integer[Any]]
 Padding = Callable[[StepShape], StepShape]
-"""The shape to pad a step of some shape to: at least as large in everything."""
+"""Maps a step's shape to the shape to pad to, which is at least as large in every size."""
 
 
 class BatchDimensions(NamedTuple):
-    """Rows of a step."""
+    """Numbers of rows of a step, under megatron-core's names."""
 
     decode_req_count: int
     prefill_req_count: int
 
 
 class StepBuilder:
-    """Fills the step buffer, and sends it, one step after another."""
+    """Fills the step buffer for one step after another, and sends it to the device."""
 
     def __init__(self, buffer: StepBuffer, block_size_tokens: int, ssd_chunk_size: int) -> None:
         self._buffer = buffer
@@ -46,14 +46,14 @@ class StepBuilder:
     ) -> StepInputs:
         """The inputs of a step. Their tensors are copied to the device at once, without synchronising.
 
-        Tokens in registered blocks are computed without writing their KV again.
+        KV of tokens in registered blocks is not written again.
 
         Args:
             steps: what each request does, decodes first.
             block_table: [rows, blocks] the KV blocks of all rows of the context.
             destinations: pool indices for the state after each decode token and after each prefill.
-            kv_cache, state_pool: handed on to the model.
-            padding: from the step's shape to one, at least as large, that the inputs are padded to.
+            kv_cache, state_pool: passed on to the model.
+            padding: maps the step's shape to the shape to pad to.
         """
         packing = _Packing.of(steps)
         values: dict[str, Any] = {"state_destinations": destinations}
@@ -191,7 +191,7 @@ class _Layout:
         self._token_places = self._places_of_tokens()
 
     def _places_of_tokens(self) -> Array | None:
-        """[tokens] where each token is once all decode rows have equally many; None: where it is now."""
+        """[tokens]: each token's place once all decode rows are equally long; None where no token moves."""
         packing, shape = self._packing, self._shape
         total, decode_tokens = len(packing.token_rows), packing.num_decode_tokens
         if shape.tokens == total:
@@ -204,7 +204,7 @@ class _Layout:
         return places
 
     def padded_tokens(self, tokens: Array) -> Array:
-        """The packed `tokens` by the places that they have in the padded step."""
+        """The places in the padded step of the packed `tokens`."""
         return tokens if self._token_places is None else self._token_places[tokens]
 
     def fill(self, array: Array, values: Sequence[int] | Array, field: StepField) -> None:
@@ -224,7 +224,7 @@ class _Layout:
             array[self._places(field, len(values))] = values
 
     def _fill_rows(self, array: Array, values: Any) -> None:
-        """Decode rows in front, prefill rows behind all decode rows, padding rows included."""
+        """Write decode rows first, and prefill rows behind the decode rows and their padding."""
         decodes, first, prefills = self._packing.num_decodes, self._shape.decodes, self._packing.num_prefills
         columns = tuple(slice(size) for size in np.shape(values)[1:])
         array[(slice(decodes), *columns)] = values[:decodes]

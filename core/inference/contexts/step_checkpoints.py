@@ -1,4 +1,4 @@
-"""The states one step takes: slots reserved before the forward, committed after it."""
+"""The states that one step takes: their slots are reserved before the forward and committed after it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,10 +23,13 @@ class StepCheckpoints:
         self._rolling = rolling
 
     def reserve(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
-        """Reserve a slot for each boundary that has no state yet, as far as slots go, without error.
+        """Reserve a slot for each boundary that has no state yet, as far as slots go.
 
-        Returns the steps with their `destinations`. May evict states, but none for a boundary that only
-        drafts reach: such boundaries get slots that are free.
+        May evict states. A boundary that only drafts reach evicts nothing: it gets a free slot or none. A
+        boundary without a slot is no error.
+
+        Returns:
+            The steps with their `destinations`.
         """
         certain: dict[int, Candidate] = {}
         guessed: dict[int, Candidate] = {}
@@ -63,15 +66,15 @@ class StepCheckpoints:
     def after_verification(
         self, planned: Sequence[RequestStep], accepted: Sequence[RequestStep]
     ) -> list[RequestStep]:
-        """Once drafts are verified: give back slots of boundaries not reached, and reserve what was refused.
+        """Once drafts are verified, release the slots of unreached boundaries and reserve refused ones.
 
         Args:
             planned: the steps as they were reserved.
             accepted: what remains of them, in the same order.
 
         Returns:
-            Steps with boundaries that were reached and had got no slot while they were guesses. Their
-            `destinations` are reserved only now, so that states must be copied there.
+            Steps with the boundaries that were reached but got no slot while they were guesses. The slots in
+            their `destinations` are reserved only now, so that the states must be copied there.
         """
         unserved = []
         for before, after in zip(planned, accepted, strict=True):
@@ -95,10 +98,11 @@ class StepCheckpoints:
         )
 
     def commit(self, step: RequestStep) -> dict[int, int]:
-        """Make the states of a launched step findable; its request's blocks are registered already.
+        """Make the states of a launched step findable; the request's blocks must be registered already.
 
-        Returns boundary -> the committed slot that holds its state: the reserved one, or one that another
-        request committed for the same prefix; -1 where the prefix cannot be registered.
+        Returns:
+            boundary -> the committed slot that holds its state: the reserved slot, or the slot that another
+                request committed for the same prefix; -1 where the prefix cannot be registered.
         """
         path = step.holding.path
         committed: dict[int, int] = {}
@@ -118,7 +122,7 @@ class StepCheckpoints:
         return committed
 
     def _trim(self, path: CachedPath, newest: int) -> None:
-        """Hold a path to its plan's cap: the shallowest states go.
+        """Drop a path's shallowest states until its plan's maximum number is met.
 
         The deepest state, forks, and the state of block `newest`, which the request may continue from, stay.
         """

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from .step_inputs import StepShape
 
 Layout = Literal["front", "tokens", "rows", "state_writes"]
-"""Where the values lie in a tensor that is longer than they are:
+"""Where the values lie in a tensor that is padded:
 
 front: one after another, padding behind them.
 tokens: each decode row's tokens, padded to `decode_tokens`, then the prefill tokens.
@@ -19,13 +19,13 @@ class StepField(NamedTuple):
     """One index tensor.
 
     Attributes:
-        name: in the step buffer and among the builder's values.
-        size: how many numbers it has in a step of some shape.
+        name: the tensor's name in the step buffer and among the builder's values.
+        size: maps a step's shape to the number of entries.
         layout: where values lie when the step is padded.
-        padding: the number in all other places; None: the last of the values, which is a total.
-        owner: the attribute of `StepInputs` that holds it, "" for `StepInputs` itself.
-        attribute: its name there, where it is not `name`.
-        int32: whether it is int32; else it is int64.
+        padding: the number in all other places; None for the last value, which is a total.
+        owner: the attribute of `StepInputs` that holds the tensor, "" for `StepInputs` itself.
+        attribute: the tensor's name in its owner, where the name differs from `name`.
+        int32: whether the tensor is int32; else it is int64.
     """
 
     name: str
@@ -60,4 +60,4 @@ STEP_FIELDS = (
         attribute="destinations",
     ),
 )  # fmt: skip
-"""In the order in which they lie in the step buffer. What each means is said in `step_inputs`."""
+"""All fields, in their order in the step buffer. `step_inputs` documents their meanings."""

@@ -9,7 +9,7 @@ from .state_pool import StatePool
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step's tensors, padding included: all that a captured graph takes for fixed."""
+    """The sizes of a step's tensors, padding included. A captured graph fixes all of them."""
 
     decodes: int  # decode rows
     prefills: int  # prefill rows
@@ -20,13 +20,13 @@ class StepShape(NamedTuple):
     chunks: int  # SSD chunks
     checkpoints: int
     logits: int
-    decode_tokens: int = 1  # tokens a decode row: more than one where any has drafts
+    decode_tokens: int = 1  # tokens of each decode row: more than one where any row has drafts
 
     @classmethod
     def largest(
         cls, max_requests: int, max_tokens: int, decode_tokens: int, table_blocks: int, ssd_chunk_size: int
     ) -> "StepShape":
-        """No step of a context with these limits, padded or not, is larger in any size."""
+        """Upper bounds of all sizes of a context's steps, padded or not."""
         num_decode_tokens = max_requests * decode_tokens
         num_chunks = -(-max_tokens // ssd_chunk_size)
         return cls(
@@ -52,7 +52,7 @@ class StepShape(NamedTuple):
 
     @property
     def state_writes(self) -> int:
-        """One a decode token, one a prefill row."""
+        """One state for each decode token and one for each prefill row."""
         return self.decodes * self.decode_tokens + self.prefills
 
 
@@ -69,15 +69,15 @@ class PrefillChunks:
     cu_chunk_seqlens: Tensor  # [chunks + 1] int32: where each chunk starts; trailing total
     seq_idx: Tensor  # [chunks] int32: the prefill row of each chunk
     row_chunk_starts: Tensor  # [prefills + 1] int32: each row's first chunk; trailing total
-    destinations: Tensor  # [chunks] int64: pool index for the SSM state after this chunk too; -1 = none
+    destinations: Tensor  # [chunks] int64: pool index for the SSM state after this chunk; -1 = none
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Windows to store at boundaries strictly inside this step's prefill rows, one entry a state.
+    """Convolution windows to store at boundaries strictly inside this step's prefill rows.
 
-    The SSM states of the same boundaries are `PrefillChunks.destinations`. (A boundary on which a row's step
-    ends needs no entry: that row's `state_destinations` is the slot.)
+    There is one entry for each state. `PrefillChunks.destinations` has the SSM states of the same boundaries.
+    A boundary at the end of a row's step needs no entry: the row's `state_destinations` is the slot.
     """
 
     rows: Tensor  # [n] int64: prefill row
@@ -90,14 +90,14 @@ class StepInputs:
     """One step's batch of R rows and T tokens: decode rows first, then prefill rows.
 
     Decode rows have `shape.decode_tokens` tokens each: the last token of the sequence, then drafts of what
-    may follow, then padding. In a step without drafts that is one token.
+    may follow, then padding. In a step without drafts each decode row has one token.
 
-    Index tensors lie on the model's device. Valid until the context prepares its next step. The model
+    Index tensors lie on the model's device, and are valid until the context begins its next step. The model
     writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else.
 
-    All may be padded to `shape`, decode rows and prefill rows each behind the real ones, as
-    `kernels.reference` describes; the logits of padding are not wanted. The padding tokens of a real decode
-    row have position 0, and -1 as state destination.
+    All tensors may be padded to `shape`: padding lies behind the real decode rows and behind the real prefill
+    rows, as `kernels.reference` describes. The logits of padding are ignored. The padding tokens of a real
+    decode row have position 0, and -1 as state destination.
     """
 
     shape: StepShape
@@ -108,11 +108,11 @@ class StepInputs:
     kv_write_tokens: Tensor  # [W] int64: the tokens whose keys and values are stored
     kv_write_positions: Tensor  # [W] int64: block * block_size_tokens + offset for each of them; -1 = none
     state_sources: Tensor  # [R] int64: pool index of the state after the tokens before; -1 = zeros
-    state_destinations: Tensor  # [decode tokens + prefill rows] int64: pool index for the state after it
+    state_destinations: Tensor  # [decode tokens + prefill rows] int64: pool index for the state after each
     chunks: PrefillChunks
     checkpoints: Checkpoints
     logit_tokens: Tensor  # [L] int64: the tokens whose logits are wanted, in order
-    num_logits: int  # of them the first; the others are padding
+    num_logits: int  # the first `num_logits` logit tokens are real, the others padding
     kv_cache: Tensor  # [attention layers, 2 (K, V), blocks, block_size_tokens, kv heads, head dim]
     state_pool: StatePool
 
@@ -130,11 +130,11 @@ class StepInputs:
 
     @property
     def decode_destinations(self) -> Tensor:
-        """[decode rows, tokens of each]: for the state after each token; -1 = nowhere."""
+        """[decode rows, tokens of a row]: pool index for the state after each token; -1 = none."""
         shape = self.shape
         return self.state_destinations[: self.num_decode_tokens].view(shape.decodes, shape.decode_tokens)
 
     @property
     def prefill_destinations(self) -> Tensor:
-        """[prefill rows]"""
+        """[prefill rows]: pool index for the state after each row; -1 = none."""
         return self.state_destinations[self.num_decode_tokens :]

@@ -16,7 +16,7 @@ Salt = bytes | str | None
 
 
 def checked_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """A list of prompts; a ValueError that says what else it is."""
+    """`prompts` as a list of prompts; a ValueError says what else `prompts` is."""
     if isinstance(prompts, (str, bytes)):
         raise ValueError(
             f"prompts is {shown(prompts)}; accepted: a list of prompts, each a list of token ids: tokenize "
@@ -37,7 +37,7 @@ def checked_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def checked_prompt(name: str, prompt: Prompt, vocab_size: int) -> list[int]:
-    """Token ids within the vocabulary."""
+    """`prompt` as a list of token ids within the vocabulary; else a ValueError."""
     if isinstance(prompt, (str, bytes)):
         raise ValueError(f"{name} is {shown(prompt)}; accepted: a list of token ids: tokenize text first")
     return integers(name, prompt, 0, vocab_size - 1)
@@ -46,9 +46,9 @@ def checked_prompt(name: str, prompt: Prompt, vocab_size: int) -> list[int]:
 def check_length(
     num_prompt_tokens: int, sampling: SamplingParams, config: InferenceConfig, pool: int
 ) -> None:
-    """A ValueError for a request that can never run.
+    """Raise a ValueError for a request that can never run.
 
-    `pool`: tokens that all KV blocks hold.
+    `pool`: how many tokens the whole KV pool holds.
     """
     if not num_prompt_tokens:
         raise ValueError("prompt is empty; accepted: at least one token")
@@ -95,7 +95,7 @@ def checked_drafter(drafter: Drafter | None, num_speculative_tokens: int) -> Dra
 
 
 def one_each(name: str, value: Any, count: int) -> list[Any]:
-    """`count` values: those of a list, or one value for all."""
+    """`count` values: the entries of a list or tuple, or `value` repeated."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
             raise ValueError(

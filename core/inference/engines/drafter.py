@@ -8,26 +8,27 @@ from ...validation import INT32_MAX, integer
 
 
 class Drafter(Protocol):
-    """Whatever guesses well: an n-gram table, a small model. Guesses cost time, never an answer."""
+    """Guesses a request's next tokens: an n-gram table, a small model. Wrong guesses cost only time."""
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
         """Guess what follows; called once a step for each decoding request.
 
         Args:
-            tokens: a prompt and its answer so far. The request's own list: it is neither changed nor kept.
-            max_drafts: >= 1; the engine ignores tokens behind so many.
+            tokens: a prompt and its answer so far. This is the request's own list: do not change it, and do
+                not keep a reference to it.
+            max_drafts: maximum number of drafts, >= 1; the engine ignores further ones.
 
         Returns:
-            Token ids that may follow, in order; none is fine, too.
+            Token ids that may follow, in order; may be empty.
         """
 
 
 class NgramDrafter:
-    """Prompt lookup: drafts what followed the last tokens where they occurred before, in the same sequence.
+    """Prompt lookup: drafts what followed an earlier occurrence of the sequence's last tokens.
 
-    It looks for the longest suffix of `shortest` to `longest` tokens that also occurs earlier, and takes the
-    most recent earlier occurrence. An occurrence that overlaps the suffix shows a period; drafts repeat the
-    period.
+    The drafter looks for the longest suffix of `shortest` to `longest` tokens that also occurs earlier, and
+    takes the most recent earlier occurrence. An occurrence that overlaps the suffix shows a period, which the
+    drafts repeat.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
@@ -48,7 +49,7 @@ class NgramDrafter:
 
 
 def _last_occurrence(sequence: bytes, suffix_bytes: int, token_bytes: int) -> int:
-    """The token at which the sequence's suffix begins for the last time before the suffix itself, or -1."""
+    """The token position where the suffix last occurs before the end of the sequence, or -1."""
     suffix = sequence[-suffix_bytes:]
     end = len(sequence) - token_bytes
     while (at := sequence.rfind(suffix, 0, end)) >= 0:

@@ -53,10 +53,10 @@ class StepReport:
     """What one `step` did.
 
     Attributes:
-        admitted: requests that were given a row.
-        generated: the newest token of each request that got any.
+        admitted: ids of the requests that got a row.
+        generated: request id -> newest token, for each request with a new token.
         finished: results of the requests that ended.
-        tokens: all new tokens of those requests, in order; more than one only where drafts were accepted.
+        tokens: request id -> all new tokens, in order; more than one only where drafts were accepted.
     """
 
     admitted: tuple[int, ...] = ()
@@ -68,22 +68,22 @@ class StepReport:
 class DynamicInferenceEngine:
     """Serves requests with a hybrid model, resuming prompts from the prefix cache of its context.
 
-    One thread at a time calls it, and from inside its own step only `add_request` (other calls raise
-    RuntimeError). `generate` serves a batch to the end; `add_request` and `step`, or `stream`, serve
+    One thread at a time may call an engine. From inside a step only `add_request` may be called; other calls
+    raise RuntimeError. `generate` serves a batch to the end; `add_request` and `step`, or `stream`, serve
     requests as they come.
 
     Attributes:
-        model, config: as given.
+        model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
     """
 
     def __init__(self, model: Model, config: InferenceConfig, *, drafter: Drafter | None = None) -> None:
-        """Allocate all pools. A collective where the model is split: all its ranks make this call.
+        """Allocate all pools. Where the model is split, this is a collective: all ranks make the call.
 
         Args:
-            model: a hybrid model, on the device where it is to run.
+            model: a hybrid model, on the device where the model runs.
             config: sizes and switches.
-            drafter: in place of prompt lookup, where `config.num_speculative_tokens` asks for drafts.
+            drafter: replaces prompt lookup; only with `config.num_speculative_tokens` >= 1.
         """
         if not callable(model) or isinstance(model, type) or not callable(getattr(model, "state_spec", None)):
             raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
@@ -99,7 +99,7 @@ class DynamicInferenceEngine:
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._unclaimed: dict[int, RequestResult] = {}
         self._feeds: WeakValueDictionary[int, StreamFeed] = WeakValueDictionary()
-        self._abandoned: list[int] = []  # requests of streams that were let go of during a step
+        self._abandoned: list[int] = []  # requests whose streams ended during a step
         self._new_ids = count()
         self._weights_version: object = None
         self._state = EngineState(self._is_split)
@@ -133,8 +133,9 @@ class DynamicInferenceEngine:
             The request id.
 
         Raises:
-            ValueError: what can never run: an empty prompt, ids outside the vocabulary, a prompt and answer
-                longer than `max_sequence_length` or than the KV pool.
+            ValueError: the request can never run: the prompt is empty or has ids outside the vocabulary, or
+                prompt and answer are longer than `max_sequence_length` or than the KV pool.
+            RuntimeError: a failed step has broken the engine.
         """
         self._state.check_not_broken()
         config, kv = self.config, self.context.prefix_cache.kv_blocks
@@ -156,7 +157,11 @@ class DynamicInferenceEngine:
         return request.request_id
 
     def cancel(self, request_id: int) -> RequestResult:
-        """End a request wherever it is and return what it has; ValueError for an unknown or ended one."""
+        """End a running or waiting request, and return what it has generated.
+
+        Raises:
+            ValueError: the request is unknown or has ended.
+        """
         self.check_usable("cancel")
         return self._finish(self._request(request_id), "cancelled")
 
@@ -170,7 +175,7 @@ class DynamicInferenceEngine:
         return bool(self._requests)
 
     def computed_prefix(self, request_id: int) -> list[int]:
-        """The tokens of an unfinished request whose KV and state exist now (prompt first, then answer)."""
+        """The tokens of an unfinished request that are computed: KV and state for them exist now."""
         request = self._request(request_id)
         return request.tokens[: request.holding.num_computed] if request.holding is not None else []
 
@@ -181,10 +186,12 @@ class DynamicInferenceEngine:
         """Advance every request that can go on: by a part of its prompt, or by a token and accepted drafts.
 
         Raises:
-            KVBlockCapacityError: pinned prefixes leave too few KV blocks for the next request; on every rank.
-            RuntimeError: the engine is suspended, in a step, or broken. It is broken where a failed step
-                cannot be undone, and after any failed step of a split model, which other ranks may have made.
-            Exception: what the model raises. Then no request has a new token, and all running requests are
+            KVBlockCapacityError: pinned prefixes leave too few KV blocks for the next request; all ranks of a
+                split model raise this error.
+            RuntimeError: the engine is suspended, in a step, or broken. A failed step breaks the engine where
+                the step cannot be undone. Other errors than KVBlockCapacityError also break the engine of a
+                split model, because other ranks may have completed the step.
+            Exception: what the model raises. No request then has a new token, and all running requests are
                 queued again: a later `step` restarts them from their last cached states.
         """
         self.check_usable("step")
@@ -211,7 +218,7 @@ class DynamicInferenceEngine:
         step = self.context.begin_step(scheduled, self._runner.padded)  # reserve slots, publish
         logits = self._runner.run(self.model, step.inputs)  # forward
         sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
-        self.context.end_step(sampled.num_accepted)  # register, commit, advance; asks for drafts' sake only
+        self.context.end_step(sampled.num_accepted)  # register, commit, advance; waits only for drafts
         tokens = sampled.wait()
         self._runner.after_step(self.model)
         return step.requests, tokens
@@ -222,7 +229,7 @@ class DynamicInferenceEngine:
         self.context.check_integrity()
 
     def _finish_completed(self, generated: Iterable[int]) -> tuple[RequestResult, ...]:
-        """End the requests whose answer is complete; those nobody wants any more are cancelled instead."""
+        """End the requests whose answer is complete. Abandoned requests are cancelled later instead."""
         reasons = {
             request_id: reason
             for request_id in generated
@@ -244,7 +251,7 @@ class DynamicInferenceEngine:
     def _deliver(
         self, steps: Sequence[RequestStep], tokens: NewTokens, finished: Sequence[RequestResult]
     ) -> None:
-        """Hand the tokens and results of a step that stands to streams and counters."""
+        """Hand the tokens and results of a successful step to streams and counters."""
         for request_id, new in tokens.items():
             feed = self._feeds.get(request_id)
             if feed is not None:
@@ -273,7 +280,7 @@ class DynamicInferenceEngine:
         self._speculation = so_far
 
     def check_usable(self, call: str) -> None:
-        """RuntimeError, naming `call`, during a step, and where a step has broken the engine."""
+        """Raise RuntimeError, naming `call`, during a step and where a step has broken the engine."""
         self._state.check_usable(call)
 
     def generate(
@@ -286,12 +293,13 @@ class DynamicInferenceEngine:
     ) -> list[RequestResult]:
         """Serve prompts to the end.
 
-        Requests added before are served along. When the call raises, for a bad argument or because a step
-        failed, its requests are cancelled.
+        Requests that were added before advance in the same steps. When the call raises, the requests of this
+        call are cancelled.
 
         Args:
             prompts: a list of prompts, each as `add_request` takes it.
-            sampling_params, cache_salt, checkpoint_plan: one for all, or one a prompt.
+            sampling_params, cache_salt, checkpoint_plan: one value for all prompts, or a list of one per
+            prompt.
 
         Returns:
             The results, in the order of the prompts.
@@ -324,22 +332,23 @@ class DynamicInferenceEngine:
         cache_salt: Salt = None,
         checkpoint_plan: CheckpointPlan | None = None,
     ) -> TokenStream:
-        """Queue a prompt now and return an iterator over its tokens; arguments as those of `add_request`.
+        """Queue a prompt and return an iterator over its tokens; the arguments are those of `add_request`.
 
-        Asking for a token advances all requests until this one has it. A stream that is closed, or let go of,
-        before its end cancels its request; of a split model, only a stream that is closed.
+        Asking for a token advances all requests until this one has a token. Closing a stream before its end
+        cancels the request. Dropping the last reference to a stream also cancels the request, except on a
+        split model.
         """
         request_id = self.add_request(
             prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
         )
         feed = self._feeds[request_id] = StreamFeed()
-        # Each rank collects garbage when it likes: a split model's requests end where `close` is called.
+        # Ranks collect garbage at different times: a split model's requests end only where `close` is called.
         return TokenStream(
             request_id, feed, self._step_and_keep, lambda: self._forget(request_id), not self._is_split
         )
 
     def _step_and_keep(self) -> None:
-        """A step whose report nobody sees: results stay until they are claimed, or are in their streams."""
+        """Make a step for `generate` or `stream`: results without a stream stay until they are claimed."""
         for result in self.step().finished:
             if result.request_id not in self._feeds:
                 self._unclaimed[result.request_id] = result
@@ -361,19 +370,23 @@ class DynamicInferenceEngine:
             self._abandoned.remove(request_id)
 
     def take_result(self, request_id: int) -> RequestResult | None:
-        """Claim, once, the result of a request that ended while `generate` or `stream` served others.
+        """Claim the result of a request that ended while `generate` or `stream` served others.
 
-        A `step` that the caller makes reports its results itself, and a stream has its own; None for those
-        and while a request runs.
+        Returns:
+            The result, once. None while the request runs, and where a stream or a `step` of the caller has
+                the result.
         """
         return self._unclaimed.pop(integer("request_id", request_id, 0), None)
 
     # ---- the cache
 
     def warm(self, tokens: Prompt, *, cache_salt: Salt = None) -> int:
-        """Compute a prefix, so that later prompts resume from it; how many of its tokens they can resume.
+        """Compute a prefix and take the state at its last block boundary, so that later prompts resume there.
 
-        Takes the state at its last block boundary. Requests under way are served along.
+        Requests under way advance in the same steps.
+
+        Returns:
+            How many of the prefix's tokens later prompts can resume.
         """
         self.check_usable("warm")
         prefix, chain = self._hashed(tokens, cache_salt)
@@ -393,13 +406,13 @@ class DynamicInferenceEngine:
         """Keep the deepest cached state of a prefix, and its KV, until `unpin` or the next reset.
 
         Raises:
-            ValueError: none of the prefix's boundaries has a state; `warm` it first.
+            ValueError: no block boundary of the prefix has a state; call `warm` first.
         """
         self.check_usable("pin")
         return self.context.prefix_cache.pin(self._hashed(tokens, cache_salt)[1])
 
     def unpin(self, prefix: PinnedPrefix) -> None:
-        """Let go of a pinned prefix; ValueError if it is not pinned (any more)."""
+        """Release a pinned prefix; ValueError for a prefix that is not pinned."""
         self.check_usable("unpin")
         self.context.prefix_cache.unpin(prefix)
 
@@ -410,27 +423,27 @@ class DynamicInferenceEngine:
         return prefix, chain
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix and pin. Requests under way go on, and leave nothing in the cache."""
+        """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
-        if self.context.memory.allocated:  # else there is none
+        if self.context.memory.allocated:  # a suspended engine caches nothing
             self.context.reset_prefix_cache()
 
     @property
     def weights_version(self) -> object:
-        """Whatever names the model's weights; None at first."""
+        """The name of the model's weights; None at first."""
         return self._weights_version
 
     def set_weights_version(self, version: object) -> None:
-        """Name the model's weights. A new name makes every older state unreachable, and drops graphs.
+        """Name the model's weights. A new name forgets every cached prefix and drops CUDA graphs.
 
         Raises:
-            ValueError: `version` cannot be compared as a whole with the one before.
+            ValueError: comparing `version` with the version before gives no single truth value.
         """
         self.check_usable("set_weights_version")
         try:
             changed = bool(version != self._weights_version)
-            bool(version == version)  # so that the next one can be compared with it
-        except Exception as error:  # of an array, for one
+            bool(version == version)  # the next version must be comparable with this one
+        except Exception as error:  # for example of an array
             raise ValueError(
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
@@ -442,7 +455,7 @@ class DynamicInferenceEngine:
     # ---- the whole
 
     def stats(self) -> EngineStats:
-        """A snapshot of the cache, of drafts, and of the queue."""
+        """A snapshot of the cache, the drafts and the queue."""
         return EngineStats(
             cache=self.context.cache_stats(),
             speculation=self._speculation,
@@ -452,11 +465,11 @@ class DynamicInferenceEngine:
         )
 
     def memory_summary(self) -> str:
-        """What the bytes of the pools went to, in one line."""
+        """One line that says how many bytes each pool takes."""
         return self.context.memory.summary()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books of the cache contradict each other; O(pools)."""
+        """Raise AssertionError where the cache's bookkeeping contradicts itself; O(pools)."""
         self.context.check_integrity()
 
     def suspend(self) -> None:
@@ -476,7 +489,7 @@ class DynamicInferenceEngine:
         self.context.resume()
 
     def reset(self) -> None:
-        """Drop every request, result, prefix and count; also mends an engine that could not recover."""
+        """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken."""
         if self._state.stepping:
             self.check_usable("reset")
         self._scheduler = Scheduler(self.context, self._drafter)

@@ -1,4 +1,4 @@
-"""Whole forwards as CUDA graphs: one launch a step, for steps padded to a few shapes."""
+"""Whole forwards as CUDA graphs: one launch per step. Steps are padded to a few shapes."""
 
 import warnings
 from collections.abc import Callable
@@ -20,12 +20,13 @@ SMALLEST_PREFILL_TOKENS = 16
 
 @dataclass(frozen=True)
 class GraphBuckets:
-    """The shapes that graphs are captured for. Sizes that follow from others are at their largest.
+    """The shapes that graphs are captured for. A size that follows from other sizes has its largest value.
 
-    Decode steps: rows and columns of the block table are powers of two, up to `max_requests` and
-    `table_blocks`; rows have one token, or `decode_tokens` where any has drafts. Steps with prefills: rows
-    are powers of four (or no decode row at all), prefill tokens are 2^k or 3 * 2^k up to
-    `max_prefill_tokens`, which is 0 where there are to be no such graphs.
+    Decode steps: the numbers of rows and of block table columns are powers of two, up to `max_requests` and
+    `table_blocks`. A row has `decode_tokens` tokens where any row has drafts, else one token. Steps with
+    prefills: the numbers of prefill rows and of decode rows are powers of four; there may be no decode row.
+    The number of prefill tokens is 2^k or 3 * 2^k, up to `max_prefill_tokens`. Steps with prefills are not
+    captured where `max_prefill_tokens` is 0.
     """
 
     max_requests: int
@@ -37,6 +38,7 @@ class GraphBuckets:
 
     @classmethod
     def of(cls, context: DynamicInferenceContext) -> "GraphBuckets":
+        """The shapes for the steps of a context."""
         config = context.config
         prefill_tokens = min(config.cuda_graph_max_tokens, config.max_tokens)
         return cls(
@@ -49,9 +51,9 @@ class GraphBuckets:
         )
 
     def smallest(self, shape: StepShape) -> StepShape | None:
-        """The smallest of the shapes that holds a step of `shape`; None where none does.
+        """The smallest captured shape that holds a step of `shape`; None where no captured shape does.
 
-        Prompt log-probs want more logits than there are rows: such steps fit nowhere.
+        Steps that return prompt log-probs fit no captured shape: they need more logits than there are rows.
         """
         per_row = self.decode_tokens if shape.decode_tokens > 1 else 1
         if shape.prefills == 0:
@@ -93,15 +95,15 @@ class GraphBuckets:
 
 
 class CapturedForward:
-    """One forward as a graph; it reads and writes the addresses that it was captured with."""
+    """One forward as a graph. A replay reads and writes the addresses of the capture."""
 
     def __init__(self, model: Model, inputs: StepInputs, pool: Any) -> None:
-        """Captures, which runs nothing. `pool`: another graph's memory, to share."""
+        """Capture the forward; a capture runs nothing. `pool`: another graph's memory, to share."""
         self._graph = torch.cuda.CUDAGraph()
-        self._inputs = inputs  # its tensors live on
+        self._inputs = inputs  # keeps the tensors alive
         device = inputs.token_ids.device
         with (
-            torch.cuda.stream(torch.cuda.current_stream(device)),  # a capture that fails stays on its own
+            torch.cuda.stream(torch.cuda.current_stream(device)),  # resets the stream if a capture fails
             torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)),
         ):
             self._logits = model(inputs)
@@ -111,19 +113,19 @@ class CapturedForward:
         return self._graph.pool()
 
     def replay(self) -> Tensor:
-        """The logits of whatever is in the inputs' tensors now, overwritten by the next replay."""
+        """Run on what the inputs' tensors hold now; the next replay overwrites the returned logits."""
         self._graph.replay()
         return self._logits
 
 
 class GraphRunner(ModelRunner):
-    """Runs a model's steps, by graph where their shape has one.
+    """Runs a model's steps, as a graph where the step's shape has one.
 
-    A shape's first step runs eagerly, on padded inputs: it compiles and tunes all kernels at exactly this
-    shape. `after_step` then captures it, between steps, when nothing waits for tokens. Graphs hold the
-    addresses of the pools and of the step buffer; where a pool is another tensor than before, all graphs
-    are dropped. Padding carries -1 in every index, and a capture executes nothing: neither writes any
-    state.
+    The first step of a shape runs eagerly, on padded inputs, and so compiles and tunes all kernels at exactly
+    this shape. `after_step` then captures the shape between steps, when nothing waits for tokens. Graphs hold
+    the addresses of the pools and of the step buffer; all graphs are dropped where a pool has moved. Padding
+    writes no state, because every index of padding is -1. A capture writes no state, because it executes
+    nothing.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class GraphRunner(ModelRunner):
         max_graphs: int,
         inspect: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`max_graphs`: most decode graphs, and most others."""
+        """`max_graphs`: maximum number of decode graphs, and of graphs with prefills."""
         super().__init__(spec, inspect)
         self._buckets = buckets
         self._max_graphs = max_graphs
@@ -143,11 +145,11 @@ class GraphRunner(ModelRunner):
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
-        """Those that have a graph, in the order in which they got it."""
+        """The shapes that have a graph, in the order of their capture."""
         return tuple(self._graphs)
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The shape that a step of `shape` is to be padded to; itself, where it shall run eagerly."""
+        """The shape to pad a step of `shape` to; `shape` itself where the step gets no graph."""
         fitting = self._buckets.smallest(shape)
         if fitting is None or (fitting not in self._graphs and not self._has_room(fitting)):
             return shape
@@ -176,8 +178,8 @@ class GraphRunner(ModelRunner):
     def after_step(self, model: Model) -> None:
         """Capture the shape that the last step ran for the first time, if any; synchronises.
 
-        A model that cannot be captured is warned of once, and runs eagerly from then on: on all its ranks,
-        or they would pad their steps to different shapes.
+        Where the capture fails on any rank, all ranks warn once and run eagerly from then on: ranks with
+        different graphs would pad their steps to different shapes.
         """
         inputs, self._first = self._first, None
         if inputs is None:
@@ -202,13 +204,13 @@ class GraphRunner(ModelRunner):
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: graphs share memory only where they were captured on the same stream."""
+    """The device's one capture stream: graphs share memory only if they are captured on the same stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _up(count: int, base: int, most: int) -> int:
-    """The smallest power of `base` that is at least `count`, or `most`."""
+def _up(count: int, base: int, maximum: int) -> int:
+    """The smallest power of `base` that is at least `count`, but at most `maximum`."""
     size = 1
     while size < count:
         size *= base
-    return min(size, most)
+    return min(size, maximum)

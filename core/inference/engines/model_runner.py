@@ -23,17 +23,18 @@ class ModelRunner:
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
-        """Those that have a graph: none."""
+        """The shapes that have a graph: none."""
         return ()
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The shape that a step of `shape` is to be padded to: `shape` itself."""
+        """The shape to pad a step of `shape` to: `shape` itself."""
         return shape
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
-        """Logits of the tokens that are wanted [inputs.num_logits, vocabulary], padding left out.
+        """Run the model on a step's inputs. Does not synchronise.
 
-        Does not synchronise. Valid until the next `run`.
+        Returns:
+            Logits [inputs.num_logits, vocabulary], without padding; valid until the next `run`.
 
         Raises:
             ValueError: the model returned something of another shape.
@@ -55,7 +56,7 @@ class ModelRunner:
         return model(inputs)
 
     def after_step(self, model: Model) -> None:
-        """The step's tokens have been read: nothing waits for the model."""
+        """Called once the step's tokens have been read, when nothing waits for the model."""
 
     def drop_graphs(self) -> None:
-        """The weights or the pools changed: forget what was captured with them."""
+        """Forget all graphs; called where the weights or the pools have changed."""

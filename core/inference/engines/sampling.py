@@ -20,12 +20,18 @@ _WHOLE = 1 << 53
 
 
 class SampledStep:
-    """The new tokens of a step: chosen where the logits are, and perhaps not computed yet."""
+    """The new tokens of a step, on the device of the logits; perhaps not computed yet."""
 
     def __init__(
         self, sampled: "list[_Sampled]", prompts: "list[_PromptPart]", columns: list[Tensor]
     ) -> None:
-        """`columns`: log-probs for each of `prompts`; then, if there are `sampled`, tokens and log-probs."""
+        """
+        Args:
+            sampled: the requests that get new tokens.
+            prompts: the requests that get prompt log-probs.
+            columns: the log-probs of each entry of `prompts`; then, if `sampled` is not empty, the drawn
+                tokens; then their log-probs, if a request returns log-probs.
+        """
         self._sampled = sampled
         self._prompts = prompts
         self._columns = columns
@@ -37,10 +43,11 @@ class SampledStep:
         return None if tokens is None else len(tokens)
 
     def wait(self) -> dict[int, tuple[GeneratedToken, ...]]:
-        """Append the new tokens to their requests, once, and return them by request.
+        """Append the new tokens to their requests, and return them by request id.
 
-        Waits until they are computed, and for nothing else. They come in one copy. A step from which nobody
-        wants a number waits for nothing. When the call raises, no request has a new token.
+        The first call waits until the tokens are computed and copied to the CPU, in one copy. The call waits
+        for nothing where the step returns no tokens and no log-probs. Later calls return the same tokens and
+        append nothing. When the call raises, no request has a new token.
         """
         if self._tokens is None:
             self._tokens = self._read()
@@ -69,27 +76,27 @@ class SampledStep:
 
 
 class _Sampled(NamedTuple):
-    """A request that gets new tokens, and the drafts that they verify."""
+    """A request that gets new tokens, and its drafts, which are verified now."""
 
     request: DynamicInferenceRequest
     drafts: tuple[int, ...]
 
 
 class _PromptPart(NamedTuple):
-    """A request that gets prompt log-probs, and where they go."""
+    """A request that gets prompt log-probs, and where they belong in the request's list."""
 
     request: DynamicInferenceRequest
     positions: slice
 
 
 def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
-    """Choose the next tokens of every request whose step completes what it has; launches, waits for nothing.
+    """Choose the next tokens of the requests whose known tokens are all computed. Does not synchronise.
 
     A request gets one token, and one more for each draft that turns out right.
 
     Args:
-        steps: of each request, in the order of the logits.
-        logits: [tokens wanted, vocabulary]: those of each step's `logit_positions`, step after step.
+        steps: what each request does, in the order of the logits.
+        logits: [tokens, vocabulary]: the logits at each step's `logit_positions`, step after step.
     """
     rows: list[int] = []
     sampled: list[_Sampled] = []
@@ -124,7 +131,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
 
 
 def _prompt_log_probs(step: RequestStep, logits: Tensor) -> tuple[slice, Tensor]:
-    """Where they belong in the request's list, and the log-probs: logits at p are of the token at p + 1."""
+    """The positions in the request's list, and the log-probs: the logits at p belong to token p + 1."""
     prompt = step.request.prompt_tokens
     start, stop = step.logit_positions.start, min(step.logit_positions.stop, len(prompt) - 1)
     following = _on_device(torch.tensor(prompt[start + 1 : stop + 1], dtype=torch.int64), logits.device)
@@ -138,10 +145,19 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """One token for each row of `logits` [rows, vocabulary]: [rows] int64, where the logits are.
+    """Choose one token for each row of logits. Does not synchronise.
 
-    `positions[i]` is how many tokens row i's request has generated so far: a request's random number for its
-    n-th token depends on its seed and n alone. Does not synchronise.
+    Args:
+        logits: [rows, vocabulary], floating point.
+        params: the settings of each row.
+        positions: how many tokens the request of each row has generated so far. The random number of a
+            request's n-th token depends on the request's seed and on n alone.
+
+    Returns:
+        [rows] int64 on the device of the logits.
+
+    Raises:
+        ValueError: an argument is of another type, or the three differ in length.
     """
     if (
         not isinstance(logits, Tensor)
@@ -171,17 +187,17 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
 def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities [vocabulary] after temperature, then top-k, then top-p. Does not synchronise."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    smallest = torch.finfo(scores.dtype).tiny  # a temperature that rounds to 0 would make NaNs of ties
+    smallest = torch.finfo(scores.dtype).tiny  # a temperature that rounds to 0 would turn ties into NaN
     temperature = 1.0 if params.temperature is None else max(params.temperature, smallest)
     scores = (scores - scores.max()) / temperature
     if params.top_k and params.top_k < scores.numel():
-        kept = torch.topk(scores, params.top_k).indices
-        scores = torch.full_like(scores, float("-inf")).index_copy(0, kept, scores[kept])
+        top = torch.topk(scores, params.top_k).indices
+        scores = torch.full_like(scores, float("-inf")).index_copy(0, top, scores[top])
     probabilities = torch.softmax(scores, dim=-1)
     if params.top_p is not None and params.top_p < 1.0:
         descending, order = torch.sort(probabilities, descending=True, stable=True)
         parts = _in_parts(descending)
-        # A token stays if those before it have not reached top_p yet, so at least one stays.
+        # A token stays if the tokens before it add up to less than top_p. So the first token always stays.
         stays = parts.cumsum(0) - parts < math.ceil(params.top_p * _WHOLE)
         probabilities = torch.zeros_like(probabilities).index_copy(0, order, descending * stays)
         probabilities = probabilities / probabilities.sum()
@@ -189,13 +205,13 @@ def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _uniform(seed: int, position: int) -> float:
-    """In [0, 1), as float64 holds it."""
+    """The random number in [0, 1) of a request's token at `position`; exact in float64."""
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / _WHOLE
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: the first token at which the cumulative probability passes a uniform."""
+    """Inverse transform sampling: the first token whose cumulative probability exceeds `uniform`."""
     parts = _in_parts(probabilities)
     cumulative = parts.cumsum(0)
     token = torch.searchsorted(cumulative, (cumulative[-1] * uniform).long(), right=True)
@@ -204,17 +220,17 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _in_parts(probabilities: Tensor) -> Tensor:
-    """In whole parts of 2 ** -53: a GPU adds floats up in another order each time, integers to the same."""
+    """Probabilities in units of 2 ** -53. A GPU's sum of integers, unlike floats, depends on no order."""
     return (probabilities.double() * _WHOLE).long()
 
 
 def _on_device(values: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host's, on the device, without waiting for what runs there."""
+    """Copy a small CPU tensor to the device, without synchronising."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _read(columns: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of 1-D tensors; waits until they are computed. Token ids are exact in float64."""
+    """The numbers of 1-D tensors. Waits until they are computed. float64 holds token ids exactly."""
     if not columns:
         return []
     together = torch.cat([column.double() for column in columns])

@@ -12,15 +12,15 @@ from .drafter import Drafter
 
 
 class Scheduler:
-    """First come, first served, over the context's tokens, rows and KV blocks.
+    """First come, first served, within the context's tokens, rows and KV blocks.
 
     Decodes go first, then prefills under way, then waiting requests. A request that gets no block is
-    *paused*: it keeps its row, blocks and state, and nobody new is admitted until it goes on. When nobody
-    can go on, the request that was admitted last is preempted and waits at the head of the queue, so the
-    oldest request always finishes.
+    *paused*: it keeps its row, blocks and state, and no new request is admitted until it goes on. When no
+    request can go on, the request that was admitted last is preempted and waits at the head of the queue. So
+    the oldest request always finishes.
 
-    Drafts come last, and take what tokens and blocks are left: they keep nobody waiting, and what they did
-    not need is back when the step ends.
+    Drafts come last, and take the tokens and blocks that are left. Drafts delay no request. The end of a step
+    gives back the blocks that only rejected drafts needed.
 
     Attributes:
         waiting: the queue.
@@ -29,7 +29,7 @@ class Scheduler:
     """
 
     def __init__(self, context: DynamicInferenceContext, drafter: Drafter | None = None) -> None:
-        """`drafter`: for the drafts of decodes; None drafts none."""
+        """`drafter`: makes the drafts of decodes; None for no drafts."""
         self._context = context
         self._config = context.config
         self._drafter = drafter
@@ -41,12 +41,15 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: DynamicInferenceRequest) -> None:
-        """Forget a request, wherever it is; what it holds in the context is released."""
+        """Forget a running or waiting request, and release what it holds in the context."""
         self._leave_queue(request)
-        self._context.release(request)  # last: whoever watches the freed blocks may raise
+        self._context.release(request)  # last: an observer of freed blocks may raise
 
     def preempt(self, request: DynamicInferenceRequest) -> None:
-        """Take back a running request's memory; it restarts first, from its deepest cached state."""
+        """Release a running request's memory, and put the request at the head of the queue.
+
+        The request will restart from its deepest cached state.
+        """
         self._leave_queue(request)
         self.waiting.appendleft(request)
         self._context.release(request)
@@ -59,11 +62,11 @@ class Scheduler:
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
-        """All requests: those that run, then those that wait, in order."""
+        """All requests: the running ones, then the waiting ones, in order."""
         return [*self.running, *self.waiting]
 
     def restart(self, requests: Iterable[DynamicInferenceRequest]) -> None:
-        """Queue these requests, in this order, and no others; whatever any request holds is released."""
+        """Queue exactly these requests, in this order, and release what any request holds."""
         self.waiting = deque(requests)
         self.running = []
         self.num_paused = 0
@@ -71,7 +74,7 @@ class Scheduler:
             self._context.release(request)
 
     def schedule(self) -> list[RequestStep]:
-        """What each request does in the next step; empty only when there is nothing to do.
+        """What each request does in the next step; empty only where there is no request.
 
         Raises:
             KVBlockCapacityError: pinned prefixes leave too few KV blocks for the next request alone.
@@ -137,10 +140,10 @@ class Scheduler:
     def _soon_deeper(
         self, request: DynamicInferenceRequest, match: PrefixMatch, soon_stored: set[int]
     ) -> bool:
-        """Whether this very step stores a state of the request's prefix, deeper than what it matches now.
+        """Whether this step stores a state of the request's prefix that is deeper than the request's match.
 
-        Then the request waits one step and resumes, and does not compute the same tokens beside the other
-        one.
+        The request then waits one step and resumes from that state, instead of computing the same tokens in
+        parallel.
         """
         if request.sampling.returns_prompt_log_probs:
             return False
@@ -149,7 +152,7 @@ class Scheduler:
         return not soon_stored.isdisjoint(request.hashes.keys[first:last])
 
     def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
-        """How many KV blocks that nobody holds a waiting request needs, and how many there are."""
+        """The error that says how many unheld KV blocks a waiting request needs, and how many there are."""
         kv, shared = self._context.prefix_cache.kv_blocks, self._context.match(request).blocks
         num_blocks = -(-len(request.tokens) // self._config.block_size_tokens)
         num_needed = num_blocks - len(shared) + kv.count_cached(shared)

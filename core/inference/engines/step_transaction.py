@@ -1,4 +1,4 @@
-"""What a step that fails leaves behind: nothing, or an engine that says that it is broken."""
+"""A failed step leaves nothing behind, or leaves an engine that says that it is broken."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class EngineState:
         return self._broken_by is not None
 
     def check_usable(self, call: str) -> None:
-        """RuntimeError, naming `call`, during a step, and where a step has broken the engine."""
+        """Raise RuntimeError, naming `call`, during a step and where a step has broken the engine."""
         if self._stepping_thread == threading.get_ident():
             raise RuntimeError(
                 f"{call} is called from inside a step of the same engine; call it between steps"
@@ -59,10 +59,11 @@ class EngineState:
 
     @contextmanager
     def in_step(self, undo: Callable[[], None]) -> Iterator[None]:
-        """A step runs inside; if it raises, `undo` is called.
+        """Run a step inside this context manager, which calls `undo` if the step raises.
 
-        The engine is broken where `undo` raises (a RuntimeError then replaces the step's error), and after
-        every failed step of a split model but one for want of KV blocks, which every rank raises.
+        The engine is broken where `undo` raises; a RuntimeError then replaces the step's error. The engine of
+        a split model is also broken after every other failed step, except after a KVBlockCapacityError, which
+        every rank raises.
         """
         self._stepping_thread = threading.get_ident()
         try:
@@ -81,7 +82,7 @@ class EngineState:
 
 
 class StepUndo:
-    """What is needed to take a step back: the requests before it, and how many tokens each had."""
+    """Takes a step back. Remembers the requests before the step, and how many tokens each of them had."""
 
     def __init__(self, context: DynamicInferenceContext, scheduler: Scheduler) -> None:
         self._context = context
@@ -89,11 +90,13 @@ class StepUndo:
         self._before = [(request, len(request.tokens)) for request in scheduler.requests]
 
     def __call__(self, requests: dict[int, DynamicInferenceRequest]) -> None:
-        """Queue all requests again, with the tokens that they had; nothing the step wrote is used.
+        """Queue all requests again, with the tokens that they had before the step.
 
-        `requests`, changed in place: those of the engine. Requests that the step ended come back; requests
-            added
-        during the step wait behind the others.
+        What the step wrote is not used.
+
+        Args:
+            requests: the engine's requests by id, changed in place. Requests that the step ended come back.
+                Requests that were added during the step wait behind the others.
         """
         for request, num_tokens in self._before:
             request.cut_to(num_tokens)

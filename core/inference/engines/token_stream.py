@@ -1,4 +1,4 @@
-"""The tokens of one request, as they come."""
+"""An iterator over the tokens of one request, as the engine generates them."""
 
 import asyncio
 from collections import deque
@@ -20,8 +20,8 @@ class StreamFeed:
     """What an engine delivers to one stream.
 
     Attributes:
-        arrived: tokens that nobody has taken yet.
-        result: what the request returned, once it ended.
+        arrived: tokens that the stream has not returned yet.
+        result: the request's result, once the request has ended.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class StreamFeed:
 class TokenStream(Iterator[GeneratedToken]):
     """An iterator over a request's tokens; asking for a token advances the engine until the token is there.
 
-    Use it with `for` or `async for`, and as a context manager. `async for` advances the engine in the same
-    thread and lets other tasks run between steps. A stream that is closed, or let go of, before its end
-    cancels the request. Streams are made by `DynamicInferenceEngine.stream`.
+    Use a stream with `for` or `async for`, and as a context manager. `async for` advances the engine in the
+    same thread and lets other tasks run between steps. Closing a stream, or dropping the last reference to
+    it, cancels a request that has not ended. `DynamicInferenceEngine.stream` makes streams.
 
     Attributes:
-        request_id: as `add_request` would have returned it.
+        request_id: the id of the request.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class TokenStream(Iterator[GeneratedToken]):
     ) -> None:
         """
         Args:
+            request_id: the id of the request.
             feed: what the engine delivers.
             advance: makes a step of the engine.
             cancel: ends the request if it has not ended.
-            cancel_when_let_go: whether garbage collection cancels, too.
+            cancel_when_let_go: whether garbage collection of the stream cancels the request.
         """
         self.request_id = request_id
         self._feed = feed
@@ -64,12 +65,12 @@ class TokenStream(Iterator[GeneratedToken]):
 
     @property
     def result(self) -> RequestResult | None:
-        """What the request returned; None while it has not ended."""
+        """The request's result; None until the request has ended."""
         return self._feed.result
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the request ended; None while it has not."""
+        """Why the request ended; None until then."""
         return self._feed.result.finish_reason if self._feed.result is not None else None
 
     @property
@@ -96,7 +97,7 @@ class TokenStream(Iterator[GeneratedToken]):
         return self._feed.arrived.popleft()
 
     def close(self) -> None:
-        """Cancel the request if it has not ended, and drop the tokens not taken; `result` stays readable."""
+        """Cancel a request that has not ended, and drop its unread tokens. `result` stays readable."""
         self._closed = True
         self._feed.arrived.clear()
         self._cancel()

@@ -8,11 +8,11 @@ from ...validation import INT32_MAX, boolean, integer, integers, optional_intege
 
 BoundaryKind = Literal["mark", "tail", "branch", "decode", "chunk_end", "interval"]
 KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
-"""Where slots run short, the first kinds are served first."""
+"""The kinds in the order of their worth: where slots run short, the first kinds get slots first."""
 
 
 class Boundary(NamedTuple):
-    """A token position that ends a block, and why the state there is worth a slot."""
+    """A token position at the end of a block, and why the state there is worth a slot."""
 
     position: int
     kind: BoundaryKind
@@ -22,20 +22,21 @@ class Boundary(NamedTuple):
 class CheckpointPlan:
     """Which states to take. Lengths and positions are tokens, rounded down to a block boundary.
 
-    A recurrence cannot be rewound: the state at a boundary is taken when it is crossed, or never.
+    A recurrence cannot be rewound: a state is taken when a step crosses the boundary, or never.
 
     Attributes:
-        tail: the deepest boundary that a repeat of the prompt can resume from (<= N-1 for N prompt
-            tokens), and N itself when it is a boundary, which an extension resumes from.
-        branch: where the prompt leaves what was seen before, if no state was cached there.
-        chunk_ends: the end of a prefill chunk, when it is a boundary.
-        decode: "rolling" keeps the state of the last boundary crossed while decoding; an integer (a
-            multiple of the block) also keeps those at its multiples; "off" takes none.
-        prefill_interval: also every so many prompt tokens (a multiple of the block).
-        offsets_from_start, offsets_from_end: also these distances from the prompt's two ends, within it.
-        marks: also these prompt positions (for example where a system prompt ends).
-        max_states_per_path: cap on the cached states of one request's path; the shallowest go first;
-            the request's deepest state, forks and pinned states are exempt.
+        tail: take the deepest boundary that a repeat of the prompt can resume from (<= N-1 for N prompt
+            tokens). Also take N itself where N is a boundary: longer prompts resume there.
+        branch: take the boundary where the prompt leaves what was seen before, if no state is cached there.
+        chunk_ends: take the end of a prefill step, where the end is a boundary.
+        decode: "rolling" keeps the state of the last boundary that decoding crossed. An integer (a multiple
+            of the block) also keeps the states at the integer's multiples. "off" takes no state.
+        prefill_interval: also take every multiple of this number of prompt tokens (a multiple of the block).
+        offsets_from_start, offsets_from_end: also take the positions at these distances from the start and
+            from the end of the prompt.
+        marks: also take these prompt positions (for example where a system prompt ends).
+        max_states_per_path: maximum number of cached states of one request's path. The shallowest states go
+            first. The request's deepest state, forks and pinned states are exempt.
     """
 
     tail: bool = True
@@ -61,12 +62,12 @@ class CheckpointPlan:
 
     @classmethod
     def every_block(cls, block_size_tokens: int) -> "CheckpointPlan":
-        """The state at every block boundary, of prompts and of answers."""
+        """A plan that takes the state at every block boundary of prompts and answers."""
         every = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         return cls(decode=every, prefill_interval=every)
 
     def check_useful(self) -> None:
-        """Raise a ValueError if this plan takes no state at all."""
+        """Raise a ValueError if this plan takes no state."""
         takes = (
             self.tail, self.branch, self.chunk_ends, self.decode != "off", self.prefill_interval,
             self.offsets_from_start, self.offsets_from_end, self.marks,
@@ -91,27 +92,34 @@ class CheckpointPlan:
     ) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] to take in the step that computes tokens [start, stop).
 
-        `prompt_tokens`: where prefill ends and decoding begins; a step is one or the other, told by
-        `start`. `seen_tokens`: how far the sequence follows one seen before (KV matched, or evicted since).
-        Each position appears once, for its worthiest kind, in order of worth.
+        Args:
+            start, stop: the tokens of the step. A step that starts before `prompt_tokens` is a prefill,
+                another step is a decode.
+            prompt_tokens: where prefill ends and decoding begins.
+            block_size_tokens: tokens of a block.
+            seen_tokens: how far the sequence follows one that was seen before: leading tokens whose KV is
+                cached, or was cached and is evicted now.
+
+        Returns:
+            One boundary for each position, of the position's worthiest kind; the worthiest kinds first.
         """
         start, stop = integer("start", start, 0), integer("stop", stop, 0)
         prompt_tokens = integer("prompt_tokens", prompt_tokens, 0)
         block_size_tokens = integer("block_size_tokens", block_size_tokens, 1)
         seen_tokens = integer("seen_tokens", seen_tokens, 0)
         first: dict[int, BoundaryKind] = {}
-        wanted = self._wanted(start, stop, prompt_tokens, block_size_tokens, seen_tokens)
-        for position, kind in sorted(wanted, key=lambda boundary: KINDS_BY_WORTH.index(boundary.kind)):
+        planned = self._planned(start, stop, prompt_tokens, block_size_tokens, seen_tokens)
+        for position, kind in sorted(planned, key=lambda boundary: KINDS_BY_WORTH.index(boundary.kind)):
             boundary = position - position % block_size_tokens
             if start < boundary <= stop:
                 first.setdefault(boundary, kind)
         return tuple(Boundary(position, kind) for position, kind in first.items())
 
     def keeps_decode_state(self, position: int) -> bool:
-        """Whether the state a request took at `position` while decoding outlives its next one."""
+        """Whether a decode state at `position` stays when the request takes its next decode state."""
         return isinstance(self.decode, int) and integer("position", position, 0) % self.decode == 0
 
-    def _wanted(self, start: int, stop: int, prompt: int, block: int, seen: int) -> Iterator[Boundary]:
+    def _planned(self, start: int, stop: int, prompt: int, block: int, seen: int) -> Iterator[Boundary]:
         if start >= prompt:
             if self.decode != "off":
                 yield from (

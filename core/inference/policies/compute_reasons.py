@@ -60,8 +60,8 @@ def compute_spans(
     Args:
         keys: the hashes of the prompt's whole blocks.
         num_resumed: blocks before the resume point.
-        num_reachable: blocks after which a state could be resumed: matched ones that leave a token to
-            compute.
+        num_reachable: leading matched blocks that leave at least one token to compute; a request can resume
+            only after one of these.
         num_matched: leading blocks whose KV is cached.
         num_seen: leading blocks that follow a known path, evicted blocks included.
         num_tokens: tokens of the prompt.
@@ -121,8 +121,8 @@ class TokenLedger:
             resumed_from, start: tokens [resumed_from, start) were resumed.
             start, stop: tokens [start, stop) are computed.
             spans: why prompt tokens are computed.
-            num_counted: leading tokens that were counted before, on the request's first way through.
-            num_prompt_tokens: tokens behind these are generated ones, which are not counted.
+            num_counted: leading tokens that were counted before the request was restarted.
+            num_prompt_tokens: tokens of the prompt; generated tokens are not counted.
         """
         counts = cls(
             resumed=_overlap(resumed_from, start, num_counted, num_prompt_tokens),
@@ -134,6 +134,7 @@ class TokenLedger:
         return counts
 
     def add(self, other: "TokenLedger") -> None:
+        """Add the counts of `other` to these."""
         self.resumed += other.resumed
         self.recomputed += other.recomputed
         self.computed.update(other.computed)

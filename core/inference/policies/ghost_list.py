@@ -1,17 +1,24 @@
-"""A bounded memory of prefixes that are gone, so that *evicted* can be told from *never seen*."""
+"""A bounded memory of prefixes that are gone, which tells *evicted* from *never seen*."""
 
 from collections.abc import Container, Iterable, Sequence
 
 
 class GhostList:
-    """Hash -> why it is gone, for the `capacity` added last and up to as many before them; O(1) a key.
+    """A bounded map from a hash to the reason why its prefix is gone; O(1) a key.
 
-    Two generations: once the younger has `capacity` keys, it becomes the older, and the former older one is
-    forgotten at once. To forget key by key costs three times as much as to remember.
+    The list remembers the last `capacity` keys, and up to `capacity` keys before them. There are two
+    generations. Once the younger generation has `capacity` keys, it becomes the older one, and the former
+    older generation is forgotten at once. Forgetting key by key would cost three times as much as
+    remembering.
     """
 
     def __init__(self, capacity: int, present: Container[int] = ()) -> None:
-        """A key is no ghost while it is in `present`, which spares its owner to discard what comes back."""
+        """
+        Args:
+            capacity: keys of one generation.
+            present: keys that are not gone. A key in `present` is no ghost, so that the owner need not
+                discard keys that come back.
+        """
         self._capacity = capacity
         self._present = present
         self._young: dict[int, str] = {}
@@ -34,6 +41,7 @@ class GhostList:
                     generation.pop(key, None)
 
     def reason(self, key: int) -> str | None:
+        """Why the key is gone; None for a key that is no ghost."""
         return None if key in self._present else self._young.get(key) or self._old.get(key)
 
     def clear(self) -> None:

@@ -1,25 +1,25 @@
-"""Which cached KV block goes when memory is needed."""
+"""Which cached KV block is evicted when memory is needed."""
 
 import heapq
 from collections.abc import Callable, Iterable, KeysView
 
 LeafEntry = tuple[bool, int, int]
-"""Whether the block holds a state, when it was used last, the block: the smallest entry goes first."""
+"""(whether the block holds a state, when it was last used, block); the smallest entry goes first."""
 
 
 class LeafEviction:
-    """Orders the cached blocks that no registered block continues: the only ones that may be evicted.
+    """Orders the leaves: cached blocks that no registered block continues. Only leaves may be evicted.
 
-    Blocks without a state go first, because nothing can resume there; then those used longest ago. A heap
-    holds the entries; an entry counts only while `_entry_of` names it, so that a block leaves, or changes its
-    place, in O(log leaves).
+    Leaves without a state go first, because nothing can resume there; then the leaves used longest ago. A
+    heap holds the entries. An entry counts only while `_entry_of` names it, so that a leaf leaves, or changes
+    its place, in O(log leaves).
 
     Attributes:
         holds_state: callable(block) -> bool; the owner of the states sets it.
     """
 
     def __init__(self, timestamps: list[int]) -> None:
-        """`timestamps`: of every block, when it was used last; the owner writes the list in place."""
+        """`timestamps`: when each block was last used. The owner writes the list in place."""
         self.holds_state: Callable[[int], bool] = lambda block: False
         self._timestamps = timestamps
         self._heap: list[LeafEntry] = []
@@ -27,11 +27,11 @@ class LeafEviction:
 
     @property
     def blocks(self) -> KeysView[int]:
-        """The leaves; a view of what is now."""
+        """The leaves, as a live view."""
         return self._entry_of.keys()
 
     def offer(self, block: int) -> None:
-        """Give a cached block that nothing continues its place, instead of an earlier place."""
+        """Give a leaf its place in the order; an earlier place of the leaf is void."""
         self._entry_of[block] = entry = (self.holds_state(block), self._timestamps[block], block)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entry_of) + 64:
@@ -39,11 +39,11 @@ class LeafEviction:
             heapq.heapify(self._heap)
 
     def withdraw(self, block: int) -> None:
-        """The block is no leaf any more, or held again; nothing to do for one that was not offered."""
+        """Remove a block that is held again, or continued; does nothing for a block without a place."""
         self._entry_of.pop(block, None)
 
     def note_states_changed(self, blocks: Iterable[int]) -> None:
-        """These blocks gained or lost their states: the places of the leaves among them follow."""
+        """Give the leaves among these blocks new places: the blocks gained or lost a state."""
         entry_of = self._entry_of
         if entry_of and not entry_of.keys().isdisjoint(blocks):
             for block in blocks:
@@ -51,12 +51,12 @@ class LeafEviction:
                     self.offer(block)
 
     def pop(self, num_blocks: int, parent_left_as_leaf: Callable[[int], int]) -> list[int]:
-        """Take the next `num_blocks` blocks out of the order; there must be as many cached ones.
+        """Take the next `num_blocks` blocks out of the order; at least as many must be cached.
 
         Args:
             num_blocks: how many to take.
-            parent_left_as_leaf: called with each taken block; returns the parent if the parent becomes a leaf
-                without the block, else -1. Often the parent is the next to go.
+            parent_left_as_leaf: called with each taken block. Returns the parent if the parent becomes a leaf
+                without the block, else -1. The parent is often the next block to go.
         """
         taken: list[int] = []
         entry_of, holds_state, timestamps = self._entry_of, self.holds_state, self._timestamps

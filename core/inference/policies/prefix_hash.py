@@ -16,7 +16,7 @@ class PrefixHashChain:
     the digest's first 63 bits, made positive.
 
     Attributes:
-        keys: one int in [1, 2**63) a whole block.
+        keys: one int in [1, 2**63) for each whole block.
         tokens: the bytes of each block's token ids, compared on a hit.
     """
 
@@ -31,7 +31,7 @@ class PrefixHashChain:
         """Hash the whole blocks of `sequence[:length]` that are not hashed yet; O(new tokens)."""
         size = self.block_size_tokens
         stop = min(len(sequence), len(sequence) if length is None else length) // size
-        whole = len(self._digests) - 1  # a digest comes last, so an interrupted block is hashed anew
+        whole = len(self._digests) - 1  # `append` adds the digest last: an interrupted block is hashed again
         del self.keys[whole:], self.tokens[whole:]
         if stop > whole:
             content, width = np.asarray(sequence[whole * size : stop * size], dtype="<u4").tobytes(), 4 * size
@@ -46,19 +46,19 @@ class PrefixHashChain:
         self._digests.append(digest)
 
     def cut_to(self, length: int) -> None:
-        """Forget the blocks that `length` tokens do not fill: what comes there may be others."""
+        """Forget all blocks but those that the first `length` tokens fill; other tokens may follow."""
         whole = length // self.block_size_tokens
         del self.keys[whole:], self.tokens[whole:], self._digests[whole + 1 :]
 
     def fork(self) -> "PrefixHashChain":
-        """Another chain with the same past."""
+        """A copy, which grows on its own."""
         other = PrefixHashChain(self.block_size_tokens, self.salt)
         other.keys, other.tokens, other._digests = self.keys[:], self.tokens[:], self._digests[:]
         return other
 
 
 def salt_bytes(name: str, salt: object) -> bytes:
-    """The salt of a hash chain, as callers may give it: bytes, a str (its UTF-8), or None (no salt).
+    """A hash chain's salt from what callers pass: bytes, a str (encoded as UTF-8), or None (no salt).
 
     Args:
         name: the argument's name, for errors.

@@ -1,11 +1,11 @@
-"""Who gets a slot where there are fewer slots than states to take."""
+"""Which states get a slot where there are fewer slots than states to take."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class SlotChoice[T](NamedTuple):
-    """Candidates that get a slot, and certain ones that get none."""
+    """`chosen` candidates get a slot; `refused` ones are certain candidates that get none."""
 
     chosen: list[T]
     refused: list[T]

@@ -1,4 +1,4 @@
-"""Which cached state goes when a slot is needed."""
+"""Which cached state is evicted when a slot is needed."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,13 +10,16 @@ EVICTION_POLICIES = ("lru", "ref_zero")
 
 
 class SlotEvictionPolicy(Protocol):
-    """Orders the committed slots of a pool; told of every change, it names victims and evicts nothing."""
+    """Orders the committed slots of a pool by what their loss would cost.
+
+    The pool reports every change to its policy. The policy names victims; the pool evicts them.
+    """
 
     def insert(self, *slots: int) -> None:
         """States were committed in these slots, which held none."""
 
     def use(self, slot: int) -> None:
-        """A request resumed from `slot`. A KV match alone is no use of the state."""
+        """A request resumed from `slot`. A KV match alone does not count as a use."""
 
     def remove(self, *slots: int) -> None:
         """These slots hold no committed state any more."""
@@ -24,11 +27,11 @@ class SlotEvictionPolicy(Protocol):
     def clear(self) -> None: ...
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """The up to `count` evictable slots whose loss costs least, cheapest first."""
+        """Up to `count` evictable slots, the one whose loss costs least first."""
 
 
 class LRUEviction:
-    """The state that was used longest ago goes first; O(1) a change, O(count + pinned) a choice."""
+    """The state used longest ago goes first. A change takes O(1), a choice O(count + pinned)."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -54,10 +57,10 @@ class LRUEviction:
 
 
 class RefZeroEviction(LRUEviction):
-    """The state committed first goes first, used or not.
+    """The state committed first goes first, whether it was used or not.
 
-    Under this policy a state leaves with the last reference to its KV block (the host deregisters the
-    block), so what competes for slots is all in use, and recency says nothing.
+    Under "ref_zero" a state leaves with the last reference to its KV block, because the host then deregisters
+    the block. All states that compete for slots are therefore in use, and recency says nothing.
     """
 
     def use(self, slot: int) -> None:
