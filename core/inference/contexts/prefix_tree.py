@@ -12,7 +12,7 @@ Parent = int | bytes
 class PrefixTree:
     """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
 
-        The tree handles integers only, and trusts its arguments. The parent of a prefix's first block is the
+    The tree handles integers only, and trusts its arguments. The parent of a prefix's first block is the
     *origin*, which counts as a block that is always held; the prefix's salt is stored beside the first block.
     `KVBlockAllocator` knows which blocks are held, and keeps the two counts of children up to date.
 
