@@ -1,6 +1,7 @@
 """Right models pass `check_model`, it reaches all of the protocol, and what cannot be checked is refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from bring_a_model import MovingAverageLM
 from mambaslots.inference.contexts.step_inputs import StepInputs
+from mambaslots.models import hybrid_lm
 from mambaslots.testing import ModelError, ModelReport, Rule, check_model
 from mambaslots.testing.memory_stage import _index_tensors
 from mambaslots.testing.step_memory import StepMemory
@@ -222,6 +224,17 @@ def test_padding_is_that_of_the_contexts_own_builder() -> None:
 def test_the_models_kernels_keep_all_rules_on_a_gpu(dtype: torch.dtype) -> None:
     model = hybrid(dtype).to("cuda")
     assert check_model(model).passed
+
+
+@pytest.mark.long
+def test_the_gpus_kernels_keep_all_rules_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mambaslots.inference.kernels import fused
+
+    monkeypatch.setattr(torch.cuda, "device", lambda *args: nullcontext())
+    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *args: fused)
+    small = {"hidden_size": 32, "mamba_num_heads": 2, "mamba_num_groups": 1, "mlp_hidden_size": 32}
+    config = ms.models.HybridConfig.tiny(dtype=torch.float32, pattern="M*", **small)
+    assert check_model(ms.models.HybridLM(config)).passed
 
 
 def test_numpy_integers_are_integers() -> None:
