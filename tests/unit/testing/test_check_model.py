@@ -1,5 +1,7 @@
 """Right models pass `check_model`, it reaches all of the protocol, and what cannot be checked is refused."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -116,6 +118,18 @@ def test_texts_are_of_the_vocabulary_and_length_that_are_asked_for() -> None:
     check_model(Watched(), vocabulary=[3, 4, 11], num_tokens=40)
     assert seen == {3, 4, 11}
     assert longest == 41  # the last token that is generated is not computed
+
+
+@pytest.mark.parametrize("module", ["pytest", "mambaslots.testing"])
+def test_importing_mambaslots_does_not_import(module: str) -> None:
+    code = f"import sys, mambaslots; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_package_gives_it_out_when_it_is_asked_for() -> None:
+    code = "import mambaslots as ms; ms.testing.check_model; ms.nothing"
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert run.stderr.endswith("AttributeError: module 'mambaslots' has no attribute 'nothing'\n")
 
 
 # ---- what cannot be checked
