@@ -1,6 +1,10 @@
 """mambaslots: the prefix cache for hybrid Mamba/attention language models."""
 
-from . import models, testing
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from . import models
 from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
 from .config import InferenceConfig
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
@@ -26,6 +30,9 @@ from .request import FinishReason, RequestResult
 from .sampling_params import SamplingParams
 from .state_spec import HybridStateSpec
 
+if TYPE_CHECKING:
+    from . import testing
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -43,3 +50,10 @@ __all__ = [
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`testing` is imported when it is first asked for: a server needs none of it."""
+    if name == "testing":
+        return import_module(f"{__name__}.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

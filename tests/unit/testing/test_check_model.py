@@ -1,6 +1,9 @@
 """Right models pass `check_model`, it reaches all of the protocol, and what cannot be checked is refused."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from bring_a_model import MovingAverageLM
 from mambaslots.inference.contexts.step import Step
 from mambaslots.inference.contexts.step_inputs import StepInputs
+from mambaslots.models import hybrid_lm
 from mambaslots.testing import ModelError, ModelReport, Rule, check_model
 from mambaslots.testing.memory_stage import _index_tensors
 from mambaslots.testing.step_memory import StepMemory
@@ -117,6 +121,18 @@ def test_texts_are_of_the_vocabulary_and_length_that_are_asked_for() -> None:
     assert longest == 41  # the last token that is generated is not computed
 
 
+@pytest.mark.parametrize("module", ["pytest", "mambaslots.testing"])
+def test_importing_mambaslots_does_not_import(module: str) -> None:
+    code = f"import sys, mambaslots; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_package_gives_it_out_when_it_is_asked_for() -> None:
+    code = "import mambaslots as ms; ms.testing.check_model; ms.nothing"
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert run.stderr.endswith("AttributeError: module 'mambaslots' has no attribute 'nothing'\n")
+
+
 # ---- what cannot be checked
 
 
@@ -221,6 +237,17 @@ def test_padding_is_that_of_the_contexts_own_builder() -> None:
 def test_the_models_kernels_keep_all_rules_on_a_gpu(dtype: torch.dtype) -> None:
     model = hybrid(dtype).to("cuda")
     assert check_model(model).passed
+
+
+@pytest.mark.long
+def test_the_gpus_kernels_keep_all_rules_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mambaslots.inference.kernels import fused
+
+    monkeypatch.setattr(torch.cuda, "device", lambda *args: nullcontext())
+    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *args: fused)
+    small = {"hidden_size": 32, "mamba_num_heads": 2, "mamba_num_groups": 1, "mlp_hidden_size": 32}
+    config = ms.models.HybridConfig.tiny(dtype=torch.float32, pattern="M*", **small)
+    assert check_model(ms.models.HybridLM(config)).passed
 
 
 def test_numpy_integers_are_integers() -> None:

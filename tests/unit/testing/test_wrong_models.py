@@ -217,6 +217,9 @@ class TakesNoPositionForTheLastPlace(EmaLM):
 
 @breaks(Rule.FOREIGN_KV_WRITTEN)
 class WritesKVOfAllTokens(EmaLM):
+    def attend(self, x, inputs):  # bit for bit the same KV each time
+        return super().attend(self.embedding[inputs.token_ids], inputs)
+
     def store(self, cache, key, value, inputs):
         rows, size = self.rows(inputs), cache.shape[2]
         real = rows < len(inputs.block_table)
@@ -307,6 +310,18 @@ class AddsToDestinations(EmaLM):
 class WeighsMaskedValuesByZero(EmaLM):
     def masked(self, values, seen):
         return values
+
+
+@breaks(Rule.FREE_KV_READ)
+class WeighsTablePaddingByZero(EmaLM):
+    def look(self, query, cache, inputs):
+        self.block = cache.shape[2]
+        self.lengths = torch.cat([inputs.kv_lengths, inputs.kv_lengths.new_ones(1)])[self.rows(inputs)]
+        return super().look(query, cache, inputs)
+
+    def masked(self, values, seen):
+        padding = torch.arange(values.shape[1]) >= -(-self.lengths[:, None] // self.block) * self.block
+        return values.masked_fill(~(seen | padding)[:, :, None, None], 0.0)
 
 
 @breaks(Rule.FREE_KV_READ)
@@ -539,6 +554,16 @@ class DraftsLookAhead(EmaLM):
         return seen
 
 
+@breaks(Rule.DRAFTS_DIFFER)
+class TakesEveryDecodeRowForFull(EmaLM):
+    def seen(self, inputs, places):
+        seen = super().seen(inputs, places)
+        width = inputs.shape.decode_tokens
+        positions = inputs.kv_lengths[: inputs.num_decodes, None] - width + torch.arange(width)
+        seen[: inputs.num_decode_tokens] = torch.arange(places) <= positions.clamp(min=0).flatten()[:, None]
+        return seen
+
+
 @breaks(Rule.PADDING_DIFFERS)
 class RefusesPadding(EmaLM):
     def __call__(self, inputs):
@@ -568,6 +593,12 @@ def test_a_wrong_model_is_told_exactly_what_is_wrong(model: type, rules: tuple[R
     assert [finding.rule for finding in report.findings] == list(rules), str(report)
     for finding in report.findings:
         assert finding.rule.fix in str(report)
+
+
+def test_an_in_place_state_that_is_not_written_is_found_without_drafts() -> None:
+    with pytest.raises(ModelError) as caught:
+        check_model(ForgetsDecodeStatesInPlace(), num_speculative_tokens=0)
+    assert [finding.rule for finding in caught.value.report.findings] == [Rule.DECODE_STATE_NOT_WRITTEN]
 
 
 def test_every_rule_has_a_model_that_breaks_it() -> None:
