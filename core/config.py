@@ -89,7 +89,8 @@ class InferenceConfig:
         try:
             self._check_budget("num_mamba_slots", "prefix_caching_mamba_gb", caching, minimum=int(caching))
         except ValueError as error:
-            if caching and not self.num_mamba_slots:  # None or 0: perhaps no cache is meant
+            slots = self.num_mamba_slots
+            if caching and (slots is None or (isinstance(slots, int) and slots == 0)):
                 raise ValueError(f"{error}; to serve without state slots, set {NO_CACHE}") from None
             raise
 
