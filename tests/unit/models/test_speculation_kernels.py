@@ -54,7 +54,8 @@ class DraftedScenario(kernel_sets.Scenario):
             wanted = [
                 (11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)
             ]
-            chunks.append(context.draft(chunk, wanted) if context.most_drafts(chunk) else chunk)
+            drafts = chunk.max_drafts(context.config.num_speculative_tokens)
+            chunks.append(context.draft(chunk, wanted) if drafts else chunk)
         inputs = context.begin_step(chunks, self._padding).inputs
         if self._padding is None:
             assert inputs.shape.decode_tokens == max(1 + len(chunk.drafts) for chunk in chunks)
