@@ -220,6 +220,9 @@ class Incomparable:
 
     __hash__ = object.__hash__
 
+    def __repr__(self) -> str:
+        return "Incomparable()"
+
 
 @pytest.mark.parametrize(
     "version",
