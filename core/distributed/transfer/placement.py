@@ -85,7 +85,7 @@ class Placement:
         replica decides alike.
         """
         self._hold_known()
-        num_available = self._slots.num_available
+        num_available = self._slots.counts.available
         nodes: list[int] = []
         for node, path in zip(self._forest.states, self._paths, strict=True):
             if node not in self._known_slots and len(nodes) < num_available and self._allocate(node, path):

@@ -10,11 +10,15 @@ from .slot_map import SlotMap
 
 
 class SlotCounts(NamedTuple):
-    """Slots by what they are, and how many states came and went since the beginning."""
+    """Slots by what they are, and how many states came and went since the beginning.
+
+    `available`: slots that `reserve` could hand out: free ones and unpinned committed ones.
+    """
 
     free: int
     reserved: int
     committed: int
+    available: int
     committed_total: int
     evicted_total: int
 
@@ -75,15 +79,16 @@ class DurableSlots:
 
     @property
     def counts(self) -> SlotCounts:
-        return SlotCounts(
-            len(self.free), len(self.reserved), len(self.map), self._committed_total, self._evicted_total
-        )
-
-    @property
-    def num_available(self) -> int:
-        """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
+        free, committed = len(self.free), len(self.map)
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
-        return len(self.free) + len(self.map) - num_pinned
+        return SlotCounts(
+            free=free,
+            reserved=len(self.reserved),
+            committed=committed,
+            available=free + committed - num_pinned,
+            committed_total=self._committed_total,
+            evicted_total=self._evicted_total,
+        )
 
     def is_reserved(self, slot: int) -> bool:
         """Whether a step under way may write `slot`."""

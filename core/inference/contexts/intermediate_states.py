@@ -214,7 +214,7 @@ class IntermediateStates:
             Block -> reserved slot. Where a copy raises, nothing stays reserved.
         """
         slots = self._slots
-        chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.num_available)
+        chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.counts.available)
         if refused:
             hashes = self._context.kv_block_allocator.block_hashes
             slots.ghosts.add_all([int(hashes[block]) for block in refused], "capacity")

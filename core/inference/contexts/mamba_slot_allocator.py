@@ -218,7 +218,7 @@ class MambaSlotAllocator:
     @property
     def available_count(self) -> int:
         """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
-        return self.slots.num_available
+        return self.slots.counts.available
 
     @property
     def reserved_blocks(self) -> set[int]:

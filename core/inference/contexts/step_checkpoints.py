@@ -45,7 +45,7 @@ class StepCheckpoints:
         chosen, refused = choose_for_slots(
             by_worth,
             [key for key in guessed if key not in certain],
-            num_available=self._slots.num_available,
+            num_available=self._slots.counts.available,
             num_free=len(self._slots.free),
         )
         self._slots.ghosts.add_all(refused, "capacity")
