@@ -198,8 +198,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "intermediate_states.py",
-                "chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.num_available)",
-                "chosen, refused = list(sources)[::-1], []",
+                "choose_for_slots(list(sources)[::-1], num_available=slots.num_available)",
+                "(list(sources)[::-1], [])",
             ),
         ),
     ),

@@ -1,5 +1,6 @@
 """The prefix cache: paths, registered blocks, states, pins, and what becomes of all of them."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -131,11 +132,8 @@ def test_a_block_that_lost_its_state_goes_before_one_that_has_it():
     cache = PrefixCache(4, 4, SIZE)
     for tokens in ([1, 2], [3, 4]):
         cache.release(computed(cache, tokens, positions=[2]))
-    cache.hold_state(
-        held := opened(cache, [1, 2]), cache.match(chain_of([1, 2, 9]), 3).resume_slot, resumes=True
-    )
-    cache.release(held)
-    cache.evict(num_states=1)  # of [3, 4], which nobody resumed
+    cache.slots.note_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
+    cache.evict(num_states=1)  # of [3, 4], whose block was used last
     cache.evict(num_blocks=1)
     assert cache.match(chain_of([1, 2, 9]), 3).resume_tokens == 2
     assert cache.match(chain_of([3, 4, 9]), 3).blocks == ()
@@ -164,6 +162,12 @@ def test_after_a_reset_counts_start_at_zero_and_pins_are_gone():
 
 # ---- any order of calls, against a model
 
+SALTS = st.sampled_from([b"", b"", b"", b"salt"])
+PROMPTS = st.tuples(
+    st.lists(st.sampled_from([[0, 0], [1, 1]]), min_size=1, max_size=4), st.lists(st.just(2), max_size=1)
+).map(lambda parts: [*itertools.chain.from_iterable(parts[0]), *parts[1]])
+"""Whole blocks of two kinds, then perhaps a token more: many begin alike."""
+
 
 class Sequence:
     """One sequence and what the model says its path holds."""
@@ -190,8 +194,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(["lru", "lru", "ref_zero"]),
-        num_blocks=st.integers(1, 12),
-        num_slots=st.integers(0, 4),
+        num_blocks=st.integers(1, 20),
+        num_slots=st.integers(0, 8),
     )
     def start(self, policy, num_blocks, num_slots):
         self.policy, self.num_slots = policy, num_slots
@@ -205,6 +209,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.pins = {}  # PinnedPrefix -> its blocks
         self.prefix_of = {}  # registered block -> its prefix
         self.states = []  # blocks with states, the next to be evicted first
+        self.used = set()  # blocks whose states some sequence resumed from
         self.num_evicted = 0
 
     # ---- the model
@@ -250,7 +255,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def leave(self, block):
         del self.prefix_of[block]
         if block in self.states:
-            self.states.remove(block)
+            self.lose_state(block)
+
+    def lose_state(self, block):
+        self.states.remove(block)
+        self.used.discard(block)
 
     def expect_evicted_blocks(self, count):
         """So many cached blocks left, each of them a leaf when it did, those without states first."""
@@ -273,7 +282,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def evict_states(self, count):
         pinned = self.pinned_states()
         for block in [block for block in self.states if block not in pinned][:count]:
-            self.states.remove(block)
+            self.lose_state(block)
             self.num_evicted += 1
 
     def num_evictable_states(self):
@@ -335,6 +344,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.hold_state(sequence.path, match.resume_slot, resumes=True)
         block = match.blocks[match.resume_tokens // SIZE - 1]
         sequence.state_block = block
+        self.used.add(block)
         if self.policy == "lru":
             self.states.remove(block)
             self.states.append(block)
@@ -356,11 +366,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # ---- what callers do
 
-    @rule(
-        salt=st.sampled_from([b"", b"salt"]),
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
-        resume=st.booleans(),
-    )
+    @rule(salt=SALTS, tokens=PROMPTS, resume=st.sampled_from([True, True, True, False]))
     def a_sequence_comes(self, salt, tokens, resume):
         chain = PrefixHashChain(SIZE, salt)
         sequence = Sequence(salt, tokens, self.cache.open(chain, PLAN, table_row()))
@@ -374,13 +380,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         else:
             self.leaves_the_cache(sequence)
 
+    @rule(data=st.data(), salt=SALTS, tokens=PROMPTS, stays=st.booleans())
+    def a_sequence_is_served(self, data, salt, tokens, stays):
+        """It comes and is computed to its end, and perhaps leaves."""
+        running = len(self.sequences)
+        self.a_sequence_comes(salt, tokens, True)
+        if len(self.sequences) > running:
+            sequence = self.sequences[-1]
+            self.take_states(data, [sequence], [len(tokens)], fails=False)
+            if not stays:
+                self.leaves_the_cache(sequence)
+
     def leaves_the_cache(self, sequence):
         self.sequences.remove(sequence)
         self.cache.release(sequence.path)
         self.expect_dropped_blocks()
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=4))
+    @rule(data=st.data(), tokens=PROMPTS)
     def a_sequence_goes_on(self, data, tokens):
         sequence = self.drawn(data)
         if len(sequence.tokens) + len(tokens) > MOST_BLOCKS * SIZE:
@@ -409,12 +426,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         chosen = data.draw(
             st.lists(st.sampled_from(self.sequences), min_size=1, max_size=count, unique_by=id)
         )
+        stops = [data.draw(st.integers(s.num_registered * SIZE, len(s.tokens))) for s in chosen]
+        self.take_states(data, chosen, stops, fails)
+
+    def take_states(self, data, chosen, stops, fails):
         steps, wanted = [], {}
-        for row, sequence in enumerate(chosen):
+        for row, (sequence, stop) in enumerate(zip(chosen, stops, strict=True)):
             first = sequence.num_registered
-            stop = data.draw(st.integers(first * SIZE, len(sequence.tokens)))
             depths = range(first + 1, stop // SIZE + 1) if sequence.shares else ()
-            positions = [depth * SIZE for depth in depths if data.draw(st.booleans())]
+            positions = [depth * SIZE for depth in depths if data.draw(st.sampled_from([True, True, False]))]
             steps.append(step_of(sequence.path, sequence.tokens, stop, positions, row))
             for position in positions:
                 prefix = sequence.prefix(position // SIZE)
@@ -465,9 +485,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def a_sequence_leaves(self, data):
         self.leaves_the_cache(self.drawn(data))
 
-    @rule(data=st.data(), salt=st.sampled_from([b"", b"salt"]))
-    def a_prefix_is_pinned(self, data, salt):
-        tokens = data.draw(st.lists(st.integers(0, 1), max_size=8))
+    @rule(data=st.data(), salt=SALTS, tokens=PROMPTS)
+    def a_prefix_is_pinned(self, data, salt, tokens):
         if self.states and data.draw(st.booleans()):
             salt, known = self.prefix_of[data.draw(st.sampled_from(self.states))]
             tokens = [*known, *tokens]
@@ -518,6 +537,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.evict(num_blocks=num_blocks)
         self.expect_evicted_blocks(num_blocks)
 
+    @precondition(lambda self: len(self.prefix_of) > 4)
     @rule()
     def all_prefixes_are_forgotten(self):
         for sequence in self.sequences:
@@ -529,9 +549,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.pins.clear()
         self.prefix_of.clear()
         self.states.clear()
+        self.used.clear()
         for sequence in self.sequences:
             sequence.shares = False
 
+    @precondition(lambda self: len(self.prefix_of) > 4)
     @rule()
     def all_is_reset(self):
         self.cache.reset()
@@ -549,6 +571,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert cache.kv_blocks.references == +self.refs()
         assert set(cache.kv_blocks.kv_hash_to_block_id.values()) == self.prefix_of.keys()
         assert cache.slots.map.blocks_of(cache.slots.by_use()) == self.states
+        slots = cache.slots.map.slot_by_block
+        assert {block for block, slot in slots.items() if cache.slots.was_used(slot)} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks
             assert sequence.path.shares == sequence.shares
@@ -566,4 +590,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCacheInAnyOrder = PrefixCacheMachine.TestCase
-TestPrefixCacheInAnyOrder.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPrefixCacheInAnyOrder.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
