@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_a_block_runs_and_prints_what_its_last_comment_says(number: int) -> None:
     code = BLOCKS[number]
-    output = code.rstrip().rpartition("    # ")[2] + "\n"
+    output = code.rstrip().rpartition("  # ")[2] + "\n"
     printed = StringIO()
     with redirect_stdout(printed):
         exec(compile(code, f"block {number}", "exec"), {"__name__": "page"})
