@@ -8,15 +8,18 @@ from . import models
 from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
 from .config import InferenceConfig
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
+from .inference.contexts.cached_path import CachedPath
 from .inference.contexts.dynamic_context import DynamicInferenceContext
 from .inference.contexts.kv_block_allocator import KVBlockAllocator
 from .inference.contexts.mamba_metadata import MambaMetadata
 from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .inference.contexts.pinned_prefixes import PinnedPrefix
 from .inference.contexts.prefix_cache import PrefixCache
+from .inference.contexts.prefix_match import PrefixMatch
 from .inference.contexts.request import DynamicInferenceRequest
+from .inference.contexts.request_step import RequestStep
 from .inference.contexts.state_pool import StatePool
-from .inference.contexts.step import StepObserver
+from .inference.contexts.step import Step, StepObserver
 from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
@@ -24,6 +27,7 @@ from .inference.engines.model import Model
 from .inference.engines.token_stream import GeneratedToken, TokenStream
 from .inference.kernels.kernel_set import KernelSet, kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
+from .inference.policies.prefix_hash import PrefixHashChain
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
 from .request import FinishReason, RequestResult
@@ -42,8 +46,9 @@ __all__ = [
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "Drafter", "NgramDrafter",
     # the parts
-    "DynamicInferenceContext", "DynamicInferenceRequest", "StepObserver", "PrefixCache", "KVBlockAllocator",
-    "MambaSlotAllocator", "MambaMetadata", "StatePool",
+    "DynamicInferenceContext", "DynamicInferenceRequest", "RequestStep", "Step", "StepObserver",
+    "PrefixCache", "PrefixMatch", "PrefixHashChain", "CachedPath", "KVBlockAllocator", "MambaSlotAllocator",
+    "MambaMetadata", "StatePool",
     # bringing a model
     "Model", "HybridStateSpec", "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set",
     "KernelSet", "ModelShard", "ParallelGroups", "models", "testing",

@@ -145,9 +145,10 @@ class HostSlotAllocator(MambaSlotAllocator):
             self.planned_rows.clear()
 
     def _commit_step(self) -> None:
-        decoded = self._decode_states()
+        prompts = self.intermediate.sources()
+        decoded = {block: state for block, state in self._decode_states().items() if block not in prompts}
         sources = {block: StateSource(False, state.crossing.row) for block, state in decoded.items()}
-        sources |= self.intermediate.sources()  # behind the others: where slots are short, those go first
+        sources |= prompts  # behind the others: where slots are short, those go first
         decoding = [self._track(state.crossing) for state in decoded.values()]
         self._rolling.make_room(decoding, len(sources))
         for block, slot in self.intermediate.take(sources).items():

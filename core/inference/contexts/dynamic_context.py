@@ -33,10 +33,6 @@ from .step_inputs import StepShape
 logger = logging.getLogger(__name__)
 
 
-def _none_accepted(request_id: int) -> None:
-    """Stands in for the verdicts on drafts where a step has no drafts."""
-
-
 class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
@@ -76,12 +72,9 @@ class DynamicInferenceContext:
         self._states = RequestStates(self.memory.state_pool, self.prefix_cache, spec.separate_states)
         self._empty_rows()
         largest = StepShape.largest(
-            config.max_requests,
-            config.max_tokens,
-            1 + config.num_speculative_tokens,
-            self.request_to_kv_block_ids.shape[1],
-            spec.ssd_chunk_size,
-        )
+            config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
+            self.request_to_kv_block_ids.shape[1], spec.ssd_chunk_size,
+        )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config.block_size_tokens, spec.ssd_chunk_size)
         self._steps: tuple[RequestStep, ...] = ()
@@ -240,7 +233,7 @@ class DynamicInferenceContext:
             observer.step_begun(self._steps, inputs)
         return Step(self._steps, inputs)
 
-    def end_step(self, num_accepted: Callable[[int], int | None] = _none_accepted) -> None:
+    def end_step(self, num_accepted: Callable[[int], int | None] | None = None) -> None:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         Args:
@@ -261,7 +254,7 @@ class DynamicInferenceContext:
         for observer in self._observers:
             observer.step_ended(ended)
 
-    def _verify(self, num_accepted: Callable[[int], int | None]) -> list[RequestStep]:
+    def _verify(self, num_accepted: Callable[[int], int | None] | None) -> list[RequestStep]:
         """Cut the steps to their accepted tokens; returns steps with slots that are reserved only now."""
         accepted = [self._accepted(step, num_accepted) if step.drafts else step for step in self._steps]
         late = self.prefix_cache.after_verification(self._steps, accepted)
@@ -274,9 +267,9 @@ class DynamicInferenceContext:
         )
         return late
 
-    def _accepted(self, step: RequestStep, num_accepted: Callable[[int], int | None]) -> RequestStep:
+    def _accepted(self, step: RequestStep, num_accepted: Callable[[int], int | None] | None) -> RequestStep:
         request = step.request
-        count = num_accepted(request.request_id)  # may append tokens to requests
+        count = num_accepted(request.request_id) if num_accepted else None  # may append tokens to requests
         num_known = min(step.length, len(request.tokens) - step.start)
         name = f"num_accepted({request.request_id})"
         return step.accepted(integer(name, count, 1, num_known))
@@ -326,6 +319,7 @@ class DynamicInferenceContext:
         for holding in self._rows.holdings:
             self._states.move_to_live(holding)
         self.prefix_cache.forget([holding.path for holding in self._rows.holdings])
+        self._reset_host_half()
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released and every prefix forgotten."""
@@ -349,7 +343,13 @@ class DynamicInferenceContext:
         self._empty_rows()
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
+        self._reset_host_half()
         self.prefix_cache.reset()
+
+    def _reset_host_half(self) -> None:
+        """Forget what a host has planned through `mamba_slot_allocator`, where one has asked for that."""
+        if "_slot_allocator" in self.__dict__:
+            self._slot_allocator.reset()
 
     def cache_stats(self) -> CacheStats:
         """What became of every prompt token, and how full the pools are."""

@@ -18,7 +18,7 @@ class Holding:
             state after token i into slot i; the request continues from the slot of the last accepted token.
         path: KV blocks and the pinned durable slot.
         prefill_length: tokens that the request had at its admission. Prefill computes these tokens, decodes
-        the later ones.
+            the later ones.
         num_computed: tokens whose KV is in the path's blocks; only `RequestStates` writes this field.
         state_index: pool index of the state after `num_computed` tokens, -1 for zeros; only `RequestStates`
             writes this field.

@@ -118,7 +118,8 @@ class StepCheckpoints:
                 rolls = committed[position] == slot and not path.plan.keeps_decode_state(position)
                 self._rolling.advance(path, block, rolls=rolls)
         if committed:
-            self._trim(path, newest=step.block_at(max(committed)))
+            newest = step.block_at(step.stop) if step.stop in committed else -1
+            self._trim(path, newest)
         return committed
 
     def _trim(self, path: CachedPath, newest: int) -> None:

@@ -264,7 +264,7 @@ class DynamicInferenceEngine:
     def _deliver_result(self, result: RequestResult) -> None:
         feed = self._feeds.get(result.request_id)
         if feed is not None:
-            feed.result = result
+            feed.end(result)
 
     def _count_drafts(self, steps: Sequence[RequestStep], tokens: NewTokens) -> None:
         so_far = self._speculation
@@ -344,8 +344,16 @@ class DynamicInferenceEngine:
         feed = self._feeds[request_id] = StreamFeed()
         # Ranks collect garbage at different times: a split model's requests end only where `close` is called.
         return TokenStream(
-            request_id, feed, self._step_and_keep, lambda: self._forget(request_id), not self._is_split
-        )
+            request_id, feed, lambda: self._advance(feed, request_id), lambda: self._forget(request_id),
+            not self._is_split,
+        )  # fmt: skip
+
+    def _advance(self, feed: StreamFeed, request_id: int) -> None:
+        """Make a step for a stream, unless its request is gone: after a reset, say."""
+        if request_id in self._requests:
+            self._step_and_keep()
+        elif not feed.ended:
+            feed.end(None)
 
     def _step_and_keep(self) -> None:
         """Make a step for `generate` or `stream`: results without a stream stay until they are claimed."""
@@ -367,6 +375,7 @@ class DynamicInferenceEngine:
             request_id = self._abandoned[-1]
             if request_id in self._requests:
                 self._finish(self._requests[request_id], "cancelled")
+            self._unclaimed.pop(request_id, None)
             self._abandoned.remove(request_id)
 
     def take_result(self, request_id: int) -> RequestResult | None:

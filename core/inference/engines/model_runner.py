@@ -31,7 +31,7 @@ class ModelRunner:
         return shape
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
-        """Run the model on a step's inputs. Does not synchronise.
+        """Run the model on a step's inputs. Does not synchronise, unless `inspect` does.
 
         Returns:
             Logits [inputs.num_logits, vocabulary], without padding; valid until the next `run`.

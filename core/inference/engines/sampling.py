@@ -68,9 +68,10 @@ class SampledStep:
         for request, drafts in self._sampled:
             stop = first + 1 + len(drafts)
             tokens = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops)
-            own = (log_probs if request.sampling.return_log_probs else no_log_probs)[first:]
+            values = log_probs if request.sampling.return_log_probs else no_log_probs
+            own = values[first : first + len(tokens)]
             generated[request.request_id] = tuple(map(GeneratedToken, tokens, own))
-            request.append(tokens, own[: len(tokens)], now_s)
+            request.append(tokens, own, now_s)
             first = stop
         return generated
 

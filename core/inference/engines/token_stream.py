@@ -22,11 +22,18 @@ class StreamFeed:
     Attributes:
         arrived: tokens that the stream has not returned yet.
         result: the request's result, once the request has ended.
+        ended: whether nothing more will arrive. Then `result` may still be None: the engine was reset.
     """
 
     def __init__(self) -> None:
         self.arrived: deque[GeneratedToken] = deque()
         self.result: RequestResult | None = None
+        self.ended = False
+
+    def end(self, result: RequestResult | None) -> None:
+        """The request has ended."""
+        self.result = result
+        self.ended = True
 
 
 class TokenStream(Iterator[GeneratedToken]):
@@ -34,7 +41,8 @@ class TokenStream(Iterator[GeneratedToken]):
 
     Use a stream with `for` or `async for`, and as a context manager. `async for` advances the engine in the
     same thread and lets other tasks run between steps. Closing a stream, or dropping the last reference to
-    it, cancels a request that has not ended. `DynamicInferenceEngine.stream` makes streams.
+    it (not of a split model), cancels a request that has not ended. `DynamicInferenceEngine.stream` makes
+    streams.
 
     Attributes:
         request_id: the id of the request.
@@ -75,7 +83,7 @@ class TokenStream(Iterator[GeneratedToken]):
 
     @property
     def _goes_on(self) -> bool:
-        return not (self._closed or self._feed.arrived or self._feed.result)
+        return not (self._closed or self._feed.arrived or self._feed.ended)
 
     def __next__(self) -> GeneratedToken:
         while self._goes_on:

@@ -227,3 +227,41 @@ def test_a_stream_of_its_own_cancels_when_let_go_of_only_where_it_may(cancels: b
     del stream
     gc.collect()
     assert calls == (["cancel"] if cancels else [])
+
+
+def test_a_stream_ends_when_its_engine_is_reset() -> None:
+    engine = small_engine()
+    stream, other = (engine.stream(prompt, PARAMS) for prompt in PROMPTS)
+    next(stream)
+    engine.reset()
+    with pytest.raises(StopIteration):
+        next(stream)
+    with pytest.raises(StopIteration):  # it has not been asked for a token before
+        next(other)
+    assert (stream.result, stream.finish_reason) == (None, None)
+
+    async def token_of(waiting: ms.TokenStream) -> None:
+        with pytest.raises(StopAsyncIteration):
+            await anext(waiting)
+
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    engine.reset()
+    asyncio.run(token_of(stream))
+    assert_nothing_runs(engine)
+
+
+def test_a_stream_let_go_of_during_a_step_leaves_no_result() -> None:
+    engine = small_engine()
+    streams = [engine.stream(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=1))]
+    model = engine.model
+
+    def forgetting(inputs: ms.StepInputs) -> object:
+        streams.clear()
+        return model(inputs)
+
+    forgetting.state_spec = model.state_spec  # type: ignore[attr-defined]
+    engine.model = forgetting  # type: ignore[assignment]
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert not engine._unclaimed
+    assert_nothing_runs(engine)
