@@ -88,3 +88,7 @@ def constants(dim_first: bool) -> dict[str, Any]:
 
 def order(dim_first: bool) -> str:
     return "dim, window" if dim_first else "window, dim"
+
+
+if __name__ == "__main__":
+    print(__doc__)

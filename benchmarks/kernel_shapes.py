@@ -265,3 +265,7 @@ SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
     "write_kv": kv_writes,
 }
 """Each file of `mambaslots.inference.kernels` that has kernels -> its launches."""
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -27,3 +27,7 @@ class Specialisation:
     num_stages: int = 3
     wide: tuple[Literal["load", "store"], ...] = ()
     """Which global accesses must be 16 bytes wide; kernels that move states name theirs."""
+
+
+if __name__ == "__main__":
+    print(__doc__)

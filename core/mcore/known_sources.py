@@ -1,17 +1,14 @@
 """Which sources of megatron-core's methods we know, by a hash that ignores comments and layout.
 
-    python -m mambaslots.mcore.known_sources /path/to/unpacked/wheel ...
-
-prints the table for these trees. A tree holds `megatron/core` and the wheel's dist-info.
+`recompute_sources` prints the table anew from unpacked wheels.
 """
 
 import ast
 import hashlib
 import inspect
-import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,36 +139,3 @@ def hashes_of_class(root: Path, owner: str) -> dict[str, str]:
         for part in node.body
         if isinstance(part, ast.FunctionDef)
     }
-
-
-def recompute(trees: Iterable[tuple[str, Path]]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """The table of known sources for unpacked wheels, given as (version, root)."""
-    from . import REGISTRY
-
-    table: dict[str, dict[str, tuple[str, ...]]] = {}
-    for version, root in trees:
-        found = {owner: hashes_of_class(root, owner) for owner in {entry.owner for entry in REGISTRY}}
-        for entry in REGISTRY:
-            if (digest := found[entry.owner].get(entry.method)) is not None:
-                hashes = table.setdefault(entry.name, {})
-                hashes[digest] = (*hashes.get(digest, ()), version)
-    return dict(sorted(table.items()))
-
-
-def version_of_tree(root: Path) -> str:
-    """The version of an unpacked wheel, from its dist-info."""
-    (info,) = root.glob("megatron_core-*.dist-info")
-    return info.name.removeprefix("megatron_core-").removesuffix(".dist-info")
-
-
-def main(arguments: list[str]) -> None:
-    roots = [Path(argument) for argument in arguments]
-    for method, hashes in recompute((version_of_tree(root), root) for root in roots).items():
-        print(f'    "{method}": {{')
-        for digest, versions in hashes.items():
-            print(f'        "{digest}": {versions!r},'.replace("'", '"'))
-        print("    },")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -13,7 +13,7 @@ import mambaslots.mcore
 import megatron.core
 import pytest
 import torch
-from mambaslots.mcore import REGISTRY, UnknownHostError, known_sources, overrides
+from mambaslots.mcore import REGISTRY, UnknownHostError, known_sources, overrides, recompute_sources
 from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
@@ -260,8 +260,8 @@ def trees() -> list[Path]:
     "root", [Path(megatron.core.__file__).parents[2], *trees()], ids=lambda root: root.name
 )
 def test_the_table_is_what_the_sources_say(root: Path) -> None:
-    version = known_sources.version_of_tree(root)
-    found = known_sources.recompute([(version, root)])
+    version = recompute_sources.version_of_tree(root)
+    found = recompute_sources.recompute([(version, root)])
     tables = (known_sources.KNOWN_SOURCES, known_sources.MENDED_SOURCES)
     listed = {
         name: digest

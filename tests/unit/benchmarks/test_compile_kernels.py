@@ -23,7 +23,7 @@ def compile_kernels(*arguments, **environment):
     )
 
 
-FILES = {"moving states": ("fused_state_copy", "boundary_capture"), "all": ()}
+FILES = {"moving states": ("state_move_kernels", "boundary_capture"), "all": ()}
 
 
 @pytest.fixture(scope="module", params=["moving states", pytest.param("all", marks=pytest.mark.long)])

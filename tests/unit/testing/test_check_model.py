@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bring_a_model import MovingAverageLM
+from hypothesis import settings
 from mambaslots.inference.contexts.step import Step
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.models import hybrid_lm
@@ -60,7 +61,13 @@ REACHED = COPIED_IN_PLACE | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RIGHT)
+FEW = settings(max_examples=5, deadline=None)
+LONG = {"chunks of one token", "long chunks", "averages float32", "averages"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in RIGHT]
+)
 def test_a_right_model_passes(name: str) -> None:
     model = RIGHT[name]()
     report = check_model(model)
@@ -183,15 +190,15 @@ def test_bad_arguments_are_refused() -> None:
     def call(name: str) -> Callable[[Any], object]:
         return lambda value: check_model(EmaLM(), **{name: value})
 
-    refuse_all("check_model", bad.real(0, optional=True), call("tolerance"), "tolerance", examples=5)
+    refuse_all("check_model", bad.real(0, optional=True), call("tolerance"), "tolerance", examples=FEW)
     short = bad.ids(0, 16, good=(3,)).only(lambda value: value is None).also([], [3, 3, 3], [1, 2])
-    refuse_all("check_model", short, call("vocabulary"), "vocabulary", examples=5)
+    refuse_all("check_model", short, call("vocabulary"), "vocabulary", examples=FEW)
     tokens = bad.integer(32, 2**31 - 1, optional=True)
-    refuse_all("check_model", tokens, call("num_tokens"), "num_tokens", examples=5)
-    refuse_all("check_model", bad.boolean(), call("padded_shapes"), "padded_shapes", examples=5)
-    refuse_all("check_model", bad.integer(0, 2**31 - 1), call("seed"), "seed", examples=5)
+    refuse_all("check_model", tokens, call("num_tokens"), "num_tokens", examples=FEW)
+    refuse_all("check_model", bad.boolean(), call("padded_shapes"), "padded_shapes", examples=FEW)
+    refuse_all("check_model", bad.integer(0, 2**31 - 1), call("seed"), "seed", examples=FEW)
     drafts = bad.integer(0, 63)
-    refuse_all("check_model", drafts, call("num_speculative_tokens"), "num_speculative_tokens", examples=5)
+    refuse_all("check_model", drafts, call("num_speculative_tokens"), "num_speculative_tokens", examples=FEW)
 
 
 def test_a_model_that_is_split_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,10 +394,12 @@ class TestStates:
         (request,) = context.requests
         assert context.memory.state_pool.num_live == 4 * 4
         assert len(set(request.holding.live_slots)) == 4
-        request.holding.live_slots, lost = request.holding.live_slots[:-1], request.holding.live_slots[-1]
+        live_slots = request.holding.live_slots
+        request.holding.live_slots = live_slots[:-1]
         with pytest.raises(AssertionError, match="live slot"):
             context.check_integrity()
-        context._rows._live_slots[request.holding.row].append(lost)
+        request.holding.live_slots = live_slots
+        context.check_integrity()
         other = next(slot for slot in range(16) if slot not in context._rows.live_slots(request))
         state, request.holding.state_index = request.holding.state_index, other
         with pytest.raises(AssertionError):
@@ -451,7 +453,7 @@ class TestOthers:
             while engine.has_unfinished_requests():
                 report = engine.step()
                 rows = sorted(request.request_id for request in engine.context.requests)
-                story.append((report.admitted, rows, engine.context.paused_request_count))
+                story.append((report.admitted, rows, engine.stats().num_paused))
             stories.append(story)
         assert stories[0] == stories[1]
         assert any(paused for _, _, paused in stories[0])
@@ -500,9 +502,11 @@ class TestContext:
         assert (drafted.drafts, drafted.length, drafted.completes) == ((1, 2, 3), 4, True)
         assert context.draft(drafted, [1]) is drafted
         context.begin_step([drafted])
-        for kept in (None, {}, {0: 0}, {0: 2}, {0: 5}, {0: "1"}):
-            with pytest.raises(ValueError, match=r"kept\[0\] is .*; accepted: an integer from 1 to 1"):
-                context.end_step(kept.get)
+        for answers in (None, {}, {0: 0}, {0: 2}, {0: 5}, {0: "1"}):
+            with pytest.raises(
+                ValueError, match=r"num_accepted\(0\) is .*; accepted: an integer from 1 to 1"
+            ):
+                context.end_step(answers.get if answers is not None else None)
         context.end_step({0: 1}.get)
         context.check_integrity()
         assert chunk.request.holding.num_computed == 10
@@ -530,7 +534,7 @@ class TestGraphs:
     def test_drafted_steps_run_by_graph_padded_to_all_the_drafts_there_may_be(self, monkeypatch):
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
-        engine.context._buffer._hosts[1] = engine.context.step_buffer._hosts[0]
+        engine.context._buffer._hosts[1] = engine.context._buffer._hosts[0]
         engine._runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):

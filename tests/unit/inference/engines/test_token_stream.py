@@ -236,8 +236,7 @@ def test_a_stream_ends_when_its_engine_is_reset() -> None:
     engine.reset()
     with pytest.raises(StopIteration):
         next(stream)
-    with pytest.raises(StopIteration):  # it has not been asked for a token before
-        next(other)
+    assert len(list(other)) == 1  # the token that came with the first one of `stream`
     assert (stream.result, stream.finish_reason) == (None, None)
 
     async def token_of(waiting: ms.TokenStream) -> None:
