@@ -400,7 +400,7 @@ class TestStates:
             context.check_integrity()
         request.holding.live_slots = live_slots
         context.check_integrity()
-        other = next(slot for slot in range(16) if slot not in context._rows.live_slots(request))
+        other = next(slot for slot in range(16) if slot not in request.holding.live_slots)
         state, request.holding.state_index = request.holding.state_index, other
         with pytest.raises(AssertionError):
             context.check_integrity()
