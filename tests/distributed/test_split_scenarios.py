@@ -16,7 +16,7 @@ NOT_SPLIT = {
     # a split model's engine is broken by a failed step, which other ranks may have made
     "test_a_failing_forward_costs_time_and_no_tokens",
 }
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(_split=("tp 2", "pp 2", "tp 2, pp 2"))
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in NOT_SPLIT})
 
 

@@ -69,13 +69,17 @@ def _ids(case: Any) -> set[tuple[int, str]]:
 
 
 def _wanted(cases: list[Any]) -> list[Any]:
-    """The cases of a test that are not `long` by themselves, and have the values that `sampled` names."""
+    """The cases of a test that are not `long` by themselves, and have the values that `sampled` names.
+
+    A name that no case has restricts nothing: a test is never left out because one of its values was renamed.
+    """
     wanted = [case for case in cases if not case.get_closest_marker("long")]
     for name, values in cases[0].get_closest_marker("sampled").kwargs.items():
         if isinstance(values, int):
             known = dict.fromkeys(id(case.callspec.params[name]) for case in cases)
             first = list(known)[:values]
-            wanted = [case for case in wanted if id(case.callspec.params[name]) in first]
+            named = [case for case in wanted if id(case.callspec.params[name]) in first]
         else:
-            wanted = [case for case in wanted if case.callspec.params[name] in values]
+            named = [case for case in wanted if case.callspec.params[name] in values]
+        wanted = named or wanted
     return wanted

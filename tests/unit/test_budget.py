@@ -27,6 +27,11 @@ def test_seeds(seed):
 def test_names(name, answer):
     pass
 
+@pytest.mark.sampled(color=("renamed",))
+@pytest.mark.parametrize("color", ["red", "green"])
+def test_renamed(color):
+    pass
+
 @pytest.mark.sampled
 class TestMarks:
     @pytest.mark.parametrize("way", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -60,6 +65,8 @@ def test_a_sample_is_what_the_marks_leave(pytester: pytest.Pytester) -> None:
         "test_seeds[0]",
         "test_seeds[1]",
         "test_names[b-2]",
+        "test_renamed[red]",
+        "test_renamed[green]",
         "test_devices[cpu-1]",
         "test_devices[cuda-1]",
         "test_without_parameters",
