@@ -22,8 +22,10 @@ def checked_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
             f"prompts is {shown(prompts)}; accepted: a list of prompts, each a list of token ids: tokenize "
             "text first"
         )
-    if isinstance(prompts, Tensor) and prompts.dim() == 1:
-        raise ValueError("prompts is a 1-D tensor; accepted: a list of prompts: pass [prompt] for one")
+    if getattr(prompts, "ndim", 0) == 1 and str(getattr(prompts, "dtype", "")) != "object":
+        raise ValueError(
+            "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one"
+        )
     try:
         listed = list(prompts)
     except TypeError as error:

@@ -118,6 +118,14 @@ class TokenStream(Iterator[GeneratedToken]):
     ) -> None:
         self.close()
 
+    async def __aenter__(self) -> "TokenStream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def __del__(self) -> None:
         if self._cancel_when_let_go and not self._closed:
             self.close()

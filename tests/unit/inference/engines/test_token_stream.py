@@ -264,3 +264,16 @@ def test_a_stream_let_go_of_during_a_step_leaves_no_result() -> None:
         engine.step()
     assert not engine._unclaimed
     assert_nothing_runs(engine)
+
+
+def test_async_with_closes_a_stream() -> None:
+    engine = small_engine()
+
+    async def first_token() -> int:
+        async with engine.stream(PROMPTS[0], PARAMS) as stream:
+            async for token in stream:
+                return token.token
+        raise AssertionError("no token came")
+
+    assert asyncio.run(first_token()) == expected(PROMPTS[:1])[0].tokens[0]
+    assert_nothing_runs(engine)

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import mambaslots as ms
+import numpy as np
 import pytest
 import torch
 from oracle.serving import random_tokens, small_engine
@@ -44,13 +45,25 @@ def says(sentence: str) -> str:
         ),
         (
             torch.tensor([1, 2, 3]),
-            "prompts is a 1-D tensor; accepted: a list of prompts: pass [prompt] for one",
+            "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one",
+        ),
+        (
+            np.array([1, 2, 3]),
+            "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one",
         ),
         (5, "prompts is 5; accepted: a list of prompts"),
         (["text"], "prompt is 'text'; accepted: a list of token ids: tokenize text first"),
         ([[]], "prompt is empty; accepted: at least one token"),
     ],
-    ids=["text", "a flat list", "a 1-D tensor", "a number", "a list of texts", "an empty prompt"],
+    ids=[
+        "text",
+        "a flat list",
+        "a 1-D tensor",
+        "a 1-D array",
+        "a number",
+        "a list of texts",
+        "an empty prompt",
+    ],
 )
 def test_generate_is_given_no_list_of_prompts(
     engine: ms.DynamicInferenceEngine, prompts: Any, sentence: str
