@@ -16,7 +16,7 @@ from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .inference.contexts.pinned_prefixes import PinnedPrefix
 from .inference.contexts.prefix_cache import PrefixCache
 from .inference.contexts.prefix_match import PrefixMatch
-from .inference.contexts.request import DynamicInferenceRequest
+from .inference.contexts.request import DynamicInferenceRequest, GeneratedToken
 from .inference.contexts.request_step import RequestStep
 from .inference.contexts.state_pool import StatePool
 from .inference.contexts.step import Step, StepObserver
@@ -24,7 +24,7 @@ from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInpu
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
 from .inference.engines.model import Model
-from .inference.engines.token_stream import GeneratedToken, TokenStream
+from .inference.engines.token_stream import TokenStream
 from .inference.kernels.kernel_set import KernelSet, kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.prefix_hash import PrefixHashChain

@@ -106,6 +106,7 @@ class EngineStats:
         num_running: requests that hold memory, paused ones included.
         num_paused: of the running requests, those that waited for a KV block in the last step.
         num_waiting: requests in the queue.
+        num_rebuilds: how often an interrupted call cost all cached prefixes.
     """
 
     cache: CacheStats
@@ -113,3 +114,4 @@ class EngineStats:
     num_running: int
     num_paused: int
     num_waiting: int
+    num_rebuilds: int = 0

@@ -35,6 +35,8 @@ class InferenceConfig:
         cuda_graph_max_tokens: maximum number of prefill tokens, padding included, of a captured step.
         num_speculative_tokens: maximum number of tokens that a decoding request drafts in one step; the same
             step verifies them. 0 drafts none. Each drafted token takes one more live state slot per request.
+        max_overtaking_requests: how many later requests may be admitted while a request waits for memory, at
+            most, before no further one passes.
         poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
             nobody may read are filled with NaN, and a step whose logits are NaN raises RuntimeError. Costs a
             pass over the free memory and a synchronisation per step; works with CUDA graphs.
@@ -56,6 +58,7 @@ class InferenceConfig:
     use_cuda_graphs_for_non_decode_steps: bool = True
     cuda_graph_max_tokens: int = 512
     num_speculative_tokens: int = 0
+    max_overtaking_requests: int = 64
     poison_free_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class InferenceConfig:
         set_field(self, "cuda_graph_max_tokens", tokens)
         drafts = integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         set_field(self, "num_speculative_tokens", drafts)
+        overtaking = integer("max_overtaking_requests", self.max_overtaking_requests, 1, INT32_MAX)
+        set_field(self, "max_overtaking_requests", overtaking)
         boolean("poison_free_memory", self.poison_free_memory)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()

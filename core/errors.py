@@ -21,9 +21,21 @@ class MambaSlotCapacityError(_CapacityError):
 
 
 class KVBlockCapacityError(_CapacityError):
-    """Fewer KV blocks can be freed than the call needs: the others are in use."""
+    """Fewer KV blocks can be freed than the call needs: the others are in use.
+
+    Attributes:
+        request_id: the request that cannot go on; None where the call named blocks, not a request.
+    """
 
     what = "KV blocks"
+
+    def __init__(self, required: int, available: int, request_id: int | None = None) -> None:
+        super().__init__(required, available)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.request_id is None else f"{message} for request {self.request_id}"
 
 
 class RequestOverflowError(_CapacityError):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from .inference.policies.compute_reasons import ComputeReason
 
-FinishReason = Literal["length", "stop", "cancelled"]
+FinishReason = Literal["length", "stop", "cancelled", "reset", "invalid_logits"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class RequestResult:
         computed_by_reason: the other prompt tokens, by why they were computed.
         num_recomputed_tokens: tokens computed again after the request was preempted.
         ttft_s: seconds from the arrival to the first token; None without one.
-        finish_reason: "length", "stop" (a stop token) or "cancelled".
+        finish_reason: "length", "stop" (a stop token), "cancelled", "reset" (the engine was reset) or
+            "invalid_logits" (the model's logits for the next token were NaN or infinite).
     """
 
     request_id: int

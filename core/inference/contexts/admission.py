@@ -90,12 +90,11 @@ class Admission:
         return RequestStep(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
-        """The step with as many of the drafts `tokens` as KV blocks can be had for."""
+        """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
         path = step.holding.path
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
-        while num_missing and not self._cache.kv_blocks.is_memory_available(num_missing):
-            num_missing -= 1
+        num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
         self._cache.grow(path, len(path.blocks) + num_missing)
         drafts = tuple(tokens[: room + num_missing * self._block_size])
         if not drafts:

@@ -181,8 +181,11 @@ class DynamicInferenceContext:
         drafts = drafts[: step.max_drafts(self.config.num_speculative_tokens)]
         return self._admission.draft(step, drafts) if drafts else step
 
-    def release(self, request: DynamicInferenceRequest) -> None:
+    def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
         """Take back all that the request holds. A later `schedule` resumes from its deepest cached state.
+
+        `discard`: whether the KV and states along the request's prefix are forgotten, too, as far as nobody
+        else holds them: because the model went wrong there.
 
         Raises:
             RuntimeError: a step under way computes the request.
@@ -195,7 +198,10 @@ class DynamicInferenceContext:
                 f"request {request.request_id} is part of the step under way; end or abort it first"
             )
         holding = self._rows.unseat(request)
-        self.prefix_cache.release(holding.path)  # last: it calls observers
+        if discard:
+            self.prefix_cache.discard(holding.path)
+        else:
+            self.prefix_cache.release(holding.path)  # last: it calls observers
 
     # ---- one step
 
@@ -233,14 +239,23 @@ class DynamicInferenceContext:
             observer.step_begun(self._steps, inputs)
         return Step(self._steps, inputs)
 
-    def end_step(self, num_accepted: Callable[[int], int | None] | None = None) -> None:
+    def end_step(
+        self,
+        num_accepted: Callable[[int], int | None] | None = None,
+        is_valid: Callable[[int], bool] | None = None,
+    ) -> None:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         Args:
             num_accepted: request id -> how many tokens of the request's step are right. Called for each
                 request with drafts; when the call returns, the right tokens must be among the request's
                 tokens. KV and states of wrong drafts are ignored.
+            is_valid: request id -> whether the model's results for the request are numbers. Called for each
+                request with drafts, and for each whose step completes a KV block or takes a state. Nothing of
+                an invalid step is registered, committed or counted; release its request afterwards.
         """
+        if is_valid is not None:
+            self._drop_invalid(is_valid)
         late = self._verify(num_accepted) if any(step.drafts for step in self._steps) else []
         self._states.scatter(self._steps, late)
         for step in self._steps:
@@ -253,6 +268,19 @@ class DynamicInferenceContext:
         ended, self._steps = self._steps, ()
         for observer in self._observers:
             observer.step_ended(ended)
+
+    def _drop_invalid(self, is_valid: Callable[[int], bool]) -> None:
+        size = self.config.block_size_tokens
+        invalid = [
+            step
+            for step in self._steps
+            if (step.drafts or step.destinations or step.completes_block(size))
+            and not is_valid(step.request.request_id)
+        ]
+        if invalid:
+            self.prefix_cache.slots.release([slot for step in invalid for slot in step.destinations.values()])
+            rows = {step.holding.row for step in invalid}
+            self._steps = tuple(step for step in self._steps if step.holding.row not in rows)
 
     def _verify(self, num_accepted: Callable[[int], int | None] | None) -> list[RequestStep]:
         """Cut the steps to their accepted tokens; returns steps with slots that are reserved only now."""
@@ -333,18 +361,23 @@ class DynamicInferenceContext:
         """Allocate the pools again, as zeros; does nothing unless suspended."""
         self.memory.allocate()
 
-    def reset(self) -> None:
+    def reset(self, *, keep_counts: bool = False) -> None:
         """Drop every request, prefix, state, pin, reservation and count, also in the middle of a step.
 
         Works on inconsistent books, too: whatever a failure left behind is gone afterwards.
+
+        `keep_counts`: whether the counts of prompt tokens stay.
         """
         self._steps = ()
         self._rows.abandon()
         self._empty_rows()
-        self._ledger = TokenLedger()
-        self._num_requests_seen = 0
+        if not keep_counts:
+            self._ledger = TokenLedger()
+            self._num_requests_seen = 0
         self._reset_host_half()
         self.prefix_cache.reset()
+        if not self.memory.allocated:
+            self.memory.free()  # what an interrupted suspend left
 
     def _reset_host_half(self) -> None:
         """Forget what a host has planned through `mamba_slot_allocator`, where one has asked for that."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...request import FinishReason, RequestResult
 from ...sampling_params import SamplingParams
@@ -10,6 +10,13 @@ from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import TokenLedger
 from ..policies.prefix_hash import PrefixHashChain
 from .holding import Holding
+
+
+class GeneratedToken(NamedTuple):
+    """One token of an answer; `log_prob` is None unless asked for."""
+
+    token: int
+    log_prob: float | None
 
 
 @dataclass(eq=False)
@@ -29,6 +36,12 @@ class DynamicInferenceRequest:
         holding: None while the request waits.
         ledger: how many prompt tokens were resumed, computed (by reason) and recomputed.
         num_counted: leading tokens that the ledger has counted, also before a restart.
+        owned: whether somebody who holds the request takes its result: a stream, or a call of `generate`.
+        result: the result; None until the request has ended. The engine writes it.
+        num_overtaken: later requests that were admitted while this one waited for memory or for a state; the
+            scheduler writes it.
+        awaited_tokens, awaits_states: up to which boundary the request waited for a state in the last step (0
+            for none), and whether it may wait again; the scheduler writes them.
     """
 
     request_id: int
@@ -44,6 +57,11 @@ class DynamicInferenceRequest:
     holding: Holding | None = None
     ledger: TokenLedger = field(default_factory=TokenLedger)
     num_counted: int = 0
+    owned: bool = False
+    result: RequestResult | None = None
+    num_overtaken: int = 0
+    awaited_tokens: int = 0
+    awaits_states: bool = True
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
@@ -69,8 +87,14 @@ class DynamicInferenceRequest:
             return "stop"
         return "length" if len(self.tokens) >= self.max_length else None
 
-    def result(self, reason: FinishReason) -> RequestResult:
-        """The result of the request, which ended for `reason`."""
+    def generated_from(self, first: int) -> list[GeneratedToken]:
+        """The generated tokens from number `first` on."""
+        tokens = self.tokens[len(self.prompt_tokens) + first :]
+        log_probs: Sequence[float | None] = self.log_probs[first:] or [None] * len(tokens)
+        return list(map(GeneratedToken, tokens, log_probs))
+
+    def result_for(self, reason: FinishReason) -> RequestResult:
+        """The result of a request that ends for `reason`."""
         prompt_log_probs: list[Any] = self.prompt_log_probs
         return RequestResult(
             request_id=self.request_id,

@@ -45,6 +45,11 @@ class RequestStep:
         """Whether the request's next token is sampled after this step."""
         return self.stop - len(self.drafts) == len(self.request.tokens)
 
+    def completes_block(self, block_size_tokens: int) -> bool:
+        """Whether the step fills a KV block that becomes findable then."""
+        path = self.holding.path
+        return path.shares and self.stop // block_size_tokens > path.num_registered
+
     @property
     def tokens(self) -> list[int]:
         """The tokens to compute, drafts included."""

@@ -3,23 +3,27 @@
 This file is over 400 lines long because it is the public face of serving: half of it documents calls.
 """
 
+import logging
+import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 
 from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
 from ...cuda_device import on_device_of
+from ...errors import KVBlockCapacityError
 from ...request import FinishReason, RequestResult
 from ...sampling_params import SamplingParams
 from ...validation import instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
-from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from ..contexts.request_step import RequestStep
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain, salt_bytes
@@ -40,10 +44,12 @@ from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
 from .model_runner import ModelRunner
+from .recovery import EngineState
 from .sampling import sample_step
 from .scheduler import Scheduler
-from .step_transaction import EngineState, StepUndo
-from .token_stream import GeneratedToken, StreamFeed, TokenStream
+from .token_stream import Lease, TokenStream
+
+logger = logging.getLogger(__name__)
 
 NewTokens = dict[int, tuple[GeneratedToken, ...]]
 
@@ -65,12 +71,33 @@ class StepReport:
     tokens: NewTokens = field(default_factory=dict)
 
 
+@dataclass
+class _StepUndo:
+    """What a step that fails is taken back to.
+
+    Attributes:
+        num_tokens: the requests that ran before the step, or got a row in the step, and the number of tokens
+            that each had before.
+        speculation, num_reports: the engine's, before the step.
+        settled: whether the step is at a point where all books are in order.
+    """
+
+    num_tokens: dict[DynamicInferenceRequest, int]
+    speculation: SpeculationStats
+    num_reports: int
+    settled: bool = False
+
+
 class DynamicInferenceEngine:
     """Serves requests with a hybrid model, resuming prompts from the prefix cache of its context.
 
-    One thread at a time may call an engine. From inside a step only `add_request` may be called; other calls
-    raise RuntimeError. `generate` serves a batch to the end; `add_request` and `step`, or `stream`, serve
-    requests as they come.
+    One thread at a time may call an engine; streams may be dropped in any thread. From inside a step only
+    `add_request` may be called; other calls raise RuntimeError. `generate` serves a batch to the end;
+    `add_request` and `step`, or `stream`, serve requests as they come.
+
+    A call that is interrupted (by Control-C, the exception of a signal handler, or MemoryError) loses no
+    request and no token. If need be, all cached prefixes and pins are forgotten, and running requests are
+    queued again: a warning is logged then.
 
     Attributes:
         model, config: what the engine was built with.
@@ -96,12 +123,15 @@ class DynamicInferenceEngine:
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
         self._scheduler = Scheduler(self.context, self._drafter)
         self._speculation = SpeculationStats()
-        self._requests: dict[int, DynamicInferenceRequest] = {}
-        self._unclaimed: dict[int, RequestResult] = {}
-        self._feeds: WeakValueDictionary[int, StreamFeed] = WeakValueDictionary()
-        self._abandoned: list[int] = []  # requests whose streams ended during a step
+        self._requests: dict[int, DynamicInferenceRequest] = {}  # those that have not ended
+        self._unclaimed: dict[int, RequestResult] = {}  # of requests without an owner
+        self._reports: deque[StepReport] = deque()  # of steps that were made, and have not been returned
+        self._abandoned: deque[int] = (
+            deque()
+        )  # requests whose leases ended; filled at any moment, by any thread
         self._new_ids = count()
         self._weights_version: object = None
+        self._num_rebuilds = 0
         self._state = EngineState(self._is_split)
 
     def _new_runner(self) -> ModelRunner:
@@ -137,7 +167,26 @@ class DynamicInferenceEngine:
                 prompt and answer are longer than `max_sequence_length` or than the KV pool.
             RuntimeError: a failed step has broken the engine.
         """
-        self._state.check_not_broken()
+        request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan)
+        try:
+            self._enter(request)
+            return request.request_id
+        except BaseException:
+            self._abandoned.append(request.request_id)  # nobody will know the id
+            raise
+
+    def _new_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        cache_salt: Salt,
+        checkpoint_plan: CheckpointPlan | None,
+        owned: bool = False,
+    ) -> DynamicInferenceRequest:
+        if self._state.stepping:
+            self._state.check_not_broken()
+        else:
+            self.check_usable("add_request")
         config, kv = self.config, self.context.prefix_cache.kv_blocks
         tokens = checked_prompt("prompt", prompt, self.context.spec.vocab_size)
         sampling = checked_sampling(sampling_params)
@@ -151,10 +200,16 @@ class DynamicInferenceEngine:
             plan=plan,
             hashes=PrefixHashChain(config.block_size_tokens, salt),
             arrival_s=time.perf_counter(),
+            owned=owned,
         )
-        self._requests[request.request_id] = request
-        self._scheduler.add(request)
-        return request.request_id
+        if config.enable_prefix_caching:
+            request.hashes.extend_to(tokens)  # here, so that a crowd that arrives holds up no step
+        return request
+
+    def _enter(self, request: DynamicInferenceRequest) -> None:
+        with self._state.changing(self._mend):
+            self._requests[request.request_id] = request
+            self._scheduler.add(request)
 
     def cancel(self, request_id: int) -> RequestResult:
         """End a running or waiting request, and return what it has generated.
@@ -163,7 +218,10 @@ class DynamicInferenceEngine:
             ValueError: the request is unknown or has ended.
         """
         self.check_usable("cancel")
-        return self._finish(self._request(request_id), "cancelled")
+        request = self._request(request_id)
+        with self._state.changing(self._mend):
+            result = self._finish(request, "cancelled")
+        return self._unclaimed.pop(request_id, result)
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
         request = self._requests.get(integer("request_id", request_id, 0))
@@ -172,7 +230,9 @@ class DynamicInferenceEngine:
         return request
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        """Whether `step` has something to do, or to report."""
+        self._settle()
+        return bool(self._requests or self._reports)
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
@@ -181,95 +241,102 @@ class DynamicInferenceEngine:
 
     # ---- serving
 
-    @torch.inference_mode()
     def step(self) -> StepReport:
         """Advance every request that can go on: by a part of its prompt, or by a token and accepted drafts.
 
+        After a call that was interrupted when its step was made, the report of that step is returned.
+
         Raises:
-            KVBlockCapacityError: pinned prefixes leave too few KV blocks for the next request; all ranks of a
-                split model raise this error.
-            RuntimeError: the engine is suspended, in a step, or broken. A failed step breaks the engine where
-                the step cannot be undone. Other errors than KVBlockCapacityError also break the engine of a
-                split model, because other ranks may have completed the step.
+            KVBlockCapacityError: pinned prefixes leave too few KV blocks for any of the requests that are left;
+                the error has the `request_id` of the first. All ranks of a split model raise this error.
+            RuntimeError: the engine is suspended, in a step, or broken: other errors than KVBlockCapacityError
+                break the engine of a split model, because other ranks may have completed the step.
             Exception: what the model raises. No request then has a new token, and all running requests are
                 queued again: a later `step` restarts them from their last cached states.
         """
         self.check_usable("step")
+        if not self._reports:
+            self._make_step(reports=True)
+        return self._reports.popleft()
+
+    @torch.inference_mode()
+    def _make_step(self, reports: bool = False) -> None:
+        """Make a step. Results of requests without an owner go into `_reports`, or else into `_unclaimed`."""
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
-        running = set(self._scheduler.running)
-        undo = StepUndo(self.context, self._scheduler)
-        with self._state.in_step(lambda: self._undo(undo)), on_device_of(self.context.spec.device):
-            steps, tokens = self._run_step()
-            finished = self._finish_completed(tokens)
-            self._cancel_abandoned()
-        self._deliver(steps, tokens, finished)
+        before = {request: len(request.tokens) for request in self._scheduler.running}
+        undo = _StepUndo(before, self._speculation, len(self._reports))
+        self._scheduler.admitted = {}
+        with (
+            self._state.in_step(sys._getframe(), lambda: self._undo(undo)),
+            on_device_of(self.context.spec.device),
+        ):
+            steps, tokens, invalid = self._run_step(undo)
+            finished = self._finish_completed(tokens, invalid)
+            if self._drafter is not None:
+                self._count_drafts(steps, tokens)
+            if reports:
+                for result in finished:
+                    self._unclaimed.pop(result.request_id, None)
+                self._reports.append(self._report(steps, tokens, finished))
+        self._drain()
+
+    def _run_step(self, undo: _StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
+        scheduled = self._schedule(undo)  # match, plan, hold KV blocks
+        if not scheduled:
+            return (), {}, ()
+        step = self.context.begin_step(scheduled, self._runner.padded)  # reserve slots, publish
+        undo.settled = True
+        logits = self._runner.run(self.model, step.inputs)  # forward
+        sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
+        undo.settled = False
+        # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
+        self.context.end_step(sampled.num_accepted, sampled.is_valid)
+        tokens = sampled.wait()
+        self._runner.after_step(self.model)
+        return step.requests, tokens, sampled.invalid
+
+    def _schedule(self, undo: _StepUndo) -> list[RequestStep]:
+        try:
+            return self._scheduler.schedule()
+        except KVBlockCapacityError as error:
+            undo.settled = error.request_id is not None
+            raise
+
+    def _report(
+        self, steps: Sequence[RequestStep], tokens: NewTokens, finished: tuple[RequestResult, ...]
+    ) -> StepReport:
+        admitted = self._scheduler.admitted
         return StepReport(
-            admitted=tuple(step.request.request_id for step in steps if step.request not in running),
+            admitted=tuple(step.request.request_id for step in steps if step.request in admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=finished,
             tokens=tokens,
         )
 
-    def _run_step(self) -> tuple[Sequence[RequestStep], NewTokens]:
-        scheduled = self._scheduler.schedule()  # match, plan, hold KV blocks
-        if not scheduled:
-            return (), {}
-        step = self.context.begin_step(scheduled, self._runner.padded)  # reserve slots, publish
-        logits = self._runner.run(self.model, step.inputs)  # forward
-        sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
-        self.context.end_step(sampled.num_accepted)  # register, commit, advance; waits only for drafts
-        tokens = sampled.wait()
-        self._runner.after_step(self.model)
-        return step.requests, tokens
-
-    def _undo(self, undo: StepUndo) -> None:
-        undo(self._requests)
-        self._cancel_abandoned()
-        self.context.check_integrity()
-
-    def _finish_completed(self, generated: Iterable[int]) -> tuple[RequestResult, ...]:
-        """End the requests whose answer is complete. Abandoned requests are cancelled later instead."""
-        reasons = {
-            request_id: reason
-            for request_id in generated
-            if request_id not in self._abandoned
-            and (reason := self._requests[request_id].finish_reason) is not None
-        }
+    def _finish_completed(self, tokens: NewTokens, invalid: Sequence[int]) -> tuple[RequestResult, ...]:
+        """End the requests whose answer is complete, and those whose logits are no numbers."""
+        reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
+        for request_id in tokens:
+            reason = self._requests[request_id].finish_reason
+            if reason is not None:
+                reasons[request_id] = reason
         return tuple(
             self._finish(self._requests[request_id], reason) for request_id, reason in reasons.items()
         )
 
     def _finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
+        request.result = result = request.result_for(reason)
+        if not request.owned:
+            self._unclaimed[request.request_id] = result
         del self._requests[request.request_id]
-        self._scheduler.remove(request)
-        result = request.result(reason)
-        if reason == "cancelled":
-            self._deliver_result(result)
+        self._scheduler.remove(request, discard=reason == "invalid_logits")
         return result
-
-    def _deliver(
-        self, steps: Sequence[RequestStep], tokens: NewTokens, finished: Sequence[RequestResult]
-    ) -> None:
-        """Hand the tokens and results of a successful step to streams and counters."""
-        for request_id, new in tokens.items():
-            feed = self._feeds.get(request_id)
-            if feed is not None:
-                feed.arrived.extend(new)
-        for result in finished:
-            self._deliver_result(result)
-        if self._drafter is not None:
-            self._count_drafts(steps, tokens)
-
-    def _deliver_result(self, result: RequestResult) -> None:
-        feed = self._feeds.get(result.request_id)
-        if feed is not None:
-            feed.end(result)
 
     def _count_drafts(self, steps: Sequence[RequestStep], tokens: NewTokens) -> None:
         so_far = self._speculation
         for step in steps:
-            if step.decoding:
+            if step.decoding and step.request.request_id in tokens:
                 new = [token for token, _ in tokens[step.request.request_id]]
                 so_far = SpeculationStats(
                     so_far.num_decodes + 1,
@@ -279,9 +346,81 @@ class DynamicInferenceEngine:
                 )
         self._speculation = so_far
 
+    # ---- when a call fails or is interrupted
+
     def check_usable(self, call: str) -> None:
-        """Raise RuntimeError, naming `call`, during a step and where a step has broken the engine."""
+        """Put the books in order: repair what an interrupted call left, cancel what nobody waits for.
+
+        Raises:
+            RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
+        """
         self._state.check_usable(call)
+        self._drain()
+
+    def _settle(self) -> None:
+        """As `check_usable`, but does nothing during a step, or where the engine is broken."""
+        if not (self._state.stepping or self._state.broken):
+            self._state.repair()
+            self._drain()
+
+    def _drain(self) -> None:
+        """Cancel the requests whose leases have ended, and drop their results."""
+        while self._abandoned:
+            request_id = self._abandoned[0]
+            request = self._requests.get(request_id)
+            if request is not None:
+                with self._state.changing(self._mend):
+                    self._finish(request, "cancelled")
+            self._unclaimed.pop(request_id, None)
+            self._abandoned.popleft()
+
+    def _undo(self, undo: _StepUndo) -> None:
+        """Take back a step: running requests wait again, with the tokens that they had before."""
+        self._speculation = undo.speculation
+        while len(self._reports) > undo.num_reports:
+            self._reports.pop()
+        requests = undo.num_tokens | self._scheduler.admitted
+        for request, num_tokens in requests.items():
+            request.cut_to(num_tokens)
+            self._put_back(request)
+        try:
+            self.context.abort_step()
+            self._scheduler.restart(requests)
+            if not undo.settled:
+                self._check_books()
+        except Exception:
+            self._rebuild()
+
+    def _put_back(self, request: DynamicInferenceRequest) -> None:
+        request.result = None
+        self._unclaimed.pop(request.request_id, None)
+        self._requests[request.request_id] = request
+
+    def _mend(self) -> None:
+        """Put the books in order after a call that stopped anywhere."""
+        for request in list(self._requests.values()):
+            self._put_back(request)
+        try:
+            self._check_books()
+        except Exception:
+            self._rebuild()
+
+    def _check_books(self) -> None:
+        if not __debug__:
+            raise AssertionError("python -O leaves no checks")
+        self._scheduler.check_integrity(self._requests)
+        self.context.check_integrity()
+
+    def _rebuild(self) -> None:
+        """Forget every cached prefix and pin, and queue all requests again."""
+        self._runner.drop_graphs()
+        self.context.reset(keep_counts=True)
+        self._scheduler.rebuild(self._requests.values())
+        self._num_rebuilds += 1
+        logger.warning(
+            "a call was interrupted: cached prefixes and pins are forgotten, %d requests are queued again",
+            len(self._requests),
+        )
 
     def generate(
         self,
@@ -309,20 +448,32 @@ class DynamicInferenceEngine:
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
-        ids: list[int] = []
-        try:
-            for prompt, param, salt, plan in zip(listed, params, salts, plans, strict=True):
-                ids.append(self.add_request(prompt, param, cache_salt=salt, checkpoint_plan=plan))
-            self._serve(ids)
-        except BaseException:
-            for request_id in ids:
-                self._forget(request_id)
-            raise
-        return [self._unclaimed.pop(request_id) for request_id in ids]
+        return self._serve(zip(listed, params, salts, plans, strict=True))
 
-    def _serve(self, ids: list[int]) -> None:
-        while any(request_id in self._requests for request_id in ids):
-            self._step_and_keep()
+    def _serve(self, arguments: Iterable[tuple[Prompt, Any, Salt, Any]]) -> list[RequestResult]:
+        """Add requests with these arguments of `_new_request`, and serve them to the end."""
+        lease = Lease(self._abandoned, not self._is_split)
+        results: list[RequestResult] = []
+        try:
+            requests = []
+            for prompt, sampling, salt, plan in arguments:
+                request = self._new_request(prompt, sampling, salt, plan, owned=True)
+                requests.append(request)
+                lease.request_ids.append(request.request_id)
+                self._enter(request)
+            for request in requests:
+                while request.result is None:
+                    self._advance()
+                results.append(request.result)
+            return results
+        finally:
+            lease.end()
+            self._settle()
+
+    def _advance(self) -> None:
+        """Make a step for `generate`, `warm` or a stream."""
+        self.check_usable("step")
+        self._make_step()
 
     def stream(
         self,
@@ -335,48 +486,19 @@ class DynamicInferenceEngine:
         """Queue a prompt and return an iterator over its tokens; the arguments are those of `add_request`.
 
         Asking for a token advances all requests until this one has a token. Closing a stream before its end
-        cancels the request. Dropping the last reference to a stream also cancels the request, except on a
-        split model.
+        cancels the request. Dropping the last reference to a stream, in any thread, also cancels the request,
+        at the engine's next call; not on a split model.
         """
-        request_id = self.add_request(
-            prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
-        )
-        feed = self._feeds[request_id] = StreamFeed()
         # Ranks collect garbage at different times: a split model's requests end only where `close` is called.
-        return TokenStream(
-            request_id, feed, lambda: self._advance(feed, request_id), lambda: self._forget(request_id),
-            not self._is_split,
-        )  # fmt: skip
-
-    def _advance(self, feed: StreamFeed, request_id: int) -> None:
-        """Make a step for a stream, unless its request is gone: after a reset, say."""
-        if request_id in self._requests:
-            self._step_and_keep()
-        elif not feed.ended:
-            feed.end(None)
-
-    def _step_and_keep(self) -> None:
-        """Make a step for `generate` or `stream`: results without a stream stay until they are claimed."""
-        for result in self.step().finished:
-            if result.request_id not in self._feeds:
-                self._unclaimed[result.request_id] = result
-
-    def _forget(self, request_id: int) -> None:
-        """End a request, if it has not ended, and drop its result."""
-        if self._state.stepping:
-            self._abandoned.append(request_id)
-            return
-        self._unclaimed.pop(request_id, None)
-        if request_id in self._requests and not self._state.broken:
-            self._finish(self._requests[request_id], "cancelled")
-
-    def _cancel_abandoned(self) -> None:
-        while self._abandoned:
-            request_id = self._abandoned[-1]
-            if request_id in self._requests:
-                self._finish(self._requests[request_id], "cancelled")
-            self._unclaimed.pop(request_id, None)
-            self._abandoned.remove(request_id)
+        lease = Lease(self._abandoned, not self._is_split)
+        try:
+            request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
+            lease.request_ids.append(request.request_id)
+            self._enter(request)
+            return TokenStream(request, lease, self._advance, self._settle)
+        except BaseException:
+            lease.end()
+            raise
 
     def take_result(self, request_id: int) -> RequestResult | None:
         """Claim the result of a request that ended while `generate` or `stream` served others.
@@ -397,18 +519,13 @@ class DynamicInferenceEngine:
         Returns:
             How many of the prefix's tokens later prompts can resume.
         """
-        self.check_usable("warm")
+        self._check_allocated("warm")
         prefix, chain = self._hashed(tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once = SamplingParams(num_tokens_to_generate=1)
-            plan = CheckpointPlan(marks=(whole,))
-            request_id = self.add_request(prefix[:whole], once, cache_salt=cache_salt, checkpoint_plan=plan)
-            try:
-                self._serve([request_id])
-            finally:
-                self._forget(request_id)
+            self._serve([(prefix[:whole], once, cache_salt, CheckpointPlan(marks=(whole,)))])
         return cache.resumable_tokens(chain)
 
     def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:
@@ -416,14 +533,35 @@ class DynamicInferenceEngine:
 
         Raises:
             ValueError: no block boundary of the prefix has a state; call `warm` first.
+            RuntimeError: the engine is suspended, and so caches nothing.
         """
-        self.check_usable("pin")
-        return self.context.prefix_cache.pin(self._hashed(tokens, cache_salt)[1])
+        self._check_allocated("pin")
+        _, chain = self._hashed(tokens, cache_salt)
+        cache = self.context.prefix_cache
+        if not cache.resumable_tokens(chain):
+            return cache.pin(chain)  # raises, and changes nothing
+        with self._state.changing(self._mend):
+            return cache.pin(chain)
+
+    def pins(self) -> list[PinnedPrefix]:
+        """The pinned prefixes, in the order in which they were pinned."""
+        self._settle()
+        return list(self.context.prefix_cache.pins)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned."""
         self.check_usable("unpin")
-        self.context.prefix_cache.unpin(prefix)
+        cache = self.context.prefix_cache
+        if not any(prefix is pinned for pinned in cache.pins):
+            cache.unpin(prefix)  # raises, and changes nothing
+        else:
+            with self._state.changing(self._mend):
+                cache.unpin(prefix)
+
+    def _check_allocated(self, call: str) -> None:
+        self.check_usable(call)
+        if not self.context.memory.allocated:
+            raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
 
     def _hashed(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
@@ -434,6 +572,10 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
+        with self._state.changing(self._rebuild):
+            self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
         if self.context.memory.allocated:  # a suspended engine caches nothing
             self.context.reset_prefix_cache()
 
@@ -457,20 +599,23 @@ class DynamicInferenceEngine:
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
-            self.reset_prefix_cache()
-            self._runner.drop_graphs()
-            self._weights_version = version
+            with self._state.changing(self._rebuild):
+                self._forget_prefixes()
+                self._runner.drop_graphs()
+                self._weights_version = version
 
     # ---- the whole
 
     def stats(self) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue."""
+        self._settle()
         return EngineStats(
             cache=self.context.cache_stats(),
             speculation=self._speculation,
             num_running=len(self._scheduler.running),
             num_paused=self._scheduler.num_paused,
             num_waiting=len(self._scheduler.waiting),
+            num_rebuilds=self._num_rebuilds,
         )
 
     def memory_summary(self) -> str:
@@ -478,7 +623,10 @@ class DynamicInferenceEngine:
         return self.context.memory.summary()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the cache's bookkeeping contradicts itself; O(pools)."""
+        """Raise AssertionError where the books contradict themselves; O(pools and requests)."""
+        self._settle()
+        if not self._state.stepping:
+            self._scheduler.check_integrity(self._requests)
         self.context.check_integrity()
 
     def suspend(self) -> None:
@@ -488,9 +636,10 @@ class DynamicInferenceEngine:
         """
         self.check_usable("suspend")
         if self.context.memory.allocated:
-            self._scheduler.restart(self._scheduler.requests)
-            self._runner.drop_graphs()
-            self.context.suspend()
+            with self._state.changing(self._rebuild):
+                self._scheduler.restart(self._scheduler.running)
+                self._runner.drop_graphs()
+                self.context.suspend()
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
@@ -498,16 +647,22 @@ class DynamicInferenceEngine:
         self.context.resume()
 
     def reset(self) -> None:
-        """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken."""
+        """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken.
+
+        Requests that have not ended end with the reason "reset", which their streams tell.
+        """
         if self._state.stepping:
-            self.check_usable("reset")
+            self._state.check_usable("reset")
+        self._state.begin_reset(self._reset)
+        self._reset()
+        self._state.end_reset()
+
+    def _reset(self) -> None:
+        for request in self._requests.values():
+            request.result = request.result_for("reset")
+        for collection in (self._requests, self._unclaimed, self._reports, self._abandoned):
+            collection.clear()
         self._scheduler = Scheduler(self.context, self._drafter)
         self._speculation = SpeculationStats()
-        for collection in (self._requests, self._unclaimed, self._abandoned, self._feeds):
-            collection.clear()
-        try:
-            self.context.reset()
-        except BaseException as error:
-            self._state.set_broken(error)
-            raise
-        self._state.set_mended()
+        self._num_rebuilds = 0
+        self.context.reset()

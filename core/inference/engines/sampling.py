@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ...sampling_params import SamplingParams
 from ...validation import described, holds_data, integers, shown
-from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from ..contexts.request_step import RequestStep
 from .acceptance import accepted_tokens
-from .token_stream import GeneratedToken
 
 _WHOLE = 1 << 53
 
@@ -41,6 +40,13 @@ class SampledStep:
         """How many tokens of a request's step are right; None without a new token. Waits as `wait` does."""
         tokens = self.wait().get(request_id)
         return None if tokens is None else len(tokens)
+
+    @property
+    def invalid(self) -> tuple[int, ...]:
+        return ()
+
+    def is_valid(self, request_id: int) -> bool:
+        return True
 
     def wait(self) -> dict[int, tuple[GeneratedToken, ...]]:
         """Append the new tokens to their requests, and return them by request id.

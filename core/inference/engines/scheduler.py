@@ -1,6 +1,6 @@
 """Which requests advance in the next step, and which wait."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from ...errors import KVBlockCapacityError
@@ -9,6 +9,9 @@ from ..contexts.prefix_match import PrefixMatch
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
 from .drafter import Drafter
+from .promised_states import PromisedStates
+
+_MAX_PASSED = 64  # so many requests more than may be overtaken are looked at in a step
 
 
 class Scheduler:
@@ -19,12 +22,21 @@ class Scheduler:
     request can go on, the request that was admitted last is preempted and waits at the head of the queue. So
     the oldest request always finishes.
 
-    Drafts come last, and take the tokens and blocks that are left. Drafts delay no request. The end of a step
-    gives back the blocks that only rejected drafts needed.
+    A waiting request that gets no memory now lets later ones pass. After `max_overtaking_requests` of them no
+    further one passes, unless pinned prefixes leave too few blocks for the request: such a request waits,
+    and holds nobody up, until prefixes are unpinned.
+
+    A request is admitted when there are blocks for its prompt. No block is reserved for its answer, because
+    the length of an answer is rarely known. Where answers outgrow the pool, the requests that were admitted
+    last are preempted, and restart from their cached states.
+
+    Drafts come last, and take the tokens and free blocks that are left. Drafts delay no request, and evict
+    no prefix. The end of a step gives back the blocks that only rejected drafts needed.
 
     Attributes:
-        waiting: the queue.
+        waiting: the queue, by request id.
         running: the requests that hold a row, in order of admission.
+        admitted: the requests that got a row in the last `schedule`, and how many tokens each had then.
         num_paused: running requests that got no block in the last call of `schedule`.
     """
 
@@ -33,52 +45,74 @@ class Scheduler:
         self._context = context
         self._config = context.config
         self._drafter = drafter
-        self.waiting: deque[DynamicInferenceRequest] = deque()
+        self.waiting: OrderedDict[int, DynamicInferenceRequest] = OrderedDict()
         self.running: list[DynamicInferenceRequest] = []
+        self.admitted: dict[DynamicInferenceRequest, int] = {}
         self.num_paused = 0
 
     def add(self, request: DynamicInferenceRequest) -> None:
-        self.waiting.append(request)
+        self.waiting[request.request_id] = request
 
-    def remove(self, request: DynamicInferenceRequest) -> None:
-        """Forget a running or waiting request, and release what it holds in the context."""
-        self._leave_queue(request)
-        self._context.release(request)  # last: an observer of freed blocks may raise
+    def remove(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
+        """Forget a running or waiting request, and release what it holds in the context.
+
+        `discard`: whether what the request has computed must not be found any more.
+        """
+        self._leave(request)
+        self._context.release(request, discard=discard)  # last: an observer of freed blocks may raise
 
     def preempt(self, request: DynamicInferenceRequest) -> None:
         """Release a running request's memory, and put the request at the head of the queue.
 
         The request will restart from its deepest cached state.
         """
-        self._leave_queue(request)
-        self.waiting.appendleft(request)
+        self._leave(request)
+        self._put_first(request)
         self._context.release(request)
 
-    def _leave_queue(self, request: DynamicInferenceRequest) -> None:
+    def _leave(self, request: DynamicInferenceRequest) -> None:
+        self.waiting.pop(request.request_id, None)
         if request in self.running:
             self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
 
-    @property
-    def requests(self) -> list[DynamicInferenceRequest]:
-        """All requests: the running ones, then the waiting ones, in order."""
-        return [*self.running, *self.waiting]
+    def _put_first(self, request: DynamicInferenceRequest) -> None:
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
 
     def restart(self, requests: Iterable[DynamicInferenceRequest]) -> None:
-        """Queue exactly these requests, in this order, and release what any request holds."""
-        self.waiting = deque(requests)
+        """Queue these requests before all waiting ones, in this order, and release what any request holds."""
+        for request in reversed(list(requests)):
+            self._put_first(request)
         self.running = []
         self.num_paused = 0
         for request in self._context.requests:
             self._context.release(request)
 
+    def rebuild(self, requests: Iterable[DynamicInferenceRequest]) -> None:
+        """Queue exactly these requests, running ones first; none of them holds anything any more."""
+        known = {request.request_id: request for request in requests}
+        ordered = [*self.running, *self.waiting.values(), *known.values()]
+        self.waiting = OrderedDict((r.request_id, r) for r in ordered if known.get(r.request_id) is r)
+        self.running = []
+        self.num_paused = 0
+
+    def check_integrity(self, requests: dict[int, DynamicInferenceRequest]) -> None:
+        """Raise AssertionError unless exactly `requests` run or wait, each once, and only runners have rows."""
+        running = {request.request_id: request for request in self.running}
+        assert len(running) == len(self.running), "a request runs twice"
+        assert running.keys().isdisjoint(self.waiting), "a request runs and waits"
+        assert running | self.waiting == requests, "a request is neither running nor waiting, or has ended"
+        seated = {request.request_id for request in self._context.requests}
+        assert seated == running.keys(), "a request holds a row and does not run, or the reverse"
+
     def schedule(self) -> list[RequestStep]:
         """What each request does in the next step; empty only where there is no request.
 
         Raises:
-            KVBlockCapacityError: pinned prefixes leave too few KV blocks for the next request alone.
+            KVBlockCapacityError: pinned prefixes leave too few KV blocks for each request that is left. The
+                error has the id of the first of them.
         """
+        self.admitted = {}
         while True:
             steps = self._advance_running()
             if not self.num_paused:
@@ -86,7 +120,7 @@ class Scheduler:
             if steps or not (self.running or self.waiting):
                 return self._with_drafts(steps, self._drafter) if self._drafter else steps
             if not self.running:
-                raise self._capacity_error(self.waiting[0])
+                raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
 
     def _advance_running(self) -> list[RequestStep]:
@@ -107,23 +141,55 @@ class Scheduler:
     def _admit(self, steps: list[RequestStep]) -> None:
         """Add steps of waiting requests, as far as tokens, rows and blocks go."""
         budget = self._config.max_tokens - sum(step.length for step in steps)
-        if not (self.waiting and budget):
+        num_free_rows = self._config.max_requests - len(self._context.requests)
+        if not self.waiting or budget <= 0 or num_free_rows <= 0:
             return
-        soon_stored = set[int]().union(*(step.boundary_keys() for step in steps))
-        for request in list(self.waiting):
-            if budget <= 0 or len(self.running) == self._config.max_requests:
-                return
+        limit = self._config.max_overtaking_requests
+        promised = PromisedStates(self._context.prefix_cache, steps)
+        passed: list[DynamicInferenceRequest] = []
+        new: list[RequestStep] = []
+        for request in self.waiting.values():
             match = self._context.match(request)
-            if self._soon_deeper(request, match, soon_stored):
-                continue
-            step = self._context.schedule(request, budget, match)
+            may_pass = request.num_overtaken < limit
+            step = None
+            if not (may_pass and promised.is_awaited_by(request, match)):
+                step = self._context.schedule(request, budget, match)
+                if step is None and not may_pass and self._fits_alone(request, match):
+                    break
             if step is None:
-                return
-            self.waiting.remove(request)
-            self.running.append(request)
-            steps.append(step)
+                passed.append(request)
+                if len(passed) == limit + _MAX_PASSED:
+                    break
+                continue
+            new.append(step)
+            promised.add(step)
+            for overtaken in passed:
+                overtaken.num_overtaken += 1
             budget -= step.length
-            soon_stored |= step.boundary_keys()
+            if budget <= 0 or len(new) == num_free_rows:
+                break
+        for step in new:
+            request = step.request
+            request.num_overtaken = 0
+            self.admitted[request] = len(request.tokens)
+            self.running.append(request)
+            del self.waiting[request.request_id]
+        steps += new
+
+    def _fits_alone(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
+        """Whether the request's tokens fit into what pinned prefixes leave, and into the blocks it shares."""
+        return self._num_missing(request, match) <= self._num_unpinned
+
+    @property
+    def _num_unpinned(self) -> int:
+        cache = self._context.prefix_cache
+        return cache.kv_blocks.total_count - cache.pins.num_blocks
+
+    def _num_missing(self, request: DynamicInferenceRequest, match: PrefixMatch) -> int:
+        """The blocks that are not pinned which a waiting request needs."""
+        pins = self._context.prefix_cache.pins
+        num_blocks = -(-len(request.tokens) // self._config.block_size_tokens)
+        return num_blocks - sum(1 for block in match.blocks if pins.holds(block))
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
         budget = self._config.max_tokens - sum(step.length for step in steps)
@@ -137,26 +203,10 @@ class Scheduler:
             drafted.append(step)
         return drafted
 
-    def _soon_deeper(
-        self, request: DynamicInferenceRequest, match: PrefixMatch, soon_stored: set[int]
-    ) -> bool:
-        """Whether this step stores a state of the request's prefix that is deeper than the request's match.
-
-        The request then waits one step and resumes from that state, instead of computing the same tokens in
-        parallel.
-        """
-        if request.sampling.returns_prompt_log_probs:
-            return False
-        size = self._config.block_size_tokens
-        first, last = match.resume_tokens // size, (len(request.tokens) - 1) // size
-        return not soon_stored.isdisjoint(request.hashes.keys[first:last])
-
     def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
-        """The error that says how many unheld KV blocks a waiting request needs, and how many there are."""
-        kv, shared = self._context.prefix_cache.kv_blocks, self._context.match(request).blocks
-        num_blocks = -(-len(request.tokens) // self._config.block_size_tokens)
-        num_needed = num_blocks - len(shared) + kv.count_cached(shared)
-        return KVBlockCapacityError(num_needed, kv.total_count - kv.held_count)
+        """The error that says how many blocks a waiting request needs, and how many pins leave."""
+        num_missing = self._num_missing(request, self._context.match(request))
+        return KVBlockCapacityError(num_missing, self._num_unpinned, request.request_id)
 
 
 def _is_prefill(request: DynamicInferenceRequest) -> bool:

@@ -3,112 +3,123 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from operator import length_hint
 from types import TracebackType
-from typing import NamedTuple
 
 from ...request import FinishReason, RequestResult
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 
 
-class GeneratedToken(NamedTuple):
-    """One token of an answer; `log_prob` is None unless asked for."""
+class Lease:
+    """Somebody's interest in requests; where it ends, the engine cancels those that have not ended.
 
-    token: int
-    log_prob: float | None
-
-
-class StreamFeed:
-    """What an engine delivers to one stream.
-
-    Attributes:
-        arrived: tokens that the stream has not returned yet.
-        result: the request's result, once the request has ended.
-        ended: whether nothing more will arrive. Then `result` may still be None: the engine was reset.
+    Ending a lease changes no book of the engine: it only puts ids into a queue, which the engine reads at its
+    next call. So a lease may end at any moment and in any thread, also by garbage collection.
     """
 
-    def __init__(self) -> None:
-        self.arrived: deque[GeneratedToken] = deque()
-        self.result: RequestResult | None = None
-        self.ended = False
+    _ends_when_let_go = False  # of a lease whose construction was interrupted
 
-    def end(self, result: RequestResult | None) -> None:
-        """The request has ended."""
-        self.result = result
-        self.ended = True
+    def __init__(self, abandoned: deque[int], ends_when_let_go: bool = True) -> None:
+        """
+        Args:
+            abandoned: the engine's queue.
+            ends_when_let_go: whether garbage collection of the lease ends it.
+        """
+        self.request_ids: list[int] = []
+        self._abandoned = abandoned
+        self._ends_when_let_go = ends_when_let_go
+
+    def end(self) -> None:
+        self._abandoned.extend(self.request_ids)
+
+    def __del__(self) -> None:
+        if self._ends_when_let_go:
+            self.end()
 
 
 class TokenStream(Iterator[GeneratedToken]):
     """An iterator over a request's tokens; asking for a token advances the engine until the token is there.
 
     Use a stream with `for` or `async for`, and as a context manager. `async for` advances the engine in the
-    same thread and lets other tasks run between steps. Closing a stream, or dropping the last reference to
-    it (not of a split model), cancels a request that has not ended. `DynamicInferenceEngine.stream` makes
-    streams.
-
-    Attributes:
-        request_id: the id of the request.
+    same thread and lets other tasks run between steps. Closing a stream cancels a request that has not ended.
+    Dropping the last reference to a stream (not of a split model) does so at the engine's next call, and may
+    happen in any thread. `DynamicInferenceEngine.stream` makes streams.
     """
 
     def __init__(
         self,
-        request_id: int,
-        feed: StreamFeed,
+        request: DynamicInferenceRequest,
+        lease: Lease,
         advance: Callable[[], None],
-        cancel: Callable[[], None],
-        cancel_when_let_go: bool = True,
+        settle: Callable[[], None],
     ) -> None:
         """
         Args:
-            request_id: the id of the request.
-            feed: what the engine delivers.
+            request: the request whose tokens are returned.
+            lease: keeps the request from being cancelled.
             advance: makes a step of the engine.
-            cancel: ends the request if it has not ended.
-            cancel_when_let_go: whether garbage collection of the stream cancels the request.
+            settle: lets the engine repair what an interrupted call left, and cancel the requests whose leases
+                have ended; does nothing during a step.
         """
-        self.request_id = request_id
-        self._feed = feed
+        self._request = request
+        self._lease = lease
         self._advance = advance
-        self._cancel = cancel
-        self._cancel_when_let_go = cancel_when_let_go
+        self._settle = settle
         self._closed = False
+        self._arrived: list[GeneratedToken] = []
+        self._unread = iter(self._arrived)  # goes on where `_arrived` grows, and counts what it returns
+
+    @property
+    def request_id(self) -> int:
+        """The id of the request."""
+        return self._request.request_id
 
     @property
     def result(self) -> RequestResult | None:
         """The request's result; None until the request has ended."""
-        return self._feed.result
+        return self._request.result
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the request ended; None until then."""
-        return self._feed.result.finish_reason if self._feed.result is not None else None
+        return self._request.result.finish_reason if self._request.result is not None else None
 
-    @property
-    def _goes_on(self) -> bool:
-        return not (self._closed or self._feed.arrived or self._feed.ended)
+    def _waits(self) -> bool:
+        """Whether the next token needs a step. Reads what has arrived."""
+        if self._closed:
+            return False
+        self._arrived.extend(self._request.generated_from(len(self._arrived)))
+        return not length_hint(self._unread) and self._request.result is None
+
+    def _has_token(self) -> bool:
+        return not self._closed and length_hint(self._unread) > 0
 
     def __next__(self) -> GeneratedToken:
-        while self._goes_on:
+        self._settle()
+        while self._waits():
             self._advance()
-        if self._closed or not self._feed.arrived:
+        if not self._has_token():
             raise StopIteration
-        return self._feed.arrived.popleft()
+        return next(self._unread)
 
     def __aiter__(self) -> "TokenStream":
         return self
 
     async def __anext__(self) -> GeneratedToken:
         await asyncio.sleep(0)
-        while self._goes_on:
+        self._settle()
+        while self._waits():
             self._advance()
             await asyncio.sleep(0)
-        if self._closed or not self._feed.arrived:
+        if not self._has_token():
             raise StopAsyncIteration
-        return self._feed.arrived.popleft()
+        return next(self._unread)
 
     def close(self) -> None:
         """Cancel a request that has not ended, and drop its unread tokens. `result` stays readable."""
         self._closed = True
-        self._feed.arrived.clear()
-        self._cancel()
+        self._lease.end()
+        self._settle()
 
     def __enter__(self) -> "TokenStream":
         return self
@@ -125,7 +136,3 @@ class TokenStream(Iterator[GeneratedToken]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if self._cancel_when_let_go and not self._closed:
-            self.close()

@@ -1,0 +1,52 @@
+"""States that the next step will store, which waiting requests may wait for."""
+
+from collections.abc import Iterable
+
+from ..contexts.prefix_cache import PrefixCache
+from ..contexts.prefix_match import PrefixMatch
+from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request_step import RequestStep
+
+
+class PromisedStates:
+    """The states of a step that is being scheduled, as far as there are slots for them.
+
+    A request whose prefix has a promised state waits one step and resumes from that state, instead of
+    computing the same tokens in parallel. A request that waited in vain does not wait again: another state
+    may have taken the slot, or the step may have failed.
+    """
+
+    def __init__(self, cache: PrefixCache, steps: Iterable[RequestStep]) -> None:
+        self._cache = cache
+        self._positions: dict[int, int] = {}  # hash -> the boundary that it ends
+        self._num_left = cache.slots.num_available
+        for step in steps:
+            self.add(step)
+
+    def add(self, step: RequestStep) -> None:
+        """Promise the states that `step` takes, while slots are left."""
+        for boundary in step.boundaries:
+            if self._num_left <= 0:
+                return
+            key = step.key_at(boundary.position)
+            if key not in self._positions and key not in self._cache.slots.map.hash_to_block_id:
+                self._positions[key] = boundary.position
+                self._num_left -= 1
+
+    def is_awaited_by(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
+        """Whether a deeper state than the match's is promised; notes in the request what it waits for."""
+        if request.awaited_tokens > match.resume_tokens:
+            request.awaited_tokens = 0
+            request.awaits_states = False
+        if not request.awaits_states or request.sampling.returns_prompt_log_probs:
+            return False
+        size, keys = request.hashes.block_size_tokens, request.hashes.keys
+        request.awaited_tokens = max(
+            (
+                position
+                for key, position in self._positions.items()
+                if match.resume_tokens < position < len(request.tokens) and keys[position // size - 1] == key
+            ),
+            default=0,
+        )
+        return request.awaited_tokens > 0

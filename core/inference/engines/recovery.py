@@ -1,0 +1,160 @@
+"""A call that fails or is interrupted leaves books that are in order, or that the next call puts in order."""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ...errors import KVBlockCapacityError
+
+logger = logging.getLogger(__name__)
+
+UNRECOVERABLE = "the engine could not recover from a failed call; call reset()"
+FAILED_ON_SPLIT_MODEL = (
+    "a call failed on this rank of a split model, and other ranks may have made it; once no rank is in a "
+    "step, call reset() on all of them, or start all again"
+)
+
+Repair = Callable[[], None]
+
+
+class EngineState:
+    """Whether an engine is in a step, whether its books are in order, and how they are repaired.
+
+    A call that changes the books notes its repair first, and drops the note as its last act. Whatever stops
+    the call in between, an error or an exception out of a signal handler, leaves the note: the repair runs
+    at once, and if the repair is interrupted, too, at the next call. Repairs can be made any number of times.
+    """
+
+    def __init__(self, is_split: bool) -> None:
+        """`is_split`: whether other ranks make the same calls. Then a failed call breaks the engine."""
+        self._is_split = is_split
+        self._repair: Repair | None = None
+        self._step_frame: FrameType | None = None
+        self._broken_by: BaseException | None = None
+
+    @property
+    def broken(self) -> bool:
+        return self._broken_by is not None
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step runs now, in any thread.
+
+        An exception can keep a step from noting its end. So what counts is whether the step's frame is on a
+        stack.
+        """
+        return self._step_frame is not None and self._stepping_thread() is not None
+
+    def _stepping_thread(self) -> int | None:
+        for thread, top in sys._current_frames().items():
+            frame: FrameType | None = top
+            while frame is not None:
+                if frame is self._step_frame:
+                    return thread
+                frame = frame.f_back
+        self._step_frame = None
+        return None
+
+    def check_usable(self, call: str) -> None:
+        """Repair what an interrupted call left.
+
+        Raises:
+            RuntimeError: a step runs, the repair fails, or the engine of a split model is broken. The message
+                names `call`.
+        """
+        if self._step_frame is not None:
+            thread = self._stepping_thread()
+            if thread == threading.get_ident():
+                raise RuntimeError(
+                    f"{call} is called from inside a step of the same engine; call it between steps"
+                )
+            if thread is not None:
+                raise RuntimeError(
+                    f"{call} is called from one thread while another thread is in a step of the same engine; "
+                    "one thread at a time calls an engine"
+                )
+        self.check_not_broken()
+        if self._repair is not None:
+            self.repair()
+
+    def check_not_broken(self) -> None:
+        if self._broken_by is not None:
+            raise RuntimeError(FAILED_ON_SPLIT_MODEL) from self._broken_by
+
+    def repair(self) -> None:
+        """Repair the books, if a call was interrupted.
+
+        Raises:
+            RuntimeError: the repair fails. The next call tries again.
+        """
+        repair = self._repair
+        if repair is None:
+            return
+        if self._is_split:
+            self._broken_by = InterruptedError("a call was interrupted")
+            self.check_not_broken()
+        try:
+            repair()
+        except Exception as error:
+            raise RuntimeError(UNRECOVERABLE) from error
+        self._repair = None
+
+    @contextmanager
+    def changing(self, repair: Repair) -> Iterator[None]:
+        """Change the books inside this context manager; `repair` runs if that fails or is interrupted.
+
+        Inside a step the step's repair stays in force.
+        """
+        outer = self._repair
+        self._repair = outer or repair
+        try:
+            yield
+        except BaseException as error:
+            if outer is None:
+                self._settle(error)
+            raise
+        self._repair = outer
+
+    @contextmanager
+    def in_step(self, frame: FrameType, repair: Repair) -> Iterator[None]:
+        """As `changing`, and other calls than `add_request` are refused inside.
+
+        `frame`: the frame that runs the step.
+        """
+        self._step_frame = frame
+        try:
+            with self.changing(repair):
+                yield
+        finally:
+            self._step_frame = None
+
+    def _settle(self, error: BaseException) -> None:
+        """Repair after `error`. A KVBlockCapacityError comes on every rank of a split model alike."""
+        self._step_frame = None  # other calls may be made by what the repair calls
+        if self._is_split and not _is_capacity_error(error):
+            self._broken_by = error
+        repair = self._repair
+        if repair is None:
+            return
+        try:
+            repair()
+        except Exception as second:
+            logger.error("repairing after %r failed", error, exc_info=second)
+            raise RuntimeError(UNRECOVERABLE) from error
+        self._repair = None
+
+    def begin_reset(self, reset: Repair) -> None:
+        """A reset replaces every repair, also its own: it can be made any number of times."""
+        self._repair = reset
+
+    def end_reset(self) -> None:
+        """The engine's books are new."""
+        self._repair = None
+        self._broken_by = None
+
+
+def _is_capacity_error(error: BaseException) -> bool:
+    return isinstance(error, KVBlockCapacityError) and error.request_id is not None
