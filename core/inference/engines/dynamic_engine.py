@@ -247,9 +247,9 @@ class DynamicInferenceEngine:
         After a call that was interrupted when its step was made, the report of that step is returned.
 
         Raises:
-            KVBlockCapacityError: pinned prefixes leave too few KV blocks for any of the requests that are left;
-                the error has the `request_id` of the first. All ranks of a split model raise this error.
-            RuntimeError: the engine is suspended, in a step, or broken: other errors than KVBlockCapacityError
+            KVBlockCapacityError: pinned prefixes leave too few KV blocks for each request that is left. The
+                error has the `request_id` of the first. All ranks of a split model raise this error.
+            RuntimeError: the engine is suspended, in a step, or broken. Other errors than KVBlockCapacityError
                 break the engine of a split model, because other ranks may have completed the step.
             Exception: what the model raises. No request then has a new token, and all running requests are
                 queued again: a later `step` restarts them from their last cached states.

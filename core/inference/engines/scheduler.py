@@ -97,7 +97,7 @@ class Scheduler:
         self.num_paused = 0
 
     def check_integrity(self, requests: dict[int, DynamicInferenceRequest]) -> None:
-        """Raise AssertionError unless exactly `requests` run or wait, each once, and only runners have rows."""
+        """Raise AssertionError unless `requests` run or wait, each once, and only runners have rows."""
         running = {request.request_id: request for request in self.running}
         assert len(running) == len(self.running), "a request runs twice"
         assert running.keys().isdisjoint(self.waiting), "a request runs and waits"

@@ -511,10 +511,10 @@ def test_pins_that_leave_too_little_for_a_request_are_told_and_unpinning_helps()
     for _ in range(2):
         with pytest.raises(ms.KVBlockCapacityError) as raised:
             engine.step()
-        assert (raised.value.required, raised.value.available) == (4, 3)
+        error = raised.value
+        assert (error.required, error.available, error.request_id) == (4, 3, request_id)
         engine.context.check_integrity()
-    with pytest.raises(ms.KVBlockCapacityError):
-        engine.generate([[1]], ONE)
+    assert len(engine.generate([[1]], ONE)) == 1  # others pass
     assert list(engine._requests) == [request_id]
     engine.unpin(pinned)
     client.finish()
@@ -621,7 +621,7 @@ def test_serving_while_suspended_says_so_and_leaves_no_orphan() -> None:
         with pytest.raises(RuntimeError, match="suspended"):
             call(engine)
         assert len(engine._requests) == 1
-    with pytest.raises(ValueError, match="accepted: one with a cached state"):
+    with pytest.raises(RuntimeError, match="pin is called on a suspended engine"):
         engine.pin(LONG)
     engine.reset_prefix_cache()
     engine.resume()

@@ -514,7 +514,7 @@ class TestContext:
     def test_a_chunk_of_a_prompt_takes_no_drafts(self):
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1))
-        (request,) = engine._scheduler.waiting
+        (request,) = engine._scheduler.waiting.values()
         chunk = engine.context.schedule(request, 64)
         assert chunk.max_drafts(3) == 0
         assert engine.context.draft(chunk, [1]) is chunk
