@@ -249,7 +249,7 @@ class DynamicInferenceEngine:
         Raises:
             KVBlockCapacityError: pinned prefixes leave too few KV blocks for each request that is left. The
                 error has the `request_id` of the first. All ranks of a split model raise this error.
-            RuntimeError: the engine is suspended, in a step, or broken. Other errors than KVBlockCapacityError
+            RuntimeError: the engine is suspended, in a step, or broken. Errors other than capacity errors
                 break the engine of a split model, because other ranks may have completed the step.
             Exception: what the model raises. No request then has a new token, and all running requests are
                 queued again: a later `step` restarts them from their last cached states.

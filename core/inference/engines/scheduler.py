@@ -150,23 +150,20 @@ class Scheduler:
         new: list[RequestStep] = []
         for request in self.waiting.values():
             match = self._context.match(request)
-            may_pass = request.num_overtaken < limit
             step = None
-            if not (may_pass and promised.is_awaited_by(request, match)):
+            if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
                 step = self._context.schedule(request, budget, match)
-                if step is None and not may_pass and self._fits_alone(request, match):
-                    break
             if step is None:
                 passed.append(request)
-                if len(passed) == limit + _MAX_PASSED:
+                if self._holds_up_others(request) or len(passed) == limit + _MAX_PASSED:
                     break
                 continue
             new.append(step)
             promised.add(step)
+            budget -= step.length
             for overtaken in passed:
                 overtaken.num_overtaken += 1
-            budget -= step.length
-            if budget <= 0 or len(new) == num_free_rows:
+            if budget <= 0 or len(new) == num_free_rows or any(map(self._holds_up_others, passed)):
                 break
         for step in new:
             request = step.request
@@ -176,9 +173,15 @@ class Scheduler:
             del self.waiting[request.request_id]
         steps += new
 
-    def _fits_alone(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
-        """Whether the request's tokens fit into what pinned prefixes leave, and into the blocks it shares."""
-        return self._num_missing(request, match) <= self._num_unpinned
+    def _holds_up_others(self, request: DynamicInferenceRequest) -> bool:
+        """Whether nobody may overtake a waiting request any more.
+
+        That is so once enough have, and if the request fits into the blocks that pinned prefixes leave, and
+        into the pinned blocks that it shares.
+        """
+        if request.num_overtaken < self._config.max_overtaking_requests:
+            return False
+        return self._num_missing(request, self._context.match(request)) <= self._num_unpinned
 
     @property
     def _num_unpinned(self) -> int:

@@ -1,0 +1,177 @@
+"""One request stops nobody: pins, prompts that do not fit now, promised states, drafts."""
+
+import mambaslots as ms
+import pytest
+from mambaslots.inference.engines.drafter import Drafter
+from oracle.serving import random_tokens, small_engine
+from oracle.workload import TEXTS, Asked, Client, assert_idle
+
+LONG = TEXTS[0]  # 56 tokens, 7 blocks of 8
+SHORT = ms.SamplingParams(num_tokens_to_generate=2)
+
+
+def pinned_engine(num_kv_blocks: int = 16, **settings: object) -> ms.DynamicInferenceEngine:
+    """Seven of the KV blocks are pinned."""
+    engine = small_engine(num_kv_blocks=num_kv_blocks, **settings)
+    engine.warm(LONG)
+    engine.pin(LONG)
+    return engine
+
+
+# ---- pins
+
+
+def test_a_request_for_which_pins_leave_too_little_holds_nobody_up() -> None:
+    client = Client(pinned_engine())
+    too_long = client.engine.add_request(random_tokens(80, 1), SHORT)  # 10 blocks, and 9 are left
+    others = [client.ask(Asked(tuple(random_tokens(9, seed)), 3)) for seed in range(2, 200)]
+    while client.asked:
+        client.step()
+    assert {result.request_id for result in client.results} == set(others)
+    with pytest.raises(ms.KVBlockCapacityError, match=f"for request {too_long}") as raised:
+        client.engine.step()
+    error = raised.value
+    assert (error.required, error.available, error.request_id) == (10, 9, too_long)
+    client.engine.check_integrity()
+    client.engine.cancel(error.request_id)
+    assert_idle(client.engine, pinned_blocks=7)
+
+
+def test_unpinning_lets_the_request_in() -> None:
+    engine = pinned_engine()
+    request_id = engine.add_request(random_tokens(80, 1), SHORT)
+    with pytest.raises(ms.KVBlockCapacityError):
+        engine.step()
+    (pinned,) = engine.pins()
+    engine.unpin(pinned)
+    assert engine.pins() == []
+    assert engine.step().admitted == (request_id,)
+
+
+def test_an_answer_that_outgrows_what_pins_leave_holds_nobody_up() -> None:
+    client = Client(pinned_engine(num_kv_blocks=10))
+    growing = client.ask(Asked(tuple(TEXTS[1][:17]), 24))
+    for _ in range(6):
+        client.step()
+    others = {client.ask(Asked(tuple(TEXTS[1][:9]), 2)) for _ in range(4)}
+    for _ in range(40):
+        if client.asked.keys() == {growing}:
+            break
+        client.step()
+    assert {result.request_id for result in client.results} == others
+
+
+# ---- prompts that do not fit now
+
+
+@pytest.mark.parametrize("limit", [1, 3, 64])
+def test_at_most_so_many_later_requests_overtake_one_that_waits_for_memory(limit: int) -> None:
+    client = Client(small_engine(num_kv_blocks=16, max_overtaking_requests=limit))
+    for seed in (1, 2):
+        client.ask(Asked(tuple(random_tokens(31, seed)), 24))  # 4 blocks, later 7
+    client.step()
+    large = client.ask(Asked(tuple(random_tokens(96, 3)), 2))  # 12 blocks
+    later = [client.ask(Asked(tuple(random_tokens(9, seed)), 2)) for seed in range(10, 150)]
+    admitted: list[int] = []
+    while large not in admitted:
+        admitted += client.step().admitted
+    overtaking = admitted.index(large)
+    assert admitted[:overtaking] == later[:overtaking]
+    assert 1 <= overtaking <= limit
+    client.finish()
+
+
+def test_a_request_that_fits_no_more_beside_a_chunk_lets_a_shorter_one_pass() -> None:
+    engine = small_engine(enable_chunked_prefill=False, max_tokens=32, max_sequence_length=33)
+    first, large, short = (engine.add_request(random_tokens(n, n), SHORT) for n in (20, 30, 9))
+    assert engine.step().admitted == (first, short)
+    assert engine.step().admitted == (large,)
+
+
+# ---- promised states
+
+
+def sharing(count: int) -> list[list[int]]:
+    """Prompts of 97 tokens that share 96."""
+    head = random_tokens(96, 7)
+    return [[*head, token] for token in range(count)]
+
+
+def test_nobody_waits_for_a_state_that_no_slot_can_hold() -> None:
+    engine = small_engine(
+        num_mamba_slots=1, num_kv_blocks=1200, max_requests=64, max_tokens=8192, max_sequence_length=128
+    )
+    engine.warm(LONG[:8])
+    engine.pin(LONG[:8])
+    for prompt in sharing(64):
+        engine.add_request(prompt, SHORT)
+    assert len(engine.step().tokens) == 64
+
+
+def test_with_slots_they_wait_one_step_and_share() -> None:
+    client = Client(small_engine(num_kv_blocks=1200, max_requests=64, max_tokens=8192, num_mamba_slots=70))
+    for prompt in sharing(64):
+        client.ask(Asked(tuple(prompt), 2))
+    assert len(client.step().admitted) == 1
+    assert len(client.step().admitted) == 63
+    client.finish()
+    assert sorted(result.num_resumed_tokens for result in client.results) == [0] + [96] * 63
+
+
+def test_a_request_waits_in_vain_once() -> None:
+    """The slot that was promised goes to a state of more worth."""
+    engine = small_engine(num_mamba_slots=2, num_kv_blocks=200, max_requests=8, max_tokens=64)
+    prompts = sharing(6)
+    for prompt in prompts:
+        engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=1))
+    num_steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        num_steps += 1
+    without = small_engine(enable_prefix_caching=False, num_kv_blocks=200, max_requests=8, max_tokens=64)
+    for prompt in prompts:
+        without.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=1))
+    num_without = 0
+    while without.has_unfinished_requests():
+        without.step()
+        num_without += 1
+    assert num_steps <= num_without + 1
+
+
+# ---- drafts
+
+
+class Guesses(Drafter):
+    """Wrong guesses, as many as are asked for."""
+
+    def draft(self, tokens: object, max_drafts: int) -> list[int]:
+        return [255] * max_drafts
+
+
+def test_drafts_evict_no_prefix() -> None:
+    engine = small_engine(num_kv_blocks=10, num_speculative_tokens=4, make_drafter=Guesses)
+    (result,) = engine.generate([random_tokens(24, 1)], ms.SamplingParams(num_tokens_to_generate=1))
+    assert result.finish_reason == "length"
+    resumable = engine.warm(random_tokens(24, 1))
+    assert resumable == 24
+    engine.add_request(random_tokens(46, 2), ms.SamplingParams(num_tokens_to_generate=10))  # 6 of 7 blocks
+    for _ in range(2):
+        engine.step()
+        engine.check_integrity()
+    cache = engine.context.prefix_cache
+    chain = ms.PrefixHashChain(8)
+    chain.extend_to(random_tokens(24, 1))
+    assert cache.resumable_tokens(chain) == resumable
+
+
+# ---- hosts
+
+
+def test_a_host_that_schedules_on_the_same_context_takes_no_row_from_under_the_engine() -> None:
+    engine, other = small_engine(max_requests=2), small_engine(max_requests=2)
+    for seed in (1, 2):
+        engine.add_request(random_tokens(9, seed), SHORT)
+        other.add_request(random_tokens(9, seed + 2), SHORT)
+    (request, _) = other._scheduler.waiting.values()
+    assert engine.context.schedule(request, 64) is not None
+    assert len(engine.step().admitted) == 1
