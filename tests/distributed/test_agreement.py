@@ -65,7 +65,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
         agreement.compare()
     stats = engine.context.cache_stats()
     assert stats.num_states_evicted
-    assert engine.context.kv_block_allocator.tree.num_departures
+    assert len(engine.context.kv_block_allocator.tree.ghosts)  # blocks were evicted
     assert stats.num_resumed_tokens
     print(f"rank {world.rank}: {steps} steps agreed upon, {stats}, {engine.stats().speculation}")
     assert (

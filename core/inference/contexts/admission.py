@@ -36,13 +36,16 @@ class Admission:
         self._rows = rows
         self._states = states
 
-    def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
-        """What is cached of a request's tokens; changes only the request's hash chain."""
+    def match(self, request: DynamicInferenceRequest, known: PrefixMatch | None = None) -> PrefixMatch:
+        """What is cached of a request's tokens; changes only the request's hash chain.
+
+        `known`: an earlier match of the request, from which the new one continues.
+        """
         path = request.holding.path if request.holding is not None else None
         if self._config.enable_prefix_caching and (path is None or path.shares):
             request.hashes.extend_to(request.tokens)
         resume = not request.sampling.returns_prompt_log_probs
-        return self._cache.match(request.hashes, len(request.tokens), path, resume)
+        return self._cache.match(request.hashes, len(request.tokens), path, resume, known)
 
     def schedule(
         self, request: DynamicInferenceRequest, token_budget: int, match: PrefixMatch | None
@@ -53,8 +56,7 @@ class Admission:
             return self._schedule_decode(request, holding)
         if holding is None and not self._rows.num_free:
             raise RequestOverflowError(self._rows.num_rows + 1, self._rows.num_rows)
-        if match is None or match.version != self._cache.version:
-            match = self.match(request)
+        match = self.match(request, match)
         num_computed = holding.num_computed if holding is not None else 0
         ahead = match.resume_tokens > num_computed
         start = match.resume_tokens if ahead else num_computed

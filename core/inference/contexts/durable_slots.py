@@ -48,6 +48,7 @@ class DurableSlots:
         eviction_policy: str,
         kv_hash: Callable[[int], int],
         on_states_changed: Callable[[Iterable[int]], None],
+        on_ghosts_changed: Callable[[Iterable[int]], None] = lambda keys: None,
     ) -> None:
         """
         Args:
@@ -55,6 +56,7 @@ class DurableSlots:
             eviction_policy: one of `EVICTION_POLICIES`.
             kv_hash: block -> its prefix hash in the KV index, or -1 for an unregistered block.
             on_states_changed: called with blocks that gained or lost a state.
+            on_ghosts_changed: called with hashes of `ghosts` where no state changed with them.
         """
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
@@ -65,6 +67,7 @@ class DurableSlots:
         self.version = 0
         self._kv_hash = kv_hash
         self._tell_states_changed = on_states_changed
+        self._tell_ghosts_changed = on_ghosts_changed
         self._used: set[int] = set()  # slots from which a request resumed
         self._eviction: SlotEvictionPolicy = (
             RefZeroEviction() if eviction_policy == "ref_zero" else LRUEviction()
@@ -207,7 +210,14 @@ class DurableSlots:
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
         self.map.name(blocks, slots, keys)
-        self.ghosts.discard_all(keys)
+        if self.ghosts.discard_all(keys):
+            self._tell_ghosts_changed(keys)
+
+    def refuse(self, keys: Sequence[int]) -> None:
+        """Note that no slot was left for the states under these prefix hashes."""
+        if keys:
+            self.ghosts.add_all(keys, "capacity")
+            self._tell_ghosts_changed(keys)
 
     # ---- leaving
 
@@ -236,32 +246,31 @@ class DurableSlots:
         self.forget([block])
         return True
 
-    def forget(self, blocks: Sequence[int]) -> None:
-        """Free the slots of those blocks that have a slot, and drop the slots' hashes."""
-        slots = self._leave(blocks)
-        if self.pins and not self.pins.keys().isdisjoint(slots):
-            pinned = [slot for slot in slots if slot in self.pins]
-            self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot
-            slots = [slot for slot in slots if slot not in self.pins]
-        self._free_slots(slots)
-        self._tell_states_changed(blocks)
+    def forget(self, blocks: Sequence[int], *, blocks_leave: bool = False) -> None:
+        """Free the slots of those blocks that have a slot, and drop the slots' hashes.
 
-    def on_blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
-        """Free the slot of every listed block; the KV allocator calls this at every deregistration.
-
-        `hashes` is not used: the map knows the hashes of its states.
+        `blocks_leave`: the KV index forgets the blocks, too. Then nothing is committed for them any more.
         """
-        self.forget(blocks)
-        if self.reserved:
+        slots = self._leave(blocks)
+        if slots:
+            left = self.map.blocks_of(slots)
+            if self.pins and not self.pins.keys().isdisjoint(slots):
+                pinned = [slot for slot in slots if slot in self.pins]
+                self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot
+                slots = [slot for slot in slots if slot not in self.pins]
+            self._free_slots(slots)
+            self._tell_states_changed(left)
+        if blocks_leave and self.reserved:
             gone = set(blocks)
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
 
     def clear(self, totals: bool = False) -> None:
         """Forget every state, reservation, pin and ghost; with `totals` also the totals of `counts`."""
-        self.free = list(range(self.num_slots))
-        self.version += 1
+        # No state may be findable once its slot is free: the map goes first, the free list comes last.
         for part in (self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction):
             part.clear()
+        self.free = list(range(self.num_slots))
+        self.version += 1
         if totals:
             self._committed_total = self._evicted_total = 0
 

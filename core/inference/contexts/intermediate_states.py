@@ -216,7 +216,7 @@ class IntermediateStates:
         chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.num_available)
         if refused:
             hashes = self._context.kv_block_allocator.block_hashes
-            slots.ghosts.add_all([int(hashes[block]) for block in refused], "capacity")
+            slots.refuse([int(hashes[block]) for block in refused])
         chosen.reverse()
         reserved = slots.reserve(chosen)
         try:

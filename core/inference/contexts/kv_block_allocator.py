@@ -51,6 +51,7 @@ class KVBlockAllocator:
         total_count: int,
         enable_prefix_caching: bool = True,
         prefix_caching_eviction_policy: str = "lru",
+        forget_states: Callable[[Sequence[int]], None] = lambda blocks: None,
     ) -> None:
         """
         Args:
@@ -58,7 +59,13 @@ class KVBlockAllocator:
             enable_prefix_caching: whether blocks may be registered.
             prefix_caching_eviction_policy: "lru" keeps registered blocks that nobody holds until their memory
                 is needed; "ref_zero" deregisters a block with its last holder.
+            forget_states: called with blocks before they leave the index; the owner of the blocks' states
+                forgets these. What it raises goes on to the caller, because a state must not outlive its
+                block.
         """
+        if not callable(forget_states):
+            raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
+        self._forget_states = forget_states
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         policy = one_of("prefix_caching_eviction_policy", prefix_caching_eviction_policy, EVICTION_POLICIES)
@@ -355,10 +362,12 @@ class KVBlockAllocator:
     def _deregister(self, blocks: list[int]) -> None:
         """Forget the hashes of cached blocks that nothing continues any more, and free the blocks.
 
-        The blocks are free before any observer is called, so that a raising observer loses no block.
+        The states go first: no state may be findable once its block is free. Observers come last, so that a
+        raising observer loses no block.
         """
         if not blocks:
             return
+        self._forget_states(blocks)
         hashes = self.tree.deregister(blocks)
         self._version += 1
         self._num_cached -= len(blocks)

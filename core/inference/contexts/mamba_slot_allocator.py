@@ -316,7 +316,7 @@ class MambaSlotAllocator:
         have cleared `block_hashes`.
         """
         listed = self._checked_blocks(block_ids_list, "block_ids_list")
-        self.slots.on_blocks_deregistered(listed, hashes_to_delete)
+        self.slots.forget(listed, blocks_leave=True)
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.

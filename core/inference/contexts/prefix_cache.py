@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from ...cache_stats import PoolStats
 from ...validation import INT32_MAX, boolean, integer, one_of
 from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.compute_reasons import Span, compute_spans
+from ..policies.compute_reasons import Span
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.slot_eviction import EVICTION_POLICIES
 from .cached_path import CachedPath, TableRow
@@ -14,6 +14,7 @@ from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from .prefix_match import PrefixMatch
+from .prefix_matcher import PrefixMatcher
 from .request_step import RequestStep
 from .rolling_states import RollingStates
 from .step_checkpoints import StepCheckpoints
@@ -32,8 +33,9 @@ class PrefixCache:
         commit    the states that the step took
         release   all that the path holds; what was registered and committed stays cached
 
-    A KV block that leaves takes its state along: `kv_blocks` calls `slots` at every deregistration. A state
-    that comes or leaves changes the eviction order of its block: `slots` calls `kv_blocks.leaves`.
+    A KV block that leaves takes its state along: `kv_blocks` calls `slots` before every deregistration. A
+    state that comes or leaves changes the eviction order of its block, and what matches: `slots` calls
+    `kv_blocks.leaves` and `kv_blocks.tree`.
 
     Attributes:
         kv_blocks: who holds which KV block.
@@ -61,29 +63,37 @@ class PrefixCache:
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
         num_slots = integer("num_slots", num_slots, 0, INT32_MAX)
         policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
-        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy)
+        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy, self._forget_states)
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
         self.slots = DurableSlots(
             num_slots if enabled else 0,
             policy,
             tree.hash_of,
-            leaves.note_states_changed,
+            self._note_states_changed,
+            tree.note_ghosts_changed,
         )
         leaves.holds_state = self.slots.map.__contains__
-        self.kv_blocks.on_blocks_deregistered = self.slots.on_blocks_deregistered
         self._rolling = RollingStates(self.slots)
         self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
         self._pinned = PinnedPrefixes(self.slots, self.kv_blocks)
+        self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
+
+    def _forget_states(self, blocks: Sequence[int]) -> None:
+        self.slots.forget(blocks, blocks_leave=True)
+
+    def _note_states_changed(self, blocks: Iterable[int]) -> None:
+        self.kv_blocks.tree.note_states_changed(blocks)
+        self.kv_blocks.leaves.note_states_changed(blocks)
 
     # ---- what is cached
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """Changes with every departure of a block or a state."""
-        return self.kv_blocks.tree.num_departures, self.slots.map.num_departures
-
     def match(
-        self, chain: PrefixHashChain, num_tokens: int, path: CachedPath | None = None, resume: bool = True
+        self,
+        chain: PrefixHashChain,
+        num_tokens: int,
+        path: CachedPath | None = None,
+        resume: bool = True,
+        known: PrefixMatch | None = None,
     ) -> PrefixMatch:
         """What is cached of the first `num_tokens` tokens of a sequence. Changes nothing.
 
@@ -92,35 +102,17 @@ class PrefixCache:
             num_tokens: tokens of the sequence. Only states that leave at least one token to compute count.
             path: what the sequence holds already. States within the path's registered blocks do not count.
             resume: where False, the sequence shares KV but computes every token, from a state of zeros.
+            known: an earlier result for the same sequence, or for its beginning. The call returns what it
+                would return without `known`, at the cost of what has changed since: O(1) where nothing has that
+                concerns the sequence. Where the result is the same, the call returns `known` itself. A
+                result of another sequence, path or `resume` is ignored.
         """
         if not self._enabled or (path is not None and not path.shares):
-            return PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),), self.version)
-        size, tree, states = self._block_size, self.kv_blocks.tree, self.slots.map
-        whole = num_tokens // size
-        keys = chain.keys[:whole]
-        held = path.blocks[: path.num_registered] if path is not None else []
-        first = len(held)
-        blocks = held + tree.match(held[-1] if held else chain.salt, keys[first:], chain.tokens[first:whole])
-        seen = len(blocks)
-        while seen < whole and keys[seen] in tree.ghosts:
-            seen += 1
-        if not resume:
-            spans: tuple[Span, ...] = (Span(0, num_tokens, "disabled"),)
-            return PrefixMatch(tuple(blocks), 0, -1, seen * size, spans, self.version)
-        reachable = min(len(blocks), (num_tokens - 1) // size)
-        depth = next((d for d in range(reachable, first, -1) if blocks[d - 1] in states), 0)
-        slot = states.slot_of(blocks[depth - 1]) if depth else -1
-        spans = compute_spans(
-            keys,
-            num_resumed=depth,
-            num_reachable=reachable,
-            num_matched=len(blocks),
-            num_seen=seen,
-            num_tokens=num_tokens,
-            block_size_tokens=size,
-            state_ghosts=self.slots.ghosts,
-        )
-        return PrefixMatch(tuple(blocks), depth * size, slot, seen * size, spans, self.version)
+            nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
+            return known if known == nothing else nothing
+        if path is None:
+            return self._matcher.match(chain, num_tokens, (), 0, resume, known)
+        return self._matcher.match(chain, num_tokens, path.blocks, path.num_registered, resume, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
@@ -271,18 +263,6 @@ class PrefixCache:
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned in this cache."""
         self._pinned.unpin(prefix)
-
-    def evict(self, num_blocks: int = 0, num_states: int = 0) -> None:
-        """Free memory now: `num_states` states, then `num_blocks` cached KV blocks and their states.
-
-        Raises:
-            MambaSlotCapacityError, KVBlockCapacityError: fewer can be evicted. Where the KV blocks are too
-                few, the states are evicted already.
-        """
-        num_blocks, num_states = integer("num_blocks", num_blocks, 0), integer("num_states", num_states, 0)
-        if num_states:
-            self.slots.release(self.slots.evict(num_states))
-        self.kv_blocks.evict_lru_blocks(num_blocks)
 
     def forget(self, paths: Iterable[CachedPath]) -> None:
         """Forget every prefix, state, pin and ghost; sequences keep the blocks that they hold.

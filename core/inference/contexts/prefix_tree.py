@@ -1,7 +1,7 @@
 """Which prefix each KV block stores: a tree of registered blocks."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..policies.ghost_list import GhostList
 
@@ -23,14 +23,20 @@ class PrefixTree:
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
-        num_departures: blocks deregistered since the beginning. A match is void after a further departure.
+        clock: grows with every registration and every change of a state. It is never set back.
+        serials: for each block the clock at its registration; see `stands`.
+        family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
+            state's ghost, of any prefix that begins with the block.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
-        self.num_departures = 0
+        self.clock = 0
+        self.serials = [0] * num_blocks
+        self.family_changes = [0] * num_blocks
+        self._roots = [0] * num_blocks  # the first block of each registered block's prefix
         self.parents: list[int] = []
         self.num_held_children: list[int] = []
         self.num_cached_children: list[int] = []
@@ -38,7 +44,6 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget every prefix and ghost."""
-        self.num_departures += len(self.block_of_hash)
         self.block_of_hash.clear()
         self.ghosts.clear()
         num_blocks = self.origin
@@ -62,6 +67,23 @@ class PrefixTree:
         """A registered block's parent (the block before it, or the salt), and the bytes of its token ids."""
         parent = self.parents[block]
         return self._salts[block] if parent == self.origin else parent, self._tokens[block]
+
+    def stands(self, block: int, since: int) -> bool:
+        """Whether a block that was registered at clock `since` has not left. Then no ancestor has, either."""
+        return self.parents[block] >= 0 and self.serials[block] <= since
+
+    def note_states_changed(self, blocks: Iterable[int]) -> None:
+        """Note that a state of these blocks, or the ghost of one, came or went."""
+        self.clock = clock = self.clock + 1
+        changes, roots, parents = self.family_changes, self._roots, self.parents
+        for block in blocks:
+            if parents[block] >= 0:
+                changes[roots[block]] = clock
+
+    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
+        """Note that the ghosts of the states under these hashes came or went."""
+        block_of_hash = self.block_of_hash
+        self.note_states_changed([block_of_hash[key] for key in keys if key in block_of_hash])
 
     def num_children(self, block: int) -> int:
         """Registered blocks that continue this one; two or more make it a fork."""
@@ -105,6 +127,9 @@ class PrefixTree:
         before = canonical[-1] if canonical else self.origin if isinstance(parent, bytes) else parent
         block_of_hash, parents, num_held = self.block_of_hash, self.parents, self.num_held_children
         own_hashes, contents = self._hashes, self._tokens
+        serials, roots = self.serials, self._roots
+        self.clock = clock = self.clock + 1
+        root = -1 if before == self.origin else roots[before]
         if before == self.origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
             self._salts[blocks[0]] = parent
         for block, key, content in zip(
@@ -115,6 +140,8 @@ class PrefixTree:
             block_of_hash[key] = block
             own_hashes[block] = key
             contents[block] = content
+            roots[block] = root = root if root >= 0 else block
+            serials[block] = clock
             parents[block] = before
             num_held[before] += 1
             canonical.append(block)
@@ -136,7 +163,6 @@ class PrefixTree:
         self.ghosts.add_all(hashes, "evicted")
         for block in blocks:
             parents[block] = -1
-        self.num_departures += len(blocks)
         return hashes
 
     def check_integrity(self, held: set[int]) -> None:
@@ -153,5 +179,12 @@ class PrefixTree:
             assert counted.keys() <= registered | {self.origin}, (
                 "a registered block's parent is not registered"
             )
+        for block in registered:
+            parent = self.parents[block]
+            root = block if parent == self.origin else self._roots[parent]
+            assert self._roots[block] == root, "a block is in another family than its parent"
+            older = parent == self.origin or self.serials[parent] <= self.serials[block]
+            assert older, "a block is older than its parent"
+            assert self.serials[block] <= self.clock, "a block is newer than the clock"
         held_parents = {self.parents[block] for block in registered & held}
         assert held_parents <= held | {self.origin}, "a block is held, its parent is not"

@@ -9,8 +9,6 @@ class SlotMap:
     Attributes:
         hash_to_block_id: prefix hash -> the block whose slot holds the state after that prefix.
         slot_by_block: block -> the slot of its state; only this class writes it.
-        num_departures: states that have left since the beginning. After a further departure, a slot that was
-            looked up before may hold another state.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -20,7 +18,6 @@ class SlotMap:
         # left.
         self._last_block = [-1] * num_slots
         self._last_key = [0] * num_slots
-        self.num_departures = 0
 
     def __contains__(self, block: int) -> bool:
         return block in self.slot_by_block
@@ -82,18 +79,15 @@ class SlotMap:
 
     def leave(self, blocks: Sequence[int]) -> list[int]:
         """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
-        pop = self.slot_by_block.pop
-        slots = [slot for block in blocks if (slot := pop(block, -1)) >= 0]
-        self.num_departures += len(slots)
-        block_named, last_key = self.hash_to_block_id, self._last_key
-        for slot in slots:
-            if key := last_key[slot]:
-                del block_named[key]
-        return slots
+        slot_by_block, block_named, last_key = self.slot_by_block, self.hash_to_block_id, self._last_key
+        leaving = [block for block in blocks if block in slot_by_block]
+        for block in leaving:  # the hash goes first, because it is what makes a state findable
+            if key := last_key[slot_by_block[block]]:
+                block_named.pop(key, None)
+        return [slot for block in leaving if (slot := slot_by_block.pop(block, -1)) >= 0]
 
     def clear(self) -> None:
         self.hash_to_block_id.clear()
-        self.num_departures += len(self.slot_by_block)
         self.slot_by_block.clear()
 
     def check_integrity(self, kv_hash: Callable[[int], int]) -> None:

@@ -50,7 +50,7 @@ class StepCheckpoints:
             num_available=self._slots.num_available,
             num_free=len(self._slots.free),
         )
-        self._slots.ghosts.add_all(refused, "capacity")
+        self._slots.refuse(refused)
         taken = [certain.get(key) or guessed[key] for key in chosen]
         slots = self._slots.reserve([step.block_at(boundary.position) for step, boundary in taken])
         destinations: dict[int, dict[int, int]] = {}

@@ -54,6 +54,7 @@ def compute_spans(
     num_tokens: int,
     block_size_tokens: int,
     state_ghosts: GhostList,
+    num_lost: int | None = None,
 ) -> tuple[Span, ...]:
     """Why each token of a prompt from its resume point on is computed, in order and without gaps.
 
@@ -67,10 +68,9 @@ def compute_spans(
         num_tokens: tokens of the prompt.
         block_size_tokens: tokens of a block.
         state_ghosts: hashes whose state was evicted, or not taken for want of a slot.
+        num_lost: leading blocks up to the deepest reachable ghost of a state, where the caller knows it.
     """
-    lost = next(
-        (d for d in range(num_reachable, num_resumed, -1) if keys[d - 1] in state_ghosts), num_resumed
-    )
+    lost = state_ghosts.deepest(keys, num_resumed, num_reachable) if num_lost is None else num_lost
     lost_reason: ComputeReason = "state_evicted"
     if lost > num_resumed and state_ghosts.reason(keys[lost - 1]) == "capacity":
         lost_reason = "capacity"

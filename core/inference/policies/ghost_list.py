@@ -10,6 +10,10 @@ class GhostList:
     generations. Once the younger generation has `capacity` keys, it becomes the older one, and the former
     older generation is forgotten at once. Forgetting key by key would cost three times as much as
     remembering.
+
+    Attributes:
+        num_lapses: how often keys were forgotten, a generation at once. What was a ghost is one still, until
+            this number grows or the owner discards the key.
     """
 
     def __init__(self, capacity: int, present: Container[int] = ()) -> None:
@@ -23,6 +27,7 @@ class GhostList:
         self._present = present
         self._young: dict[int, str] = {}
         self._old: dict[int, str] = {}
+        self.num_lapses = 0
 
     def add(self, key: int, reason: str) -> None:
         self.add_all((key,), reason)
@@ -32,19 +37,34 @@ class GhostList:
         for key in keys:
             young[key] = reason
         if len(young) >= self._capacity:
+            self.num_lapses += bool(self._old)
             self._old, self._young = (young if self._capacity else {}), {}
 
-    def discard_all(self, keys: Sequence[int]) -> None:
+    def discard_all(self, keys: Sequence[int]) -> bool:
+        """Forget these keys; returns whether one of them was a ghost."""
+        found = False
         for generation in (self._young, self._old):
             if generation and not generation.keys().isdisjoint(keys):
+                found = True
                 for key in keys:
                     generation.pop(key, None)
+        return found
+
+    def deepest(self, keys: Sequence[int], start: int, stop: int) -> int:
+        """The largest d in (start, stop] whose `keys[d - 1]` is a ghost, or `start` where there is none."""
+        if start >= stop or not (self._young or self._old):
+            return start
+        inside = keys[start:stop][::-1]
+        if self._young.keys().isdisjoint(inside) and self._old.keys().isdisjoint(inside):
+            return start
+        return next((d for d in range(stop, start, -1) if keys[d - 1] in self), start)
 
     def reason(self, key: int) -> str | None:
         """Why the key is gone; None for a key that is no ghost."""
         return None if key in self._present else self._young.get(key) or self._old.get(key)
 
     def clear(self) -> None:
+        self.num_lapses += bool(self._young or self._old)
         self._young.clear()
         self._old.clear()
 

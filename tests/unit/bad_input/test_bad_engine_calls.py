@@ -345,30 +345,22 @@ def test_a_verification_says_how_many_tokens_are_right() -> None:
 # ---- the prefix cache
 
 
-def test_the_cache_unpins_prefixes_and_evicts_numbers(served: Served) -> None:
+def test_the_cache_unpins_prefixes(served: Served) -> None:
     cache = served.context.prefix_cache
     refuse_all("PrefixCache", bad.anything(), cache.unpin, "prefix", served.unchanged)
-    for name in ("num_blocks", "num_states"):
-        refuse_all(
-            "PrefixCache",
-            bad.integer(0),
-            lambda v, name=name: cache.evict(**{name: v}),
-            name,
-            served.unchanged,
-        )
 
 
 def test_more_than_is_cached_is_not_evicted(served: Served) -> None:
     cache = served.context.prefix_cache
-    stats = cache.stats()
+    num_cached = cache.stats().num_cached_kv_blocks
     refuse(
-        "PrefixCache",
-        lambda: cache.evict(num_blocks=stats.num_cached_kv_blocks + 1),
+        "KVBlockAllocator",
+        lambda: cache.kv_blocks.evict_lru_blocks(num_cached + 1),
         "",
         ms.KVBlockCapacityError,
     )
     served.unchanged()
-    refuse("PrefixCache", lambda: cache.evict(num_states=10**30), "", ms.MambaSlotCapacityError)
+    refuse("DurableSlots", lambda: cache.slots.evict(10**30), "", ms.MambaSlotCapacityError)
     served.unchanged()
 
 

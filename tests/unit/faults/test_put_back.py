@@ -35,9 +35,9 @@ FAULTS = {
         "fault_01",
         (
             (
-                CONTEXTS + "prefix_cache.py",
-                "reachable = min(len(blocks), (num_tokens - 1) // size)",
-                "reachable = min(len(blocks), max(0, num_tokens - 2) // size)",
+                CONTEXTS + "prefix_matcher.py",
+                "reachable = min(num_blocks, (num_tokens - 1) // size)",
+                "reachable = min(num_blocks, max(0, num_tokens - 2) // size)",
             ),
         ),
     ),
@@ -69,8 +69,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "if match is None or match.version != self._cache.version:",
-                "if match is None:",
+                "match = self.match(request, match)",
+                "match = match or self.match(request)",
             ),
             (
                 CONTEXTS + "durable_slots.py",
@@ -139,12 +139,10 @@ FAULTS = {
         "fault_09",
         (
             (
-                CONTEXTS + "durable_slots.py",
-                "        self.forget(blocks)\n        if self.reserved:\n",
-                "        if not hashes & self.map.hash_to_block_id.keys():\n"
-                "            return\n"
-                "        self.forget(blocks)\n"
-                "        if self.reserved:\n",
+                CONTEXTS + "mamba_slot_allocator.py",
+                "        self.slots.forget(listed, blocks_leave=True)\n",
+                "        if hashes_to_delete & self.slots.map.hash_to_block_id.keys():\n"
+                "            self.slots.forget(listed, blocks_leave=True)\n",
             ),
         ),
     ),

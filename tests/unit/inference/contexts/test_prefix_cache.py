@@ -68,7 +68,7 @@ def picture(cache, paths=()):
     """Everything a caller can see, to show that a failed call changed nothing."""
     return (
         cache.stats(),
-        cache.version,
+        cache.kv_blocks.tree.clock,
         cache.kv_blocks.references,
         dict(cache.kv_blocks.kv_hash_to_block_id),
         dict(cache.slots.map.slot_by_block),
@@ -122,7 +122,7 @@ def test_a_cache_that_is_off_lends_blocks_and_keeps_nothing():
 def test_a_state_leaves_with_its_block():
     cache = PrefixCache(4, 4, SIZE)
     cache.release(computed(cache, [1, 2, 3, 4], positions=[4]))
-    cache.evict(num_blocks=1)
+    cache.kv_blocks.evict_lru_blocks(1)
     assert cache.stats().num_committed_slots == 0
     assert cache.stats().num_free_slots == 4
     cache.check_integrity([])
@@ -133,19 +133,10 @@ def test_a_block_that_lost_its_state_goes_before_one_that_has_it():
     for tokens in ([1, 2], [3, 4]):
         cache.release(computed(cache, tokens, positions=[2]))
     cache.slots.note_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
-    cache.evict(num_states=1)  # of [3, 4], whose block was used last
-    cache.evict(num_blocks=1)
+    cache.slots.release(cache.slots.evict(1))  # of [3, 4], whose block was used last
+    cache.kv_blocks.evict_lru_blocks(1)
     assert cache.match(chain_of([1, 2, 9]), 3).resume_tokens == 2
     assert cache.match(chain_of([3, 4, 9]), 3).blocks == ()
-
-
-def test_a_number_that_is_refused_evicts_nothing():
-    cache = PrefixCache(4, 4, SIZE)
-    cache.release(computed(cache, [1, 2], positions=[2]))
-    before = picture(cache)
-    with pytest.raises(ValueError, match="num_blocks is -1; accepted"):
-        cache.evict(num_blocks=-1, num_states=1)
-    assert picture(cache) == before
 
 
 def test_after_a_reset_counts_start_at_zero_and_pins_are_gone():
@@ -296,7 +287,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         held = sequence.path if sequence in self.sequences else None
         match = self.cache.match(chain, length, held, resume)
         assert picture(self.cache, self.paths) == before
-        assert match.version == self.cache.version
         blocks = self.known(sequence.salt, sequence.tokens) if sequence.shares else []
         assert list(match.blocks) == blocks
         first, reachable = sequence.num_registered, min(len(blocks), (length - 1) // SIZE)
@@ -520,10 +510,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if num_states > self.num_evictable_states():
             before = picture(self.cache, self.paths)
             with pytest.raises(MambaSlotCapacityError):
-                self.cache.evict(num_states=num_states)
+                self.cache.slots.evict(num_states)
             assert picture(self.cache, self.paths) == before
             return
-        self.cache.evict(num_states=num_states)
+        self.cache.slots.release(self.cache.slots.evict(num_states))
         self.evict_states(num_states)
 
     @rule(num_blocks=st.integers(0, 4))
@@ -531,10 +521,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if num_blocks > len(self.cached()):
             before = picture(self.cache, self.paths)
             with pytest.raises(KVBlockCapacityError):
-                self.cache.evict(num_blocks=num_blocks)
+                self.cache.kv_blocks.evict_lru_blocks(num_blocks)
             assert picture(self.cache, self.paths) == before
             return
-        self.cache.evict(num_blocks=num_blocks)
+        self.cache.kv_blocks.evict_lru_blocks(num_blocks)
         self.expect_evicted_blocks(num_blocks)
 
     @precondition(lambda self: len(self.prefix_of) > 4)

@@ -1,0 +1,313 @@
+"""What an engine was asked, what came back, and what nothing may be left of.
+
+Only public names of an engine are used: a ledger survives any change behind them.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+
+import mambaslots as ms
+
+from .toy_answers import Ask, answer, prompt_log_probs
+
+TOLERANCE = 1e-9
+MOST_STEPS = 2000
+BELONG_TO_REQUESTS = frozenset(
+    {
+        "DynamicInferenceRequest", "TokenStream", "StreamFeed", "RequestResult", "Holding", "CachedPath",
+        "RequestStep", "PrefixMatch", "PinnedPrefix", "GeneratedToken", "StepReport",
+    }
+)  # fmt: skip
+
+
+class LeftWrongError(AssertionError):
+    """An engine is left wrong. `kind` is one of a few words for tables."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request.
+
+    Attributes:
+        ask: what it must answer.
+        salt, prompt_log_probs: as it was asked.
+        stream: its stream; None for a request of `add_request`.
+        arrived: tokens that its stream has returned.
+        resumes_nothing: whether its prompt must be computed in full.
+        mixed: whether the weights changed while it ran: its tokens are then nobody's.
+        may_vanish: whether a call that ends it was interrupted: it may have ended without a result.
+        may_be_cut: whether a call that ends it was made: fewer tokens may come.
+    """
+
+    ask: Ask
+    salt: bytes | None = None
+    prompt_log_probs: bool = False
+    stream: ms.TokenStream | None = None
+    arrived: list[int] = field(default_factory=list)
+    resumes_nothing: bool = False
+    mixed: bool = False
+    may_vanish: bool = False
+    may_be_cut: bool = False
+
+    @property
+    def params(self) -> ms.SamplingParams:
+        ask = self.ask
+        return ms.SamplingParams(
+            num_tokens_to_generate=ask.length, temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p,
+            seed=ask.seed, stop_token_ids=ask.stops, return_log_probs=True,
+            skip_prompt_log_probs=not self.prompt_log_probs,
+        )  # fmt: skip
+
+    def check(self, result: ms.RequestResult) -> None:
+        """Hold a result against the independent answer."""
+        count, expected = len(result.tokens), answer(self.ask)
+        if result.num_prompt_tokens != len(self.ask.prompt):
+            raise LeftWrongError("answer", f"a result of another prompt: {result}")
+        if self.resumes_nothing and result.num_resumed_tokens:
+            raise LeftWrongError("stale", f"{result.num_resumed_tokens} tokens resumed of what was forgotten")
+        cut = result.finish_reason in ("cancelled", "invalid_logits")
+        if cut and not self.may_be_cut:
+            raise LeftWrongError("answer", f"the answer ended as {result.finish_reason}")
+        if self.mixed:
+            return
+        if not cut and result.finish_reason != expected.finish_reason:
+            raise LeftWrongError(
+                "answer", f"ended as {result.finish_reason}, not as {expected.finish_reason}"
+            )
+        if tuple(result.tokens) != (expected.tokens[:count] if cut else expected.tokens):
+            raise LeftWrongError("answer", f"{result.tokens}, not {expected.tokens}")
+        if not _close(result.log_probs, expected.log_probs[:count]):
+            raise LeftWrongError("answer", f"log-probs {result.log_probs}, not {expected.log_probs[:count]}")
+        if not cut and result.num_resumed_tokens + sum(result.computed_by_reason.values()) != len(
+            self.ask.prompt
+        ):
+            raise LeftWrongError("answer", f"prompt tokens are not accounted for: {result}")
+        if self.prompt_log_probs and not cut:
+            wanted = prompt_log_probs(self.ask.prompt, self.ask.version)
+            if not _close(result.prompt_log_probs, wanted):
+                raise LeftWrongError("answer", f"prompt log-probs {result.prompt_log_probs}, not {wanted}")
+
+
+def _close(found: list[float] | None, wanted: tuple[float, ...]) -> bool:
+    return (
+        found is not None
+        and len(found) == len(wanted)
+        and all(abs(a - b) <= TOLERANCE for a, b in zip(found, wanted, strict=True))
+    )
+
+
+class Ledger:
+    """Requests under way by id, and pins."""
+
+    def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self.entries: dict[int, Entry] = {}
+        self.strays: list[Entry] = []  # asked in calls that were interrupted: nobody has an id
+        self.pins: list[ms.PinnedPrefix] = []
+        self.num_results = 0
+        self.num_steps = 0
+
+    # ---- asking
+
+    def add(self, entry: Entry, plan: ms.CheckpointPlan | None = None) -> int:
+        self.strays.append(entry)
+        request_id = self.engine.add_request(
+            entry.ask.prompt, entry.params, cache_salt=entry.salt, checkpoint_plan=plan
+        )
+        self.strays.remove(entry)
+        self.entries[request_id] = entry
+        return request_id
+
+    def stream(self, entry: Entry, plan: ms.CheckpointPlan | None = None) -> int:
+        self.strays.append(entry)
+        entry.stream = self.engine.stream(
+            entry.ask.prompt, entry.params, cache_salt=entry.salt, checkpoint_plan=plan
+        )
+        self.strays.remove(entry)
+        self.entries[entry.stream.request_id] = entry
+        return entry.stream.request_id
+
+    def generate(self, entries: list[Entry]) -> None:
+        """Serve entries at once, and check them."""
+        self.strays += entries
+        results = self.engine.generate(
+            [entry.ask.prompt for entry in entries],
+            [entry.params for entry in entries],
+            cache_salt=[entry.salt for entry in entries],
+        )
+        for entry, result in zip(entries, results, strict=True):
+            self.strays.remove(entry)
+            self.num_results += 1
+            entry.check(result)
+
+    # ---- serving
+
+    def step(self) -> None:
+        self.num_steps += 1
+        for result in self.engine.step().finished:
+            self.take(result)
+
+    def take(self, result: ms.RequestResult) -> None:
+        """Check a result that an engine has handed out."""
+        self.num_results += 1
+        entry = self.entries.get(result.request_id)
+        if entry is None:
+            self._take_stray(result)
+        elif entry.stream is None:
+            del self.entries[result.request_id]
+            entry.check(result)
+        else:  # the stream has it, too
+            entry.check(result)
+
+    def _take_stray(self, result: ms.RequestResult) -> None:
+        for entry in self.strays:
+            if len(entry.ask.prompt) == result.num_prompt_tokens:
+                entry.may_be_cut = True
+                entry.check(result)
+                return
+        raise LeftWrongError("answer", f"the result of a request that nobody asked: {result}")
+
+    def read(self, request_id: int, count: int | None = None) -> None:
+        """Read tokens of a stream; all for None."""
+        entry = self.entries[request_id]
+        assert entry.stream is not None
+        for token in islice(entry.stream, count):
+            entry.arrived.append(token.token)
+        self.see_stream(request_id)
+
+    def see_stream(self, request_id: int) -> None:
+        """Check what a stream has returned so far, and take its result once it has one."""
+        entry = self.entries[request_id]
+        assert entry.stream is not None
+        expected, arrived = answer(entry.ask).tokens, tuple(entry.arrived)
+        if not entry.mixed and arrived != expected[: len(arrived)]:
+            raise LeftWrongError("answer", f"a stream returned {arrived}, not {expected}")
+        result = entry.stream.result
+        if result is not None and arrived == tuple(result.tokens):
+            entry.check(result)
+            self.num_results += 1
+            self.forget(request_id)
+
+    def forget(self, request_id: int) -> None:
+        self.entries.pop(request_id).stream = None
+
+    def cancel(self, request_id: int) -> None:
+        """Cancel a request. A second call, behind an interrupted one, may find that it has ended."""
+        entry = self.entries[request_id]
+        again, entry.may_vanish, entry.may_be_cut = entry.may_vanish, True, True
+        try:
+            result = self.engine.cancel(request_id)
+        except ValueError:
+            if not again:
+                raise
+            return
+        entry.check(result)
+        self.num_results += 1
+        self.forget(request_id)
+
+    def close(self, request_id: int) -> None:
+        entry = self.entries[request_id]
+        entry.may_vanish = entry.may_be_cut = True
+        assert entry.stream is not None
+        entry.stream.close()
+        self.forget(request_id)
+
+    def finish(self) -> None:
+        """Step until nobody waits, and check that each request has its result."""
+        for _ in self.steps():
+            self.check_integrity()
+        for request_id, entry in list(self.entries.items()):
+            if entry.stream is not None:
+                self.read(request_id)
+            else:
+                self.claim(request_id)
+            if request_id in self.entries:
+                if not entry.may_vanish:
+                    raise LeftWrongError("lost", f"request {request_id} has no result")
+                self.forget(request_id)
+        self.strays.clear()
+
+    def claim(self, request_id: int) -> None:
+        """Take the result of a request that ended in steps of others, if it has ended."""
+        result = self.engine.take_result(request_id)
+        if result is not None:
+            self.take(result)
+
+    def steps(self) -> Iterator[None]:
+        before = self.num_steps
+        while self.engine.has_unfinished_requests():
+            if self.num_steps - before > MOST_STEPS:
+                raise LeftWrongError("hang", f"not finished after {MOST_STEPS} steps")
+            self.step()
+            yield
+
+    def unpin_all(self, may_be_unpinned: bool = False) -> None:
+        """`may_be_unpinned`: whether a call that unpins was interrupted."""
+        for pin in self.pins:
+            with suppress(ValueError) if may_be_unpinned else nullcontext():
+                self.engine.unpin(pin)
+        self.pins.clear()
+        for pin in list(getattr(self.engine, "pins", list)()):  # of interrupted calls: nobody has these
+            self.engine.unpin(pin)
+
+    def forget_all(self) -> None:
+        """The engine was reset."""
+        for request_id in list(self.entries):
+            self.forget(request_id)
+        self.strays.clear()
+        self.pins.clear()
+
+    # ---- looking
+
+    def check_integrity(self) -> None:
+        try:
+            self.engine.check_integrity()
+        except AssertionError as error:
+            raise LeftWrongError("integrity", str(error)) from None
+
+    def check_idle(self) -> None:
+        """Nothing is held: no block, slot, row or request."""
+        engine, stats, context = self.engine, self.engine.stats(), self.engine.context
+        self.check_integrity()
+        metadata, slots = context.mamba_metadata, context.mamba_slot_allocator
+        left = {
+            "requests": len(engine._requests),
+            "running requests": stats.num_running,
+            "waiting requests": stats.num_waiting,
+            "paused requests": stats.num_paused,
+            "rows": len(context.requests),
+            "live slots": metadata.num_live_slots - metadata.free_count,
+            "KV blocks": stats.cache.num_held_kv_blocks,
+            "reserved slots": stats.cache.num_reserved_slots,
+            "slot pins": len(slots.pins) if slots is not None else 0,
+        }
+        if any(left.values()):
+            raise LeftWrongError(
+                "leak", ", ".join(f"{count} {name}" for name, count in left.items() if count)
+            )
+
+
+def objects() -> Counter[str]:
+    """How many objects there are of each type that belongs to requests. Collects garbage first."""
+    gc.collect()
+    kinds = (type(thing) for thing in gc.get_objects())
+    return Counter(
+        kind.__name__
+        for kind in kinds
+        if kind.__name__ in BELONG_TO_REQUESTS and kind.__module__.startswith("mambaslots")
+    )
+
+
+def check_objects(before: Counter[str]) -> None:
+    """No more objects than before are left."""
+    growth = objects() - before
+    if growth:
+        raise LeftWrongError("leak", ", ".join(f"{count} {name}" for name, count in growth.items()))

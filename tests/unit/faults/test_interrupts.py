@@ -1,0 +1,123 @@
+"""Whatever happens at whatever line of a public call: no token is wrong or lost, and nothing is left.
+
+`make test` tries some lines of each call, `make test-long` all of them; `python -m
+tests.oracle.interrupt_report` prints what came of it.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from oracle.calls import CALLS, Stage
+from oracle.interrupts import (
+    DROPS,
+    ERRORS,
+    Choice,
+    Tally,
+    drop_in_call,
+    every,
+    interrupt_call,
+    some,
+)
+from oracle.ledger import check_objects, objects
+from oracle.places import Allocations, Lines, monitored
+
+NAMES = [name for name, call in CALLS.items() if not call.absent]
+ALL = "every place"
+extents = pytest.mark.parametrize("extent", ["some places", pytest.param(ALL, marks=pytest.mark.long)])
+names = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def lines() -> Iterator[Callable[[], Lines]]:
+    with monitored() as new_lines:
+        yield new_lines
+
+
+def assert_right(tally: Tally) -> None:
+    """Something happened, and afterwards all was right."""
+    print(f"{tally.num_places} places, {dict(tally.outcomes)}")
+    assert tally.outcomes["right"], "nothing happened anywhere"
+    assert not tally.num_wrong, f"{dict(tally.outcomes)}: {tally.examples}"
+
+
+def chosen(extent: str, count: int, number: int = 0, ways: int = 1) -> Choice:
+    """Of a test that goes through so many `ways`, which places the way with this number takes."""
+    return every(ways, 1 + number) if extent == ALL else some(count, 3 + 17 * number)
+
+
+@extents
+@names
+def test_an_exception_at_any_line_leaves_nothing_wrong(
+    name: str, extent: str, lines: Callable[[], Lines]
+) -> None:
+    tally = Tally()
+    ways = [(KeyboardInterrupt, True), (KeyboardInterrupt, False), (MemoryError, True)]
+    for number, (error, again) in enumerate(ways):
+        choice = chosen(extent, 2, number)
+        tally.add_all(interrupt_call(CALLS[name], error, lines, choice, again=again))
+    assert_right(tally)
+
+
+@pytest.mark.long
+@names
+def test_an_alarm_at_any_line_leaves_nothing_wrong(name: str, lines: Callable[[], Lines]) -> None:
+    """Its exception is one that `except Exception` catches."""
+    assert_right(interrupt_call(CALLS[name], ERRORS["AlarmError"], lines, every(3), again=True))
+
+
+@extents
+@names
+def test_an_exception_while_another_one_is_handled_leaves_nothing_wrong(
+    name: str, extent: str, lines: Callable[[], Lines]
+) -> None:
+    tally, call = Tally(), CALLS[name]
+    for number, then in enumerate((1, 4, 11, 35, 120) if extent == ALL else (9,)):
+        choice = every(10, 1 + 2 * number) if extent == ALL else some(2, 40)
+        tally.add_all(interrupt_call(call, KeyboardInterrupt, lines, choice, again=True, then=then))
+    assert_right(tally)
+
+
+@extents
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@names
+def test_a_stream_that_goes_at_any_line_leaves_nothing(
+    name: str, policy: str, extent: str, lines: Callable[[], Lines]
+) -> None:
+    tally, ways = Tally(), list(DROPS.values())
+    if extent != ALL:  # one way for each call and policy
+        ways = [ways[(NAMES.index(name) + len(policy)) % len(ways)]]
+    for number, drop in enumerate(ways):
+        choice = chosen(extent, 1, number, len(ways))
+        tally.add_all(drop_in_call(CALLS[name], drop, lines, choice, policy))
+    assert_right(tally)
+
+
+@extents
+@pytest.mark.parametrize("name", [*(n for n in NAMES if n.startswith("step")), "suspend", "resume", "reset"])
+def test_memory_that_runs_out_at_any_allocation_leaves_nothing_wrong(name: str, extent: str) -> None:
+    tally = Tally()
+    with monitored():
+        for number, error in enumerate((torch.OutOfMemoryError, MemoryError)):
+            choice = every() if extent == ALL else some(2, 1 + number)
+            tally.add_all(interrupt_call(CALLS[name], error, Allocations, choice, again=bool(number)))
+    if tally.num_places:
+        assert_right(tally)
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing() -> None:
+    with monitored():
+        counted, before = Allocations(), objects()
+        with counted.watched():
+            Stage()
+        for number in range(1, counted.num_passed + 1):
+            places = Allocations()
+            places.actions[number] = out_of_memory
+            with pytest.raises(torch.OutOfMemoryError), places.watched():
+                Stage()
+        check_objects(before)
+        assert counted.num_passed
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("at an allocation")
