@@ -36,27 +36,24 @@ class Admission:
         self._rows = rows
         self._states = states
 
-    def match(self, request: DynamicInferenceRequest, known: PrefixMatch | None = None) -> PrefixMatch:
-        """What is cached of a request's tokens; changes only the request's hash chain.
-
-        `known`: an earlier match of the request, from which the new one continues.
-        """
+    def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
+        """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
         path = request.holding.path if request.holding is not None else None
         if self._config.enable_prefix_caching and (path is None or path.shares):
             request.hashes.extend_to(request.tokens)
         resume = not request.sampling.returns_prompt_log_probs
-        return self._cache.match(request.hashes, len(request.tokens), path, resume, known)
+        num_tokens = len(request.tokens)
+        request.match = self._cache.match(request.hashes, num_tokens, path, resume, request.match)
+        return request.match
 
-    def schedule(
-        self, request: DynamicInferenceRequest, token_budget: int, match: PrefixMatch | None
-    ) -> RequestStep | None:
+    def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
         """The request's next step of at most `token_budget` tokens; None where blocks or tokens are short."""
         holding = request.holding
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
         if holding is None and not self._rows.num_free:
             raise RequestOverflowError(self._rows.num_rows + 1, self._rows.num_rows)
-        match = self.match(request, match)
+        match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
         ahead = match.resume_tokens > num_computed
         start = match.resume_tokens if ahead else num_computed

@@ -136,9 +136,7 @@ class DynamicInferenceContext:
         self._check_request(request)
         return self._admission.match(request)
 
-    def schedule(
-        self, request: DynamicInferenceRequest, token_budget: int, match: PrefixMatch | None = None
-    ) -> RequestStep | None:
+    def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
         """Give a request what its next step needs.
 
         A request without a row is admitted: it gets a row, live slots and references to the KV blocks that it
@@ -148,7 +146,6 @@ class DynamicInferenceContext:
         Args:
             request: one that waits, or holds a row of this context.
             token_budget: maximum number of tokens of the step.
-            match: a result of `match`, which saves matching again as long as the cache has not changed.
 
         Returns:
             The step; None, with nothing changed, where too few KV blocks or tokens are left.
@@ -159,11 +156,9 @@ class DynamicInferenceContext:
         self._check_between_steps("schedule")
         self._check_request(request)
         token_budget = integer("token_budget", token_budget, 0)
-        if match is not None:
-            instance("match", match, PrefixMatch)
         waits = request.holding is None
         try:
-            return self._admission.schedule(request, token_budget, match)
+            return self._admission.schedule(request, token_budget)
         except BaseException:
             if waits:
                 self.release(request)

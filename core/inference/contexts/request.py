@@ -10,6 +10,7 @@ from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import TokenLedger
 from ..policies.prefix_hash import PrefixHashChain
 from .holding import Holding
+from .prefix_match import PrefixMatch
 
 
 class GeneratedToken(NamedTuple):
@@ -36,6 +37,7 @@ class DynamicInferenceRequest:
         holding: None while the request waits.
         ledger: how many prompt tokens were resumed, computed (by reason) and recomputed.
         num_counted: leading tokens that the ledger has counted, also before a restart.
+        match: what was cached of the tokens when that was last asked; `Admission` writes it.
         owned: whether somebody who holds the request takes its result: a stream, or a call of `generate`.
         result: the result; None until the request has ended. The engine writes it.
         num_overtaken: later requests that were admitted while this one waited for memory or for a state; the
@@ -57,6 +59,7 @@ class DynamicInferenceRequest:
     holding: Holding | None = None
     ledger: TokenLedger = field(default_factory=TokenLedger)
     num_counted: int = 0
+    match: PrefixMatch | None = None
     owned: bool = False
     result: RequestResult | None = None
     num_overtaken: int = 0

@@ -152,7 +152,7 @@ class Scheduler:
             match = self._context.match(request)
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
-                step = self._context.schedule(request, budget, match)
+                step = self._context.schedule(request, budget)
             if step is None:
                 passed.append(request)
                 if self._holds_up_others(request) or len(passed) == limit + _MAX_PASSED:
