@@ -141,7 +141,6 @@ class Bench:
         turn = 10 if num > 20 else 1
         times: tuple[list[float], list[float]] = [], []
         at_least = False
-        gc.collect()
         gc.disable()
         self.start_budget()
         try:

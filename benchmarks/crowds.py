@@ -36,6 +36,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,12 +67,12 @@ def measured(case: Case, bench: Bench) -> Iterator[Row]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this script is in."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=7"], cwd=Path(__file__).parent,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip() or None
+    """The last commit of the package that is measured; None outside a checkout."""
+    core = Path(__file__).parents[1] / "core"
+    git = partial(subprocess.run, cwd=core, capture_output=True, text=True, check=False)
+    changed = git(["git", "status", "--porcelain", "."]).stdout
+    found = git(["git", "log", "-1", "--format=%h", "."]).stdout.strip()
+    return found + " and changes" * bool(changed) if found else None
 
 
 def main() -> int:
@@ -85,7 +86,8 @@ def main() -> int:
         parser.error(f"--repeats is {arguments.repeats}; accepted: 1 to {MOST_REPEATS}")
     torch.set_num_threads(1)
     bench = Bench(QUICK if arguments.quick else Sizes(), arguments.repeats, arguments.budget)
-    print(f"median ms of CPU time, {arguments.repeats} repeats, fewer of long calls; commit {commit()}\n")
+    revision = commit()
+    print(f"median ms of CPU time, {arguments.repeats} repeats, fewer of long calls; core at {revision}\n")
     print(HEADER)
     report = []
     for case in arguments.cases:
@@ -96,7 +98,7 @@ def main() -> int:
         figures = {
             "benchmark": "crowds",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
+            "commit": revision,
             "machine": {
                 "platform": platform.platform(),
                 "processor": processor(),
