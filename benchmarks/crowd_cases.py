@@ -181,8 +181,8 @@ def launches(bench: Bench) -> Iterator[Row]:
         yield Row(name, None, None, 20, "launches", note="not measured: no GPU")
         return
     wide = Sizes(logits=(64, bench.sizes.logits[1]), candidates=bench.sizes.candidates)
-    kinds = ({}, {"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9})
-    params = [ms.SamplingParams(seed=row, **kinds[row % 4]) for row in range(64)]  # type: ignore[arg-type]
+    kinds: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9})
+    params = [ms.SamplingParams(seed=row, **kinds[row % 4]) for row in range(64)]
     flat_rows = torch.arange(64)[:, None] % 8 < 4
     logits = torch.where(flat_rows, random_logits(wide, False) / 10, random_logits(wide, True)).cuda()
     counts = [num_kernels(logits[:rows], params[:rows]) for rows in (8, 64)]
