@@ -12,7 +12,8 @@ RANKS := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone -
 QUICK := not gpu and not long
 LONG := not gpu
 IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
-BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py specialisation.py),$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py specialisation.py \
+  crowd_rows.py crowd_engines.py crowd_cases.py),$(wildcard benchmarks/*.py))
 
 .PHONY: demo test test-ranks test-long test-gpus lint bench clean
 
