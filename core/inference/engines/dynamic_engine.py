@@ -40,7 +40,7 @@ from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
 from .model_runner import ModelRunner
-from .sampling import sample_step
+from .sampling import request_seed, sample_step
 from .scheduler import Scheduler
 from .step_transaction import EngineState, StepUndo
 from .token_stream import GeneratedToken, StreamFeed, TokenStream
@@ -144,13 +144,15 @@ class DynamicInferenceEngine:
         plan = checked_plan(checkpoint_plan, config)
         salt = salt_bytes("cache_salt", cache_salt)
         check_length(len(tokens), sampling, config, kv.total_count * config.block_size_tokens)
+        request_id = next(self._new_ids)
         request = DynamicInferenceRequest(
-            request_id=next(self._new_ids),
+            request_id=request_id,
             prompt_tokens=tokens,
             sampling=sampling,
             plan=plan,
             hashes=PrefixHashChain(config.block_size_tokens, salt),
             arrival_s=time.perf_counter(),
+            seed=request_seed(sampling, config.seed, request_id),
         )
         self._requests[request.request_id] = request
         self._scheduler.add(request)
