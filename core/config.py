@@ -4,7 +4,17 @@ from dataclasses import dataclass, field
 
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.slot_eviction import EVICTION_POLICIES
-from .validation import INT32_MAX, boolean, instance, integer, one_of, optional_integer, real, set_field
+from .validation import (
+    INT32_MAX,
+    INT64_MAX,
+    boolean,
+    instance,
+    integer,
+    one_of,
+    optional_integer,
+    real,
+    set_field,
+)
 
 NO_CACHE = "enable_prefix_caching=False"
 MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
@@ -40,6 +50,8 @@ class InferenceConfig:
         poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
             nobody may read are filled with NaN, and a step whose logits are NaN raises RuntimeError. Costs a
             pass over the free memory and a synchronisation per step; works with CUDA graphs.
+        seed: seed of the random numbers of requests without a seed of their own, from 0 to 2**63 - 1. Two
+            engines with the same seed and the same order of requests give the same answers.
     """
 
     block_size_tokens: int = 256
@@ -60,6 +72,7 @@ class InferenceConfig:
     num_speculative_tokens: int = 0
     max_overtaking_requests: int = 64
     poison_free_memory: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
@@ -86,6 +99,7 @@ class InferenceConfig:
         overtaking = integer("max_overtaking_requests", self.max_overtaking_requests, 1, INT32_MAX)
         set_field(self, "max_overtaking_requests", overtaking)
         boolean("poison_free_memory", self.poison_free_memory)
+        set_field(self, "seed", integer("seed", self.seed, 0, INT64_MAX))
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 

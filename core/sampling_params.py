@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .validation import INT32_MAX, boolean, integer, integers, optional_integer, real, set_field
+from .validation import INT32_MAX, INT64_MAX, boolean, integer, integers, optional_integer, real, set_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +13,11 @@ class SamplingParams:
         num_tokens_to_generate: maximum number of tokens to generate, >= 1.
         temperature: divides the logits; 0 or None is greedy (None with top_k or top_p means 1).
         top_k: keep the k most likely tokens; None or 0 keeps all.
-        top_p: keep the smallest set of most likely tokens whose probability reaches p; None keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p; None keeps all. Of
+            equally likely tokens, top_k and top_p keep those with the lowest ids.
         seed: seed of this request's random numbers. Token i depends on the seed, on i and on the distribution
-            only; the batch, pauses and restarts change nothing.
+            only; the batch, pauses and restarts change nothing. None makes a seed of `InferenceConfig.seed`
+            and the request id, so requests without a seed differ from one another.
         termination_id: token that ends the answer, as its last token; None or -1 for no such token.
         stop_token_ids: more tokens that end the answer.
         return_log_probs: return one log-prob per generated token, under the model's own distribution (before
@@ -28,7 +30,7 @@ class SamplingParams:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    seed: int = 0
+    seed: int | None = None
     termination_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     return_log_probs: bool = False
@@ -44,7 +46,7 @@ class SamplingParams:
             set_field(self, "top_p", real("top_p", self.top_p, 0.0, 1.0))
             if self.top_p == 0.0:
                 raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
-        set_field(self, "seed", integer("seed", self.seed, 0, (1 << 63) - 1))
+        set_field(self, "seed", optional_integer("seed", self.seed, 0, INT64_MAX))
         set_field(self, "termination_id", optional_integer("termination_id", self.termination_id, -1))
         set_field(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
         boolean("return_log_probs", self.return_log_probs)

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 INT32_MAX = 2**31 - 1
 """Largest number of blocks, slots, rows or tokens: hosts and kernels index with int32 tensors."""
+INT64_MAX = 2**63 - 1
 LONGEST_TIMEOUT_S = 1e6
 """Twelve days. No timer overflows at this timeout."""
 

@@ -28,6 +28,7 @@ class DynamicInferenceRequest:
     methods below write the others.
 
     Attributes:
+        seed: seed of the request's random numbers.
         hashes: hashes of the whole blocks of `tokens`; the chain is extended when a hash is needed.
         tokens: the prompt, then the answer.
         log_probs: log-probs of the generated tokens; empty unless asked for.
@@ -52,6 +53,7 @@ class DynamicInferenceRequest:
     plan: CheckpointPlan
     hashes: PrefixHashChain
     arrival_s: float
+    seed: int = 0
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float | None] = field(default_factory=list)

@@ -45,7 +45,7 @@ from .memory_poison import MemoryPoison
 from .model import Model
 from .model_runner import ModelRunner
 from .recovery import EngineState
-from .sampling import sample_step
+from .sampling import request_seed, sample_step
 from .scheduler import Scheduler
 from .token_stream import Lease, TokenStream
 
@@ -193,13 +193,15 @@ class DynamicInferenceEngine:
         plan = checked_plan(checkpoint_plan, config)
         salt = salt_bytes("cache_salt", cache_salt)
         check_length(len(tokens), sampling, config, kv.total_count * config.block_size_tokens)
+        request_id = next(self._new_ids)
         request = DynamicInferenceRequest(
-            request_id=next(self._new_ids),
+            request_id=request_id,
             prompt_tokens=tokens,
             sampling=sampling,
             plan=plan,
             hashes=PrefixHashChain(config.block_size_tokens, salt),
             arrival_s=time.perf_counter(),
+            seed=request_seed(sampling, config.seed, request_id),
             owned=owned,
         )
         if config.enable_prefix_caching:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,13 +13,19 @@ from ...sampling_params import SamplingParams
 from ...validation import described, holds_data, integers, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from ..contexts.request_step import RequestStep
+from ..kernels import token_draws
+from ..kernels.token_draws import WHOLE, TokenDraw
 from .acceptance import accepted_tokens
-
-_WHOLE = 1 << 53
 
 
 class SampledStep:
-    """The new tokens of a step, on the device of the logits; perhaps not computed yet."""
+    """The new tokens of a step, on the device of the logits; perhaps not computed yet.
+
+    Attributes:
+        invalid: ids of the requests that get no token, ascending; known once `wait` has returned. The largest
+            logit of a row that such a request needs in this step is NaN or infinite. Logits of -inf beside a
+            finite one are valid: they forbid tokens.
+    """
 
     def __init__(
         self, sampled: "list[_Sampled]", prompts: "list[_PromptPart]", columns: list[Tensor]
@@ -28,9 +34,11 @@ class SampledStep:
         Args:
             sampled: the requests that get new tokens.
             prompts: the requests that get prompt log-probs.
-            columns: the log-probs of each entry of `prompts`; then, if `sampled` is not empty, the drawn
-                tokens; then their log-probs, if a request returns log-probs.
+            columns: for each entry of `prompts` the log-probs, and the largest logits of the request's rows.
+                Then, if `sampled` is not empty, the drawn tokens and the largest logits of their rows. Then
+                the tokens' log-probs, if a request returns log-probs.
         """
+        self.invalid: tuple[int, ...] = ()
         self._sampled = sampled
         self._prompts = prompts
         self._columns = columns
@@ -41,19 +49,24 @@ class SampledStep:
         tokens = self.wait().get(request_id)
         return None if tokens is None else len(tokens)
 
-    @property
-    def invalid(self) -> tuple[int, ...]:
-        return ()
-
     def is_valid(self, request_id: int) -> bool:
-        return True
+        """Whether a request has no invalid logits in this step.
+
+        Waits as `wait` does, unless the step has no logits of the request.
+        """
+        requests = [part.request for part in self._prompts] + [part.request for part in self._sampled]
+        if self._tokens is None and not any(request.request_id == request_id for request in requests):
+            return True
+        self.wait()
+        return request_id not in self.invalid
 
     def wait(self) -> dict[int, tuple[GeneratedToken, ...]]:
         """Append the new tokens to their requests, and return them by request id.
 
         The first call waits until the tokens are computed and copied to the CPU, in one copy. The call waits
         for nothing where the step returns no tokens and no log-probs. Later calls return the same tokens and
-        append nothing. When the call raises, no request has a new token.
+        append nothing. When the call raises, no request has a new token. Requests with invalid logits are not
+        changed.
         """
         if self._tokens is None:
             self._tokens = self._read()
@@ -61,24 +74,37 @@ class SampledStep:
 
     def _read(self) -> dict[int, tuple[GeneratedToken, ...]]:
         numbers = iter(_read(self._columns))
+        invalid: set[int] = set()
+        prompt_log_probs = []
         for part in self._prompts:
-            part.request.set_prompt_log_probs(part.positions, next(numbers))
-        if not self._sampled:
-            return {}
-        drawn = [int(token) for token in next(numbers)]
+            prompt_log_probs.append(next(numbers))
+            if not all(map(math.isfinite, next(numbers))):
+                invalid.add(part.request.request_id)
+        drawn = [int(token) for token in next(numbers, ())]
+        largest = next(numbers, ())
         no_log_probs: Sequence[float | None] = [None] * len(drawn)
         log_probs = next(numbers, no_log_probs)
-        now_s = time.perf_counter()
-        generated: dict[int, tuple[GeneratedToken, ...]] = {}
+        answers: list[tuple[DynamicInferenceRequest, list[int], Sequence[float | None]]] = []
         first = 0
         for request, drafts in self._sampled:
             stop = first + 1 + len(drafts)
             tokens = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops)
+            reached = slice(first, first + len(tokens))  # rows behind the first wrong draft mean nothing
+            if not all(map(math.isfinite, largest[reached])):
+                invalid.add(request.request_id)
             values = log_probs if request.sampling.return_log_probs else no_log_probs
-            own = values[first : first + len(tokens)]
-            generated[request.request_id] = tuple(map(GeneratedToken, tokens, own))
-            request.append(tokens, own, now_s)
+            answers.append((request, tokens, values[reached]))
             first = stop
+        for part, own in zip(self._prompts, prompt_log_probs, strict=True):
+            if part.request.request_id not in invalid:
+                part.request.set_prompt_log_probs(part.positions, own)
+        now_s = time.perf_counter()
+        generated: dict[int, tuple[GeneratedToken, ...]] = {}
+        for request, tokens, values in answers:
+            if request.request_id not in invalid:
+                generated[request.request_id] = tuple(map(GeneratedToken, tokens, values))
+                request.append(tokens, values, now_s)
+        self.invalid = tuple(sorted(invalid))
         return generated
 
 
@@ -109,6 +135,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
     sampled: list[_Sampled] = []
     params: list[SamplingParams] = []
     positions: list[int] = []
+    seeds: list[int] = []
     prompts: list[_PromptPart] = []
     columns: list[Tensor] = []
     first = 0
@@ -118,7 +145,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
         if request.sampling.returns_prompt_log_probs:
             part, log_probs = _prompt_log_probs(step, logits[first : first + num_logits])
             prompts.append(_PromptPart(request, part))
-            columns.append(log_probs)
+            columns += [log_probs, logits[first : first + num_logits].amax(dim=-1)]
         first += num_logits
         if step.completes:
             sampled.append(_Sampled(request, step.drafts))
@@ -126,12 +153,13 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
             rows += range(first - num_tokens, first)
             params += [request.sampling] * num_tokens
             positions += range(request.num_generated, request.num_generated + num_tokens)
+            seeds += [request.seed] * num_tokens
     if sampled:
         chosen = logits
         if rows != list(range(len(logits))):
-            chosen = logits.index_select(0, _on_device(torch.tensor(rows), logits.device))
-        tokens = sample(chosen, params, positions)
-        columns.append(tokens)
+            chosen = logits.index_select(0, _on_device(torch.tensor(rows, device="cpu"), logits.device))
+        tokens, largest = _choose(chosen, params, positions, seeds)
+        columns += [tokens, largest]
         if any(request.sampling.return_log_probs for request, _ in sampled):
             columns.append(log_softmax(chosen).gather(1, tokens[:, None])[:, 0])
     return SampledStep(sampled, prompts, columns)
@@ -141,7 +169,9 @@ def _prompt_log_probs(step: RequestStep, logits: Tensor) -> tuple[slice, Tensor]
     """The positions in the request's list, and the log-probs: the logits at p belong to token p + 1."""
     prompt = step.request.prompt_tokens
     start, stop = step.logit_positions.start, min(step.logit_positions.stop, len(prompt) - 1)
-    following = _on_device(torch.tensor(prompt[start + 1 : stop + 1], dtype=torch.int64), logits.device)
+    following = _on_device(
+        torch.tensor(prompt[start + 1 : stop + 1], dtype=torch.int64, device="cpu"), logits.device
+    )
     log_probs = log_softmax(logits[: len(following)]).gather(1, following[:, None])[:, 0]
     return slice(start, start + len(following)), log_probs
 
@@ -151,20 +181,30 @@ def log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Choose one token for each row of logits. Does not synchronise.
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    seeds: Sequence[int] | None = None,
+) -> Tensor:
+    """Choose one token for each row of logits. Does not synchronise where triton is installed.
+
+    The number of torch operations does not depend on the number of rows beyond a bound. On a GPU there are at
+    most 6 launches; a row costs passes over the row there, and is never sorted. On a CPU a row with `top_p`
+    is sorted whole only where about a thousand of its most likely tokens do not reach `top_p`.
 
     Args:
         logits: [rows, vocabulary], floating point.
         params: the settings of each row.
         positions: how many tokens the request of each row has generated so far. The random number of a
             request's n-th token depends on the request's seed and on n alone.
+        seeds: the seed of each row; None for the seeds of `params`, where None counts as 0.
 
     Returns:
-        [rows] int64 on the device of the logits.
+        [rows] int64 on the device of the logits. A row whose largest logit is not finite gets any id.
 
     Raises:
-        ValueError: an argument is of another type, or the three differ in length.
+        ValueError: an argument is of another type, or the arguments differ in length.
     """
     if (
         not isinstance(logits, Tensor)
@@ -176,59 +216,66 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
         raise ValueError(f"params is {shown(params)}; accepted: a list of SamplingParams")
     positions = integers("positions", positions, 0)
-    if not len(params) == len(positions) == logits.shape[0]:
+    seeds = [param.seed or 0 for param in params] if seeds is None else integers("seeds", seeds, 0)
+    if not len(params) == len(positions) == len(seeds) == logits.shape[0]:
         raise ValueError(
-            f"logits has {logits.shape[0]} rows, params {len(params)} entries and positions "
-            f"{len(positions)}; accepted: equally many"
+            f"logits has {logits.shape[0]} rows, params {len(params)} entries, positions {len(positions)} "
+            f"and seeds {len(seeds)}; accepted: equally many"
         )
-    tokens = logits.argmax(dim=-1)
-    drawn = [row for row, param in enumerate(params) if not param.greedy]
-    if drawn:
-        numbers = [_uniform(params[row].seed, positions[row]) for row in drawn]
-        uniforms = _on_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
-        for row, uniform in zip(drawn, uniforms, strict=True):
-            tokens[row] = _draw(token_distribution(logits[row], params[row]), uniform)
-    return tokens
+    return _choose(logits, params, positions, seeds)[0]
 
 
-def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [vocabulary] after temperature, then top-k, then top-p. Does not synchronise."""
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    smallest = torch.finfo(scores.dtype).tiny  # a temperature that rounds to 0 would turn ties into NaN
-    temperature = 1.0 if params.temperature is None else max(params.temperature, smallest)
-    scores = (scores - scores.max()) / temperature
-    if params.top_k and params.top_k < scores.numel():
-        top = torch.topk(scores, params.top_k).indices
-        scores = torch.full_like(scores, float("-inf")).index_copy(0, top, scores[top])
-    probabilities = torch.softmax(scores, dim=-1)
-    if params.top_p is not None and params.top_p < 1.0:
-        descending, order = torch.sort(probabilities, descending=True, stable=True)
-        parts = _in_parts(descending)
-        # A token stays if the tokens before it add up to less than top_p. So the first token always stays.
-        stays = parts.cumsum(0) - parts < math.ceil(params.top_p * _WHOLE)
-        probabilities = torch.zeros_like(probabilities).index_copy(0, order, descending * stays)
-        probabilities = probabilities / probabilities.sum()
-    return probabilities
+def _choose(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], seeds: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The tokens of `sample` [rows], and the largest logit of each row [rows]."""
+    draws = [
+        _token_draw(row, *settings)
+        for row, settings in enumerate(zip(params, positions, seeds, strict=True))
+        if not settings[0].greedy
+    ]
+    if len(draws) < len(params):
+        largest, tokens = logits.max(dim=-1)
+    else:
+        largest = logits.amax(dim=-1)
+        tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
+    if draws:
+        _draws_on(logits.device)(tokens, logits, largest, draws)
+    return tokens, largest
+
+
+def _token_draw(row: int, params: SamplingParams, position: int, seed: int) -> TokenDraw:
+    return TokenDraw(
+        row=row,
+        temperature=1.0 if params.temperature is None else params.temperature,
+        top_k=params.top_k or 0,
+        top_p=1.0 if params.top_p is None else params.top_p,
+        uniform=_uniform(seed, position),
+    )
+
+
+def _draws_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
+    if device.type == "cuda":
+        try:
+            from ..kernels.token_draws_gpu import draw_tokens
+        except ModuleNotFoundError:  # without triton torch draws, and synchronises
+            return token_draws.draw_tokens
+        return draw_tokens
+    return token_draws.draw_tokens
+
+
+def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) -> int:
+    """The seed of a request's random numbers: the request's own, or one made of the other two arguments."""
+    if sampling.seed is not None:
+        return sampling.seed
+    digest = hashlib.sha256(f"request {request_id} of engine {engine_seed}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a request's token at `position`; exact in float64."""
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
-    return (int.from_bytes(digest[:8], "big") >> 11) / _WHOLE
-
-
-def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: the first token whose cumulative probability exceeds `uniform`."""
-    parts = _in_parts(probabilities)
-    cumulative = parts.cumsum(0)
-    token = torch.searchsorted(cumulative, (cumulative[-1] * uniform).long(), right=True)
-    possible = torch.arange(len(parts), device=parts.device) * (parts > 0)
-    return torch.minimum(token, possible.max())
-
-
-def _in_parts(probabilities: Tensor) -> Tensor:
-    """Probabilities in units of 2 ** -53. A GPU's sum of integers, unlike floats, depends on no order."""
-    return (probabilities.double() * _WHOLE).long()
+    return (int.from_bytes(digest[:8], "big") >> 11) / WHOLE
 
 
 def _on_device(values: Tensor, device: torch.device) -> Tensor:
@@ -243,7 +290,7 @@ def _read(columns: Sequence[Tensor]) -> list[list[float]]:
     together = torch.cat([column.double() for column in columns])
     if together.device.type == "cuda":
         there = together
-        together = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        together = torch.empty(there.shape, dtype=there.dtype, pin_memory=True, device="cpu")
         together.copy_(there, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
