@@ -11,6 +11,7 @@ from ..policies.compute_reasons import TokenLedger
 from ..policies.prefix_hash import PrefixHashChain
 from .holding import Holding
 from .prefix_match import PrefixMatch
+from .token_view import TokenView
 
 
 class GeneratedToken(NamedTuple):
@@ -67,11 +68,19 @@ class DynamicInferenceRequest:
     num_overtaken: int = 0
     awaited_tokens: int = 0
     awaits_states: bool = True
+    _token_view: TokenView | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
         if self.sampling.returns_prompt_log_probs:
             self.prompt_log_probs = [None] * (len(self.prompt_tokens) - 1)
+
+    @property
+    def token_view(self) -> TokenView:
+        """`tokens` for a drafter to read; the same view until tokens are cut back."""
+        if self._token_view is None or not self._token_view.shows(self.tokens):
+            self._token_view = TokenView(self.tokens)
+        return self._token_view
 
     @property
     def generated(self) -> list[int]:
@@ -126,7 +135,8 @@ class DynamicInferenceRequest:
 
     def cut_to(self, num_tokens: int) -> None:
         """Cut the request to its first `num_tokens` tokens; the step that generated the others failed."""
-        del self.tokens[num_tokens:]
+        if num_tokens < len(self.tokens):
+            self.tokens = self.tokens[:num_tokens]  # another list: views of the old one stay what they are
         del self.log_probs[self.num_generated :]
         self.hashes.cut_to(num_tokens)
         if not self.num_generated:

@@ -200,7 +200,7 @@ class Scheduler:
         for step in steps:
             max_drafts = min(budget, step.max_drafts(self._config.num_speculative_tokens))
             if max_drafts > 0:
-                drafts = list(drafter.draft(step.request.tokens, max_drafts))[:max_drafts]
+                drafts = list(drafter.draft(step.request.token_view, max_drafts))[:max_drafts]
                 step = self._context.draft(step, drafts)
                 budget -= len(step.drafts)
             drafted.append(step)

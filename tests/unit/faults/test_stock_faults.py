@@ -63,7 +63,7 @@ def test_fault_04_a_state_that_left_since_it_was_matched_is_not_resumed_from() -
     slots = context.mamba_slot_allocator
     assert slots is not None
     slots.invalidate_block(match.blocks[4])
-    chunk = context.schedule(request, 64, match)
+    chunk = context.schedule(request, 64)
     assert chunk is not None
     assert chunk.start == 0
     torch.testing.assert_close(run(context, chunk), expected, rtol=0, atol=1e-9)
