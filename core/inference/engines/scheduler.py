@@ -189,9 +189,14 @@ class Scheduler:
         return cache.kv_blocks.total_count - cache.pins.num_blocks
 
     def _num_missing(self, request: DynamicInferenceRequest, match: PrefixMatch) -> int:
-        """The blocks that are not pinned which a waiting request needs."""
+        """The blocks that are not pinned which a waiting request needs, where they are more than there are.
+
+        Else a number that is not more.
+        """
         pins = self._context.prefix_cache.pins
         num_blocks = -(-len(request.tokens) // self._config.block_size_tokens)
+        if num_blocks <= self._num_unpinned:
+            return num_blocks  # fewer if it shares pinned ones, which takes long to count
         return num_blocks - sum(1 for block in match.blocks if pins.holds(block))
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:

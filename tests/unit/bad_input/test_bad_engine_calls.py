@@ -414,7 +414,7 @@ def test_nothing_else_is_called_during_a_step_of_the_context() -> None:
         served.unchanged()
     context.abort_step()
     served.engine._scheduler.running.remove(first)
-    served.engine._scheduler.waiting.appendleft(first)
+    served.engine._scheduler._put_first(first)
     context.check_integrity()
     served.serves_on()
 
