@@ -340,7 +340,7 @@ CALLS = {
     "warm": Call(running, lambda s: s.engine.warm(OTHER[:9])),
     "pin": Call(running, _pin),
     "unpin": Call(pinned, _unpin),
-    "pins": Call(pinned, lambda s: getattr(s.engine, "pins")(), absent=not hasattr(Engine, "pins")),
+    "pins": Call(pinned, lambda s: s.engine.pins(), absent=not hasattr(Engine, "pins")),
     "reset_prefix_cache": Call(pinned, _forgetting(Engine.reset_prefix_cache), forgets=True),
     "set_weights_version": Call(new_weights, _forgetting(_new_weights), must_repeat=True, forgets=True),
     "set_weights_version (same weights)": Call(pinned, _forgetting(_new_weights), forgets=True),

@@ -23,7 +23,7 @@ import torch
 
 from .interrupts import outcome_of
 from .ledger import Entry, Ledger, LeftWrongError, check_objects, objects
-from .places import Lines, monitored
+from .places import Monitor, monitored
 from .random_engine import ALPHABET, LONGEST_PROMPT, random_engine, random_plan
 from .toy_answers import Ask, answer
 from .toy_lm import ForwardError
@@ -34,7 +34,7 @@ CHECKS_LOGITS = "invalid_logits" in get_args(ms.FinishReason)
 class Fuzzer(Ledger):
     """One run. `counts` says how often what was done."""
 
-    def __init__(self, seed: int, new_lines: Callable[[], Lines], interrupts: float) -> None:
+    def __init__(self, seed: int, monitor: Monitor, interrupts: float) -> None:
         """`interrupts`: the share of operations that are interrupted."""
         self.random = Random(seed)
         engine, model, drafter = random_engine(self.random)
@@ -42,7 +42,7 @@ class Fuzzer(Ledger):
         if drafter is not None:
             drafter.entries = lambda: [*self.entries.values(), *self.strays]
         self.counts: Counter[str] = Counter()
-        self._new_lines = new_lines
+        self._monitor = monitor
         self._share = interrupts
         self._suspended = False
         self._resetting = False
@@ -102,7 +102,7 @@ class Fuzzer(Ledger):
             self.counts["interrupts"] += 1
             raise KeyboardInterrupt
 
-        lines = self._new_lines()
+        lines = self._monitor.lines()
         lines.actions[int(math.exp(self.random.uniform(0, math.log(3000))))] = interrupt
         with suppress(KeyboardInterrupt), lines.watched():
             self._do(operation)
@@ -331,16 +331,14 @@ class Totals:
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
 
-    def run(
-        self, seed: int, new_lines: Callable[[], Lines], num_operations: int = 120, interrupts: float = 0.15
-    ) -> str:
+    def run(self, seed: int, monitor: Monitor, num_operations: int = 120, interrupts: float = 0.15) -> str:
         """One run; what was wrong, or "".
 
         Args:
             interrupts: the share of operations that are interrupted.
         """
         before, found = objects(), ""
-        fuzzer = Fuzzer(seed, new_lines, interrupts)
+        fuzzer = Fuzzer(seed, monitor, interrupts)
         try:
             fuzzer.run(num_operations)
             check_objects(before)
@@ -375,10 +373,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     totals, begin, said = Totals(), time.monotonic(), time.monotonic()
-    with monitored() as new_lines:
+    with monitored() as monitor:
         while totals.num_runs != options.runs and time.monotonic() - begin < 60 * options.minutes:
             seed = options.seed + totals.num_runs
-            found = totals.run(seed, new_lines, options.operations, options.interrupts)
+            found = totals.run(seed, monitor, options.operations, options.interrupts)
             if found:
                 print(found, flush=True)
             if time.monotonic() - said > 30:
