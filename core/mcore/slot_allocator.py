@@ -262,17 +262,22 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._own = self._new_states(0, self.ssm_states.device)
 
     def resume_pool(self) -> None:
-        """Allocate the durable tensors again: as they were offloaded, else as zeros. Addresses are new."""
-        device = self.ssm_states.device
-        if self.ssm_states.shape[1] == self.max_slots:
-            return
-        if self._backup is None:
-            self._own = self._new_states(self.max_slots, device)
-        else:
-            self._own = StateTensors(self._backup.conv.to(device), self._backup.ssm.to(device))
+        """Allocate the durable tensors again: as they were offloaded, else as zeros. Addresses are new.
+
+        A call that raises, because memory is short, changes nothing; it can be repeated.
+        """
+        own, backup, device = self._durable_states(), self._backup, self.ssm_states.device
+        if any(states.shape[1] != self.max_slots for states in own):
+            with torch.inference_mode(False):  # others than inference tensors can be written anywhere
+                self._own = (
+                    StateTensors(backup.conv.to(device), backup.ssm.to(device))
+                    if backup is not None
+                    else self._new_states(self.max_slots, device)
+                )
         self._backup = None
 
 
+@torch.inference_mode(False)
 def _to_host(states: Tensor) -> Tensor:
     backup = torch.empty_like(states, device="cpu", pin_memory=states.is_cuda)
     return backup.copy_(states)

@@ -57,10 +57,10 @@ class Stage(Ledger):
         """`bystander_length`: a stream of so many tokens runs beside the call; None for no stream."""
         in_place = settings.pop("in_place", False)
         drafts = settings.get("num_speculative_tokens", 0)
-        self.model = ToyLM(in_place)
+        model = ToyLM(in_place)
         drafter = HalfRightDrafter([TEXT[:14], TEXT[:18], FORK, OTHER[:10]]) if drafts else None
         config = ms.InferenceConfig(**(SETTINGS | settings))
-        super().__init__(ms.DynamicInferenceEngine(self.model, config, drafter=drafter))
+        super().__init__(ms.DynamicInferenceEngine(model, config, drafter=drafter), model)
         self.bystanders: list[ms.TokenStream] = []
         self.by_name: dict[str, int] = {}
         self.bystander_length = bystander_length
@@ -119,7 +119,7 @@ class Call:
     """
 
     prepare: Callable[[Stage], None]
-    make: Callable[[Stage], None]
+    make: Callable[[Stage], object]
     settings: dict[str, Any] = field(default_factory=dict)
     must_repeat: bool = False
     go_on: Callable[[Stage], None] = lambda stage: None
@@ -260,7 +260,6 @@ def _read_one_async(stage: Stage) -> None:
 
 def _claim(stage: Stage) -> None:
     if stage.by_name["unclaimed"] in stage.entries:
-        stage.entries[stage.by_name["unclaimed"]].may_vanish = True  # a result is given once
         stage.claim(stage.by_name["unclaimed"])
 
 
@@ -338,16 +337,16 @@ CALLS = {
     "stream.close": Call(running, _close),
     "del stream": Call(running, _drop),
     "take_result": Call(unclaimed, _claim),
-    "warm": Call(running, lambda s: s.engine.warm(OTHER[:9]) and None),
+    "warm": Call(running, lambda s: s.engine.warm(OTHER[:9])),
     "pin": Call(running, _pin),
     "unpin": Call(pinned, _unpin),
-    "pins": Call(pinned, lambda s: list(s.engine.pins()) and None, absent=not hasattr(Engine, "pins")),
+    "pins": Call(pinned, lambda s: s.engine.pins(), absent=not hasattr(Engine, "pins")),
     "reset_prefix_cache": Call(pinned, _forgetting(Engine.reset_prefix_cache), forgets=True),
     "set_weights_version": Call(new_weights, _forgetting(_new_weights), must_repeat=True, forgets=True),
     "set_weights_version (same weights)": Call(pinned, _forgetting(_new_weights), forgets=True),
     "suspend": Call(pinned, _forgetting(Engine.suspend), go_on=_resume),
     "resume": Call(suspended, _resume, go_on=_resume),
     "reset": Call(pinned, _reset, must_repeat=True, mends=True),
-    "stats": Call(running, lambda s: s.engine.stats() and None),
+    "stats": Call(running, lambda s: s.engine.stats()),
     "check_integrity": Call(running, lambda s: s.engine.check_integrity()),
 }

@@ -4,8 +4,9 @@
     python -m tests.oracle.interrupt_report --stride 20 --kinds KeyboardInterrupt drops
     python -m tests.oracle.interrupt_report --calls "step (decode)" pin
 
-Lines: of one call. Tried: engines in which something happened at one of them. Wrong: engines that were left
-wrong, by what was found first. Broken: engines that asked for a reset.
+Places: lines of one call, or its calls of builtin functions, or its allocations of tensors. Tried: engines in
+which something happened at one of them. Wrong: engines that were left wrong, by what was found first. Broken:
+engines that asked for a reset.
 """
 
 import argparse
@@ -17,41 +18,49 @@ import torch
 
 from .calls import CALLS, Call
 from .interrupts import DROPS, ERRORS, Tally, drop_in_call, every, interrupt_call
-from .places import Allocations, Lines, monitored
+from .places import Allocations, Monitor, Places, monitored
 
-Kind = Callable[[Call, Callable[[], Lines], int], Tally]
 POLICIES = ("lru", "ref_zero")
 SECOND = (1, 3, 7, 20, 60, 150)  # lines between two interrupts
 
 
-def interrupts(error: str, call: Call, lines: Callable[[], Lines], stride: int) -> Tally:
+def interrupts(error: str, call: Call, monitor: Monitor, stride: int) -> Tally:
     """At each line once: the user makes every second call again, and goes on without the others."""
+    return once(ERRORS[error], call, monitor.lines, stride)
+
+
+def behind_calls(call: Call, monitor: Monitor, stride: int) -> Tally:
+    """Behind each call of a builtin function once."""
+    return once(KeyboardInterrupt, call, monitor.returns, stride)
+
+
+def once(error: type[BaseException], call: Call, places: Callable[[], Places], stride: int) -> Tally:
     tally = Tally()
     for again in (False, True):
         chosen = every(2 * stride, 1 + again * stride)
-        tally.add_all(interrupt_call(call, ERRORS[error], lines, chosen, again=again))
+        tally.add_all(interrupt_call(call, error, places, chosen, again=again))
     return tally
 
 
-def second_interrupts(call: Call, lines: Callable[[], Lines], stride: int) -> Tally:
+def second_interrupts(call: Call, monitor: Monitor, stride: int) -> Tally:
     """At some lines twice: while the engine handles the first interrupt, or in the call made once more."""
     tally = Tally()
     for number, then in enumerate(SECOND):
         chosen = every(2 * len(SECOND) * stride, 1 + 2 * number * stride)
-        tally.add_all(interrupt_call(call, KeyboardInterrupt, lines, chosen, again=True, then=then))
+        tally.add_all(interrupt_call(call, KeyboardInterrupt, monitor.lines, chosen, again=True, then=then))
     return tally
 
 
-def drops(call: Call, lines: Callable[[], Lines], stride: int) -> Tally:
+def drops(call: Call, monitor: Monitor, stride: int) -> Tally:
     """At each line a stream goes, in one of the ways and under one of the policies."""
     tally, ways = Tally(), [(policy, drop) for policy in POLICIES for drop in DROPS.values()]
     for number, (policy, drop) in enumerate(ways):
         chosen = every(len(ways) * stride, 1 + number * stride)
-        tally.add_all(drop_in_call(call, drop, lines, chosen, policy))
+        tally.add_all(drop_in_call(call, drop, monitor.lines, chosen, policy))
     return tally
 
 
-def allocations(call: Call, lines: Callable[[], Lines], stride: int) -> Tally:
+def allocations(call: Call, monitor: Monitor, stride: int) -> Tally:
     """At each allocation of a tensor the memory is short, with both errors."""
     tally, chosen = Tally(), every(max(1, stride // 10))
     for again, error in ((False, torch.OutOfMemoryError), (True, MemoryError)):
@@ -59,8 +68,10 @@ def allocations(call: Call, lines: Callable[[], Lines], stride: int) -> Tally:
     return tally
 
 
+Kind = Callable[[Call, Monitor, int], Tally]
 KINDS: dict[str, Kind] = {
     **{error: partial(interrupts, error) for error in ("KeyboardInterrupt", "MemoryError", "AlarmError")},
+    "behind calls": behind_calls,
     "two interrupts": second_interrupts,
     "drops": drops,
     "allocations": allocations,
@@ -69,11 +80,11 @@ KINDS: dict[str, Kind] = {
 
 def rows(kinds: list[str], calls: list[str], stride: int) -> Iterator[tuple[str, str, Tally]]:
     """Kind, call and what came of it."""
-    with monitored() as lines:
+    with monitored() as monitor:
         for kind in kinds:
             for name in calls:
                 if not CALLS[name].absent:
-                    yield kind, name, KINDS[kind](CALLS[name], lines, stride)
+                    yield kind, name, KINDS[kind](CALLS[name], monitor, stride)
 
 
 def line_of(name: str, tally: Tally) -> str:
@@ -96,7 +107,7 @@ def main() -> None:
     for of_kind, name, tally in rows(options.kinds, options.calls, options.stride):
         if of_kind != kind:
             kind = of_kind
-            print(f"\n{kind:36}{'lines':>8}{'tried':>8}{'wrong':>8}{'broken':>8}")
+            print(f"\n{kind:36}{'places':>8}{'tried':>8}{'wrong':>8}{'broken':>8}")
         print(line_of(name, tally), flush=True)
         if options.examples:
             for outcome, examples in tally.examples.items():

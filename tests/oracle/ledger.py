@@ -6,13 +6,14 @@ Only public names of an engine are used: a ledger survives any change behind the
 import gc
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
 import mambaslots as ms
 
 from .toy_answers import Ask, answer, prompt_log_probs
+from .toy_lm import ToyLM
 
 TOLERANCE = 1e-9
 MOST_STEPS = 2000
@@ -73,8 +74,8 @@ class Entry:
             raise LeftWrongError("answer", f"a result of another prompt: {result}")
         if self.resumes_nothing and result.num_resumed_tokens:
             raise LeftWrongError("stale", f"{result.num_resumed_tokens} tokens resumed of what was forgotten")
-        cut = result.finish_reason in ("cancelled", "invalid_logits")
-        if cut and not self.may_be_cut:
+        cut = result.finish_reason not in ("length", "stop")
+        if cut and not (self.may_be_cut or result.finish_reason == "invalid_logits"):
             raise LeftWrongError("answer", f"the answer ended as {result.finish_reason}")
         if self.mixed:
             return
@@ -89,7 +90,7 @@ class Entry:
         if not cut and result.num_resumed_tokens + sum(result.computed_by_reason.values()) != len(
             self.ask.prompt
         ):
-            raise LeftWrongError("answer", f"prompt tokens are not accounted for: {result}")
+            raise LeftWrongError("counts", f"prompt tokens are not accounted for: {result}")
         if self.prompt_log_probs and not cut:
             wanted = prompt_log_probs(self.ask.prompt, self.ask.version)
             if not _close(result.prompt_log_probs, wanted):
@@ -104,16 +105,36 @@ def _close(found: list[float] | None, wanted: tuple[float, ...]) -> bool:
     )
 
 
-class Ledger:
-    """Requests under way by id, and pins."""
+@contextmanager
+def _may_vanish(entry: Entry) -> Iterator[None]:
+    """A call that takes a request's result; interrupted, it may have done so."""
+    before, entry.may_vanish = entry.may_vanish, True
+    try:
+        yield
+    except ValueError:
+        entry.may_vanish = before
+        raise
+    entry.may_vanish = before
 
-    def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
+
+class Ledger:
+    """What is asked of an engine that serves `model`.
+
+    Attributes:
+        entries: requests under way, by id.
+        strays: what was asked in calls that did not return: nobody has an id.
+        pins: what is pinned.
+    """
+
+    def __init__(self, engine: ms.DynamicInferenceEngine, model: ToyLM) -> None:
         self.engine = engine
+        self.model = model
         self.entries: dict[int, Entry] = {}
-        self.strays: list[Entry] = []  # asked in calls that were interrupted: nobody has an id
+        self.strays: list[Entry] = []
         self.pins: list[ms.PinnedPrefix] = []
         self.num_results = 0
         self.num_steps = 0
+        self.num_invalid = 0
 
     # ---- asking
 
@@ -145,8 +166,7 @@ class Ledger:
         )
         for entry, result in zip(entries, results, strict=True):
             self.strays.remove(entry)
-            self.num_results += 1
-            entry.check(result)
+            self._check(entry, result)
 
     # ---- serving
 
@@ -157,22 +177,29 @@ class Ledger:
 
     def take(self, result: ms.RequestResult) -> None:
         """Check a result that an engine has handed out."""
-        self.num_results += 1
         entry = self.entries.get(result.request_id)
         if entry is None:
             self._take_stray(result)
         elif entry.stream is None:
             del self.entries[result.request_id]
-            entry.check(result)
+            self._check(entry, result)
         else:  # the stream has it, too
             entry.check(result)
+
+    def _check(self, entry: Entry, result: ms.RequestResult) -> None:
+        entry.check(result)
+        self.num_results += 1
+        self.num_invalid += result.finish_reason == "invalid_logits"
+        if self.num_invalid > self.model.num_spoiled:
+            raise LeftWrongError("answer", "more answers are invalid than the model has made invalid")
 
     def _take_stray(self, result: ms.RequestResult) -> None:
         for entry in self.strays:
             if len(entry.ask.prompt) == result.num_prompt_tokens:
                 entry.may_be_cut = True
-                entry.check(result)
-                return
+                with suppress(LeftWrongError):
+                    self._check(entry, result)
+                    return
         raise LeftWrongError("answer", f"the result of a request that nobody asked: {result}")
 
     def read(self, request_id: int, count: int | None = None) -> None:
@@ -192,25 +219,22 @@ class Ledger:
             raise LeftWrongError("answer", f"a stream returned {arrived}, not {expected}")
         result = entry.stream.result
         if result is not None and arrived == tuple(result.tokens):
-            entry.check(result)
-            self.num_results += 1
+            self._check(entry, result)
             self.forget(request_id)
 
     def forget(self, request_id: int) -> None:
         self.entries.pop(request_id).stream = None
 
     def cancel(self, request_id: int) -> None:
-        """Cancel a request. A second call, behind an interrupted one, may find that it has ended."""
+        """Cancel a request, which may have ended before: in steps of others, or in an interrupted call."""
         entry = self.entries[request_id]
-        again, entry.may_vanish, entry.may_be_cut = entry.may_vanish, True, True
+        entry.may_be_cut = True
         try:
-            result = self.engine.cancel(request_id)
+            with _may_vanish(entry):
+                result = self.engine.cancel(request_id)
         except ValueError:
-            if not again:
-                raise
             return
-        entry.check(result)
-        self.num_results += 1
+        self._check(entry, result)
         self.forget(request_id)
 
     def close(self, request_id: int) -> None:
@@ -237,7 +261,8 @@ class Ledger:
 
     def claim(self, request_id: int) -> None:
         """Take the result of a request that ended in steps of others, if it has ended."""
-        result = self.engine.take_result(request_id)
+        with _may_vanish(self.entries[request_id]):
+            result = self.engine.take_result(request_id)
         if result is not None:
             self.take(result)
 

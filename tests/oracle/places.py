@@ -1,4 +1,4 @@
-"""Places inside the package where something may happen: its lines, and its allocations of tensors."""
+"""Places inside the package where something may happen: lines, returns of calls, allocations of tensors."""
 
 import gc
 import sys
@@ -62,15 +62,35 @@ class Places:
 class Lines(Places):
     """The lines of the package. A line counts each time that it begins to run."""
 
+    events = sys.monitoring.events.LINE
+
     def _listening(self) -> AbstractContextManager[Any]:
-        sys.monitoring.restart_events()
+        monitoring = sys.monitoring
+        if monitoring.get_events(TOOL) != self.events:
+            monitoring.set_events(TOOL, self.events)
+        monitoring.restart_events()
         return nullcontext()
 
-    def line(self, code: CodeType, number: int) -> Any:
-        """What the interpreter calls before each line."""
+    def at(self, code: CodeType, *where: Any) -> Any:
+        """What the interpreter calls at each place."""
         if self.thread is None or not code.co_filename.startswith(PACKAGE):
             return sys.monitoring.DISABLE  # until `watched` begins again
         self.passed()
+        return None
+
+
+class Returns(Lines):
+    """Where the package's calls of builtin functions have returned, and nothing is done with the values yet.
+
+    There the interpreter looks for signals, too.
+    """
+
+    events = sys.monitoring.events.CALL  # with it come the returns
+
+    def calls(self, code: CodeType, *where: Any) -> Any:
+        """What the interpreter calls before each call."""
+        if self.thread is None or not code.co_filename.startswith(PACKAGE):
+            return sys.monitoring.DISABLE
         return None
 
 
@@ -105,29 +125,54 @@ class _AllocationMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Monitor:
+    """What the interpreter reports to: the `Lines` or `Returns` that were made last."""
+
+    def __init__(self) -> None:
+        self._current: Lines = Lines()
+
+    def lines(self) -> Lines:
+        self._current = Lines()
+        return self._current
+
+    def returns(self) -> Returns:
+        self._current = returns = Returns()
+        return returns
+
+    def line(self, *where: Any) -> Any:
+        return self._current.at(*where)
+
+    def call(self, *where: Any) -> Any:
+        return self._current.calls(*where) if isinstance(self._current, Returns) else sys.monitoring.DISABLE
+
+    def c_return(self, *where: Any) -> Any:
+        if isinstance(self._current, Returns) and self._current.thread is not None:
+            self._current.at(*where)
+
+
 @contextmanager
-def monitored() -> Iterator[Callable[[], Lines]]:
-    """Inside, a call of the result gives `Lines` that the interpreter reports to from then on.
+def monitored() -> Iterator[Monitor]:
+    """Inside, the interpreter reports to the result.
 
     What there is when this begins counts as no garbage, so that looking for garbage takes little time.
     """
-    current = [Lines()]
-
-    def new() -> Lines:
-        current[0] = Lines()
-        return current[0]
-
-    monitoring = sys.monitoring
+    monitor, monitoring = Monitor(), sys.monitoring
+    callbacks = {
+        monitoring.events.LINE: monitor.line,
+        monitoring.events.CALL: monitor.call,
+        monitoring.events.C_RETURN: monitor.c_return,
+    }
     monitoring.use_tool_id(TOOL, "interrupts")
-    monitoring.register_callback(TOOL, monitoring.events.LINE, lambda *line: current[0].line(*line))
-    monitoring.set_events(TOOL, monitoring.events.LINE)
+    for event, callback in callbacks.items():
+        monitoring.register_callback(TOOL, event, callback)
     gc.collect()
     gc.freeze()
     try:
         with patch.object(sys, "unraisablehook", lambda unraisable: None):  # what comes out of a `__del__`
-            yield new
+            yield monitor
     finally:
         gc.unfreeze()
         monitoring.set_events(TOOL, 0)
-        monitoring.register_callback(TOOL, monitoring.events.LINE, None)
+        for event in callbacks:
+            monitoring.register_callback(TOOL, event, None)
         monitoring.free_tool_id(TOOL)

@@ -40,17 +40,25 @@ class DeviceMemory:
             spec.num_attention_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
-        return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
+        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
+            return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
 
     @property
     def allocated(self) -> bool:
-        return self.state_pool.allocated
+        """Whether all tensors are there."""
+        return self.state_pool.allocated and self.kv_cache.dim() > 1
 
     def allocate(self) -> None:
-        """Make the tensors again, as zeros, after `free`; their addresses are new."""
+        """Make the tensors again, as zeros, after `free`; their addresses are new.
+
+        A call that raises, because memory is short, leaves no tensor; it can be repeated.
+        """
         if not self.allocated:
-            self.state_pool.allocate()
-            self.kv_cache = self._new_kv_cache()
+            self.free()  # what an interrupted call has left
+            # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
+            kv_cache, states = self._new_kv_cache(), self.state_pool.new_states()
+            self.kv_cache = kv_cache
+            self.state_pool.put(states)
 
     def free(self) -> None:
         """Free the tensors' memory."""

@@ -121,6 +121,7 @@ class MambaSlotAllocator:
     def _host_settings(self) -> HostSettings:
         return HostSettings.of(self.context)
 
+    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _new_states(self, num_slots: int, device: torch.device) -> StateTensors:
         rows = (self.num_mamba_layers, num_slots)
         (conv_dtype, ssm_dtype) = self._dtypes

@@ -103,7 +103,7 @@ class PrefixCache:
             path: what the sequence holds already. States within the path's registered blocks do not count.
             resume: where False, the sequence shares KV but computes every token, from a state of zeros.
             known: an earlier result for the same sequence, or for its beginning. The call returns what it
-                would return without `known`, at the cost of what has changed since: O(1) where nothing has that
+                would return without `known`, at the cost of what has changed: O(1) where nothing has that
                 concerns the sequence. Where the result is the same, the call returns `known` itself. A
                 result of another sequence, path or `resume` is ignored.
         """

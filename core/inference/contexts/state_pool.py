@@ -6,6 +6,7 @@ from torch import Tensor
 from ...tensor_validation import addressable, float_dtype
 from ...tensor_validation import device as checked_device
 from ...validation import INT32_MAX, integer, integers
+from ..kernels.state_tensors import StateTensors
 
 
 class StatePool:
@@ -48,18 +49,35 @@ class StatePool:
         addressable("ssm_states_shape", self._ssm_shape, (*slots, *self._ssm_shape), self._ssm_dtype)
         self.allocate()
 
+    @property
+    def allocated(self) -> bool:
+        """Whether both tensors have all their slots."""
+        slots = self.num_live + self.num_durable
+        return self.conv_states.shape[1] == self.ssm_states.shape[1] == slots
+
     def allocate(self) -> None:
-        """Make the tensors, as zeros; their addresses are new."""
-        slots = (self._layers, self.num_live + self.num_durable)
-        self.conv_states = torch.zeros(*slots, *self._conv_shape, dtype=self._conv_dtype, device=self._device)
-        self.ssm_states = torch.zeros(*slots, *self._ssm_shape, dtype=self._ssm_dtype, device=self._device)
-        self.allocated = True
+        """Make the tensors, as zeros; their addresses are new. A call that raises changes nothing."""
+        self.put(self.new_states())
+
+    def new_states(self) -> StateTensors:
+        """Tensors for the pool, as zeros, for `put`."""
+        return self._zeros(self.num_live + self.num_durable)
+
+    def put(self, states: StateTensors) -> None:
+        """Use these tensors, a result of `new_states`, from now on."""
+        self.conv_states, self.ssm_states = states
 
     def free(self) -> None:
         """Free the tensors' memory; tensors without slots remain."""
-        self.conv_states = self.conv_states.new_empty(self._layers, 0, *self._conv_shape)
-        self.ssm_states = self.ssm_states.new_empty(self._layers, 0, *self._ssm_shape)
-        self.allocated = False
+        self.put(self._zeros(0))
+
+    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
+    def _zeros(self, num_slots: int) -> StateTensors:
+        slots, device = (self._layers, num_slots), self._device
+        return StateTensors(
+            torch.zeros(*slots, *self._conv_shape, dtype=self._conv_dtype, device=device),
+            torch.zeros(*slots, *self._ssm_shape, dtype=self._ssm_dtype, device=device),
+        )
 
     @property
     def live_conv_states(self) -> Tensor:

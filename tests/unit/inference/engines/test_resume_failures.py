@@ -1,0 +1,167 @@
+"""A `resume` that runs out of memory leaves a suspended engine, whichever allocation fails."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import mambaslots as ms
+import pytest
+import torch
+from mambaslots.inference.contexts.device_memory import DeviceMemory
+from mambaslots.mcore.slot_allocator import HostSlotAllocator
+from oracle.fake_host import FakeHost
+from oracle.faults import Interrupted
+from oracle.serving import random_tokens, serve_checked, small_engine
+
+PROMPTS = [random_tokens(40, seed=1), random_tokens(23, seed=2)]
+NUM_TENSORS = 3  # KV, convolution windows, SSM states
+
+
+@contextmanager
+def allocations_fail(number: int) -> Iterator[list["weakref.ref[torch.Tensor]"]]:
+    """The allocation of that number raises; what was allocated before it is noted."""
+    real, made = torch.zeros, list[weakref.ref[torch.Tensor]]()
+
+    def zeros(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor: torch.Tensor = real(*args, **kwargs)  # type: ignore[call-overload]
+        if tensor.nbytes == 0:
+            return tensor
+        if len(made) == number:
+            raise torch.OutOfMemoryError("no memory left")
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    with patch.object(torch, "zeros", zeros):
+        yield made
+
+
+def suspended_engine() -> ms.DynamicInferenceEngine:
+    engine = small_engine()
+    serve_checked(engine, PROMPTS)
+    engine.suspend()
+    return engine
+
+
+def assert_suspended(engine: ms.DynamicInferenceEngine) -> None:
+    memory = engine.context.memory
+    assert not memory.allocated
+    pool = memory.state_pool
+    assert [t.nbytes for t in (memory.kv_cache, pool.conv_states, pool.ssm_states)] == [0, 0, 0]
+    with pytest.raises(RuntimeError, match="step is called on a suspended engine; resume it first"):
+        engine.step()
+
+
+def test_resuming_allocates_so_many_tensors() -> None:
+    engine = suspended_engine()
+    with allocations_fail(NUM_TENSORS) as made:
+        engine.resume()
+    assert len(made) == NUM_TENSORS
+    assert engine.context.memory.allocated
+
+
+@pytest.mark.parametrize("number", range(NUM_TENSORS))
+def test_a_failed_resume_leaves_a_suspended_engine_that_can_be_resumed(number: int) -> None:
+    engine = suspended_engine()
+    for _ in range(2):
+        try:
+            with allocations_fail(number) as made:
+                engine.resume()
+        except torch.OutOfMemoryError:
+            assert [tensor() for tensor in made] == [None] * number  # a handler may need that memory
+        else:
+            pytest.fail("resume did not fail")
+        assert_suspended(engine)
+    engine.resume()
+    serve_checked(engine, PROMPTS)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("number", range(NUM_TENSORS))
+def test_a_failed_resume_can_be_reset(number: int) -> None:
+    engine = suspended_engine()
+    with allocations_fail(number), pytest.raises(torch.OutOfMemoryError):
+        engine.resume()
+    engine.reset()
+    assert_suspended(engine)
+    engine.resume()
+    serve_checked(engine, PROMPTS)
+
+
+@pytest.mark.parametrize("part", ["kv_cache", "conv_states", "ssm_states"])
+def test_memory_that_lacks_any_tensor_is_not_allocated(part: str) -> None:
+    """A resume that was interrupted between two assignments, say, is made again."""
+    engine = small_engine()
+    memory = engine.context.memory
+    owner = memory if part == "kv_cache" else memory.state_pool
+    whole = getattr(owner, part)
+    setattr(owner, part, whole.new_empty(0) if part == "kv_cache" else whole[:, :0])
+    assert not memory.allocated
+    memory.allocate()
+    assert memory.allocated
+    assert getattr(owner, part).shape == whole.shape
+    serve_checked(engine, PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["_new_kv_cache", "free"])
+def test_an_interrupted_resume_can_be_repeated(name: str) -> None:
+    engine = suspended_engine()
+    real: Callable[[DeviceMemory], object] = getattr(DeviceMemory, name)
+
+    def interrupted(memory: DeviceMemory) -> object:
+        real(memory)
+        raise Interrupted
+
+    with patch.object(DeviceMemory, name, interrupted), pytest.raises(Interrupted):
+        engine.resume()
+    assert_suspended(engine)
+    engine.resume()
+    serve_checked(engine, PROMPTS)
+
+
+# ---- megatron-core's pool
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_pool_of_a_host_comes_back_whole_or_not_at_all(number: int) -> None:
+    slots = FakeHost().allocator(5, HostSlotAllocator)
+    slots.release_pool()
+    for _ in range(2):
+        with allocations_fail(number), pytest.raises(torch.OutOfMemoryError):
+            slots.resume_pool()
+        assert (slots.conv_states.shape[1], slots.ssm_states.shape[1]) == (0, 0)
+    slots.resume_pool()
+    assert (slots.conv_states.shape[1], slots.ssm_states.shape[1]) == (5, 5)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_offloaded_pool_survives_a_failed_resume(number: int) -> None:
+    slots = FakeHost().allocator(5, HostSlotAllocator)
+    slots.conv_states.fill_(2)
+    slots.ssm_states.fill_(3)
+    slots.offload_pool()
+    real, seen = torch.Tensor.to, list[torch.Tensor]()
+
+    def to(tensor: torch.Tensor, *args: object) -> torch.Tensor:
+        seen.append(tensor)
+        if len(seen) == number + 1:
+            raise torch.OutOfMemoryError("no memory left")
+        return real(tensor, *args)  # type: ignore[call-overload, no-any-return]
+
+    with patch.object(torch.Tensor, "to", to), pytest.raises(torch.OutOfMemoryError):
+        slots.resume_pool()
+    assert (slots.conv_states.shape[1], slots.ssm_states.shape[1]) == (0, 0)
+    slots.resume_pool()
+    assert slots.conv_states.shape[1] == slots.ssm_states.shape[1] == 5
+    assert slots.conv_states.eq(2).all()
+    assert slots.ssm_states.eq(3).all()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_host_pool_that_lacks_either_tensor_is_resumed(part: int) -> None:
+    slots = FakeHost().allocator(5, HostSlotAllocator)
+    own = list(slots._own)
+    own[part] = own[part][:, :0]
+    slots._own = type(slots._own)(*own)
+    slots.resume_pool()
+    assert slots.conv_states.shape[1] == slots.ssm_states.shape[1] == 5
