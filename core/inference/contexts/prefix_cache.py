@@ -136,6 +136,8 @@ class PrefixCache:
         num_held, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
         num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_held))
+        if not self.kv_blocks.is_memory_available(num_missing):
+            return False  # before blocks are counted, which takes long for a long match
         return self.kv_blocks.is_memory_available(num_missing, self.kv_blocks.count_cached(shared))
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
@@ -182,6 +184,21 @@ class PrefixCache:
         slot, path.state_slot = path.state_slot, -1
         if slot >= 0:
             self.slots.unpin(slot)
+
+    @property
+    def pins(self):
+        held = self._pinned._held
+
+        class P(list):
+            num_blocks = len({b for blocks, _ in held.values() for b in blocks})
+
+            def holds(self, block):
+                return any(block in blocks for blocks, _ in held.values())
+
+        return P(held)
+
+    def discard(self, path):
+        self.release(path)
 
     def release(self, path: CachedPath) -> None:
         """Release all that the path holds; do not use the path afterwards.

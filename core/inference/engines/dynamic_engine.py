@@ -410,6 +410,8 @@ class DynamicInferenceEngine:
     def _check_books(self) -> None:
         if not __debug__:
             raise AssertionError("python -O leaves no checks")
+        for request in self._requests.values():
+            request.match = None  # a match that is being brought up to date may be half old
         self._scheduler.check_integrity(self._requests)
         self.context.check_integrity()
 

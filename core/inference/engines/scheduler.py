@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from ...errors import KVBlockCapacityError
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -11,7 +12,7 @@ from ..contexts.request_step import RequestStep
 from .drafter import Drafter
 from .promised_states import PromisedStates
 
-_MAX_PASSED = 64  # so many requests more than may be overtaken are looked at in a step
+_MAX_PASSED = 64  # so many requests more than can be admitted or overtaken are looked at in a step
 
 
 class Scheduler:
@@ -89,8 +90,11 @@ class Scheduler:
             self._context.release(request)
 
     def rebuild(self, requests: Iterable[DynamicInferenceRequest]) -> None:
-        """Queue exactly these requests, running ones first; none of them holds anything any more."""
+        """Queue exactly these requests, running ones first; the context has taken back all that they held."""
         known = {request.request_id: request for request in requests}
+        for request in known.values():
+            request.holding = None  # of a request that was getting its row, too
+            request.match = None
         ordered = [*self.running, *self.waiting.values(), *known.values()]
         self.waiting = OrderedDict((r.request_id, r) for r in ordered if known.get(r.request_id) is r)
         self.running = []
@@ -148,14 +152,14 @@ class Scheduler:
         promised = PromisedStates(self._context.prefix_cache, steps)
         passed: list[DynamicInferenceRequest] = []
         new: list[RequestStep] = []
-        for request in self.waiting.values():
+        for request in list(islice(self.waiting.values(), num_free_rows + limit + _MAX_PASSED)):
             match = self._context.match(request)
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
                 step = self._context.schedule(request, budget)
             if step is None:
                 passed.append(request)
-                if self._holds_up_others(request) or len(passed) == limit + _MAX_PASSED:
+                if self._holds_up_others(request):
                     break
                 continue
             new.append(step)
