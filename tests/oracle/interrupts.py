@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import mambaslots as ms
 import torch
 
 from .calls import TEXT, Call, Stage
@@ -126,6 +127,15 @@ def outcome_of(error: BaseException) -> str:
     return type(error).__name__
 
 
+def check_forgotten(stage: Stage) -> None:
+    """Nothing that was cached can be resumed. Requests under way may cache the same text anew later."""
+    chain = ms.PrefixHashChain(stage.engine.config.block_size_tokens)
+    chain.extend_to(TEXT[:22])
+    num_tokens = stage.engine.context.prefix_cache.resumable_tokens(chain)
+    if num_tokens:
+        raise LeftWrongError("stale", f"{num_tokens} tokens could be resumed of what was forgotten")
+
+
 def go_on(stage: Stage, call: Call, again: bool, places: Places | None = None) -> None:
     """What a user does behind a call; raises what is wrong.
 
@@ -142,10 +152,10 @@ def go_on(stage: Stage, call: Call, again: bool, places: Places | None = None) -
             with suppressed(), places.watched():
                 call.make(stage)
         call.make(stage)
+        if call.forgets:
+            check_forgotten(stage)
     call.go_on(stage)
     stage.check_integrity()
-    if call.forgets and again:
-        stage.serve(TEXT[:22], length=1, resumes_nothing=True)
     stage.finish()
     stage.bystanders.clear()  # a stream that has been at its end for long
     stage.probe()
