@@ -113,7 +113,7 @@ class Call:
         settings: of the engine, beside `SETTINGS`.
         must_repeat: whether a user has to make an interrupted call again.
         go_on: what a user does before he serves on.
-        forgets: whether the next prompt resumes nothing, once the call has been made.
+        forgets: whether nothing can be resumed, once the call has been made.
         mends: whether the call mends an engine that says that it is broken.
         absent: whether this version of the engine has no such call.
     """
@@ -129,7 +129,7 @@ class Call:
 
 
 def cached(stage: Stage) -> None:
-    """A text is cached."""
+    """Texts are cached."""
     stage.serve(TEXT[:18], OTHER[:6])
 
 
@@ -273,6 +273,8 @@ def _unpin(stage: Stage) -> None:
 
 
 def _pin(stage: Stage) -> None:
+    if stage.interrupted:  # the cache may have been forgotten
+        stage.engine.warm(TEXT[:18])
     stage.pins.append(stage.engine.pin(TEXT[:18]))
 
 

@@ -1,6 +1,7 @@
 """Places inside the package where something may happen: lines, returns of calls, allocations of tensors."""
 
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -165,12 +166,16 @@ def monitored() -> Iterator[Monitor]:
     monitoring.use_tool_id(TOOL, "interrupts")
     for event, callback in callbacks.items():
         monitoring.register_callback(TOOL, event, callback)
+    logger = logging.getLogger("mambaslots")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # engines warn of each interrupt
     gc.collect()
     gc.freeze()
     try:
         with patch.object(sys, "unraisablehook", lambda unraisable: None):  # what comes out of a `__del__`
             yield monitor
     finally:
+        logger.setLevel(level)
         gc.unfreeze()
         monitoring.set_events(TOOL, 0)
         for event in callbacks:
