@@ -4,6 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -255,12 +256,11 @@ def _token_draw(row: int, params: SamplingParams, position: int, seed: int) -> T
 
 
 def _draws_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
-    if device.type == "cuda":
-        try:
-            from ..kernels.token_draws_gpu import draw_tokens
-        except ModuleNotFoundError:  # without triton torch draws, and synchronises
-            return token_draws.draw_tokens
-        return draw_tokens
+    """What draws on `device`. Without triton torch draws on a GPU, too, and synchronises."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from ..kernels import token_draws_gpu
+
+        return token_draws_gpu.draw_tokens
     return token_draws.draw_tokens
 
 

@@ -70,7 +70,7 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
     for (cuts_k, cuts_p), alike in kinds.items():
         for group in _groups(alike, logits.shape[1]):
             rows = _column([draw.row for draw in group], logits.device)[:, 0]
-            scores = _scores(logits.index_select(0, rows), largest.index_select(0, rows), group)
+            scores = _scores(_rows_of(logits, group, rows), largest.index_select(0, rows), group)
             if cuts_k:
                 _cut_to_top_k(scores, _column([draw.top_k for draw in group], logits.device))
             probabilities = torch.softmax(scores, dim=-1)
@@ -93,12 +93,19 @@ def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = 
     return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
 
+def _rows_of(logits: Tensor, group: Sequence[TokenDraw], rows: Tensor) -> Tensor:
+    """The group's rows: a view where they follow one another, else a copy."""
+    first, last = group[0].row, group[-1].row
+    follow = [draw.row for draw in group] == list(range(first, last + 1))
+    return logits[first : last + 1] if follow else logits.index_select(0, rows)
+
+
 def _scores(logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> Tensor:
-    """(logits - largest) / temperature in max(float32, the logits' dtype). May write `logits`."""
+    """(logits - largest) / temperature in max(float32, the logits' dtype), a new tensor."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     limits = torch.finfo(dtype)  # temperatures that round to 0 or infinity would turn scores into NaN
     temperatures = [min(max(draw.temperature, limits.tiny), limits.max) for draw in draws]
-    scores = logits.to(dtype).sub_(largest.to(dtype)[:, None])
+    scores = logits - largest.to(dtype)[:, None]
     return scores.div_(_column(temperatures, logits.device, dtype))
 
 
@@ -119,14 +126,14 @@ def _cut_to_top_k(scores: Tensor, top_k: Tensor) -> None:
 def _draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from probabilities [rows, vocabulary] by uniforms [rows, 1]: tokens [rows].
 
-    The piece of the row that holds the token is found by the sums of all pieces. Only that piece is summed
-    token by token.
+    Overwrites the probabilities. The piece of the row that holds the token is found by the sums of all
+    pieces. Only that piece is summed token by token.
     """
     rows, vocabulary = probabilities.shape
     num_pieces = -(-vocabulary // _PIECE)
     parts = torch.empty(rows, num_pieces * _PIECE, dtype=torch.int64, device=probabilities.device)
     parts[:, vocabulary:] = 0
-    parts[:, :vocabulary] = probabilities * WHOLE
+    parts[:, :vocabulary] = probabilities.mul_(WHOLE)
     pieces = parts.view(rows, num_pieces, _PIECE)
     sums = pieces.sum(dim=-1)
     ends = sums.cumsum(dim=-1)
@@ -151,15 +158,12 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 def _draw_of_top_p(probabilities: Tensor, needed: Tensor, uniforms: Tensor) -> Tensor:
     """Draw as `_draw` does, from the smallest head of each row that has `needed` [rows, 1] parts."""
-    vocabulary = probabilities.shape[1]
-    if vocabulary <= _NUM_CANDIDATES * 4:
-        return _draw_of_head(_every_token(probabilities), probabilities, needed, uniforms)[0]
-    candidates = _candidates(probabilities)
-    tokens, suffices = _draw_of_head(candidates, probabilities, needed, uniforms)
+    if probabilities.shape[1] <= _NUM_CANDIDATES * 4:
+        return _draw_of_head(probabilities, needed, uniforms)[0]
+    tokens, suffices = _draw_of_head(probabilities, needed, uniforms, _candidates(probabilities))
     short = (~suffices).nonzero()[:, 0]
     if len(short):
-        whole = probabilities[short]
-        tokens[short] = _draw_of_head(_every_token(whole), whole, needed[short], uniforms[short])[0]
+        tokens[short] = _draw_of_head(probabilities[short], needed[short], uniforms[short])[0]
     return tokens
 
 
@@ -174,54 +178,58 @@ class _Candidates(NamedTuple):
     probabilities: Tensor
 
 
-def _every_token(probabilities: Tensor) -> _Candidates:
-    ids = torch.arange(probabilities.shape[1], device=probabilities.device)
-    return _Candidates(ids.expand_as(probabilities), probabilities)
-
-
 def _candidates(probabilities: Tensor) -> _Candidates:
-    """The tokens above a bound, which at most about a thousand tokens exceed if likely ones lie scattered.
+    """The tokens above a bound: about a thousand, if a row's likely tokens are not neighbours.
 
-    The row is cut into pieces. The bound is the largest probability of the 1025th piece, in the order of
-    these largest probabilities.
+    The row is cut into pieces. The bound is the 1025th highest of the pieces' largest probabilities, so only
+    the 1024 pieces before it, and the tokens behind the last whole piece, are searched.
     """
     rows, vocabulary = probabilities.shape
-    num_pieces = vocabulary // _CANDIDATE_PIECE
-    pieces = probabilities[:, : num_pieces * _CANDIDATE_PIECE].unflatten(1, (num_pieces, _CANDIDATE_PIECE))
+    num_pieces, device = vocabulary // _CANDIDATE_PIECE, probabilities.device
+    size = num_pieces * _CANDIDATE_PIECE
+    body, rest = probabilities[:, :size], probabilities[:, size:]
+    pieces = torch.unflatten(body, 1, (num_pieces, _CANDIDATE_PIECE))
     rank = min(_NUM_CANDIDATES + 1, num_pieces // 4)
-    bound = torch.topk(pieces.amax(dim=-1), rank, sorted=False).values.amin(dim=-1, keepdim=True)
-    row, token = (probabilities > bound).nonzero(as_tuple=True)
+    highest, searched = torch.topk(pieces.amax(dim=-1), rank, sorted=False)
+    searched = searched.sort(dim=-1).values
+    own = pieces[torch.arange(rows, device=device)[:, None], searched].flatten(1)
+    row, place = (torch.cat([own, rest], dim=1) > highest.amin(dim=-1, keepdim=True)).nonzero(as_tuple=True)
+    starts = torch.nn.functional.pad(searched, (0, 1), value=num_pieces) * _CANDIDATE_PIECE
+    token = starts[row, place // _CANDIDATE_PIECE] + place % _CANDIDATE_PIECE
     counts = torch.bincount(row, minlength=rows)
-    width = max(1, int(counts.max()))
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    ids = torch.full((rows, width), vocabulary, device=row.device)
-    ids[row, place] = token
-    chosen = probabilities.new_zeros(rows, width)
-    chosen[row, place] = probabilities[row, token]
+    column = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
+    ids = torch.full((rows, max(1, int(counts.max()))), vocabulary, device=device)
+    ids[row, column] = token
+    chosen = probabilities.new_zeros(ids.shape)
+    chosen[row, column] = probabilities[row, token]
     return _Candidates(ids, chosen)
 
 
 def _draw_of_head(
-    candidates: _Candidates, probabilities: Tensor, needed: Tensor, uniforms: Tensor
+    probabilities: Tensor, needed: Tensor, uniforms: Tensor, candidates: _Candidates | None = None
 ) -> tuple[Tensor, Tensor]:
     """The drawn tokens [rows], and whether the candidates hold the whole head [rows].
 
     The head is renormalised by the sum that torch takes of the row with zeros for the other tokens.
+    `candidates`: None for all tokens.
     """
     rows, vocabulary = probabilities.shape
-    ids, likely = candidates
+    likely = probabilities if candidates is None else candidates.probabilities
     descending, order = torch.sort(likely, dim=-1, descending=True, stable=True)
-    parts = _in_parts(descending)
-    sums = parts.cumsum(dim=-1)
+    sums = _in_parts(descending).cumsum(dim=-1)
     # A token stays if the tokens before it add up to less than needed. So the first token always stays.
-    stays = torch.zeros_like(likely).scatter_(1, order, (sums - parts < needed).to(likely.dtype))
-    head = likely * stays
-    # Two rows at least: torch splits the sum of a single row between its threads, and so rounds otherwise.
-    spread = head.new_zeros(max(rows, 2), vocabulary + 1)
-    spread[:rows].scatter_(1, ids, head)
-    cumulative = _in_parts(head / spread[:, :vocabulary].sum(dim=-1)[:rows, None]).cumsum(dim=-1)
-    place = _first_above(cumulative, _target(cumulative[:, -1:], uniforms))
-    return ids.gather(1, place)[:, 0].clamp(max=vocabulary - 1), sums[:, -1] >= needed[:, 0]
+    descending[:, 1:].masked_fill_(sums[:, :-1] >= needed, 0)
+    head = torch.zeros_like(likely).scatter_(1, order, descending)
+    spread = head
+    if candidates is not None:
+        spread = head.new_zeros(rows, vocabulary + 1).scatter_(1, candidates.ids, head)[:, :vocabulary]
+    if rows == 1:  # torch would split the sum of a single row between its threads, and so round otherwise
+        spread = spread.expand(2, -1)
+    cumulative = _in_parts(head.div_(spread.sum(dim=-1)[:rows, None])).cumsum(dim=-1)
+    token = _first_above(cumulative, _target(cumulative[:, -1:], uniforms))
+    if candidates is not None:
+        token = candidates.ids.gather(1, token).clamp_(max=vocabulary - 1)
+    return token[:, 0], sums[:, -1] >= needed[:, 0]
 
 
 def _in_parts(probabilities: Tensor) -> Tensor:

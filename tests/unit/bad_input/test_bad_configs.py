@@ -54,6 +54,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "enable_chunked_prefill": bad.boolean(),
     "prefix_caching_eviction_policy": bad.choice("lru", "ref_zero"),
     "poison_free_memory": bad.boolean(),
+    "seed": bad.integer(0, 2**63 - 1),
     "checkpoint_plan": bad.anything(ms.CheckpointPlan).also(ms.CheckpointPlan, "rolling"),
 }
 SAMPLING_ARGUMENTS: dict[str, Bad] = {
@@ -61,7 +62,7 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
     "temperature": bad.real(0, optional=True),
     "top_k": bad.integer(0, optional=True),
     "top_p": bad.real(0, 1, optional=True).also(0, 0.0, -0.0),
-    "seed": bad.integer(0, 2**63 - 1),
+    "seed": bad.integer(0, 2**63 - 1, optional=True),
     "termination_id": bad.integer(-1, optional=True),
     "stop_token_ids": bad.ids(0, good=(3,)),
     "return_log_probs": bad.boolean(),

@@ -11,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.engines import sampling
-from mambaslots.inference.engines.sampling import log_softmax, token_distribution
+from mambaslots.inference.engines.sampling import log_softmax
+from mambaslots.inference.kernels import token_draws
+from oracle.sampled_rows import sample_rows, token_distribution
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def sample(*arguments: Any) -> list[int]:
@@ -60,32 +63,164 @@ def test_draws_follow_the_distribution() -> None:
         assert abs(counts[token] / n - probability) < 5 * deviation
 
 
-def test_a_draw_is_the_first_token_at_which_exact_sums_pass_the_number() -> None:
-    probabilities = torch.softmax(torch.randn(5000, generator=torch.Generator().manual_seed(1)), dim=-1)
-    probabilities[4990:] = 0
-    parts = [int(float(p) * 2**53) for p in probabilities]
-    sums = list(accumulate(parts))
-    for uniform in (0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(sampling._uniform(3, i) for i in range(200))):
-        token = int(sampling._draw(probabilities, torch.tensor(uniform, dtype=torch.float64)))
-        assert token == bisect_right(sums, int(sums[-1] * uniform))
-        assert token < 4990
+@pytest.mark.parametrize("vocabulary", [5000, 4608, 512, 100])
+def test_a_draw_is_the_first_token_at_which_exact_sums_pass_the_number(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    probabilities = torch.softmax(torch.randn(vocabulary, generator=generator), dim=-1)
+    probabilities[-10:] = 0
+    sums = list(accumulate(int(float(p) * 2**53) for p in probabilities))
+    uniforms = [0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(sampling._uniform(3, i) for i in range(200))]
+    rows = probabilities.repeat(len(uniforms), 1)
+    drawn = token_draws._draw(rows, torch.tensor(uniforms, dtype=torch.float64)[:, None]).tolist()
+    assert drawn == [bisect_right(sums, min(int(sums[-1] * u), sums[-1] - 1)) for u in uniforms]
+    assert max(drawn) < vocabulary - 10
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("top_p", [None, 0.3, 0.9])
-def test_a_gpu_draws_what_the_cpu_does_of_the_same_probabilities(top_p: float | None) -> None:
-    """In whatever order its threads add up: floats would differ in their last bits from call to call."""
-    logits = torch.randn(50_000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    params = ms.SamplingParams(temperature=1.0, top_p=top_p)
-    probabilities = torch.softmax(logits, dim=-1)
-    uniforms = torch.arange(64, dtype=torch.float64) / 64
-    expected = [int(sampling._draw(probabilities, uniform)) for uniform in uniforms]
-    for _ in range(20):
-        there = probabilities.cuda()
-        assert [int(sampling._draw(there, uniform)) for uniform in uniforms.cuda()] == expected
-    kept = [token_distribution(logits.cuda(), params) > 0 for _ in range(20)]
-    assert all(torch.equal(kept[0], again) for again in kept)
-    assert (kept[0].cpu() ^ (token_distribution(logits, params) > 0)).sum() <= 1  # softmax rounds otherwise
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+TEMPERATURES = st.one_of(
+    st.none(), st.sampled_from([0.0, 1.0, 1e-40, 5e-324, 1e30]), st.floats(0.01, 10, allow_subnormal=False)
+)
+
+
+@st.composite
+def settings_of_rows(draw: st.DrawFn, vocabulary: int) -> list[ms.SamplingParams]:
+    ranks = st.integers(0, vocabulary + 2) | st.integers(0, 5)
+    shares = st.sampled_from([1.0, 1e-9, 0.5, 0.9, 1 - 1e-12]) | st.floats(0.001, 0.999)
+    one = st.builds(
+        ms.SamplingParams,
+        temperature=TEMPERATURES,
+        top_k=st.none() | ranks,
+        top_p=st.none() | shares,
+        seed=st.integers(0, 2**63 - 1),
+    )
+    return draw(st.lists(one, min_size=1, max_size=6))
+
+
+def logits_of(
+    rows: int, vocabulary: int, seed: int, spread: float, tied: bool, num_forbidden: int
+) -> torch.Tensor:
+    """Normal numbers; `tied` rounds them, and `num_forbidden` tokens of a row get -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) * spread
+    if tied:
+        logits = logits.round()
+    forbidden = torch.rand(rows, vocabulary, generator=generator).argsort(dim=-1)[:, :num_forbidden]
+    return logits.scatter_(1, forbidden, -torch.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data())
+def test_the_tokens_of_a_batch_are_those_of_each_row_by_itself(
+    dtype: torch.dtype, data: st.DataObject
+) -> None:
+    vocabulary = data.draw(st.integers(1, 40) | st.sampled_from([511, 512, 513, 1500, 4097, 9001]))
+    params = data.draw(settings_of_rows(vocabulary))
+    logits = logits_of(
+        len(params),
+        vocabulary,
+        data.draw(st.integers(0, 1000)),
+        data.draw(st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0, 100.0])),
+        data.draw(st.booleans()),
+        data.draw(st.sampled_from([0, vocabulary // 2, vocabulary - 1])),
+    ).to(dtype)
+    positions = data.draw(st.lists(st.integers(0, 99), min_size=len(params), max_size=len(params)))
+    assert sample(logits, params, positions) == sample_rows(logits, params, positions)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 30.0], ids=["flat", "wide", "peaked", "certain"])
+@pytest.mark.parametrize("vocabulary", [40_000, 50_257])
+def test_long_rows_in_many_groups(spread: float, vocabulary: int) -> None:
+    """Several groups of each kind, rows whose likely tokens are neighbours, and heads of all lengths."""
+    shares = (0.1, 0.5, 0.9, 0.999)
+    params = [ms.SamplingParams(top_p=p, temperature=0.9, seed=i) for i, p in enumerate(shares)]
+    params += [ms.SamplingParams(top_k=k, seed=9) for k in (3, 700, vocabulary - 1)]
+    params += [ms.SamplingParams(top_k=500, top_p=0.8, seed=9), ms.SamplingParams()]
+    params += [ms.SamplingParams(temperature=0.8, seed=seed) for seed in range(8)]
+    logits = logits_of(len(params), vocabulary, 4, spread, False, 0).float()
+    logits[2] = logits[2].sort().values
+    assert sample(logits, params, range(len(params))) == sample_rows(logits, params, range(len(params)))
+
+
+def test_of_equally_likely_tokens_those_with_the_lowest_ids_are_kept() -> None:
+    logits = torch.tensor([[1.0, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0]]).expand(2000, -1)
+    for params, kept in (
+        (ms.SamplingParams(top_k=3, seed=1), {0, 2, 4}),
+        (ms.SamplingParams(top_k=6, seed=1), {0, 1, 2, 3, 4, 6}),
+        (ms.SamplingParams(top_p=0.5, seed=1), {0, 4}),
+    ):
+        assert set(sample(logits, [params] * 2000, range(2000))) == kept
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def num_operations(rows: int, vocabulary: int) -> int:
+    kinds = ({}, {"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 9, "top_p": 0.5})
+    params = [ms.SamplingParams(**kinds[i % 5], seed=i) for i in range(rows)]
+    logits = logits_of(rows, vocabulary, 1, 1.0, False, 0)
+    with Operations() as operations:
+        sample(logits, params, range(rows))
+    return operations.count
+
+
+def test_the_number_of_operations_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_operations(1000, 60) == num_operations(10, 60) < 250
+    monkeypatch.setattr(token_draws, "_GROUP_ELEMENTS", 1)  # as if the rows were long: many groups
+    assert num_operations(1280, 60) == num_operations(640, 60)
+
+
+def test_rows_are_not_sorted_that_need_only_a_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_of(3, 9000, 1, 8.0, False, 0)
+    params = [ms.SamplingParams(temperature=1.0, seed=1), ms.SamplingParams(), ms.SamplingParams(top_k=5)]
+    expected = sample_rows(logits, params, [0, 1, 2])
+    monkeypatch.setattr(torch, "sort", None)
+    assert sample(logits, params, [0, 1, 2]) == expected
+
+
+def test_only_flat_rows_are_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.cat([logits_of(6, 40_000, 1, 12.0, False, 0), logits_of(2, 40_000, 1, 0.1, False, 0)])
+    params = [ms.SamplingParams(top_p=0.9, seed=1)] * 8
+    widths = Counter[tuple[int, bool]]()
+    sort = torch.sort
+
+    def counted(values: torch.Tensor, **settings: Any) -> Any:
+        widths[len(values), values.shape[1] == 40_000] += 1
+        return sort(values, **settings)
+
+    expected = sample_rows(logits, params, range(8))
+    monkeypatch.setattr(torch, "sort", counted)
+    assert sample(logits, params, range(8)) == expected
+    assert sum(rows * times for (rows, whole), times in widths.items() if whole) == 2
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_changes_no_other_row(bad: float) -> None:
+    kinds = [{}, {"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 9, "top_p": 0.5}] * 2
+    params = [ms.SamplingParams(**kind, seed=i) for i, kind in enumerate(kinds)]
+    for vocabulary in (60, 9000):
+        logits = logits_of(10, vocabulary, 1, 2.0, False, 0)
+        expected = sample(logits, params, range(10))
+        logits[:4, 7] = bad
+        logits[4] = -torch.inf
+        tokens = sample(logits, params, range(10))
+        assert tokens[5:] == expected[5:]
+        assert all(0 <= token < vocabulary for token in tokens)
+
+
+def test_a_default_device_does_not_move_host_tensors() -> None:
+    params = [ms.SamplingParams(temperature=1.0, top_p=0.5, top_k=3, seed=1), ms.SamplingParams()]
+    expected = sample(LOGITS.expand(2, -1), params, [0, 1])
+    with torch.device("meta"):
+        assert sample(LOGITS.expand(2, -1), params, [0, 1]) == expected
 
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:

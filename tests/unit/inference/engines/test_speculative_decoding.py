@@ -16,11 +16,12 @@ from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.sampling import sample, token_distribution
+from mambaslots.inference.engines.sampling import sample
 from mambaslots.inference.kernels import attention_torch, reference
 from mambaslots.models import hybrid_lm
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recurrent_lm import RecurrentLM
+from oracle.sampled_rows import token_distribution
 from oracle.serving import (
     TOLERANCE,
     expected_answer,
