@@ -65,7 +65,7 @@ def add_request(
     record = record_of(self)
     spans = compute_spans(self, record, req, match.skip_tokens) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
-    matched = torch.tensor(match.matched_blocks, dtype=torch.int64)
+    matched = torch.tensor(match.matched_blocks, dtype=torch.int64, device="cpu")
     kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
     try:
         _check_capacity(self, req, match, length)
@@ -150,11 +150,11 @@ def adopt_twin(context: Any, row: int, index: int, key: int) -> bool:
     if twin in (-1, own):
         return False
     kv.block_ref_counts[twin] += 1
-    kv.update_timestamps(torch.tensor([twin]))
+    kv.update_timestamps(torch.tensor([twin], device="cpu"))
     table[row, index] = twin
     if int(context.request_last_kv_block_id[row]) == own:
         context.request_last_kv_block_id[row] = twin
-    kv.release_memory_blocks(torch.tensor([own], dtype=torch.int32))
+    kv.release_memory_blocks(torch.tensor([own], dtype=torch.int32, device="cpu"))
     return True
 
 

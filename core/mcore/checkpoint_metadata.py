@@ -43,8 +43,8 @@ class CheckpointRows:
     def fill(self, chunks: list[int], positions: list[int], padding: int) -> None:
         """Write the real rows, and harmless numbers into the others, which only a warm-up may read."""
         real = len(chunks)
-        self.chunks[:real] = torch.tensor(chunks, dtype=torch.int64)
-        self.positions[:real] = torch.tensor(positions, dtype=torch.int32)
+        self.chunks[:real] = torch.tensor(chunks, dtype=torch.int64, device="cpu")
+        self.positions[:real] = torch.tensor(positions, dtype=torch.int32, device="cpu")
         self.chunks[real:] = 0
         self.positions[real:] = padding
         self.count.fill_(real)

@@ -132,8 +132,9 @@ class MambaMixer(nn.Module):
         heads, kernel = shard.mamba_heads.indices, config.conv_kernel
         # `memory` counts tokens. dt falls with the square root of `memory`: so all heads' states have one
         # magnitude.
+        shortest, longest = math.log10(8.0), math.log10(512.0)
         memory = torch.logspace(
-            math.log10(8.0), math.log10(512.0), shard.mamba_heads.total, dtype=torch.float64
+            shortest, longest, shard.mamba_heads.total, dtype=torch.float64, device="cpu"
         )[list(heads)]
         dt = 1.5 * memory.rsqrt()
         # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
@@ -144,10 +145,10 @@ class MambaMixer(nn.Module):
         self.conv_weight = draw.normal(config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
         # With this bias SiLU of a standard normal has a mean near zero. Slow heads would sum up any other
         # mean.
-        self.conv_bias = draw.constant(torch.full((local.conv_dim,), -0.5, dtype=torch.float64))
+        self.conv_bias = draw.full(local.conv_dim, -0.5)
         self.dt_bias = draw.constant(dt.expm1().log(), wide=True)
         self.A_log = draw.constant(-(memory * dt).log(), wide=True)
-        self.D = draw.constant(torch.full((len(heads),), 0.5, dtype=torch.float64), wide=True)
+        self.D = draw.full(len(heads), 0.5, wide=True)
         self.norm = draw.ones(local.inner_dim)
         self.out_proj = draw.linear(config.hidden_size, config.inner_dim, columns=x)
 
@@ -329,8 +330,11 @@ class _Weights:
         dtype = self._config.compute_dtype if wide else self._config.dtype
         return nn.Parameter(values.to(self._device, dtype), requires_grad=False)
 
+    def full(self, size: int, value: float, wide: bool = False) -> nn.Parameter:
+        return self.constant(torch.full((size,), value, dtype=torch.float64, device="cpu"), wide)
+
     def ones(self, size: int) -> nn.Parameter:
-        return self.constant(torch.ones(size, dtype=torch.float64))
+        return self.full(size, 1.0)
 
     def normal(
         self, *shape: int, std: float, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None

@@ -113,7 +113,7 @@ class MemoryStage:
         generator = torch.Generator().manual_seed(seed)
         self._decoys = [
             [
-                torch.randn(memory.shape, generator=generator).to(memory.device, memory.dtype)
+                torch.randn(memory.shape, generator=generator, device="cpu").to(memory.device, memory.dtype)
                 for memory in (*self._states, self._flat_kv)
             ]
             for _ in range(2)

@@ -147,8 +147,8 @@ def _texts(
         )
     length = optional_integer("num_tokens", num_tokens, 3 * block + 8, INT32_MAX) or 4 * block
     generator = torch.Generator().manual_seed(seed)
-    first = torch.randperm(len(ids), generator=generator)[:3].tolist()
-    drawn = torch.randint(len(ids), (3, length + 3), generator=generator).tolist()
+    first = torch.randperm(len(ids), generator=generator, device="cpu")[:3].tolist()
+    drawn = torch.randint(len(ids), (3, length + 3), generator=generator, device="cpu").tolist()
     x, y, z = (
         tuple(ids[index] for index in (begin, *rest)) for begin, rest in zip(first, drawn, strict=True)
     )

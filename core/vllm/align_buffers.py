@@ -40,7 +40,9 @@ class StagedBuffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._hosts = [
+            torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(2)
+        ]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []  # type: ignore[no-untyped-call]
         self._turn = 0
         self.gpu = torch.zeros(size, dtype=torch.int32, device=device)

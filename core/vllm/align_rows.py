@@ -89,7 +89,7 @@ class AlignRows:
         width = integer("columns_per_row", columns_per_row, 1, INT32_MAX)
         self.block_size_tokens = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self.num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens, 0, INT32_MAX)
-        self.slot_table = torch.full((num_rows, width), NO_SLOT, dtype=torch.int32)
+        self.slot_table = torch.full((num_rows, width), NO_SLOT, dtype=torch.int32, device="cpu")
         self._table = self.slot_table.numpy()  # the same memory
         self.columns: Integers = np.full(num_rows, PADDING, dtype=np.int64)
         self.accepted: Integers = np.ones(num_rows, dtype=np.int64)

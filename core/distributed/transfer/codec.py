@@ -41,9 +41,9 @@ def encode_prefixes(shard: PrefixShard) -> bytes:
     tokens = np.frombuffer(b"".join(forest.tokens), dtype=np.uint8).copy()
     tensors = {
         **{name: tensor.contiguous() for name, tensor in shard.tensors.items()},
-        "parents": torch.tensor(forest.parents, dtype=torch.int64),
-        "states": torch.tensor(forest.states, dtype=torch.int64),
-        "hashes": torch.tensor(forest.keys, dtype=torch.int64),
+        "parents": torch.tensor(forest.parents, dtype=torch.int64, device="cpu"),
+        "states": torch.tensor(forest.states, dtype=torch.int64, device="cpu"),
+        "hashes": torch.tensor(forest.keys, dtype=torch.int64, device="cpu"),
         "tokens": torch.from_numpy(tokens).view(len(forest), TOKEN_BYTES * forest.block_size_tokens),
     }
     export = {

@@ -48,20 +48,20 @@ class PairLink:
 
     def send(self, data: bytes) -> None:
         """Send `data`; returns once the other side has all of it."""
-        self._send(torch.tensor([len(data)], dtype=torch.int64), _DATA_TAG)
+        self._send(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), _DATA_TAG)
         for first in range(0, len(data), PIECE_BYTES):
             piece = bytearray(data[first : first + PIECE_BYTES])
             self._send(torch.frombuffer(piece, dtype=torch.uint8), _DATA_TAG)
-        self._receive(torch.empty(1, dtype=torch.int64), _RECEIPT_TAG)
+        self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), _RECEIPT_TAG)
 
     def receive(self) -> bytes:
         """The bytes that the other side sends; TransferError where it announces none."""
-        announced = self._receive(torch.empty(1, dtype=torch.int64), _DATA_TAG)
+        announced = self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), _DATA_TAG)
         length, pieces = int(announced), []
         if length < 1:
             raise TransferError(f"an export of {length} bytes is announced; accepted: at least 1")
         for first in range(0, length, PIECE_BYTES):
-            piece = torch.empty(min(PIECE_BYTES, length - first), dtype=torch.uint8)
+            piece = torch.empty(min(PIECE_BYTES, length - first), dtype=torch.uint8, device="cpu")
             pieces.append(self._receive(piece, _DATA_TAG).numpy())
         self._send(announced, _RECEIPT_TAG)
         return b"".join(pieces)

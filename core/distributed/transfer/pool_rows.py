@@ -13,7 +13,7 @@ def read_rows(pool: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
     """Copy `pool`'s `rows` along `dim`, in this order, to a new tensor on the CPU; synchronises."""
     shape = list(pool.shape)
     shape[dim] = len(rows)
-    values = torch.empty(shape, dtype=pool.dtype)
+    values = torch.empty(shape, dtype=pool.dtype, device="cpu")
     for first, indices in _pieces(pool, dim, rows):
         values.narrow(dim, first, len(indices)).copy_(pool.index_select(dim, indices))
     return values
@@ -32,7 +32,7 @@ def write_rows(
         value_rows: for each of `rows`, the row of `values` to copy.
     """
     for first, indices in _pieces(pool, dim, rows):
-        piece = torch.tensor(value_rows[first : first + len(indices)], dtype=torch.int64)
+        piece = torch.tensor(value_rows[first : first + len(indices)], dtype=torch.int64, device="cpu")
         pool.index_copy_(dim, indices, values.index_select(dim, piece).to(pool.device))
 
 

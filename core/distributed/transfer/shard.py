@@ -111,7 +111,9 @@ def join(pieces: Sequence[PrefixShard], shard: ModelShard) -> PrefixShard:
     sources = sources_for([piece.shard for piece in pieces], shard)
     tensors = {
         name: torch.empty(
-            shape_of(name, first.format, first.forest, shard), dtype=dtype_of(name, first.format)
+            shape_of(name, first.format, first.forest, shard),
+            dtype=dtype_of(name, first.format),
+            device="cpu",
         )
         for name in SPLITS
     }
@@ -140,7 +142,7 @@ def sources_for(holders: Sequence[ModelShard], shard: ModelShard) -> dict[int, M
         TransferError: the holders together lack something of `shard`.
     """
     covered = {
-        grid: torch.zeros(getattr(shard, grid[0]).total, getattr(shard, grid[1]).total, dtype=torch.bool)
+        grid: torch.zeros([getattr(shard, axis).total for axis in grid], dtype=torch.bool, device="cpu")
         for grid in _GRIDS
     }
     sources: dict[int, ModelShard] = {}

@@ -75,14 +75,15 @@ class IntermediateStates:
                 stacklevel=4,
             )
         rows, width = settings.max_requests, settings.max_offsets_per_request
-        self.offsets_cpu = torch.zeros(rows, width, dtype=torch.int32)
-        self.counts_cpu = torch.zeros(rows, dtype=torch.int32)
-        self.block_ids_cpu = torch.full((rows, width), -1, dtype=torch.int32)
-        self.eos_block_id_cpu = torch.full((rows,), -1, dtype=torch.int32)
+        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
+            self.offsets_cpu = torch.zeros(rows, width, dtype=torch.int32, device="cpu")
+            self.counts_cpu = torch.zeros(rows, dtype=torch.int32, device="cpu")
+            self.block_ids_cpu = torch.full((rows, width), -1, dtype=torch.int32, device="cpu")
+            self.eos_block_id_cpu = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
+            self.offsets_device = torch.zeros_like(self.offsets_cpu, device=scratch.ssm.device)
+            self.counts_device = torch.zeros_like(self.counts_cpu, device=scratch.ssm.device)
         self.conv_out, self.ssm_out = scratch.conv, scratch.ssm
         self.max_count = scratch.ssm.shape[1]
-        self.offsets_device = torch.zeros_like(self.offsets_cpu, device=scratch.ssm.device)
-        self.counts_device = torch.zeros_like(self.counts_cpu, device=scratch.ssm.device)
 
     # ---- before the step
 
@@ -182,7 +183,8 @@ class IntermediateStates:
         end_blocks, end_rows = [b for b, _ in ends], [r for _, r in ends]
         if not blocks and not end_blocks:
             return None
-        hashes = context.kv_block_allocator.block_hashes[torch.tensor(blocks + end_blocks)].tolist()
+        listed = torch.tensor(blocks + end_blocks, device="cpu")
+        hashes = context.kv_block_allocator.block_hashes[listed].tolist()
         return blocks, scratch_rows, end_blocks, end_rows, hashes
 
     def sources(self) -> dict[int, StateSource]:

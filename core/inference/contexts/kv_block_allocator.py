@@ -77,7 +77,7 @@ class KVBlockAllocator:
         self._timestamps = [0] * self.total_count
         self.leaves = LeafEviction(self._timestamps)
         self._version = 0
-        zeros = torch.zeros(total_count, dtype=torch.int64)
+        zeros = torch.zeros(total_count, dtype=torch.int64, device="cpu")
         self._ref_counts_tensor = MirroredTensor(zeros.to(torch.int32), self._fill_ref_counts)
         self._hashes_tensor = MirroredTensor(zeros - 1, self._fill_hashes)
         self._timestamps_tensor = MirroredTensor(zeros, self._fill_timestamps)

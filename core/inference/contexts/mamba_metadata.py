@@ -46,7 +46,8 @@ class MambaMetadata:
         self.num_live_slots = integer(
             "num_live_slots", max_requests if num_live_slots is None else num_live_slots, 1, INT32_MAX
         )
-        self.request_to_mamba_state_idx = torch.empty(self.max_requests, dtype=torch.int32)
+        with torch.inference_mode(False):  # `reset` writes it anywhere
+            self.request_to_mamba_state_idx = torch.empty(self.max_requests, dtype=torch.int32, device="cpu")
         self.reset()
 
     @property

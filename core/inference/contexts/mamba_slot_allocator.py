@@ -106,13 +106,13 @@ class MambaSlotAllocator:
         )
         self.hash_to_block_id = self.slots.map.hash_to_block_id
         self._block_to_slot = MirroredTensor(
-            torch.full((self.num_blocks,), -1, dtype=torch.int32), self._fill_block_to_slot
+            torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu"), self._fill_block_to_slot
         )
         self._slot_to_block = MirroredTensor(
-            torch.full((self.max_slots,), -1, dtype=torch.int32), self._fill_slot_to_block
+            torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu"), self._fill_slot_to_block
         )
         self._free_slots = MirroredTensor(
-            torch.arange(self.max_slots, dtype=torch.int32), self._fill_free_slots
+            torch.arange(self.max_slots, dtype=torch.int32, device="cpu"), self._fill_free_slots
         )
         self._built_intermediate: IntermediateStates | None = None
         if self._settings.max_intermediate_states is not None:

@@ -35,7 +35,8 @@ class RequestRows:
             cache: opens the path of a request that gets a row.
             slots_per_row: live slots of a request.
         """
-        self.block_table = torch.full((max_requests, blocks_per_row), -1, dtype=torch.int32)
+        shape = (max_requests, blocks_per_row)
+        self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._first_slots = metadata.request_to_mamba_state_idx.numpy()  # the same memory
         self._slots_per_row = slots_per_row

@@ -33,8 +33,11 @@ class StepBuffer:
         """`largest`: upper bounds of all sizes."""
         words = _total_words(largest)
         pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(words, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._device = torch.zeros(words, dtype=torch.int64, device=device) if pinned else None
+        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
+            self._hosts = [
+                torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=pinned) for _ in range(2)
+            ]
+            self._device = torch.zeros(words, dtype=torch.int64, device=device) if pinned else None
         self._copied: list[torch.cuda.Event] = []
         if pinned:
             self._copied = [torch.cuda.Event() for _ in self._hosts]  # type: ignore[no-untyped-call]

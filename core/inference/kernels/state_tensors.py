@@ -44,6 +44,6 @@ def device_indices(device: torch.device, *indices: Indices) -> list[Tensor]:
     lists = [list(entry) for entry in indices if not isinstance(entry, Tensor)]
     if not lists:
         return [entry for entry in indices if isinstance(entry, Tensor)]
-    pinned = torch.tensor(lists, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(lists, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     crossed = iter(pinned.to(device, non_blocking=True).unbind())
     return [entry if isinstance(entry, Tensor) else next(crossed) for entry in indices]

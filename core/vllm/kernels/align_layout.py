@@ -94,8 +94,8 @@ class AlignLayout:
             states=tuple(states),
             block_tables=tuple(block_tables),
             conv_dim_first=conv_dim_first,
-            table_addresses=torch.tensor(addresses, dtype=torch.int64).to(first.device),
-            state_records=torch.tensor(records, dtype=torch.int64).to(first.device),
+            table_addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
+            state_records=torch.tensor(records, dtype=torch.int64, device=first.device),
             max_state_bytes=max(state.states[0].numel() * state.states.itemsize for state in states),
             max_window_bytes=max(state.conv_width * state.states.itemsize for state in states),
         )
