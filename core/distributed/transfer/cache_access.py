@@ -1,5 +1,7 @@
 """The prefix cache of an engine as transfers see it: nothing else in this folder looks into an engine."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +29,8 @@ class CacheAccess:
         block_size_tokens: tokens of a block.
         eviction_policy: the engine's `prefix_caching_eviction_policy`.
         weights_version: what the engine's weights are called.
+        changing: makes a context manager in which prefixes enter the cache; takes the errors that leave
+            the books in order.
     """
 
     cache: PrefixCache
@@ -37,6 +41,7 @@ class CacheAccess:
     block_size_tokens: int
     eviction_policy: str
     weights_version: object
+    changing: Callable[..., AbstractContextManager[None]]
 
     @classmethod
     def of(cls, engine: DynamicInferenceEngine, call: str) -> "CacheAccess":
@@ -68,6 +73,7 @@ class CacheAccess:
             block_size_tokens=engine.config.block_size_tokens,
             eviction_policy=engine.config.prefix_caching_eviction_policy,
             weights_version=engine.weights_version,
+            changing=engine.changing_cache,
         )
 
     @property

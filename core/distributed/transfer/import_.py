@@ -1,6 +1,7 @@
 """Into the pools: an export becomes part of the prefix cache on all ranks of a replica, or on none."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -132,7 +133,9 @@ def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], Rece
         raise attempt.error
     if unprepared:
         raise ValueError(attempt.failure)
-    return _copy_in(access, attempt.result(TransferError))
+    shard = attempt.result(TransferError)
+    with access.changing(RuntimeError):
+        return _copy_in(access, shard)
 
 
 def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
@@ -151,6 +154,10 @@ def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
             reasons = "; and ".join(filter(None, (attempt.failure, attempt.difference)))
             raise RuntimeError(f"prefixes could not be imported: {reasons}") from attempt.error
         attempt.result(lambda reason: CopyError(f"prefixes could not be imported: {reason}"))
-        return placement.publish()
-    finally:
-        placement.release()
+        report = placement.publish()
+    except BaseException as error:
+        with nullcontext() if isinstance(error, RuntimeError) else suppress(Exception):
+            placement.release()  # after an interrupt the engine puts the books in order, also if this fails
+        raise
+    placement.release()
+    return report

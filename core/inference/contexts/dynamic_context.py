@@ -160,7 +160,7 @@ class DynamicInferenceContext:
         try:
             return self._admission.schedule(request, token_budget)
         except BaseException:
-            if waits:
+            if waits and self._rows.seats(request):
                 self.release(request)
             raise
 
@@ -298,10 +298,16 @@ class DynamicInferenceContext:
         return step.accepted(integer(name, count, 1, num_known))
 
     def _count(self, step: RequestStep) -> None:
+        request = step.request
+        if not step.num_resumed and step.start >= max(len(request.prompt_tokens), request.num_counted):
+            request.num_counted = step.stop  # a decode: no prompt token, none computed before
+            return
         counts = step.token_counts()
-        self._num_requests_seen += step.request.num_counted == 0
-        step.request.count(counts, step.stop)
-        self._ledger.add(counts)
+        num_seen = self._num_requests_seen + (request.num_counted == 0)
+        num_counted = max(request.num_counted, step.stop)
+        totals = self._ledger + counts, num_seen, request.ledger + counts, num_counted
+        # One statement, so that an interrupt counts a step everywhere or nowhere.
+        self._ledger, self._num_requests_seen, request.ledger, request.num_counted = totals
 
     def abort_step(self) -> None:
         """Undo a step whose forward failed or did not happen; nothing that the forward wrote is used.

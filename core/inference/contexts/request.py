@@ -141,8 +141,3 @@ class DynamicInferenceRequest:
         self.hashes.cut_to(num_tokens)
         if not self.num_generated:
             self.ttft_s = None
-
-    def count(self, counts: TokenLedger, num_tokens: int) -> None:
-        """Add the counts of a launched step, which computed the tokens up to `num_tokens`."""
-        self.ledger.add(counts)
-        self.num_counted = max(self.num_counted, num_tokens)

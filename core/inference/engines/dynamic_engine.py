@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -358,6 +359,13 @@ class DynamicInferenceEngine:
         """
         self._state.check_usable(call)
         self._drain()
+
+    def changing_cache(self, *in_order: type[Exception]) -> AbstractContextManager[None]:
+        """Inside, prefixes may be put into the cache between steps; what stops that is repaired.
+
+        `in_order`: errors that leave the cache's books in order.
+        """
+        return self._state.changing(self._mend, *in_order)
 
     def _settle(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""

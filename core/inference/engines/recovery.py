@@ -103,17 +103,21 @@ class EngineState:
         self._repair = None
 
     @contextmanager
-    def changing(self, repair: Repair) -> Iterator[None]:
+    def changing(self, repair: Repair, *in_order: type[Exception]) -> Iterator[None]:
         """Change the books inside this context manager; `repair` runs if that fails or is interrupted.
 
         Inside a step the step's repair stays in force.
+
+        `in_order`: errors that the changes raise only where they leave the books in order.
         """
         outer = self._repair
         self._repair = outer or repair
         try:
             yield
         except BaseException as error:
-            if outer is None:
+            if isinstance(error, in_order):
+                self._repair = outer
+            elif outer is None:
                 self._settle(error)
             raise
         self._repair = outer

@@ -92,9 +92,9 @@ def compute_spans(
     return tuple(spans)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenLedger:
-    """Running counts of prompt tokens, of one request or of all.
+    """Counts of prompt tokens, of one request or of all.
 
     Every prompt token is counted once: as resumed, or as computed under its reason. Tokens that a request
     computes again after a restart are counted as recomputed only.
@@ -133,11 +133,10 @@ class TokenLedger:
             counts.computed[span.reason] += _overlap(*inside, num_counted, num_prompt_tokens)
         return counts
 
-    def add(self, other: "TokenLedger") -> None:
-        """Add the counts of `other` to these."""
-        self.resumed += other.resumed
-        self.recomputed += other.recomputed
-        self.computed.update(other.computed)
+    def __add__(self, other: "TokenLedger") -> "TokenLedger":
+        computed = self.computed.copy()
+        computed.update(other.computed)
+        return TokenLedger(self.resumed + other.resumed, self.recomputed + other.recomputed, computed)
 
     @property
     def num_prompt_tokens(self) -> int:
