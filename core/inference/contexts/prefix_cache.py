@@ -78,7 +78,7 @@ class PrefixCache:
         self._pinned = PinnedPrefixes(self.slots, self.kv_blocks)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
-    def _forget_states(self, blocks: Sequence[int]) -> None:
+    def _forget_states(self, blocks: Sequence[int] | None) -> None:
         self.slots.forget(blocks, blocks_leave=True)
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
@@ -275,8 +275,8 @@ class PrefixCache:
             path.shares = False
             self._rolling.forget(path)
         self._pinned.unpin_all()
+        self.slots.clear()  # first: no state may be findable once its block is free
         self.kv_blocks.deregister_all()
-        self.slots.clear()
 
     def reset(self) -> None:
         """Forget everything, also holders and counts. Works on inconsistent books, too."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..policies.ghost_list import GhostList
+from .remains import Remains
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the salt for a prefix's first block."""
@@ -18,11 +19,12 @@ class PrefixTree:
 
     Attributes:
         origin: the number of the origin: one more than the last block.
-        block_of_hash: prefix hash -> registered block.
+        block_of_hash: prefix hash -> registered block. `clear` puts another dict in its place.
         parents: parent of each block, -1 for unregistered blocks.
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
+        remains: what `clear` has left to free.
         clock: grows with every registration and every change of a state. It is never set back.
         serials: for each block the clock at its registration; see `stands`.
         family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
@@ -33,6 +35,7 @@ class PrefixTree:
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
+        self.remains = Remains()
         self.clock = 0
         self.serials = [0] * num_blocks
         self.family_changes = [0] * num_blocks
@@ -40,20 +43,23 @@ class PrefixTree:
         self.parents: list[int] = []
         self.num_held_children: list[int] = []
         self.num_cached_children: list[int] = []
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget every prefix and ghost."""
-        self.block_of_hash.clear()
-        self.ghosts.clear()
-        num_blocks = self.origin
-        self.parents = [-1] * num_blocks
-        self.num_held_children = [0] * (num_blocks + 1)
-        self.num_cached_children = [0] * (num_blocks + 1)
         # The last registration of each block; meaningless once the block is deregistered.
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
         self._salts: dict[int, bytes] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every prefix and ghost."""
+        self.remains.leave(self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children)
+        self.block_of_hash = present = dict[int, int]()
+        self.ghosts.present = present
+        self.remains.leave(*self.ghosts.clear())
+        num_blocks = self.origin
+        self.parents = [-1] * num_blocks
+        self.num_held_children = [0] * (num_blocks + 1)
+        self.num_cached_children = [0] * (num_blocks + 1)
+        self._salts.clear()
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is registered."""
