@@ -229,11 +229,13 @@ class KVBlockAllocator:
             refs[block] += 1
         self._version += 1
 
-    def release_memory_blocks(self, block_ids: Sequence[int]) -> None:
+    def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
         """Remove one reference from each block; the blocks of a sequence come in order.
 
         Unregistered blocks without a reference become free. Registered ones stay cached ("lru") or are
         deregistered ("ref_zero"). A block named twice loses two references.
+
+        `forget`: also deregister the blocks that nobody holds any more and no other sequence continues.
         """
         blocks = self._checked(block_ids)
         refs, tree = self._refs, self.tree
@@ -278,6 +280,21 @@ class KVBlockAllocator:
         for block in cached:
             if not num_cached_children[block]:
                 self.leaves.offer(block)
+        if forget:
+            self._deregister(self._without_continuation(cached))
+
+    def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
+        """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.
+
+        `blocks`: children come before their parents.
+        """
+        tree, gone = self.tree, []
+        for block in blocks:
+            if not tree.num_children(block):
+                self.leaves.withdraw(block)
+                tree.num_cached_children[tree.parents[block]] -= 1
+                gone.append(block)
+        return gone
 
     # ---- prefixes
 
@@ -400,12 +417,26 @@ class KVBlockAllocator:
         """
         if not blocks:
             return
-        self._forget_states(blocks)
+        try:
+            self._forget_states(blocks)
+        except BaseException:
+            self._put_back(blocks)
+            raise
         hashes = self.tree.deregister(blocks)
         self._version += 1
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
         self._notify(blocks, hashes)
+
+    def _put_back(self, blocks: list[int]) -> None:
+        """Give blocks that were about to leave their places among the cached ones again."""
+        tree = self.tree
+        for block in blocks:
+            tree.num_cached_children[tree.parents[block]] += 1
+            self.leaves.withdraw(tree.parents[block])
+        for block in blocks:
+            if not tree.num_children(block):
+                self.leaves.offer(block)
 
     @property
     def _strangers(self) -> list[DeregistrationObserver]:
