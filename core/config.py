@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from .inference.policies.checkpoint_plan import CheckpointPlan
+from .inference.policies.salt_key import key_bytes
 from .inference.policies.slot_eviction import EVICTION_POLICIES
 from .validation import INT32_MAX, boolean, instance, integer, one_of, optional_integer, real, set_field
 
@@ -38,6 +39,9 @@ class InferenceConfig:
         poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
             nobody may read are filled with NaN, and a step whose logits are NaN raises RuntimeError. Costs a
             pass over the free memory and a synchronisation per step; works with CUDA graphs.
+        salt_key: the secret under which cache salts are hashed, at least 16 bytes. Replicas that exchange
+            salted prefixes need one key. None reads the environment variable MAMBASLOTS_SALT_KEY, and draws a
+            key at start where that is not set. Never shown.
     """
 
     block_size_tokens: int = 256
@@ -57,6 +61,7 @@ class InferenceConfig:
     cuda_graph_max_tokens: int = 512
     num_speculative_tokens: int = 0
     poison_free_memory: bool = False
+    salt_key: bytes | str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
@@ -81,6 +86,8 @@ class InferenceConfig:
         drafts = integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         set_field(self, "num_speculative_tokens", drafts)
         boolean("poison_free_memory", self.poison_free_memory)
+        if self.salt_key is not None:
+            key_bytes("salt_key", self.salt_key)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 

@@ -8,6 +8,7 @@ from ...inference.contexts.durable_slots import DurableSlots
 from ...inference.contexts.kv_block_allocator import KVBlockAllocator
 from ...inference.contexts.prefix_cache import PrefixCache
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.policies.salt_key import SaltKey
 from ...parallel_groups import ParallelGroups
 from ...state_spec import HybridStateSpec
 from ...validation import instance
@@ -27,6 +28,7 @@ class CacheAccess:
         block_size_tokens: tokens of a block.
         eviction_policy: the engine's `prefix_caching_eviction_policy`.
         weights_version: what the engine's weights are called.
+        salt_key: hashes the salts of prefixes.
     """
 
     cache: PrefixCache
@@ -37,6 +39,7 @@ class CacheAccess:
     block_size_tokens: int
     eviction_policy: str
     weights_version: object
+    salt_key: SaltKey
 
     @classmethod
     def of(cls, engine: DynamicInferenceEngine, call: str) -> "CacheAccess":
@@ -68,6 +71,7 @@ class CacheAccess:
             block_size_tokens=engine.config.block_size_tokens,
             eviction_policy=engine.config.prefix_caching_eviction_policy,
             weights_version=engine.weights_version,
+            salt_key=engine.salt_key,
         )
 
     @property

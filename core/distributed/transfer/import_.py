@@ -1,5 +1,6 @@
 """Into the pools: an export becomes part of the prefix cache on all ranks of a replica, or on none."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from .codec import decode_prefixes
 from .format import PrefixFormat, TransferError, shard_of
 from .placement import ImportReport, Placement
 from .shard import PrefixShard, join
+
+logger = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 Piece = PrefixShard | Bytes
@@ -58,7 +61,8 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
             same prefixes cannot be told apart.
 
     Returns:
-        What was imported, known and left out.
+        What was imported, known and left out. Prefixes with salts under another key than this engine's are
+            left out with a warning that names both keys' ids.
 
     Raises, on every rank alike:
         TransferError: pieces are damaged, do not fit this engine, or lack something; nothing has changed.
@@ -151,6 +155,15 @@ def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
             reasons = "; and ".join(filter(None, (attempt.failure, attempt.difference)))
             raise RuntimeError(f"prefixes could not be imported: {reasons}") from attempt.error
         attempt.result(lambda reason: CopyError(f"prefixes could not be imported: {reason}"))
-        return placement.publish()
+        report = placement.publish()
     finally:
         placement.release()
+    if report.other_key.prefixes:
+        logger.warning(
+            "mambaslots: %d prefixes are left out of an import: their salts are hashed under the key %s, and "
+            "those of this engine under %s",
+            report.other_key.prefixes,
+            shard.forest.salt_key_id,
+            access.salt_key.key_id,
+        )
+    return report

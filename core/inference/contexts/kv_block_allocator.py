@@ -303,7 +303,7 @@ class KVBlockAllocator:
 
         Token ids are compared, not only hashes.
 
-        `parent`: a registered block, or the salt.
+        `parent`: a registered block, or the root digest.
         """
         if not isinstance(parent, bytes):
             parent = integer("parent", parent, 0, self.total_count - 1)
@@ -320,7 +320,7 @@ class KVBlockAllocator:
     ) -> list[int]:
         """Make consecutive, fully written blocks of one sequence findable; the first to register wins.
 
-        `parent`: the registered block before the first of these blocks, or the salt.
+        `parent`: the registered block before the first of these blocks, or the root digest.
 
         Returns:
             For each block the registered block that stores its prefix: the block itself, or a duplicate that
@@ -360,7 +360,7 @@ class KVBlockAllocator:
         block = integer("parent", parent, 0, self.total_count - 1)
         if block not in self.tree or not self._refs[block]:
             raise ValueError(
-                f"parent is {block}; accepted: a held, registered block, or the salt for a first one"
+                f"parent is {block}; accepted: a held, registered block, or the root digest for a first one"
             )
         return block
 

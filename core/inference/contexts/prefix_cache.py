@@ -122,7 +122,7 @@ class PrefixCache:
 
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
-        blocks = self.kv_blocks.tree.match(chain.salt, chain.keys, chain.tokens) if self._enabled else []
+        blocks = self.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
         while blocks and blocks[-1] not in self.slots.map:
             blocks.pop()
         return blocks
@@ -222,7 +222,7 @@ class PrefixCache:
             return
         chain, kv = path.chain, self.kv_blocks
         chain.extend_to(tokens, num_computed)
-        parent = path.blocks[first - 1] if first else chain.salt
+        parent = path.blocks[first - 1] if first else chain.root
         own, rest = path.blocks[first:stop], path.blocks[stop:]
         canonical = kv.register_chain(parent, own, chain.keys[first:stop], chain.tokens[first:stop])
         replaced = [mine for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]

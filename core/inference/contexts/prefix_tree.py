@@ -7,14 +7,15 @@ from ..policies.ghost_list import GhostList
 from .remains import Remains
 
 Parent = int | bytes
-"""What precedes a registered block: the block before it, or the salt for a prefix's first block."""
+"""What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
 
 
 class PrefixTree:
     """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
 
     The tree handles integers only, and trusts its arguments. The parent of a prefix's first block is the
-    *origin*, which counts as a block that is always held; the prefix's salt is stored beside the first block.
+    *origin*, which counts as a block that is always held; the prefix's root digest is stored beside the first
+    block.
     `KVBlockAllocator` knows which blocks are held, and keeps the two counts of children up to date.
 
     Attributes:
@@ -46,7 +47,7 @@ class PrefixTree:
         # The last registration of each block; meaningless once the block is deregistered.
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
-        self._salts: dict[int, bytes] = {}
+        self._root_digests: dict[int, bytes] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -59,7 +60,7 @@ class PrefixTree:
         self.parents = [-1] * num_blocks
         self.num_held_children = [0] * (num_blocks + 1)
         self.num_cached_children = [0] * (num_blocks + 1)
-        self._salts.clear()
+        self._root_digests.clear()
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is registered."""
@@ -70,9 +71,9 @@ class PrefixTree:
         return self._hashes[block] if self.parents[block] >= 0 else -1
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
-        """A registered block's parent (the block before it, or the salt), and the bytes of its token ids."""
+        """A registered block's parent (the block before it, or the root digest), and its token ids."""
         parent = self.parents[block]
-        return self._salts[block] if parent == self.origin else parent, self._tokens[block]
+        return self._root_digests[block] if parent == self.origin else parent, self._tokens[block]
 
     def stands(self, block: int, since: int) -> bool:
         """Whether a block that was registered at clock `since` has not left. Then no ancestor has, either."""
@@ -100,7 +101,7 @@ class PrefixTree:
 
         Token ids are compared, not only hashes.
 
-        `parent`: a registered block, or a salt.
+        `parent`: a registered block, or a root digest.
         """
         matched: list[int] = []
         parents, contents, block_of_hash = self.parents, self._tokens, self.block_of_hash
@@ -115,8 +116,8 @@ class PrefixTree:
         return matched
 
     def _begins(self, block: int, parent: Parent) -> bool:
-        """Whether a registered block is the first one of a prefix with this salt."""
-        return self.parents[block] == self.origin and self._salts[block] == parent
+        """Whether a registered block is the first one of a prefix with this root digest."""
+        return self.parents[block] == self.origin and self._root_digests[block] == parent
 
     def register(
         self, parent: Parent, blocks: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
@@ -137,7 +138,7 @@ class PrefixTree:
         self.clock = clock = self.clock + 1
         root = -1 if before == self.origin else roots[before]
         if before == self.origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
-            self._salts[blocks[0]] = parent
+            self._root_digests[blocks[0]] = parent
         for block, key, content in zip(
             blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
         ):
