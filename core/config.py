@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from .inference.policies.checkpoint_plan import CheckpointPlan
+from .inference.policies.salt_key import key_bytes
 from .inference.policies.slot_eviction import EVICTION_POLICIES
 from .validation import (
     INT32_MAX,
@@ -52,6 +53,9 @@ class InferenceConfig:
             pass over the free memory and a synchronisation per step; works with CUDA graphs.
         seed: seed of the random numbers of requests without a seed of their own, from 0 to 2**63 - 1. Two
             engines with the same seed and the same order of requests give the same answers.
+        salt_key: the secret under which cache salts are hashed, at least 16 bytes. Replicas that exchange
+            salted prefixes need one key. None reads the environment variable MAMBASLOTS_SALT_KEY, and draws a
+            key at start where that is not set. Never shown.
     """
 
     block_size_tokens: int = 256
@@ -73,6 +77,7 @@ class InferenceConfig:
     max_overtaking_requests: int = 64
     poison_free_memory: bool = False
     seed: int = 0
+    salt_key: bytes | str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
@@ -100,6 +105,8 @@ class InferenceConfig:
         set_field(self, "max_overtaking_requests", overtaking)
         boolean("poison_free_memory", self.poison_free_memory)
         set_field(self, "seed", integer("seed", self.seed, 0, INT64_MAX))
+        if self.salt_key is not None:
+            key_bytes("salt_key", self.salt_key)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
 

@@ -54,15 +54,13 @@ class HostRecord:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
         num_counted, stop = self._counted.get(request_id, 0), finished + length
         self.hits += skipped > 0
-        self.ledger.add(
-            TokenLedger.of_step(
-                resumed_from=finished,
-                start=finished + skipped,
-                stop=stop,
-                spans=self._spans.get(request_id, ()),
-                num_counted=num_counted,
-                num_prompt_tokens=stop,
-            )
+        self.ledger += TokenLedger.of_step(
+            resumed_from=finished,
+            start=finished + skipped,
+            stop=stop,
+            spans=self._spans.get(request_id, ()),
+            num_counted=num_counted,
+            num_prompt_tokens=stop,
         )
         self._counted[request_id] = max(num_counted, stop)
 

@@ -40,7 +40,7 @@ class ScriptedEngine:
         stop: int | None = None,
         *,
         all_logits: bool = False,
-        salt: str = "",
+        salt: str | None = None,
         plan: CheckpointPlan | None = None,
     ) -> None:
         """Queue a request.

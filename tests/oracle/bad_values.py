@@ -195,8 +195,8 @@ def index_tensor() -> Bad:
 
 
 def salt() -> Bad:
-    """What is neither bytes, nor text, nor None."""
-    return anything(bytes, str, type(None)).also(bytearray(b"a"), memoryview(b"a"), [b"a"], "\ud800")
+    """What is neither bytes, nor text, nor None; and what is empty."""
+    return anything(bytes, str, type(None)).also(bytearray(b"a"), memoryview(b"a"), [b"a"], "\ud800", "", b"")
 
 
 def plan(block_size_tokens: int) -> Bad:

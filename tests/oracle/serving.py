@@ -6,7 +6,7 @@ from functools import cache
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from oracle.recurrent_lm import RecurrentLM
 
 TOLERANCE = 1e-9  # of log-probs, float64
@@ -97,9 +97,9 @@ def serve_checked(
     return [results[request_id] for request_id in ids]
 
 
-def resumable(context: ms.DynamicInferenceContext, tokens: Sequence[int], salt: bytes = b"") -> int:
+def resumable(context: ms.DynamicInferenceContext, tokens: Sequence[int], root: bytes = PUBLIC_ROOT) -> int:
     """How many of a prefix's tokens a longer prompt could resume now."""
-    chain = PrefixHashChain(context.config.block_size_tokens, salt)
+    chain = PrefixHashChain(context.config.block_size_tokens, root)
     chain.extend_to(tokens)
     return context.prefix_cache.resumable_tokens(chain)
 

@@ -10,10 +10,14 @@ import torch
 from mambaslots.distributed.transfer.forest import PrefixForest
 from mambaslots.distributed.transfer.format import PrefixFormat
 from mambaslots.distributed.transfer.shard import SPLITS, PrefixShard, dtype_of, shape_of
+from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT
+from mambaslots.inference.policies.salt_key import SaltKey
 from mambaslots.model_shard import ModelShard
 from oracle.serving import small_model
 
 VERSION = "weights 1"
+SALT_KEY = SaltKey(b"the key of tests")
+ROOTS = PUBLIC_ROOT, SALT_KEY.root(b"x")
 
 
 def engine_of(model: ms.models.HybridLM | None = None, **overrides: Any) -> ms.DynamicInferenceEngine:
@@ -21,7 +25,7 @@ def engine_of(model: ms.models.HybridLM | None = None, **overrides: Any) -> ms.D
     version = overrides.pop("weights_version", VERSION)
     settings: dict[str, Any] = {
         "block_size_tokens": 8, "max_requests": 4, "max_tokens": 64, "max_sequence_length": 256,
-        "num_kv_blocks": 128, "num_mamba_slots": 64,
+        "num_kv_blocks": 128, "num_mamba_slots": 64, "salt_key": b"the key of tests",
     }  # fmt: skip
     config = ms.InferenceConfig(**(settings | overrides))
     engine = ms.DynamicInferenceEngine(model or small_model(), config)
@@ -37,7 +41,7 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "references": kv.block_ref_counts.tolist(),
         "hashes": kv.block_hashes.tolist(),
         "blocks": dict(kv.kv_hash_to_block_id),
-        "free blocks": list(kv._free),
+        "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
         "states": slots.block_to_slot.tolist(),
         "state keys": dict(slots.hash_to_block_id),
@@ -53,15 +57,16 @@ def tensors_of(engine: ms.DynamicInferenceEngine) -> list[torch.Tensor]:
     return [t.clone() for t in (pool.conv_states, pool.ssm_states, engine.context.memory.kv_cache)]
 
 
-def random_forest(seed: int, salts: tuple[bytes, ...] = (b"", b"x"), size: int = 4) -> PrefixForest:
+def random_forest(seed: int, roots: tuple[bytes, ...] = ROOTS, size: int = 4) -> PrefixForest:
     """A dozen blocks in a few trees; every leaf and some others have states, in no order."""
     draw = np.random.default_rng(seed)
-    parents = [-1 - i for i in range(len(salts))]
-    parents += [int(draw.integers(-len(salts), node)) for node in range(len(salts), 12)]
+    parents = [-1 - i for i in range(len(roots))]
+    parents += [int(draw.integers(-len(roots), node)) for node in range(len(roots), 12)]
     tokens = [draw.integers(0, 256, size).astype("<u4").tobytes() for _ in parents]
     leaves = set(range(len(parents))) - set(parents)
     states = draw.permutation(sorted(leaves | set(range(0, len(parents), 3)))).tolist()
-    return PrefixForest(size, salts, tuple(parents), tuple(tokens), tuple(states))
+    key_id = SALT_KEY.key_id if set(roots) - {PUBLIC_ROOT} else ""
+    return PrefixForest(size, roots, key_id, tuple(parents), tuple(tokens), tuple(states))
 
 
 def format_of(config: ms.models.HybridConfig, block_size_tokens: int = 4) -> PrefixFormat:

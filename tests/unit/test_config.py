@@ -35,6 +35,7 @@ def config(**overrides: object) -> ms.InferenceConfig:
         ({"seed": 2**63}, "seed is 9223372036854775808; accepted: an integer from 0"),
         ({"seed": None}, "seed is None; accepted: an integer from 0"),
         ({"seed": 1.0}, "seed is 1.0; accepted: an integer from 0"),
+        ({"salt_key": "short"}, "salt_key is 5 bytes; accepted: bytes or a str of at least 16 bytes"),
         ({"prefix_caching_eviction_policy": "fifo"}, "'fifo'; accepted: one of 'lru', 'ref_zero'"),
         ({"block_size_tokens": 4096, "max_tokens": 8192}, "no prompt ever holds a whole block"),
         (
@@ -117,3 +118,8 @@ def test_the_state_bytes_of_nemotron_h_8b_are_those_of_the_table() -> None:
     )  # fmt: skip
     assert round(spec.state_bytes / 2**20) == 97
     assert spec.kv_block_bytes(256) == 4 * 2**20
+
+
+def test_a_key_is_not_shown() -> None:
+    config = ms.InferenceConfig(num_kv_blocks=16, num_mamba_slots=1, salt_key="do not show me, please")
+    assert "show" not in repr(config)

@@ -10,6 +10,7 @@ from ...inference.contexts.durable_slots import DurableSlots
 from ...inference.contexts.kv_block_allocator import KVBlockAllocator
 from ...inference.contexts.prefix_cache import PrefixCache
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.policies.salt_key import SaltKey
 from ...parallel_groups import ParallelGroups
 from ...state_spec import HybridStateSpec
 from ...validation import instance
@@ -31,6 +32,7 @@ class CacheAccess:
         weights_version: what the engine's weights are called.
         changing: makes a context manager in which prefixes enter the cache; takes the errors that leave
             the books in order.
+        salt_key: hashes the salts of prefixes.
     """
 
     cache: PrefixCache
@@ -42,6 +44,7 @@ class CacheAccess:
     eviction_policy: str
     weights_version: object
     changing: Callable[..., AbstractContextManager[None]]
+    salt_key: SaltKey
 
     @classmethod
     def of(cls, engine: DynamicInferenceEngine, call: str) -> "CacheAccess":
@@ -74,6 +77,7 @@ class CacheAccess:
             eviction_policy=engine.config.prefix_caching_eviction_policy,
             weights_version=engine.weights_version,
             changing=engine.changing_cache,
+            salt_key=engine.salt_key,
         )
 
     @property

@@ -35,7 +35,8 @@ def encode_prefixes(shard: PrefixShard) -> bytes:
     The bytes are a safetensors file. Its tensors are those of the shard, and of the forest `parents`
     [blocks], `states` [states], `hashes` [blocks], all int64, and `tokens` [blocks, 4 x block size] uint8.
     Its metadata are `mambaslots_prefixes`, the format version; `export`, JSON of the format, the shard, the
-    split and the salts; and `sha256`, the checksum of the whole file with 64 zeros in place of the checksum.
+    split, the roots and the id of the salt key; and `sha256`, the checksum of the whole file with 64 zeros in
+    place of the checksum.
     """
     forest = shard.forest
     tokens = np.frombuffer(b"".join(forest.tokens), dtype=np.uint8).copy()
@@ -50,7 +51,8 @@ def encode_prefixes(shard: PrefixShard) -> bytes:
         "format": shard.format.to_json(),
         "shard": shard_to_json(shard.shard),
         "split": list(shard.split),
-        "salts": [salt.hex() for salt in forest.salts],
+        "roots": [root.hex() for root in forest.roots],
+        "salt_key_id": forest.salt_key_id,
     }
     metadata = {
         "mambaslots_prefixes": str(shard.format.format_version),
@@ -96,7 +98,7 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
         raise TransferError(f"the export is malformed: {error}") from error
     shard.check()
     if tensors["hashes"].tolist() != list(shard.forest.keys):
-        raise TransferError("hashes are not those of the export's salts and tokens")
+        raise TransferError("hashes are not those of the export's roots and tokens")
     return shard
 
 
@@ -132,7 +134,7 @@ def _check_checksum(data: bytes, expected: str) -> None:
 
 
 def _shard(export: object, tensors: dict[str, Tensor]) -> PrefixShard:
-    found = json_object("export", export, {"format", "shard", "split", "salts"})
+    found = json_object("export", export, {"format", "shard", "split", "roots", "salt_key_id"})
     form = PrefixFormat.from_json(found["format"])
     if tensors.keys() != SPLITS.keys() | _FOREST.keys():
         raise TransferError(
@@ -147,7 +149,8 @@ def _shard(export: object, tensors: dict[str, Tensor]) -> PrefixShard:
     tensor_size, pipeline_size = integers("split", found["split"], 1)
     forest = PrefixForest(
         block_size_tokens=form.block_size_tokens,
-        salts=tuple(bytes.fromhex(text) for text in found["salts"]),
+        roots=tuple(bytes.fromhex(text) for text in found["roots"]),
+        salt_key_id=found["salt_key_id"],
         parents=tuple(tensors["parents"].tolist()),
         tokens=tuple(row.tobytes() for row in tensors["tokens"].numpy()),
         states=tuple(tensors["states"].tolist()),

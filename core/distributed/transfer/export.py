@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.policies.prefix_hash import PrefixHashChain, salt_bytes
+from ...inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from ...inference.policies.salt_key import salt_bytes
 from ...validation import integers, shown
 from .cache_access import CacheAccess
 from .forest import PrefixForest
@@ -84,16 +85,17 @@ def _blocks_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> set[int]:
         if not isinstance(prefix, tuple) or len(prefix) != 2:
             raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt)")
         tokens, salt = prefix
-        chain = PrefixHashChain(access.block_size_tokens, salt_bytes(f"prefixes[{index}][1]", salt))
+        root = access.salt_key.root(salt_bytes(f"prefixes[{index}][1]", salt))
+        chain = PrefixHashChain(access.block_size_tokens, root)
         chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
-        blocks.update(access.kv_blocks.tree.match(chain.salt, chain.keys, chain.tokens))
+        blocks.update(access.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens))
     return blocks
 
 
 def _forest(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:
     """The block of each node, and the forest of all paths down to `state_blocks`."""
     node_of: dict[int, int] = {}
-    salts: dict[bytes, int] = {}
+    roots: dict[bytes, int] = {}
     parents: list[int] = []
     tokens: list[bytes] = []
     for state_block in state_blocks:
@@ -106,14 +108,15 @@ def _forest(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int]
             block = parent
         for block, parent, content in reversed(path):
             if isinstance(parent, bytes):
-                parents.append(-1 - salts.setdefault(parent, len(salts)))
+                parents.append(-1 - roots.setdefault(parent, len(roots)))
             else:
                 parents.append(node_of[parent])
             node_of[block] = len(tokens)
             tokens.append(content)
     forest = PrefixForest(
         block_size_tokens=access.block_size_tokens,
-        salts=tuple(salts),
+        roots=tuple(roots),
+        salt_key_id=access.salt_key.key_id if roots.keys() - {PUBLIC_ROOT} else "",
         parents=tuple(parents),
         tokens=tuple(tokens),
         states=tuple(node_of[block] for block in state_blocks),

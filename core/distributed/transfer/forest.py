@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...inference.policies.prefix_hash import PrefixHashChain
+from ...inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from ...validation import shown
 from .format import TransferError
 
@@ -21,15 +21,17 @@ class PrefixForest:
 
     Attributes:
         block_size_tokens: tokens of a block.
-        salts: the cache salts of the prefixes, each once.
-        parents: node -> the node before it in the prefix; -1 - i for the first block under `salts[i]`.
+        roots: the root digests of the prefixes' hash chains, each once; see `SaltKey.root`. No salts.
+        salt_key_id: of the key that made the roots, or empty where no prefix has a salt.
+        parents: node -> the node before it in the prefix; -1 - i for the first block under `roots[i]`.
         tokens: node -> the bytes of its token ids, `TOKEN_BYTES` each.
         states: the nodes whose state is exported, the most recently used state first. Every leaf is among
             them.
     """
 
     block_size_tokens: int
-    salts: tuple[bytes, ...]
+    roots: tuple[bytes, ...]
+    salt_key_id: str
     parents: tuple[int, ...]
     tokens: tuple[bytes, ...]
     states: tuple[int, ...]
@@ -42,15 +44,25 @@ class PrefixForest:
         """The nodes without children: each ends a prefix that no other prefix continues."""
         return frozenset(range(len(self))) - frozenset(self.parents)
 
+    def under_other_key(self, salt_key_id: str) -> frozenset[int]:
+        """The nodes of prefixes with salts, where their roots were made under another key than this one."""
+        if self.salt_key_id in ("", salt_key_id):
+            return frozenset()
+        found: set[int] = set()
+        for node, parent in enumerate(self.parents):
+            if parent in found or (parent < 0 and self.roots[-1 - parent] != PUBLIC_ROOT):
+                found.add(node)
+        return frozenset(found)
+
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Node -> the hash of the prefix that ends there, computed from salt and tokens."""
+        """Node -> the hash of the prefix that ends there, computed from root and tokens."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(node)
         size, keys = self.block_size_tokens, [0] * len(self)
-        for index, salt in enumerate(self.salts):
-            chain = PrefixHashChain(size, salt)
+        for index, root in enumerate(self.roots):
+            chain = PrefixHashChain(size, root)
             waiting = [(node, 0) for node in children.get(-1 - index, ())]
             while waiting:
                 node, depth = waiting.pop()
@@ -63,19 +75,27 @@ class PrefixForest:
     @cached_property
     def digest(self) -> str:
         """Equal for two forests whose nodes, order and states are equal."""
-        shape = json.dumps([self.block_size_tokens, [s.hex() for s in self.salts], self.parents, self.states])
+        roots = self.salt_key_id, [root.hex() for root in self.roots]
+        shape = json.dumps([self.block_size_tokens, roots, self.parents, self.states])
         return hashlib.sha256(shape.encode() + b"\0" + b"".join(self.tokens)).hexdigest()
 
     def check(self, vocab_size: int) -> None:
         """TransferError unless the forest is as the class says and all tokens are below `vocab_size`."""
         nodes, width = len(self), self.block_size_tokens * TOKEN_BYTES
-        if len(set(self.salts)) < len(self.salts):
-            raise TransferError("the export names a salt twice")
+        if len(set(self.roots)) < len(self.roots):
+            raise TransferError("the export names a root twice")
+        if any(len(root) != len(PUBLIC_ROOT) for root in self.roots):
+            raise TransferError(f"the export names a root that is not of {len(PUBLIC_ROOT)} bytes")
+        has_salts = set(self.roots) - {PUBLIC_ROOT}
+        if not isinstance(self.salt_key_id, str) or bool(self.salt_key_id) != bool(has_salts):
+            raise TransferError(
+                f"salt_key_id is {shown(self.salt_key_id)}; accepted: a str, empty where no prefix has a salt"
+            )
         for node, parent in enumerate(self.parents):
-            if not -len(self.salts) <= parent < node:
+            if not -len(self.roots) <= parent < node:
                 raise TransferError(
-                    f"parents[{node}] is {parent}; accepted: an earlier node, or from {-len(self.salts)} to "
-                    "-1 for one of the salts"
+                    f"parents[{node}] is {parent}; accepted: an earlier node, or from {-len(self.roots)} to "
+                    "-1 for one of the roots"
                 )
         wrong = next((node for node, content in enumerate(self.tokens) if len(content) != width), None)
         if len(self.tokens) != nodes or wrong is not None:

@@ -11,7 +11,7 @@ from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX, integer, shown
 from .cache_access import CacheAccess
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WeightsVersion = str | int | bytes
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

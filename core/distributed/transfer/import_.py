@@ -1,5 +1,6 @@
 """Into the pools: an export becomes part of the prefix cache on all ranks of a replica, or on none."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from .codec import decode_prefixes
 from .format import PrefixFormat, TransferError, shard_of
 from .placement import ImportReport, Placement
 from .shard import PrefixShard, join
+
+logger = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 Piece = PrefixShard | Bytes
@@ -59,7 +62,8 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
             same prefixes cannot be told apart.
 
     Returns:
-        What was imported, known and left out.
+        What was imported, known and left out. Prefixes with salts under another key than this engine's are
+            left out with a warning that names both keys' ids.
 
     Raises, on every rank alike:
         TransferError: pieces are damaged, do not fit this engine, or lack something; nothing has changed.
@@ -160,4 +164,12 @@ def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
             placement.release()  # after an interrupt the engine puts the books in order, also if this fails
         raise
     placement.release()
+    if report.other_key.prefixes:
+        logger.warning(
+            "mambaslots: %d prefixes are left out of an import: their salts are hashed under the key %s, and "
+            "those of this engine under %s",
+            report.other_key.prefixes,
+            shard.forest.salt_key_id,
+            access.salt_key.key_id,
+        )
     return report

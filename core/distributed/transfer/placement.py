@@ -36,12 +36,15 @@ class ImportReport:
         imported: what was written into this cache.
         known: what this cache held already. An import changes only its recency.
         left_out: what found no room: too few KV blocks or state slots that nobody holds.
+        other_key: prefixes with salts that were hashed under another key. They are left out, because no
+            request of this engine could find them.
         failure: why nothing was imported; empty where nothing failed.
     """
 
     imported: PrefixCounts = PrefixCounts()
     known: PrefixCounts = PrefixCounts()
     left_out: PrefixCounts = PrefixCounts()
+    other_key: PrefixCounts = PrefixCounts()
     failure: str = ""
 
 
@@ -72,7 +75,11 @@ class Placement:
         self._slots = access.slots
         self._shard = shard
         self._forest = shard.forest
-        self._paths: list[list[int]] = []  # per state: the blocks of its path, with one reference each
+        self._other_key = shard.forest.under_other_key(access.salt_key.key_id)
+        self._states = [node for node in shard.forest.states if node not in self._other_key]
+        self._paths: list[
+            list[int]
+        ] = []  # per state to import: the blocks of its path, with one reference each
         self._new_paths: list[list[int]] = []  # per path with new blocks: the nodes of those, in order
         self._block_of: dict[int, int] = {}  # node -> block, for every node that a path holds
         self._known_slots: dict[int, int] = {}  # node -> slot, pinned, of each state that is known
@@ -87,7 +94,7 @@ class Placement:
         self._hold_known()
         num_available = self._slots.num_available
         nodes: list[int] = []
-        for node, path in zip(self._forest.states, self._paths, strict=True):
+        for node, path in zip(self._states, self._paths, strict=True):
             if node not in self._known_slots and len(nodes) < num_available and self._allocate(node, path):
                 nodes.append(node)
         slots = self._slots.reserve([self._block_of[node] for node in nodes])
@@ -97,7 +104,7 @@ class Placement:
         """Begin every path with its known blocks; pin the known states."""
         forest = self._forest
         visited: set[int] = set()
-        for state in forest.states:
+        for state in self._states:
             path: list[int] = []
             self._paths.append(path)
             nodes = self._nodes_down_to(state, visited)
@@ -140,9 +147,9 @@ class Placement:
         return parent < 0 or parent in self._block_of
 
     def _parent_of(self, node: int) -> int | bytes:
-        """What precedes `node` in the KV index: a block that a path holds, or a salt."""
+        """What precedes `node` in the KV index: a block that a path holds, or a root digest."""
         parent = self._forest.parents[node]
-        return self._block_of[parent] if parent >= 0 else self._forest.salts[-1 - parent]
+        return self._block_of[parent] if parent >= 0 else self._forest.roots[-1 - parent]
 
     def write(self) -> None:
         """Copy KV and states into the new blocks and slots, on the current stream."""
@@ -181,11 +188,13 @@ class Placement:
                 if holders == [slot]:
                     committed.add(node)
         known = self._block_of.keys() - {node for path in self._new_paths for node in path}
-        left_out = set(range(len(forest))) - known - registered
+        left_out = set(range(len(forest))) - known - registered - self._other_key
+        own_states, other_states = set(self._states), set(forest.states) & self._other_key
         return ImportReport(
             imported=self._counts(registered, committed),
             known=self._counts(known, known_states),
-            left_out=self._counts(left_out, set(forest.states) - known_states - committed),
+            left_out=self._counts(left_out, own_states - known_states - committed),
+            other_key=self._counts(self._other_key, other_states),
         )
 
     def _register(self) -> set[int]:

@@ -246,11 +246,16 @@ class DurableSlots:
         self.forget([block])
         return True
 
-    def forget(self, blocks: Sequence[int], *, blocks_leave: bool = False) -> None:
+    def forget(self, blocks: Sequence[int] | None, *, blocks_leave: bool = False) -> None:
         """Free the slots of those blocks that have a slot, and drop the slots' hashes.
 
-        `blocks_leave`: the KV index forgets the blocks, too. Then nothing is committed for them any more.
+        Args:
+            blocks: None for all blocks that the KV index knows.
+            blocks_leave: the KV index forgets the blocks, too. Then nothing is committed for them any more.
         """
+        if blocks is None:
+            known = (*self.map.slot_by_block, *self.reserved.values())
+            blocks = [block for block in known if block >= 0 and self._kv_hash(block) > 0]
         slots = self._leave(blocks)
         if slots:
             left = self.map.blocks_of(slots)

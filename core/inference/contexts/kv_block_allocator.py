@@ -40,7 +40,7 @@ class KVBlockAllocator:
         block_timestamps [total_count] int64, a counter of uses: CPU tensors. Reading an attribute brings its
         tensor up to date, in O(total_count) where something changed. The tensor object never changes, but a
         reference that a host keeps shows the last read: index `allocator.block_hashes[...]` anew.
-        kv_hash_to_block_id: dict from prefix hash to registered block.
+        kv_hash_to_block_id: dict from prefix hash to registered block; another dict after all was forgotten.
         tree: the registered blocks, as `PrefixTree` keeps them.
         leaves: the order in which cached blocks are evicted.
         on_blocks_deregistered: megatron-core's single observer; `observe_deregistration` adds more.
@@ -51,7 +51,7 @@ class KVBlockAllocator:
         total_count: int,
         enable_prefix_caching: bool = True,
         prefix_caching_eviction_policy: str = "lru",
-        forget_states: Callable[[Sequence[int]], None] = lambda blocks: None,
+        forget_states: Callable[[Sequence[int] | None], None] = lambda blocks: None,
     ) -> None:
         """
         Args:
@@ -59,9 +59,9 @@ class KVBlockAllocator:
             enable_prefix_caching: whether blocks may be registered.
             prefix_caching_eviction_policy: "lru" keeps registered blocks that nobody holds until their memory
                 is needed; "ref_zero" deregisters a block with its last holder.
-            forget_states: called with blocks before they leave the index; the owner of the blocks' states
-                forgets these. What it raises goes on to the caller, because a state must not outlive its
-                block.
+            forget_states: called with blocks before they leave the index, None for all; the owner of the
+                blocks' states forgets these. What it raises goes on to the caller, because a state must not
+                outlive its block.
         """
         if not callable(forget_states):
             raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
@@ -71,7 +71,6 @@ class KVBlockAllocator:
         policy = one_of("prefix_caching_eviction_policy", prefix_caching_eviction_policy, EVICTION_POLICIES)
         self._drops_unheld = policy == "ref_zero"
         self.tree = PrefixTree(self.total_count)
-        self.kv_hash_to_block_id = self.tree.block_of_hash
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
         self._timestamps = [0] * self.total_count
@@ -84,11 +83,41 @@ class KVBlockAllocator:
         self._clear_references()
 
     def _clear_references(self) -> None:
-        self._free = list(range(self.total_count - 1, -1, -1))
         self._refs = [0] * self.total_count + [1]  # the tree's origin is always held
         self._timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
+        self._start_sweep(self.total_count)
+
+    # ---- the free blocks: those on the stack `_free`, and those from `_sweep` on that nobody uses
+
+    def _start_sweep(self, num_free: int) -> None:
+        """Note that every block is free that is neither held nor registered; O(1)."""
+        self._free: list[int] = []
+        self._sweep = 0
+        self._num_unswept = num_free
+
+    def _take_free(self, num_blocks: int) -> list[int]:
+        """Take free blocks; there must be so many."""
+        refs, parents = self._refs, self.tree.parents
+        while len(self._free) < num_blocks:
+            stop = min(self._sweep + max(num_blocks, 256), self.total_count)
+            found = [b for b in range(stop - 1, self._sweep - 1, -1) if not refs[b] and parents[b] < 0]
+            self._free[:0] = found
+            self._num_unswept -= len(found)
+            self._sweep = stop
+        cut = len(self._free) - num_blocks
+        blocks = self._free[cut:][::-1]
+        del self._free[cut:]
+        return blocks
+
+    def _add_free(self, blocks: list[int]) -> None:
+        """Note that these blocks, which nobody holds any more and which are not registered, are free."""
+        if self._sweep < self.total_count:
+            swept = [block for block in blocks if block < self._sweep]
+            self._num_unswept += len(blocks) - len(swept)
+            blocks = swept
+        self._free.extend(blocks)
 
     # ---- the tensors
 
@@ -115,6 +144,10 @@ class KVBlockAllocator:
         array[:] = self._timestamps
 
     @property
+    def kv_hash_to_block_id(self) -> dict[int, int]:
+        return self.tree.block_of_hash
+
+    @property
     def references(self) -> dict[int, int]:
         """The reference counts of the held blocks."""
         return {block: count for block, count in enumerate(self._refs[: self.total_count]) if count}
@@ -124,7 +157,7 @@ class KVBlockAllocator:
     @property
     def total_avail(self) -> int:
         """The number of free blocks; cached blocks do not count."""
-        return len(self._free)
+        return len(self._free) + self._num_unswept
 
     @property
     def cached_count(self) -> int:
@@ -133,13 +166,13 @@ class KVBlockAllocator:
 
     @property
     def held_count(self) -> int:
-        return self.total_count - len(self._free) - self._num_cached
+        return self.total_count - self.total_avail - self._num_cached
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
         """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held."""
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
-        return len(self._free) + self._num_cached - matched >= needed
+        return self.total_avail + self._num_cached - matched >= needed
 
     def count_cached(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds; all of them must be registered."""
@@ -154,14 +187,14 @@ class KVBlockAllocator:
             KVBlockCapacityError: too few blocks are free or cached; nothing is evicted.
         """
         num_blocks = integer("num_blocks", num_blocks, 0)
-        missing = num_blocks - len(self._free)
+        missing = num_blocks - self.total_avail
         if missing > self._num_cached:
-            raise KVBlockCapacityError(num_blocks, len(self._free) + self._num_cached)
+            raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self._evict(missing)
-        cut = len(self._free) - num_blocks
-        blocks = self._free[cut:][::-1]
-        del self._free[cut:]
+        blocks = self._take_free(num_blocks)
+        if self.tree.remains:
+            self.tree.remains.free(512 + 16 * num_blocks)
         refs = self._refs
         for block in blocks:
             refs[block] = 1
@@ -196,11 +229,13 @@ class KVBlockAllocator:
             refs[block] += 1
         self._version += 1
 
-    def release_memory_blocks(self, block_ids: Sequence[int]) -> None:
+    def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
         """Remove one reference from each block; the blocks of a sequence come in order.
 
         Unregistered blocks without a reference become free. Registered ones stay cached ("lru") or are
         deregistered ("ref_zero"). A block named twice loses two references.
+
+        `forget`: also deregister the blocks that nobody holds any more and no other sequence continues.
         """
         blocks = self._checked(block_ids)
         refs, tree = self._refs, self.tree
@@ -231,7 +266,7 @@ class KVBlockAllocator:
             refs[block] = held
         self._version += 1
         if len(cached) < len(leaving):
-            self._free.extend([block for block in reversed(leaving) if parents[block] < 0])
+            self._add_free([block for block in reversed(leaving) if parents[block] < 0])
         cached.reverse()
         self._num_cached += len(cached)
         if self._drops_unheld:
@@ -245,6 +280,21 @@ class KVBlockAllocator:
         for block in cached:
             if not num_cached_children[block]:
                 self.leaves.offer(block)
+        if forget:
+            self._deregister(self._without_continuation(cached))
+
+    def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
+        """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.
+
+        `blocks`: children come before their parents.
+        """
+        tree, gone = self.tree, []
+        for block in blocks:
+            if not tree.num_children(block):
+                self.leaves.withdraw(block)
+                tree.num_cached_children[tree.parents[block]] -= 1
+                gone.append(block)
+        return gone
 
     # ---- prefixes
 
@@ -253,7 +303,7 @@ class KVBlockAllocator:
 
         Token ids are compared, not only hashes.
 
-        `parent`: a registered block, or the salt.
+        `parent`: a registered block, or the root digest.
         """
         if not isinstance(parent, bytes):
             parent = integer("parent", parent, 0, self.total_count - 1)
@@ -270,7 +320,7 @@ class KVBlockAllocator:
     ) -> list[int]:
         """Make consecutive, fully written blocks of one sequence findable; the first to register wins.
 
-        `parent`: the registered block before the first of these blocks, or the salt.
+        `parent`: the registered block before the first of these blocks, or the root digest.
 
         Returns:
             For each block the registered block that stores its prefix: the block itself, or a duplicate that
@@ -310,7 +360,7 @@ class KVBlockAllocator:
         block = integer("parent", parent, 0, self.total_count - 1)
         if block not in self.tree or not self._refs[block]:
             raise ValueError(
-                f"parent is {block}; accepted: a held, registered block, or the salt for a first one"
+                f"parent is {block}; accepted: a held, registered block, or the root digest for a first one"
             )
         return block
 
@@ -367,27 +417,49 @@ class KVBlockAllocator:
         """
         if not blocks:
             return
-        self._forget_states(blocks)
+        try:
+            self._forget_states(blocks)
+        except BaseException:
+            self._put_back(blocks)
+            raise
         hashes = self.tree.deregister(blocks)
         self._version += 1
         self._num_cached -= len(blocks)
-        self._free.extend(reversed(blocks))
+        self._add_free(blocks[::-1])
         self._notify(blocks, hashes)
 
+    def _put_back(self, blocks: list[int]) -> None:
+        """Give blocks that were about to leave their places among the cached ones again."""
+        tree = self.tree
+        for block in blocks:
+            tree.num_cached_children[tree.parents[block]] += 1
+            self.leaves.withdraw(tree.parents[block])
+        for block in blocks:
+            if not tree.num_children(block):
+                self.leaves.offer(block)
+
+    @property
+    def _strangers(self) -> list[DeregistrationObserver]:
+        single = [self.on_blocks_deregistered] if self.on_blocks_deregistered else []
+        return single + self._observers
+
     def _notify(self, blocks: list[int], hashes: list[int]) -> None:
-        observers = [self.on_blocks_deregistered] if self.on_blocks_deregistered else []
-        for observer in observers + self._observers:
+        for observer in self._strangers:
             try:
                 observer(list(blocks), set(hashes))
             except Exception:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
 
     def deregister_all(self) -> None:
-        """Forget every prefix and ghost. Cached blocks become free; held blocks stay held."""
-        registered, hashes = list(self.kv_hash_to_block_id.values()), list(self.kv_hash_to_block_id)
-        cached = [block for block in registered if self._refs[block] == 0]
+        """Forget every prefix and ghost. Cached blocks become free; held blocks stay held.
+
+        Costs O(states) and a few copies of lists of the pool's length; O(registered blocks) for observers.
+        """
+        self._forget_states(None)
+        num_free, by_hash = self.total_avail + self._num_cached, self.tree.block_of_hash
+        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
         self._forget_prefixes()
-        self._free.extend(cached)
+        self._start_sweep(num_free)
         self._notify(registered, hashes)
 
     def reset(self) -> None:
@@ -408,8 +480,11 @@ class KVBlockAllocator:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
-        free, registered = set(self._free), set(self.kv_hash_to_block_id.values())
-        assert len(free) == len(self._free), "a block is free twice"
+        registered = set(self.kv_hash_to_block_id.values())
+        unswept = {b for b in range(self._sweep, self.total_count) if not self._refs[b]} - registered
+        free = unswept | set(self._free)
+        assert len(unswept) == self._num_unswept, "the count of free blocks is off"
+        assert len(free) == self.total_avail, "a block is free twice"
         assert not free & registered, "a free block is registered"
         assert all(self._refs[block] == 0 for block in free), "a free block is held"
         held = {block for block in range(self.total_count) if self._refs[block] > 0}

@@ -1,6 +1,7 @@
 """Prefixes that a user keeps in the cache until they are unpinned."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ...validation import shown
@@ -15,29 +16,60 @@ class PinnedPrefix:
     A `PinnedPrefix` equals only itself. One that is made by hand, or by another cache, unpins nothing.
 
     Attributes:
+        pin_id: counts the pins of this cache, from 0.
         num_tokens: length of the prefix: its deepest boundary with a state at the time of the pin.
+        key: the hash of the prefix, as `PrefixHashChain.keys` has it.
     """
 
     pin_id: int
     num_tokens: int
+    key: int = 0
 
 
 class PinnedPrefixes:
-    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix."""
+    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
+
+    Iterates over the pinned prefixes, in the order of pinning.
+    """
 
     def __init__(self, slots: DurableSlots, kv_blocks: KVBlockAllocator) -> None:
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
+        self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
         self._next_id = 0
+
+    def __iter__(self) -> Iterator[PinnedPrefix]:
+        return iter(list(self._held))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct KV blocks that pinned prefixes hold."""
+        return len(self._block_references)
+
+    def holds(self, block: int) -> bool:
+        """Whether a pinned prefix holds this KV block."""
+        return block in self._block_references
+
+    def num_within_reach(self, shared: Iterable[int] = ()) -> int:
+        """How many KV blocks one sequence could hold if the pins stay and all else leaves.
+
+        `shared`: distinct blocks that the sequence shares; it can hold these though they are pinned.
+        """
+        num_shared = sum(map(self._block_references.__contains__, shared))
+        return self._kv_blocks.total_count - self.num_blocks + num_shared
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state."""
         slot = self._slots.map.slot_of(blocks[-1])
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
-        prefix = PinnedPrefix(self._next_id, num_tokens)
+        prefix = PinnedPrefix(self._next_id, num_tokens, self._kv_blocks.tree.hash_of(blocks[-1]))
         self._held[prefix] = (blocks, slot)
+        self._block_references.update(blocks)
         self._next_id += 1
         return prefix
 
@@ -47,6 +79,10 @@ class PinnedPrefixes:
                 f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
             )
         blocks, slot = self._held.pop(prefix)
+        self._block_references.subtract(blocks)
+        for block in blocks:
+            if not self._block_references[block]:
+                del self._block_references[block]
         self._slots.unpin(slot)
         self._kv_blocks.release_memory_blocks(blocks)
 
@@ -57,6 +93,7 @@ class PinnedPrefixes:
     def clear(self) -> None:
         """Forget all pins; the caller resets the allocators."""
         self._held.clear()
+        self._block_references.clear()
 
     @property
     def slot_pins(self) -> Counter[int]:
@@ -65,3 +102,7 @@ class PinnedPrefixes:
     @property
     def block_references(self) -> Counter[int]:
         return Counter(block for blocks, _ in self._held.values() for block in blocks)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the count of pinned blocks is off."""
+        assert self._block_references == self.block_references, "the count of pinned blocks is off"

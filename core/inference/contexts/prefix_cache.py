@@ -32,6 +32,7 @@ class PrefixCache:
         register  the blocks that the step completed                    (after the forward was launched)
         commit    the states that the step took
         release   all that the path holds; what was registered and committed stays cached
+        discard   the same, but forget the path's blocks and states
 
     A KV block that leaves takes its state along: `kv_blocks` calls `slots` before every deregistration. A
     state that comes or leaves changes the eviction order of its block, and what matches: `slots` calls
@@ -40,6 +41,7 @@ class PrefixCache:
     Attributes:
         kv_blocks: who holds which KV block.
         slots: the book of durable slots; has no slots where the cache is off.
+        pins: the pinned prefixes, and how many blocks they hold.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class PrefixCache:
         leaves.holds_state = self.slots.map.__contains__
         self._rolling = RollingStates(self.slots)
         self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
-        self._pinned = PinnedPrefixes(self.slots, self.kv_blocks)
+        self.pins = PinnedPrefixes(self.slots, self.kv_blocks)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
-    def _forget_states(self, blocks: Sequence[int]) -> None:
+    def _forget_states(self, blocks: Sequence[int] | None) -> None:
         self.slots.forget(blocks, blocks_leave=True)
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
@@ -120,7 +122,7 @@ class PrefixCache:
 
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
-        blocks = self.kv_blocks.tree.match(chain.salt, chain.keys, chain.tokens) if self._enabled else []
+        blocks = self.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
         while blocks and blocks[-1] not in self.slots.map:
             blocks.pop()
         return blocks
@@ -185,21 +187,6 @@ class PrefixCache:
         if slot >= 0:
             self.slots.unpin(slot)
 
-    @property
-    def pins(self):
-        held = self._pinned._held
-
-        class P(list):
-            num_blocks = len({b for blocks, _ in held.values() for b in blocks})
-
-            def holds(self, block):
-                return any(block in blocks for blocks, _ in held.values())
-
-        return P(held)
-
-    def discard(self, path):
-        self.release(path)
-
     def release(self, path: CachedPath) -> None:
         """Release all that the path holds; do not use the path afterwards.
 
@@ -209,6 +196,20 @@ class PrefixCache:
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks)
+
+    def discard(self, path: CachedPath) -> None:
+        """Release a path whose content cannot be trusted; do not use the path afterwards.
+
+        What the path registered and what it resumed from is not found any more, as far as nobody else holds
+        it. States along the path go unless they are pinned. Its blocks go from the deep end up, until one
+        that is held or that another sequence continues.
+        """
+        self.release_state(path)
+        for block in path.blocks[: path.num_registered] if path.shares else ():
+            self.slots.drop(block)
+        blocks = list(path.blocks)
+        path.replace(0, [])
+        self.kv_blocks.release_memory_blocks(blocks, forget=True)
 
     # ---- what a step leaves
 
@@ -223,7 +224,7 @@ class PrefixCache:
             return
         chain, kv = path.chain, self.kv_blocks
         chain.extend_to(tokens, num_computed)
-        parent = path.blocks[first - 1] if first else chain.salt
+        parent = path.blocks[first - 1] if first else chain.root
         own, rest = path.blocks[first:stop], path.blocks[stop:]
         canonical = kv.register_chain(parent, own, chain.keys[first:stop], chain.tokens[first:stop])
         replaced = [mine for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
@@ -275,11 +276,11 @@ class PrefixCache:
             raise ValueError(
                 f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
             )
-        return self._pinned.pin(blocks, len(blocks) * self._block_size)
+        return self.pins.pin(blocks, len(blocks) * self._block_size)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned in this cache."""
-        self._pinned.unpin(prefix)
+        self.pins.unpin(prefix)
 
     def forget(self, paths: Iterable[CachedPath]) -> None:
         """Forget every prefix, state, pin and ghost; sequences keep the blocks that they hold.
@@ -291,13 +292,13 @@ class PrefixCache:
         for path in paths:
             path.shares = False
             self._rolling.forget(path)
-        self._pinned.unpin_all()
+        self.pins.unpin_all()
+        self.slots.clear()  # first: no state may be findable once its block is free
         self.kv_blocks.deregister_all()
-        self.slots.clear()
 
     def reset(self) -> None:
         """Forget everything, also holders and counts. Works on inconsistent books, too."""
-        self._pinned.clear()
+        self.pins.clear()
         self.slots.clear(totals=True)
         try:
             self.kv_blocks.deregister_all()  # calls observers
@@ -327,13 +328,14 @@ class PrefixCache:
             paths: all open paths.
             during_step: whether slots may be reserved now.
         """
-        references, pins = self._pinned.block_references, self._pinned.slot_pins
+        references, pins = self.pins.block_references, self.pins.slot_pins
         for path in paths:
             path.check_integrity()
             references.update(path.blocks)
             pins.update([path.state_slot] if path.state_slot >= 0 else [])
         self.kv_blocks.check_integrity()
         self.slots.check_integrity()
+        self.pins.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
         num_findable = len(self.slots.map.hash_to_block_id)

@@ -162,7 +162,7 @@ class PrefixMatcher:
     def _extended(self, blocks: tuple[int, ...], chain: PrefixHashChain, whole: int) -> tuple[int, ...]:
         """These blocks, and the registered ones that continue them."""
         keys, tokens, first = chain.keys, chain.tokens, len(blocks)
-        parent = blocks[-1] if blocks else chain.salt
+        parent = blocks[-1] if blocks else chain.root
         found: list[int] = []
         while first < whole and keys[first] in self._tree.block_of_hash:
             stop = min(first + WINDOW, whole)

@@ -4,25 +4,28 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..policies.ghost_list import GhostList
+from .remains import Remains
 
 Parent = int | bytes
-"""What precedes a registered block: the block before it, or the salt for a prefix's first block."""
+"""What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
 
 
 class PrefixTree:
     """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
 
     The tree handles integers only, and trusts its arguments. The parent of a prefix's first block is the
-    *origin*, which counts as a block that is always held; the prefix's salt is stored beside the first block.
+    *origin*, which counts as a block that is always held; the prefix's root digest is stored beside the first
+    block.
     `KVBlockAllocator` knows which blocks are held, and keeps the two counts of children up to date.
 
     Attributes:
         origin: the number of the origin: one more than the last block.
-        block_of_hash: prefix hash -> registered block.
+        block_of_hash: prefix hash -> registered block. `clear` puts another dict in its place.
         parents: parent of each block, -1 for unregistered blocks.
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
+        remains: what `clear` has left to free.
         clock: grows with every registration and every change of a state. It is never set back.
         serials: for each block the clock at its registration; see `stands`.
         family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
@@ -33,6 +36,7 @@ class PrefixTree:
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
+        self.remains = Remains()
         self.clock = 0
         self.serials = [0] * num_blocks
         self.family_changes = [0] * num_blocks
@@ -40,20 +44,23 @@ class PrefixTree:
         self.parents: list[int] = []
         self.num_held_children: list[int] = []
         self.num_cached_children: list[int] = []
+        # The last registration of each block; meaningless once the block is deregistered.
+        self._hashes = [-1] * num_blocks
+        self._tokens = [b""] * num_blocks
+        self._root_digests: dict[int, bytes] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget every prefix and ghost."""
-        self.block_of_hash.clear()
-        self.ghosts.clear()
+        self.remains.leave(self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children)
+        self.block_of_hash = present = dict[int, int]()
+        self.ghosts.present = present
+        self.remains.leave(*self.ghosts.clear())
         num_blocks = self.origin
         self.parents = [-1] * num_blocks
         self.num_held_children = [0] * (num_blocks + 1)
         self.num_cached_children = [0] * (num_blocks + 1)
-        # The last registration of each block; meaningless once the block is deregistered.
-        self._hashes = [-1] * num_blocks
-        self._tokens = [b""] * num_blocks
-        self._salts: dict[int, bytes] = {}
+        self._root_digests.clear()
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is registered."""
@@ -64,9 +71,9 @@ class PrefixTree:
         return self._hashes[block] if self.parents[block] >= 0 else -1
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
-        """A registered block's parent (the block before it, or the salt), and the bytes of its token ids."""
+        """A registered block's parent (the block before it, or the root digest), and its token ids."""
         parent = self.parents[block]
-        return self._salts[block] if parent == self.origin else parent, self._tokens[block]
+        return self._root_digests[block] if parent == self.origin else parent, self._tokens[block]
 
     def stands(self, block: int, since: int) -> bool:
         """Whether a block that was registered at clock `since` has not left. Then no ancestor has, either."""
@@ -94,7 +101,7 @@ class PrefixTree:
 
         Token ids are compared, not only hashes.
 
-        `parent`: a registered block, or a salt.
+        `parent`: a registered block, or a root digest.
         """
         matched: list[int] = []
         parents, contents, block_of_hash = self.parents, self._tokens, self.block_of_hash
@@ -109,8 +116,8 @@ class PrefixTree:
         return matched
 
     def _begins(self, block: int, parent: Parent) -> bool:
-        """Whether a registered block is the first one of a prefix with this salt."""
-        return self.parents[block] == self.origin and self._salts[block] == parent
+        """Whether a registered block is the first one of a prefix with this root digest."""
+        return self.parents[block] == self.origin and self._root_digests[block] == parent
 
     def register(
         self, parent: Parent, blocks: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
@@ -131,7 +138,7 @@ class PrefixTree:
         self.clock = clock = self.clock + 1
         root = -1 if before == self.origin else roots[before]
         if before == self.origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
-            self._salts[blocks[0]] = parent
+            self._root_digests[blocks[0]] = parent
         for block, key, content in zip(
             blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
         ):

@@ -27,8 +27,10 @@ from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from ..contexts.request_step import RequestStep
 from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.prefix_hash import PrefixHashChain, salt_bytes
+from ..policies.prefix_hash import PrefixHashChain
+from ..policies.salt_key import salt_bytes
 from .acceptance import count_accepted
+from .agreed_salt_key import agreed_salt_key
 from .arguments import (
     Prompt,
     Salt,
@@ -103,6 +105,7 @@ class DynamicInferenceEngine:
     Attributes:
         model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
+        salt_key: hashes the salts of requests; its `key_id` tells keys apart.
     """
 
     def __init__(self, model: Model, config: InferenceConfig, *, drafter: Drafter | None = None) -> None:
@@ -120,6 +123,7 @@ class DynamicInferenceEngine:
         self.context = DynamicInferenceContext(model.state_spec(), config)
         spec = self.context.spec
         self._is_split = spec.groups.is_split
+        self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self._runner = self._new_runner()
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
         self._scheduler = Scheduler(self.context, self._drafter)
@@ -157,7 +161,8 @@ class DynamicInferenceEngine:
         Args:
             prompt: token ids, a list or a 1-D integer tensor.
             sampling_params: how tokens are chosen; None for the defaults.
-            cache_salt: requests share cached states only with requests of the same salt.
+            cache_salt: requests share cached states only with requests of the same salt; those without a salt
+                share with each other. An empty salt is refused.
             checkpoint_plan: which states are taken, in place of the configuration's plan.
 
         Returns:
@@ -200,7 +205,7 @@ class DynamicInferenceEngine:
             prompt_tokens=tokens,
             sampling=sampling,
             plan=plan,
-            hashes=PrefixHashChain(config.block_size_tokens, salt),
+            hashes=PrefixHashChain(config.block_size_tokens, self.salt_key.root(salt)),
             arrival_s=time.perf_counter(),
             seed=request_seed(sampling, config.seed, request_id),
             owned=owned,
@@ -577,7 +582,8 @@ class DynamicInferenceEngine:
 
     def _hashed(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
-        chain = PrefixHashChain(self.config.block_size_tokens, salt_bytes("cache_salt", cache_salt))
+        root = self.salt_key.root(salt_bytes("cache_salt", cache_salt))
+        chain = PrefixHashChain(self.config.block_size_tokens, root)
         chain.extend_to(prefix)
         return prefix, chain
 

@@ -12,6 +12,8 @@ class GhostList:
     remembering.
 
     Attributes:
+        present: keys that are not gone. A key in `present` is no ghost, so that the owner need not discard
+            keys that come back.
         num_lapses: how often keys were forgotten, a generation at once. What was a ghost is one still, until
             this number grows or the owner discards the key.
     """
@@ -20,11 +22,10 @@ class GhostList:
         """
         Args:
             capacity: keys of one generation.
-            present: keys that are not gone. A key in `present` is no ghost, so that the owner need not
-                discard keys that come back.
+            present: see the class.
         """
         self._capacity = capacity
-        self._present = present
+        self.present = present
         self._young: dict[int, str] = {}
         self._old: dict[int, str] = {}
         self.num_lapses = 0
@@ -61,15 +62,17 @@ class GhostList:
 
     def reason(self, key: int) -> str | None:
         """Why the key is gone; None for a key that is no ghost."""
-        return None if key in self._present else self._young.get(key) or self._old.get(key)
+        return None if key in self.present else self._young.get(key) or self._old.get(key)
 
-    def clear(self) -> None:
-        self.num_lapses += bool(self._young or self._old)
-        self._young.clear()
-        self._old.clear()
+    def clear(self) -> tuple[dict[int, str], dict[int, str]]:
+        """Forget all ghosts; returns the generations, which the caller may free when there is time."""
+        generations = self._young, self._old
+        self.num_lapses += any(generations)
+        self._young, self._old = {}, {}
+        return generations
 
     def __contains__(self, key: int) -> bool:
-        return (key in self._young or key in self._old) and key not in self._present
+        return (key in self._young or key in self._old) and key not in self.present
 
     def __len__(self) -> int:
-        return sum(1 for key in self._young.keys() | self._old.keys() if key not in self._present)
+        return sum(1 for key in self._young.keys() | self._old.keys() if key not in self.present)

@@ -5,27 +5,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...validation import shown
+PUBLIC_ROOT = hashlib.sha256(b"mambaslots.root\0").digest()
+"""The root of chains without a salt, the same in every process."""
 
 
 class PrefixHashChain:
     """The hashes of a growing token sequence's whole blocks.
 
-    Block i's digest is SHA-256(digest of block i-1 || its token ids as little-endian 32-bit integers);
-    the root's digest holds the salt, so equal tokens under different salts share nothing. A block's key is
-    the digest's first 63 bits, made positive.
+    Block i's digest is SHA-256(digest of block i-1 || its token ids as little-endian 32-bit integers). Block
+    0 follows the root digest. Chains under different salts have different roots, and share nothing; see
+    `SaltKey.root`. A block's key is the digest's first 63 bits, made positive.
 
     Attributes:
+        root: the root digest.
         keys: one int in [1, 2**63) for each whole block.
         tokens: the bytes of each block's token ids, compared on a hit.
     """
 
-    def __init__(self, block_size_tokens: int, salt: bytes = b"") -> None:
-        self.salt = salt
+    def __init__(self, block_size_tokens: int, root: bytes = PUBLIC_ROOT) -> None:
+        self.root = root
         self.keys: list[int] = []
         self.tokens: list[bytes] = []
         self.block_size_tokens = block_size_tokens
-        self._digests = [hashlib.sha256(b"mambaslots.root\0" + salt).digest()]
+        self._digests = [root]
 
     def extend_to(self, sequence: Sequence[int], length: int | None = None) -> None:
         """Hash the whole blocks of `sequence[:length]` that are not hashed yet; O(new tokens)."""
@@ -52,26 +54,6 @@ class PrefixHashChain:
 
     def fork(self) -> "PrefixHashChain":
         """A copy, which grows on its own."""
-        other = PrefixHashChain(self.block_size_tokens, self.salt)
+        other = PrefixHashChain(self.block_size_tokens, self.root)
         other.keys, other.tokens, other._digests = self.keys[:], self.tokens[:], self._digests[:]
         return other
-
-
-def salt_bytes(name: str, salt: object) -> bytes:
-    """A hash chain's salt from what callers pass: bytes, a str (encoded as UTF-8), or None (no salt).
-
-    Args:
-        name: the argument's name, for errors.
-        salt: the argument.
-
-    Raises:
-        ValueError: `salt` is of another type, or a str that UTF-8 cannot encode.
-    """
-    if salt is None or isinstance(salt, bytes):
-        return salt or b""
-    if not isinstance(salt, str):
-        raise ValueError(f"{name} is {shown(salt)}; accepted: bytes, a str or None")
-    try:
-        return salt.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair
-        raise ValueError(f"{name} is {shown(salt)}; accepted: a str that UTF-8 can encode") from error

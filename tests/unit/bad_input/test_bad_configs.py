@@ -55,6 +55,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "prefix_caching_eviction_policy": bad.choice("lru", "ref_zero"),
     "poison_free_memory": bad.boolean(),
     "seed": bad.integer(0, 2**63 - 1),
+    "salt_key": bad.anything(bytes, str, type(None)).also("", b"", "short", b"x" * 15, bytearray(32)),
     "checkpoint_plan": bad.anything(ms.CheckpointPlan).also(ms.CheckpointPlan, "rolling"),
 }
 SAMPLING_ARGUMENTS: dict[str, Bad] = {

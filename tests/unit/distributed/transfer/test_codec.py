@@ -14,7 +14,7 @@ from mambaslots.distributed.transfer import codec
 from mambaslots.distributed.transfer.codec import decode_prefixes, encode_prefixes
 from mambaslots.distributed.transfer.format import TransferError
 from mambaslots.distributed.transfer.shard import PrefixShard
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from oracle.transfers import random_export, shard_of_rank, with_forest
 from safetensors.torch import load, save
 
@@ -23,6 +23,7 @@ CONFIG = ms.models.HybridConfig.tiny(
     num_attention_heads=2, num_kv_heads=2, head_dim=2, ssd_chunk_size=4,
 )  # fmt: skip
 EXPORT = random_export(CONFIG)
+PUBLIC = PUBLIC_ROOT.hex()
 BYTES = encode_prefixes(EXPORT)
 HEADER = 8 + struct.unpack_from("<Q", BYTES)[0]
 
@@ -51,7 +52,7 @@ def test_round_trip(version: str | int | bytes, dtype: torch.dtype) -> None:
     decoded = decode_prefixes(encode_prefixes(export))
     assert equal(decoded, export)
     assert type(decoded.format.weights_version) is type(version)
-    assert decoded.forest.salts == export.forest.salts
+    assert decoded.forest.roots == export.forest.roots
 
 
 def test_bytes_of_other_types() -> None:
@@ -71,7 +72,7 @@ def test_round_trip_of_a_stage_without_some_layers(pipeline: tuple[int, int]) ->
 
 def test_round_trip_of_nothing() -> None:
     nothing = random_export(CONFIG)
-    nothing = with_forest(nothing, salts=(), parents=(), tokens=(), states=())
+    nothing = with_forest(nothing, roots=(), salt_key_id="", parents=(), tokens=(), states=())
     tensors = {n: t[:, :, :0] if n == "kv" else t[:, :0] for n, t in nothing.tensors.items()}
     nothing = replace(nothing, tensors=tensors)
     assert equal(decode_prefixes(encode_prefixes(nothing)), nothing)
@@ -90,7 +91,7 @@ def test_keys_are_those_of_the_hash_chain() -> None:
         while before >= 0:
             path.insert(0, before)
             before = forest.parents[before]
-        chain = PrefixHashChain(4, forest.salts[-1 - before])
+        chain = PrefixHashChain(4, forest.roots[-1 - before])
         ids = b"".join(forest.tokens[n] for n in path)
         chain.extend_to(torch.frombuffer(bytearray(ids), dtype=torch.int32).tolist())
         assert forest.keys[node] == chain.keys[-1]
@@ -169,9 +170,9 @@ def set_at(index: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"mambaslots_prefixes": "2"}, "format_version is 2; accepted: 1"),
-        ({"mambaslots_prefixes": "x"}, "format_version is 'x'; accepted: 1"),
-        ({"format_version": 2}, "format_version is 2; accepted: 1"),
+        ({"mambaslots_prefixes": "1"}, "format_version is 1; accepted: 2"),
+        ({"mambaslots_prefixes": "x"}, "format_version is 'x'; accepted: 2"),
+        ({"format_version": 1}, "format_version is 1; accepted: 2"),
         ({"weights_version": None}, "weights_version is None; accepted: a str, int or bytes"),
         ({"weights_version": ["int", True]}, "weights_version"),
         ({"weights_version": ["bytes", "xy"]}, "malformed"),
@@ -187,10 +188,13 @@ def set_at(index: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
         ({"shard": {}}, "shard is"),
         ({"split": [1]}, "malformed"),
         ({"split": [0, 1]}, "split"),
-        ({"salts": ["", ""]}, "names a salt twice"),
-        ({"salts": [""]}, r"parents\[1\] is -2"),
-        ({"salts": ["", "79"]}, "hashes are not those"),
-        ({"salts": 3}, "malformed"),
+        ({"roots": [PUBLIC, PUBLIC]}, "names a root twice"),
+        ({"roots": [PUBLIC], "salt_key_id": ""}, r"parents\[1\] is -2"),
+        ({"roots": [PUBLIC, "79" * 32]}, "hashes are not those"),
+        ({"roots": [PUBLIC, "79"]}, "a root that is not of 32 bytes"),
+        ({"roots": 3}, "malformed"),
+        ({"salt_key_id": ""}, "salt_key_id is ''; accepted: a str, empty where no prefix has a salt"),
+        ({"salt_key_id": 7}, "salt_key_id is 7"),
         ({"parents": set_at(3, 3)}, r"parents\[3\] is 3"),
         ({"parents": set_at(3, -3)}, r"parents\[3\] is -3"),
         ({"parents": lambda t: t[:-1]}, "tokens are those of other blocks"),

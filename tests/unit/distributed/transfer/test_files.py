@@ -131,7 +131,7 @@ def test_the_manifest_says_the_format_version(
 ) -> None:
     monkeypatch.setattr(manifest, "FORMAT_VERSION", 9)
     save_prefixes(source, tmp_path)
-    assert "format_version is 9; accepted: 1" in refused(engine_of(), tmp_path)
+    assert "format_version is 9; accepted: 2" in refused(engine_of(), tmp_path)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
@@ -205,7 +205,7 @@ def edited(change: Callable[[dict], None]) -> Callable[[bytes], bytes]:  # type:
         (lambda text: b"[]", "truncated or altered"),
         (lambda text: b"[" * 100_000, "truncated or altered"),
         (lambda text: text.replace(b"tp0", b"tp1"), "it was altered"),
-        (edited(lambda content: content.update(format_version=2)), "format_version is 2; accepted: 1"),
+        (edited(lambda content: content.update(format_version=1)), "format_version is 1; accepted: 2"),
         (edited(lambda content: content.update(files=[])), "the export lacks"),
         (edited(lambda content: content["files"].pop()), "the export lacks"),
         (edited(lambda content: content["files"][0].pop("shard")), "file is"),

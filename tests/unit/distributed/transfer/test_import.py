@@ -1,5 +1,7 @@
 """Prefixes from one engine to another of the same model, in one process."""
 
+import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from mambaslots.distributed.transfer import placement, pool_rows
 from mambaslots.distributed.transfer.format import PrefixFormat
 from mambaslots.distributed.transfer.placement import Placement
 from mambaslots.inference.contexts.durable_slots import DurableSlots
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from oracle.budget import costly
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, tensors_of
@@ -34,7 +36,7 @@ SYSTEM = random_tokens(21, 0)
 PROMPTS = [
     SYSTEM + random_tokens(30, 1), SYSTEM + random_tokens(17, 2), random_tokens(40, 3), random_tokens(24, 4),
 ]  # fmt: skip
-SALTS = [b"", b"", b"", b"tenant"]
+SALTS = [None, None, None, b"tenant"]
 NONE = PrefixCounts()
 
 
@@ -104,10 +106,10 @@ def test_everything_is_where_it_was_and_as_recent(source: ms.DynamicInferenceEng
 def test_engines_that_draft(there: int, here: int) -> None:
     source, target = (engine_of(num_speculative_tokens=drafts) for drafts in (there, here))
     prompts = [[7, 8, 9] * 12, PROMPTS[0]]
-    serve(source, prompts, [b"", b""])
+    serve(source, prompts, [None, None])
     report = moved(source, target)
     assert report.imported == expected_counts(source)
-    assert serve(target, prompts, [b"", b""]) == [32, 48]
+    assert serve(target, prompts, [None, None]) == [32, 48]
 
 
 def test_the_export_is_changed_by_nothing_later() -> None:
@@ -115,13 +117,13 @@ def test_the_export_is_changed_by_nothing_later() -> None:
     export = export_prefixes(engine)
     data = encode_prefixes(export)
     engine.reset()
-    serve(engine, [random_tokens(100, seed) for seed in range(8)], [b""] * 8)
+    serve(engine, [random_tokens(100, seed) for seed in range(8)], [None] * 8)
     assert all(torch.equal(t, decode_prefixes(data).tensors[name]) for name, t in export.tensors.items())
 
 
 def test_named_prefixes_only(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
-    report = moved(source, target, [(PROMPTS[0], b""), (PROMPTS[3], "tenant"), (PROMPTS[2], b"other")])
+    report = moved(source, target, [(PROMPTS[0], None), (PROMPTS[3], "tenant"), (PROMPTS[2], b"other")])
     assert report.imported.blocks == 48 // 8 + 24 // 8
     resumed = serve(target)
     assert resumed[2] == 0
@@ -134,7 +136,48 @@ def test_named_prefixes_only(source: ms.DynamicInferenceEngine) -> None:
 def test_salts_stay_apart(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
-    assert serve(target, [PROMPTS[3], PROMPTS[3]], [b"", b"tenant"]) == [0, 16]
+    assert serve(target, [PROMPTS[3], PROMPTS[3]], [None, b"tenant"]) == [0, 16]
+
+
+def test_salts_under_another_key_find_nothing_and_say_so(
+    source: ms.DynamicInferenceEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = engine_of(salt_key="another key of the tests")
+    report = moved(source, target)
+    assert report.other_key == PrefixCounts(prefixes=1, blocks=3, states=report.other_key.states, tokens=24)
+    assert report.left_out == NONE
+    assert report.imported.prefixes == 3
+    assert source.salt_key.key_id in caplog.text
+    assert target.salt_key.key_id in caplog.text
+    assert "1 prefixes are left out" in caplog.text
+    assert serve(target)[2:] == [32, 0]
+
+
+def test_prefixes_without_salts_move_between_keys(
+    source: ms.DynamicInferenceEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = [(prompt, None) for prompt in PROMPTS[:3]]
+    target = engine_of(salt_key=None)
+    report = moved(source, target, named)
+    assert (report.other_key, caplog.text) == (NONE, "")
+    theirs = encode_prefixes(export_prefixes(target, named))
+    assert import_prefixes(source, theirs).known.prefixes == 3
+    assert export_prefixes(source, named).forest.salt_key_id == ""
+
+
+def test_no_salt_is_kept_or_exported() -> None:
+    engine, salt = engine_of(salt_key=None), b"a tenant's secret name" + bytes([33])
+    num_references = sys.getrefcount(salt)
+    engine.generate([PROMPTS[2]], cache_salt=salt)
+    running = engine.add_request(PROMPTS[2], cache_salt=salt)
+    engine.step()
+    assert sys.getrefcount(salt) == num_references
+    engine.cancel(running)
+    data = encode_prefixes(export_prefixes(engine))
+    unkeyed = hashlib.sha256(b"mambaslots.root\0" + salt).hexdigest()
+    for hidden in (salt, salt.hex().encode(), unkeyed.encode()):
+        assert hidden not in data
+    assert engine.salt_key.root(salt).hex().encode() in data
 
 
 def test_twice_imports_nothing_new(source: ms.DynamicInferenceEngine) -> None:
@@ -196,7 +239,7 @@ def test_too_small_an_engine_takes_what_fits(
 def test_a_full_engine_gives_way_as_when_computing(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of(num_kv_blocks=24, num_mamba_slots=12)
     others = [random_tokens(70, seed) for seed in range(20, 23)]
-    serve(target, others, [b""] * 3)
+    serve(target, others, [None] * 3)
     report = moved(source, target)
     assert report.left_out == NONE
     assert serve(target, PROMPTS[:1], SALTS[:1]) == [48]
@@ -273,7 +316,7 @@ def test_random_traffic_between_two_engines(data: st.DataObject) -> None:
         i = data.draw(st.integers(0, 1))
         if data.draw(st.booleans()):
             serve(
-                engines[i], [data.draw(st.sampled_from(prompts))], [data.draw(st.sampled_from([b"", b"s"]))]
+                engines[i], [data.draw(st.sampled_from(prompts))], [data.draw(st.sampled_from([None, b"s"]))]
             )
         else:
             report = moved(engines[i], engines[1 - i])
@@ -285,8 +328,8 @@ def test_a_hash_that_names_another_prefix_here(source: ms.DynamicInferenceEngine
     target, export = engine_of(), export_prefixes(source)
     forest, kv = export.forest, target.context.kv_block_allocator
     (block,) = kv.allocate_memory_blocks(1)
-    root = forest.parents.index(-1 - forest.salts.index(b""))
-    kv.register_chain(b"", [block], [forest.keys[root]], [b"other tokens"])
+    root = forest.parents.index(-1 - forest.roots.index(PUBLIC_ROOT))
+    kv.register_chain(PUBLIC_ROOT, [block], [forest.keys[root]], [b"other tokens"])
     kv.release_memory_blocks([block])
     free = kv.total_avail
     report = import_prefixes(target, export)
@@ -316,8 +359,8 @@ def test_what_is_known_gives_way_to_nothing_imported() -> None:
     """A pool that is full of one prefix, and an export of it and of another that was used later."""
     old, new = random_tokens(40, 50), random_tokens(40, 51)
     source, target = engine_of(), engine_of(num_kv_blocks=7, num_mamba_slots=64)
-    serve(source, [old, new], [b""] * 2)
-    serve(target, [old], [b""])
+    serve(source, [old, new], [None] * 2)
+    serve(target, [old], [None])
     before = maps_of(target)
     report = moved(source, target)
     assert (report.known.blocks, report.known.prefixes) == (5, 1)
@@ -329,11 +372,11 @@ def test_what_is_known_gives_way_to_nothing_imported() -> None:
 def test_known_states_give_way_to_nothing_imported() -> None:
     old, new = random_tokens(40, 50), random_tokens(40, 51)
     source, twin = engine_of(), engine_of()
-    serve(source, [old, new], [b""] * 2)
-    serve(twin, [old], [b""])
+    serve(source, [old, new], [None] * 2)
+    serve(twin, [old], [None])
     held = len(maps_of(twin)["state keys"])
     target = engine_of(num_mamba_slots=held)
-    serve(target, [old], [b""])
+    serve(target, [old], [None])
     report = moved(source, target)
     assert (report.known.states, report.imported.states) == (held, 0)
     assert resumable_tokens(target, [*old, 1]) == 40
@@ -344,8 +387,8 @@ def test_an_import_is_a_use_of_what_is_known() -> None:
     known, new, other = (random_tokens(40, seed) for seed in (50, 51, 52))
     for first, second in ((known, new), (new, known)):
         source, target = engine_of(), engine_of()
-        serve(source, [first, second], [b""] * 2)
-        serve(target, [known, other], [b""] * 2)
+        serve(source, [first, second], [None] * 2)
+        serve(target, [known, other], [None] * 2)
         before = maps_of(target)
         forest = export_prefixes(source).forest
         report = moved(source, target)
@@ -553,7 +596,8 @@ def test_not_from_inside_a_step(source: ms.DynamicInferenceEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[(1, 2)], [([1], 5)], [([-1], b"")], [([300], b"")], [([1], "\ud800")], 5, ["ab"]]
+    "arguments",
+    [[(1, 2)], [([1], 5)], [([-1], None)], [([300], None)], [([1], b"")], [([1], "\ud800")], 5, ["ab"]],
 )
 def test_prefixes_that_are_none(source: ms.DynamicInferenceEngine, arguments: Any) -> None:
     with pytest.raises(ValueError, match="prefixes"):

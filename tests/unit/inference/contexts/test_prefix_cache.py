@@ -1,6 +1,7 @@
 """The prefix cache: paths, registered blocks, states, pins, and what becomes of all of them."""
 
 import itertools
+import sys
 from collections import Counter
 
 import numpy as np
@@ -149,6 +150,139 @@ def test_after_a_reset_counts_start_at_zero_and_pins_are_gone():
     with pytest.raises(ValueError, match="accepted: a prefix that is pinned here"):
         cache.unpin(prefix)
     cache.check_integrity([])
+
+
+def test_pins_are_listed_in_order_and_given_back_without_the_handle():
+    cache = PrefixCache(16, 4, SIZE)
+    for tokens in ([1, 2, 3, 4], [1, 2, 5, 6, 7, 8]):
+        cache.release(computed(cache, tokens, positions=[len(tokens)]))
+        cache.pin(chain_of(tokens))
+    first, second = cache.pins
+    assert [pin.num_tokens for pin in cache.pins] == [4, 6]
+    assert (first.key, second.key) == (chain_of([1, 2, 3, 4]).keys[-1], chain_of([1, 2, 5, 6, 7, 8]).keys[-1])
+    assert (len(cache.pins), cache.pins.num_blocks) == (2, 4)  # they share one
+    shared = cache.match(chain_of([1, 2, 3, 4, 9]), 5).blocks
+    assert all(map(cache.pins.holds, shared))
+    assert (cache.pins.num_within_reach(), cache.pins.num_within_reach(shared)) == (12, 14)
+    for pin in cache.pins:
+        cache.unpin(pin)
+        cache.check_integrity([])
+    assert (len(cache.pins), cache.pins.num_blocks, list(cache.pins)) == (0, 0, [])
+
+
+def test_what_is_discarded_is_not_found_again():
+    cache = PrefixCache(16, 4, SIZE)
+    path = computed(cache, [1, 2, 3, 4, 5, 6], positions=[4, 6])
+    cache.discard(path)
+    assert cache.match(chain_of([1, 2, 3, 4, 5, 6, 7]), 7).blocks == ()
+    stats = cache.stats()
+    assert (stats.num_committed_slots, stats.num_cached_kv_blocks, stats.num_free_kv_blocks) == (0, 0, 16)
+    cache.check_integrity([])
+
+
+def test_what_others_hold_of_a_discarded_path_stays():
+    cache = PrefixCache(16, 8, SIZE)
+    cache.release(computed(cache, [1, 2, 3, 4], positions=[2, 4]))
+    pin = cache.pin(chain_of([1, 2]))
+    path = computed(cache, [1, 2, 3, 4, 5, 6], positions=[6])
+    match = cache.match(chain_of([1, 2, 3, 4, 5]), 5)
+    cache.hold_state(path, match.resume_slot, resumes=True)  # the state at 4
+    other = opened(cache, [1, 2, 3, 4, 9, 9])
+    cache.discard(path)
+    again = cache.match(chain_of([1, 2, 3, 4, 5, 6, 7]), 7)
+    assert (len(again.blocks), again.resume_tokens) == (2, 2)  # the pinned state; that at 4 is gone
+    cache.check_integrity([other])
+    cache.release(other)
+    cache.unpin(pin)
+    cache.check_integrity([])
+
+
+# ---- states and blocks leave together
+
+
+def states_outlive_blocks(cache):
+    """Blocks whose state can be found though they are free, or are registered no more."""
+    kv, states = cache.kv_blocks, cache.slots.map
+    free = {block for block in range(kv.total_count) if not kv._refs[block] and block not in kv.tree}
+    return free & (set(states.hash_to_block_id.values()) | set(states.slot_by_block))
+
+
+def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
+    cache = PrefixCache(4, 4, SIZE)
+    cache.release(computed(cache, [1, 2, 3, 4], positions=[2, 4]))
+
+    def fail(blocks):
+        raise MemoryError("no memory for the list of states")
+
+    monkeypatch.setattr(cache.slots.map, "leave", fail)
+    for call in (
+        lambda: cache.kv_blocks.evict_lru_blocks(2),
+        lambda: cache.kv_blocks.allocate_memory_blocks(4),
+        cache.kv_blocks.deregister_all,
+    ):
+        with pytest.raises(MemoryError):
+            call()
+        assert cache.match(chain_of([1, 2, 3, 4, 5]), 5).resume_tokens == 4
+        cache.check_integrity([])
+    monkeypatch.undo()
+    cache.kv_blocks.evict_lru_blocks(2)
+    assert cache.stats().num_free_slots == 4
+    cache.check_integrity([])
+
+
+def test_a_host_that_observes_does_not_take_the_states_place():
+    cache = PrefixCache(4, 4, SIZE)
+    cache.release(computed(cache, [1, 2, 3, 4], positions=[2, 4]))
+    heard = []
+    cache.kv_blocks.on_blocks_deregistered = lambda blocks, hashes: heard.append(
+        (sorted(blocks), cache.slots.counts.committed)
+    )
+    blocks = sorted(cache.match(chain_of([1, 2, 3, 4, 5]), 5).blocks)
+    cache.kv_blocks.evict_lru_blocks(2)
+    assert heard == [(blocks, 0)]
+    cache.check_integrity([])
+
+
+LEAVING = {
+    "evict": lambda cache, path: cache.kv_blocks.evict_lru_blocks(cache.kv_blocks.cached_count),
+    "release": lambda cache, path: cache.release(path),
+    "discard": lambda cache, path: cache.discard(path),
+    "forget": lambda cache, path: cache.forget([path]),
+    "reset": lambda cache, path: cache.reset(),
+    "deregister_all": lambda cache, path: cache.kv_blocks.deregister_all(),
+    "grow": lambda cache, path: cache.grow(path, 12),
+}
+
+
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("leaving", LEAVING)
+def test_an_interrupt_at_any_line_leaves_no_state_of_a_free_block(leaving, policy):
+    num_lines, line = 0, 0
+    while line <= num_lines:
+        cache = PrefixCache(12, 8, SIZE, policy)
+        path = computed(cache, [1, 2, 3, 4, 5, 6], positions=[2, 4, 6])
+        cache.release(computed(cache, [1, 2, 7, 8, 9, 9], positions=[4, 6]))
+        num_lines = 0
+
+        def interrupt(frame, event, arg, line=line):
+            nonlocal num_lines
+            if event == "line":
+                if num_lines == line:
+                    raise KeyboardInterrupt
+                num_lines += 1
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            LEAVING[leaving](cache, path)
+        except KeyboardInterrupt:
+            num_lines = line + 1  # there may be more
+        finally:
+            sys.settrace(before)
+        assert states_outlive_blocks(cache) == set(), f"interrupted at line {line}"
+        line += 1
+    assert num_lines > 1
 
 
 # ---- any order of calls, against a model
@@ -475,6 +609,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def a_sequence_leaves(self, data):
         self.leaves_the_cache(self.drawn(data))
 
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def a_sequence_is_discarded(self, data):
+        """Its states go unless they are pinned, and its blocks unless they are held or continued."""
+        sequence = self.drawn(data)
+        self.sequences.remove(sequence)
+        self.cache.discard(sequence.path)
+        pinned, cached = self.pinned_states(), self.cached()
+        for depth in range(sequence.num_registered, 0, -1) if sequence.shares else ():
+            block = sequence.blocks[depth - 1]
+            if block in self.states and block not in pinned:
+                self.lose_state(block)
+        for block in reversed(sequence.blocks[: sequence.num_registered] if sequence.shares else []):
+            if block in cached and (block in self.leaves() or self.policy == "ref_zero"):
+                self.leave(block)
+                self.departed.remove(block)
+        assert self.departed == []
+
     @rule(data=st.data(), salt=SALTS, tokens=PROMPTS)
     def a_prefix_is_pinned(self, data, salt, tokens):
         if self.states and data.draw(st.booleans()):
@@ -494,6 +646,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prefix = self.cache.pin(chain)
         assert prefix.num_tokens == len(blocks) * SIZE
         self.pins[prefix] = blocks
+        assert list(self.cache.pins) == list(self.pins)
+        assert self.cache.pins.num_blocks == len({block for pinned in self.pins.values() for block in pinned})
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())

@@ -241,7 +241,7 @@ class Remembered:
         self.num_tokens = num_tokens
         self.path = sequence
         self.resume = resume
-        self.known = []
+        self.known = []  # of all ages
 
 
 class RememberedMatches(RuleBasedStateMachine):
@@ -273,6 +273,23 @@ class RememberedMatches(RuleBasedStateMachine):
             path.tokens = tokens
             self.paths.append(path)
 
+    @rule(data=st.data(), tokens=PROMPTS, salt=SALTS, known=st.booleans())
+    def a_sequence_is_served(self, data, tokens, salt, known):
+        """It comes, registers all, takes a state and leaves; perhaps the prompt of a remembered match."""
+        if known and self.remembered:
+            chain = data.draw(st.sampled_from(self.remembered)).chain
+            tokens = [int.from_bytes(content[:4], "little") for content in chain.tokens for _ in range(SIZE)]
+            salt = chain.salt
+        match = self.cache.match(chain_of(tokens, salt), len(tokens))
+        if not self.cache.affords(len(tokens) // SIZE, match, None):
+            return
+        path = opened(self.cache, tokens, salt)
+        self.cache.register(path, tokens, len(tokens))
+        block = data.draw(st.sampled_from(path.blocks))
+        if block not in self.cache.slots.map and self.cache.slots.num_available:
+            self.cache.slots.commit(self.cache.slots.reserve([block]))
+        self.cache.release(path)
+
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
     def blocks_are_registered(self, data):
@@ -283,7 +300,10 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_path_looks_again(self, data):
         path = self.path(data)
-        self.cache.hold(path, self.cache.match(path.chain, len(path.tokens), path))
+        match, num_blocks = self.cache.match(path.chain, len(path.tokens), path), len(path.blocks)
+        if self.cache.affords(num_blocks, match, path):
+            self.cache.hold(path, match)
+            self.cache.grow(path, num_blocks)
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
@@ -343,7 +363,9 @@ class RememberedMatches(RuleBasedStateMachine):
             chain = chain_of(tokens, salt)
         num_tokens = data.draw(st.integers(max(1, len(tokens) - 5), len(tokens)))
         if len(self.remembered) < 8:
-            self.remembered.append(Remembered(chain, num_tokens, path, resume))
+            one = Remembered(chain, num_tokens, path, resume)
+            one.known.append(self.matched(one))
+            self.remembered.append(one)
 
     @precondition(lambda self: self.remembered)
     @rule(data=st.data())

@@ -147,7 +147,7 @@ def test_a_paused_request_keeps_a_state_that_only_a_durable_slot_holds() -> None
 def test_salts_separate_and_equal_salts_share() -> None:
     engine, prompt = small_engine(), random_tokens(40, seed=1)
     params = ms.SamplingParams(num_tokens_to_generate=1, return_log_probs=True)
-    salts = [None, b"a", b"b", b"a", "a", b""]
+    salts = [None, b"a", b"b", b"a", "a", None]
     resumed = []
     for salt in salts:
         (result,) = engine.generate([prompt], params, cache_salt=salt)

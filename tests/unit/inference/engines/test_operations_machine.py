@@ -98,6 +98,9 @@ class OperationsMachine(RuleBasedStateMachine):
         self.collect()
 
     @precondition(lambda self: self.running)
+    def root(self, salt: str | None) -> bytes:
+        return self.engine.salt_key.root(None if salt is None else salt.encode())
+
     @rule(prompt=prompts, salt=st.sampled_from([None, None, "tenant"]), pin=st.booleans())
     def warm(self, prompt: list[int], salt: str | None, pin: bool) -> None:
         with self.unless_pins_hold_all():
@@ -142,7 +145,7 @@ class OperationsMachine(RuleBasedStateMachine):
         stats = self.engine.context.cache_stats()
         assert stats.num_prompt_tokens == stats.num_resumed_tokens + stats.num_computed_tokens
         for pin, prompt, salt in self.pins:
-            assert resumable(self.engine.context, prompt, (salt or "").encode()) >= pin.num_tokens
+            assert resumable(self.engine.context, prompt, self.root(salt)) >= pin.num_tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "client"):

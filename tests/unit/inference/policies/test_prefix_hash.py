@@ -10,13 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.policies import prefix_hash
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain, salt_bytes
+from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
 
-def by_hand(tokens, block, salt=b""):
-    digest = hashlib.sha256(b"mambaslots.root\0" + salt).digest()
+ROOT = hashlib.sha256(b"another").digest()
+
+
+def by_hand(tokens, block, root=None):
+    digest = hashlib.sha256(b"mambaslots.root\0").digest() if root is None else root
     keys, contents = [], []
     for first in range(0, len(tokens) - block + 1, block):
         content = b"".join(struct.pack("<I", token) for token in tokens[first : first + block])
@@ -26,30 +29,37 @@ def by_hand(tokens, block, salt=b""):
     return keys, contents
 
 
-def chain_of(tokens, block=4, salt=b""):
-    chain = PrefixHashChain(block, salt)
+def chain_of(tokens, block=4, root=PUBLIC_ROOT):
+    chain = PrefixHashChain(block, root)
     chain.extend_to(tokens)
     return chain
 
 
-@given(tokens=token_lists, block=st.integers(1, 5), salt=st.binary(max_size=8))
-def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, salt):
-    chain = chain_of(tokens, block, salt)
-    assert (chain.keys, chain.tokens) == by_hand(tokens, block, salt)
+@given(tokens=token_lists, block=st.integers(1, 5), root=st.binary(min_size=32, max_size=32))
+def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, root):
+    chain = chain_of(tokens, block, root)
+    assert (chain.keys, chain.tokens) == by_hand(tokens, block, root)
     assert all(0 < key < 2**63 for key in chain.keys)
-    assert chain.salt == salt
+    assert chain.root == root
+
+
+@given(tokens=token_lists, block=st.integers(1, 5))
+def test_without_a_salt_keys_are_the_same_in_every_process(tokens, block):
+    chain = PrefixHashChain(block)
+    chain.extend_to(tokens)
+    assert (chain.keys, chain.tokens) == by_hand(tokens, block)
 
 
 @given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
 def test_appended_blocks_hash_as_those_of_a_sequence(tokens, block, data):
-    whole, chain = chain_of(tokens, block, b"salt"), PrefixHashChain(block, b"salt")
+    whole, chain = chain_of(tokens, block, ROOT), PrefixHashChain(block, ROOT)
     first = data.draw(st.integers(0, len(whole.keys)))
     chain.extend_to(tokens, first * block)
     for content in whole.tokens[first:]:
         chain.append(content)
     assert (chain.keys, chain.tokens) == (whole.keys, whole.tokens)
     chain.extend_to(tokens * 2)
-    assert (chain.keys, chain.tokens) == by_hand(tokens * 2, block, b"salt")
+    assert (chain.keys, chain.tokens) == by_hand(tokens * 2, block, ROOT)
 
 
 @given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
@@ -91,9 +101,9 @@ def test_one_other_token_changes_all_hashes_from_there_on():
     assert left.tokens[2] == right.tokens[2]
 
 
-def test_equal_tokens_under_other_salts_share_no_hash():
-    salts = [b"", b"\0", b"a", b"ab", bytes(range(256))]
-    assert len({chain_of([1, 2, 3, 4], salt=salt).keys[0] for salt in salts}) == len(salts)
+def test_equal_tokens_under_other_roots_share_no_hash():
+    roots = [PUBLIC_ROOT, ROOT, bytes(32), bytes(31) + b"\1"]
+    assert len({chain_of([1, 2, 3, 4], root=root).keys[0] for root in roots}) == len(roots)
 
 
 @pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
@@ -123,22 +133,9 @@ def test_a_hash_of_zero_becomes_one(monkeypatch):
 
 
 def test_a_block_whose_hashing_was_interrupted_is_hashed_anew():
-    chain, whole = PrefixHashChain(4, b"salt"), PrefixHashChain(4, b"salt")
+    chain, whole = PrefixHashChain(4, ROOT), PrefixHashChain(4, ROOT)
     whole.extend_to(range(8))
     chain.extend_to(range(4))
     chain.keys.append(17)  # what an interrupt between two of its lists leaves
     chain.extend_to(range(8))
     assert (chain.keys, chain.tokens) == (whole.keys, whole.tokens)
-
-
-@pytest.mark.parametrize(
-    ("salt", "expected"), [(None, b""), (b"\xff", b"\xff"), ("", b""), ("ü", "ü".encode())]
-)
-def test_a_salt_is_bytes_a_str_or_nothing(salt, expected):
-    assert salt_bytes("salt", salt) == expected
-
-
-@pytest.mark.parametrize("salt", [5, [b"x"], bytearray(b"x"), "\ud800"])
-def test_what_is_no_salt_is_refused_by_name(salt):
-    with pytest.raises(ValueError, match=r"^cache_salt is .*; accepted: "):
-        salt_bytes("cache_salt", salt)

@@ -1,0 +1,36 @@
+"""The salt key that all ranks of a model use."""
+
+import os
+
+import torch
+
+from ...parallel_groups import ParallelGroups
+from ..policies.salt_key import SaltKey, drawn_key, given_key
+
+
+def agreed_salt_key(
+    setting: bytes | str | None, groups: ParallelGroups, device: torch.device | None = None
+) -> SaltKey:
+    """The key of the configuration, else of the environment, else a drawn one, the same on every rank.
+
+    Where the model is split, this is a collective. A drawn key goes from the first rank to the others over
+    the groups, as it is.
+
+    Args:
+        setting: `InferenceConfig.salt_key`.
+        groups: the ranks of the model.
+        device: the device from which nccl sends.
+
+    Raises:
+        ValueError: the ranks have different keys; on all ranks.
+    """
+    key = given_key(setting, os.environ)
+    if not groups.is_split:
+        return SaltKey(drawn_key() if key is None else key)
+    key_ids = groups.gather(None if key is None else SaltKey(key).key_id, device)
+    if len(set(key_ids)) > 1:
+        raise ValueError(
+            f"salt_key has the key ids {key_ids} on the model's ranks; accepted: one key on all ranks, or "
+            "none on any"
+        )
+    return SaltKey(groups.gather(drawn_key(), device)[0] if key is None else key)
