@@ -85,13 +85,17 @@ ERRORS: dict[str, type[BaseException]] = {
 # ---- one call, and what comes after it
 
 
+NOT_REACHED = "not reached"
+
+
 @dataclass
 class Tally:
     """What came of one call.
 
     Attributes:
         num_places: places of the call, counted where nothing happens.
-        outcomes: "right", "broken", or in which way an engine was left wrong -> how often.
+        outcomes: "right", "broken", or in which way an engine was left wrong -> how often. "not reached"
+            where the call had fewer places than before.
         examples: of each way the first few: at which place, and what was found.
     """
 
@@ -101,14 +105,14 @@ class Tally:
 
     def add(self, outcome: str, where: str, text: str = "") -> None:
         self.outcomes[outcome] += 1
-        if outcome != "right":
+        if outcome not in ("right", NOT_REACHED):
             examples = self.examples.setdefault(outcome, [])
             if len(examples) < 5:
                 examples.append(f"{where}: {text}")
 
     @property
     def num_wrong(self) -> int:
-        return self.outcomes.total() - self.outcomes["right"]
+        return self.outcomes.total() - self.outcomes["right"] - self.outcomes[NOT_REACHED]
 
     def add_all(self, other: "Tally") -> None:
         """Count what else came of the same call."""
@@ -224,8 +228,8 @@ class Trial:
         """
         text = ""
         try:
-            self._run(where, action, again or self._call.must_repeat, length)
-            outcome = "right"
+            reached = self._run(where, action, again or self._call.must_repeat, length)
+            outcome = "right" if reached else NOT_REACHED
         except Exception as error:
             outcome, text = outcome_of(error), f"{type(error).__name__}: {error}"[:200]
             error.__traceback__ = None
@@ -233,14 +237,16 @@ class Trial:
 
     def _run(
         self, where: list[int], action: Callable[[Stage], Action], again: bool, length: int | None
-    ) -> None:
+    ) -> bool:
         stage = self._stage(length)
         places = self._new_places()
         places.actions = dict.fromkeys(where, action(stage))
         with suppressed(), places.watched():
             self._call.make(stage)
+        reached = len(places.actions) < len(where)
         go_on(stage, self._call, again, places if len(where) > 1 else None)
         check_objects(self._left[length])
+        return reached
 
 
 Choice = Callable[[int], range]

@@ -37,8 +37,8 @@ def monitor() -> Iterator[Monitor]:
 def assert_right(tally: Tally) -> None:
     """Something happened, and afterwards all was right."""
     print(f"{tally.num_places} places, {dict(tally.outcomes)}")
-    assert tally.outcomes["right"], "nothing happened anywhere"
     assert not tally.num_wrong, f"{dict(tally.outcomes)}: {tally.examples}"
+    assert tally.outcomes["right"] > tally.outcomes.total() * 0.9, "hardly anything happened"
 
 
 def chosen(extent: str, count: int, number: int, ways: int) -> Choice:
