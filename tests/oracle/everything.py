@@ -23,7 +23,7 @@ import torch
 
 from .interrupts import outcome_of
 from .ledger import Entry, Ledger, LeftWrongError, check_objects, objects
-from .places import Monitor, monitored
+from .places import Action, Monitor, monitored
 from .random_engine import ALPHABET, LONGEST_PROMPT, random_engine, random_plan
 from .toy_answers import Ask, answer
 from .toy_lm import ForwardError
@@ -78,8 +78,12 @@ class Fuzzer(Ledger):
         """Operations, then the end: all is served, and nothing is left."""
         for _ in range(num_operations):
             operation = self.random.choice(self._operations)
-            if self.random.random() < self._share:
-                self._interrupt(operation)
+            chance = self.random.random()
+            if chance < self._share:
+                self._at_a_line(operation, self._interrupt)
+            elif chance < 0.2 and (way := self._way_to_drop()) is not None:
+                self._at_a_line(operation, way)
+                way()  # where the line was not reached
             else:
                 self._do(operation)
             self._mend()
@@ -97,15 +101,16 @@ class Fuzzer(Ledger):
                 raise
             self.unpin_all(bool(self.counts["interrupts"]))
 
-    def _interrupt(self, operation: Callable[[], None]) -> None:
-        def interrupt() -> None:
-            self.counts["interrupts"] += 1
-            raise KeyboardInterrupt
-
+    def _at_a_line(self, operation: Callable[[], None], action: Action) -> None:
+        """Do `action` at a random line of an operation; rather at one of the first."""
         lines = self._monitor.lines()
-        lines.actions[int(math.exp(self.random.uniform(0, math.log(3000))))] = interrupt
+        lines.actions[int(math.exp(self.random.uniform(0, math.log(3000))))] = action
         with suppress(KeyboardInterrupt), lines.watched():
             self._do(operation)
+
+    def _interrupt(self) -> None:
+        self.counts["interrupts"] += 1
+        raise KeyboardInterrupt
 
     def _mend(self) -> None:
         """What a user does behind each operation, interrupted or not."""

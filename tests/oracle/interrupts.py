@@ -11,8 +11,8 @@ again or does not, and all requests are served to the end. Their answers are hel
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,13 +85,17 @@ ERRORS: dict[str, type[BaseException]] = {
 # ---- one call, and what comes after it
 
 
+NOT_REACHED = "not reached"
+
+
 @dataclass
 class Tally:
     """What came of one call.
 
     Attributes:
         num_places: places of the call, counted where nothing happens.
-        outcomes: "right", "broken", or in which way an engine was left wrong -> how often.
+        outcomes: "right", "broken", or in which way an engine was left wrong -> how often. "not reached"
+            where the call had fewer places than before.
         examples: of each way the first few: at which place, and what was found.
     """
 
@@ -101,14 +105,14 @@ class Tally:
 
     def add(self, outcome: str, where: str, text: str = "") -> None:
         self.outcomes[outcome] += 1
-        if outcome != "right":
+        if outcome not in ("right", NOT_REACHED):
             examples = self.examples.setdefault(outcome, [])
             if len(examples) < 5:
                 examples.append(f"{where}: {text}")
 
     @property
     def num_wrong(self) -> int:
-        return self.outcomes.total() - self.outcomes["right"]
+        return self.outcomes.total() - self.outcomes["right"] - self.outcomes[NOT_REACHED]
 
     def add_all(self, other: "Tally") -> None:
         """Count what else came of the same call."""
@@ -164,8 +168,16 @@ def go_on(stage: Stage, call: Call, again: bool, places: Places | None = None) -
     stage.forget_all()
 
 
-def suppressed() -> suppress:
-    return suppress(*ERRORS.values())
+@contextmanager
+def suppressed() -> Iterator[None]:
+    """What a call raises because of what happened in it."""
+    try:
+        yield
+    except tuple(ERRORS.values()):
+        pass
+    except Exception as error:  # another one in its place: a bad argument, because comparing it failed
+        if not isinstance(error.__cause__, tuple(ERRORS.values())):
+            raise
 
 
 class Trial:
@@ -216,8 +228,8 @@ class Trial:
         """
         text = ""
         try:
-            self._run(where, action, again or self._call.must_repeat, length)
-            outcome = "right"
+            reached = self._run(where, action, again or self._call.must_repeat, length)
+            outcome = "right" if reached else NOT_REACHED
         except Exception as error:
             outcome, text = outcome_of(error), f"{type(error).__name__}: {error}"[:200]
             error.__traceback__ = None
@@ -225,14 +237,16 @@ class Trial:
 
     def _run(
         self, where: list[int], action: Callable[[Stage], Action], again: bool, length: int | None
-    ) -> None:
+    ) -> bool:
         stage = self._stage(length)
         places = self._new_places()
         places.actions = dict.fromkeys(where, action(stage))
         with suppressed(), places.watched():
             self._call.make(stage)
+        reached = len(places.actions) < len(where)
         go_on(stage, self._call, again, places if len(where) > 1 else None)
         check_objects(self._left[length])
+        return reached
 
 
 Choice = Callable[[int], range]
@@ -278,15 +292,15 @@ def interrupt_call(
 def drop_in_call(
     call: Call, drop: Callable[[Stage], Action], new_places: Callable[[], Places], choice: Choice, policy: str
 ) -> Tally:
-    """Drop a running stream at chosen places of a call, and a stream that ends in the call.
+    """Drop a stream at chosen places of a call: in turn one that runs on, and one that ends in the call.
 
     `policy`: the cache's eviction policy.
     """
     trial, tally = Trial(call, new_places, bystanders=True, prefix_caching_eviction_policy=policy), Tally()
-    for length in trial.lengths:
+    for number, length in enumerate(trial.lengths):
         num_places = trial.num_places(length)
         tally.num_places = max(num_places, tally.num_places)
-        for number in choice(num_places):
-            outcome, text = trial.run([number], drop, False, length)
-            tally.add(outcome, f"place {number}, a stream of {length} tokens", text)
+        for place in choice(num_places)[number :: len(trial.lengths)]:
+            outcome, text = trial.run([place], drop, False, length)
+            tally.add(outcome, f"place {place}, a stream of {length} tokens", text)
     return tally

@@ -60,8 +60,8 @@ class ToyLM:
     Attributes:
         version: which weights the model has now; may be set between two steps.
         fails: "before" or "after" makes the next forward raise a `ForwardError` there; "" makes none.
-        spoils: the next forward makes the logits and the stored states of one row NaN: of the row with this
-            number, modulo the rows that have logits. None spoils nothing.
+        spoils: the next forward makes the logits, stored states, keys and values of one row NaN: of the row
+            with this number, modulo the rows that have logits. None spoils nothing.
         during: called once, in the middle of the next forward.
         num_spoiled: how many forwards were spoiled.
     """
@@ -143,6 +143,9 @@ class ToyLM:
         ):
             for stored, places in stores:
                 states[places[(first <= stored) & (stored < stop)]] = np.nan
+        written, places = _kept(inputs.kv_write_tokens.numpy(), inputs.kv_write_positions.numpy())
+        for part in inputs.kv_cache[0].numpy():
+            part.reshape(-1, DIM)[places[(first <= written) & (written < stop)]] = np.nan
         self.spoils = None
         self.num_spoiled += 1
 

@@ -21,7 +21,7 @@ def monitor() -> Iterator[Monitor]:
 @pytest.mark.parametrize("first", [0, *(pytest.param(100 * n, marks=pytest.mark.long) for n in range(1, 9))])
 def test_nothing_is_wrong_and_nothing_is_left(first: int, monitor: Monitor) -> None:
     totals = Totals()
-    found = [totals.run(first + n, monitor) for n in range(100 if first else 6)]
+    found = [totals.run(first + n, monitor) for n in range(100 if first else 4)]
     print(f"seeds from {first}: {totals}")
     assert not any(found), "\n".join(filter(None, found))
 
@@ -29,7 +29,7 @@ def test_nothing_is_wrong_and_nothing_is_left(first: int, monitor: Monitor) -> N
 def test_a_cache_that_keeps_states_of_old_weights_is_noticed(monitor: Monitor) -> None:
     totals = Totals()
     with patch.object(ms.DynamicInferenceEngine, "set_weights_version", lambda engine, version: None):
-        for seed in range(12):
+        for seed in range(4, 16):
             totals.run(seed, monitor, interrupts=0.0)
             if totals.outcomes["answer"] or totals.outcomes["stale"]:
                 return

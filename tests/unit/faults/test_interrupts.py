@@ -37,12 +37,12 @@ def monitor() -> Iterator[Monitor]:
 def assert_right(tally: Tally) -> None:
     """Something happened, and afterwards all was right."""
     print(f"{tally.num_places} places, {dict(tally.outcomes)}")
-    assert tally.outcomes["right"], "nothing happened anywhere"
     assert not tally.num_wrong, f"{dict(tally.outcomes)}: {tally.examples}"
+    assert tally.outcomes["right"] > tally.outcomes.total() * 0.9, "hardly anything happened"
 
 
-def chosen(extent: str, count: int, number: int = 0, ways: int = 1) -> Choice:
-    """Of a test that goes through so many `ways`, which places the way with this number takes."""
+def chosen(extent: str, count: int, number: int, ways: int) -> Choice:
+    """Which places the way with this number takes, of a test that goes through so many `ways`."""
     return every(ways, 1 + number) if extent == ALL else some(count, 3 + 17 * number)
 
 
@@ -50,18 +50,30 @@ def chosen(extent: str, count: int, number: int = 0, ways: int = 1) -> Choice:
 @names
 def test_an_exception_at_any_line_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
     tally = Tally()
-    ways = [(KeyboardInterrupt, True), (KeyboardInterrupt, False), (MemoryError, True)]
-    for number, (error, again) in enumerate(ways):
-        choice = chosen(extent, 2, number)
-        tally.add_all(interrupt_call(CALLS[name], error, monitor.lines, choice, again=again))
+    for again in (False, True):
+        choice = chosen(extent, 2, int(again), 2)
+        tally.add_all(interrupt_call(CALLS[name], KeyboardInterrupt, monitor.lines, choice, again=again))
     assert_right(tally)
 
 
-@pytest.mark.long
+@extents
 @names
-def test_an_alarm_at_any_line_leaves_nothing_wrong(name: str, monitor: Monitor) -> None:
-    """Its exception is one that `except Exception` catches."""
-    assert_right(interrupt_call(CALLS[name], ERRORS["AlarmError"], monitor.lines, every(3), again=True))
+def test_an_exception_behind_any_call_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
+    """A builtin function has returned, and its value is lost."""
+    choice = every() if extent == ALL else some(1, 7)
+    assert_right(interrupt_call(CALLS[name], KeyboardInterrupt, monitor.returns, choice, again=True))
+
+
+@extents
+@names
+def test_an_error_at_any_line_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
+    """Unlike Control-C, these are caught by `except Exception`."""
+    tally = Tally()
+    errors = ["MemoryError", "AlarmError"]
+    for number, error in enumerate(errors if extent == ALL else errors[NAMES.index(name) % 2 :][:1]):
+        choice = every(6, 1 + 3 * number) if extent == ALL else some(1, 11)
+        tally.add_all(interrupt_call(CALLS[name], ERRORS[error], monitor.lines, choice, again=True))
+    assert_right(tally)
 
 
 @extents
@@ -77,17 +89,13 @@ def test_an_exception_while_another_one_is_handled_leaves_nothing_wrong(
 
 
 @extents
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 @names
-def test_a_stream_that_goes_at_any_line_leaves_nothing(
-    name: str, policy: str, extent: str, monitor: Monitor
-) -> None:
-    tally, ways = Tally(), list(DROPS.values())
-    if extent != ALL:  # one way for each call and policy
-        ways = [ways[(NAMES.index(name) + len(policy)) % len(ways)]]
-    for number, drop in enumerate(ways):
-        choice = chosen(extent, 1, number, len(ways))
-        tally.add_all(drop_in_call(CALLS[name], drop, monitor.lines, choice, policy))
+def test_a_stream_that_goes_at_any_line_leaves_nothing(name: str, extent: str, monitor: Monitor) -> None:
+    tally, ways = Tally(), [(policy, drop) for policy in ("lru", "ref_zero") for drop in DROPS.values()]
+    for number, (policy, drop) in enumerate(ways):
+        if extent == ALL or number == NAMES.index(name) % len(ways):
+            choice = chosen(extent, 2, number, len(ways))
+            tally.add_all(drop_in_call(CALLS[name], drop, monitor.lines, choice, policy))
     assert_right(tally)
 
 
