@@ -16,6 +16,7 @@ from mambaslots.inference.kernels import (
     state_move,
     state_move_kernels,
     state_passing,
+    token_draws_gpu,
     write_kv,
 )
 from mambaslots.inference.kernels.ssd_output import InputPrecision
@@ -255,6 +256,31 @@ def kv_writes() -> list[Specialisation]:
     return found
 
 
+def token_draws() -> list[Specialisation]:
+    """Logits are float32 or bfloat16, and scores and probabilities float32."""
+    sizes = ("vocabulary", "width")
+    found = []
+    for kernel, name, tensors in (
+        (token_draws_gpu.score_kernel, "score fp32", {"scores": "fp32", "logits": "fp32", "largest": "fp32"}),
+        (token_draws_gpu.score_kernel, "score bf16", {"scores": "fp32", "logits": "bf16", "largest": "bf16"}),
+        (token_draws_gpu.top_k_kernel, "cut to top_k", {"scores": "fp32"}),
+        (token_draws_gpu.draw_kernel, "draw", {"tokens": "i64", "probabilities": "fp32"}),
+    ):
+        pointers = {tensor: f"*{dtype}" for tensor, dtype in (tensors | {"settings": "fp64"}).items()}
+        strides = ("logits_row_stride",) if "logits" in tensors else ()
+        found.append(
+            Specialisation(
+                name=name,
+                kernel=kernel,
+                signature=pointers | dict.fromkeys(("num_draws", *sizes, *strides), "i32"),
+                constexprs={"BLOCK": token_draws_gpu.BLOCK} | ({} if strides else {"WIDE": False}),
+                divisible_by_16=(*pointers, *sizes, *strides),
+                num_warps=token_draws_gpu.NUM_WARPS,
+            )
+        )
+    return found
+
+
 SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
     "state_move_kernels": state_copies,
     "boundary_capture": boundary_captures,
@@ -263,6 +289,7 @@ SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
     "causal_conv1d": convolutions,
     "selective_state_update": state_updates,
     "write_kv": kv_writes,
+    "token_draws_gpu": token_draws,
 }
 """Each file of `mambaslots.inference.kernels` that has kernels -> its launches."""
 

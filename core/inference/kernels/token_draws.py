@@ -8,7 +8,7 @@ summed as integers. Such a sum does not depend on an order, so it may be taken i
 intermediate results, which costs nothing on a CPU, and synchronises on a GPU.
 
 Rows are computed in groups. A group's intermediate tensors stay in the caches of the CPU, and the allocator
-uses their memory again. There are at most 32 groups of each kind of row, so the number of torch operations is
+uses their memory again. There are at most 64 groups of each kind of row, so the number of torch operations is
 bounded, whatever the number of rows. A row's token does not depend on the other rows of its group.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 WHOLE = 1 << 53
 """How many parts make up probability 1."""
 _GROUP_ELEMENTS = 1 << 17  # of each thread
-_MAX_GROUPS = 32
+_MAX_GROUPS = 64
 _PIECE = 512
 _NUM_CANDIDATES = 1024
 _CANDIDATE_PIECE = 32
@@ -182,26 +182,25 @@ def _candidates(probabilities: Tensor) -> _Candidates:
     """The tokens above a bound: about a thousand, if a row's likely tokens are not neighbours.
 
     The row is cut into pieces. The bound is the 1025th highest of the pieces' largest probabilities, so only
-    the 1024 pieces before it, and the tokens behind the last whole piece, are searched.
+    the 1024 pieces before it are searched.
     """
     rows, vocabulary = probabilities.shape
-    num_pieces, device = vocabulary // _CANDIDATE_PIECE, probabilities.device
-    size = num_pieces * _CANDIDATE_PIECE
-    body, rest = probabilities[:, :size], probabilities[:, size:]
-    pieces = torch.unflatten(body, 1, (num_pieces, _CANDIDATE_PIECE))
-    rank = min(_NUM_CANDIDATES + 1, num_pieces // 4)
-    highest, searched = torch.topk(pieces.amax(dim=-1), rank, sorted=False)
-    searched = searched.sort(dim=-1).values
-    own = pieces[torch.arange(rows, device=device)[:, None], searched].flatten(1)
-    row, place = (torch.cat([own, rest], dim=1) > highest.amin(dim=-1, keepdim=True)).nonzero(as_tuple=True)
-    starts = torch.nn.functional.pad(searched, (0, 1), value=num_pieces) * _CANDIDATE_PIECE
-    token = starts[row, place // _CANDIDATE_PIECE] + place % _CANDIDATE_PIECE
+    missing, device = -vocabulary % _CANDIDATE_PIECE, probabilities.device
+    padded = torch.nn.functional.pad(probabilities, (0, missing)) if missing else probabilities
+    pieces = padded.view(rows, -1, _CANDIDATE_PIECE)
+    highest = pieces.amax(dim=-1)
+    rank = min(_NUM_CANDIDATES + 1, highest.shape[1] // 4)
+    bound = torch.topk(highest, rank, sorted=False).values.amin(dim=-1, keepdim=True)
+    row, piece = (highest > bound).nonzero(as_tuple=True)
+    searched = pieces[row, piece]
+    found, place = (searched > bound[row]).nonzero(as_tuple=True)
+    row, token = row[found], piece[found] * _CANDIDATE_PIECE + place
     counts = torch.bincount(row, minlength=rows)
     column = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
     ids = torch.full((rows, max(1, int(counts.max()))), vocabulary, device=device)
     ids[row, column] = token
     chosen = probabilities.new_zeros(ids.shape)
-    chosen[row, column] = probabilities[row, token]
+    chosen[row, column] = searched[found, place]
     return _Candidates(ids, chosen)
 
 

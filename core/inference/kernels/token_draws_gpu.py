@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .token_draws import TokenDraw
 
-BLOCK = 8192
+BLOCK = 4096
 NUM_WARPS = 16
 _ROW_ALIGNMENT = 8  # elements; torch's softmax adds in another order in rows that are not aligned
 
