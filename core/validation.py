@@ -6,9 +6,11 @@ policies can check their settings without torch. `tensor_validation` checks tens
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, MappingView, Sequence, Set
 from operator import countOf
 from typing import Any, TypeGuard
+
+import numpy as np
 
 INT32_MAX = 2**31 - 1
 """Largest number of blocks, slots, rows or tokens: hosts and kernels index with int32 tensors."""
@@ -66,7 +68,11 @@ def one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
 
 
 def integers(name: str, values: object, minimum: int | None = None, maximum: int | None = None) -> list[int]:
-    """A list of ints within [minimum, maximum] from any iterable or 1-D integer tensor, or a ValueError."""
+    """A list of ints within [minimum, maximum] from an ordered iterable or a 1-D integer tensor.
+
+    Raises:
+        ValueError: `values` is something else; sets, dicts and their views have no order that callers mean.
+    """
     if is_tensor(values):
         tensor: Any = values
         if tensor.dim() != 1 or str(tensor.dtype) not in _INTEGER_DTYPES or not holds_data(tensor):
@@ -80,6 +86,11 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
     if not result or (set(map(type, result)) == {int} and low <= min(result) and max(result) <= high):
         return result
     return [integer(f"{name}[{i}]", value, minimum, maximum) for i, value in enumerate(result)]
+
+
+def is_unordered(values: object) -> bool:
+    """Whether `values` is a set, a dict, or a view of a dict."""
+    return isinstance(values, (Set, Mapping, MappingView))
 
 
 def all_ints(values: Sequence[int]) -> TypeGuard[list[int]]:
@@ -142,8 +153,13 @@ _INTEGER_DTYPES = {f"torch.{sign}int{bits}" for sign in ("", "u") for bits in (8
 
 
 def _listed(values: Any) -> list[Any] | None:
+    if isinstance(values, (str, bytes)) or is_unordered(values):
+        return None
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
+        ints: list[int] = values.tolist()
+        return ints
     try:
-        return None if isinstance(values, (str, bytes)) else list(values)
+        return list(values)
     except TypeError:
         return None
 

@@ -153,6 +153,8 @@ def ids(minimum: int = 0, maximum: int | None = None, good: Sequence[int] = (), 
     )  # fmt: skip
     arrays = (np.array(3), np.array([[1]]), np.array([1.5]), np.array(["1"]))
     table = [None, 1, 1.5, float("nan"), True, "12", "", b"12", ..., Nothing(), int, *tensors, *arrays]
+    table += [set(good), frozenset(good), dict.fromkeys(good), dict.fromkeys(good).keys()]  # no order
+    table += [dict(enumerate(good)).values(), Counter(good)]
     table += [[*good, value] for value in entry.table] + [(value, *good) for value in entry.table]
     if minimum > -(2**63):
         table += [torch.tensor([minimum - 1]), np.array([minimum - 1])]

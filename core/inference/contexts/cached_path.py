@@ -47,9 +47,9 @@ class CachedPath:
         self._table_row[first : first + len(blocks)] = blocks
 
     def replace(self, first: int, blocks: list[int]) -> None:
-        """Put `blocks` in the place of block `first` and all later blocks."""
+        """Put `blocks` in the place of block `first` and all later blocks; O(these blocks)."""
+        self._table_row[first : len(self.blocks)] = -1
         del self.blocks[first:]
-        self._table_row[first:] = -1
         self.append(blocks)
 
     def check_integrity(self) -> None:

@@ -15,6 +15,7 @@ class DeviceMemory:
     Attributes:
         kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim].
         state_pool: live states, then durable states.
+        allocated: whether all these tensors are there.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class DeviceMemory:
             spec.num_mamba_layers, num_live_slots, num_durable_slots, spec.conv_states_shape,
             spec.ssm_states_shape, spec.conv_states_dtype, spec.ssm_states_dtype, spec.device,
         )  # fmt: skip
+        self.allocated = True
 
     def _new_kv_cache(self) -> torch.Tensor:
         spec, num_blocks = self._spec, self._num_kv_blocks
@@ -42,11 +44,6 @@ class DeviceMemory:
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
             return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
-
-    @property
-    def allocated(self) -> bool:
-        """Whether all tensors are there."""
-        return self.state_pool.allocated and self.kv_cache.dim() > 1
 
     def allocate(self) -> None:
         """Make the tensors again, as zeros, after `free`; their addresses are new.
@@ -59,9 +56,11 @@ class DeviceMemory:
             kv_cache, states = self._new_kv_cache(), self.state_pool.new_states()
             self.kv_cache = kv_cache
             self.state_pool.put(states)
+            self.allocated = True
 
     def free(self) -> None:
         """Free the tensors' memory."""
+        self.allocated = False
         self.state_pool.free()
         self.kv_cache = self.kv_cache.new_empty(0)
 

@@ -22,7 +22,8 @@ class StatePool:
     its live slot without a copy in between.
 
     Attributes: `conv_states` [layers, slots, *conv_shape], the convolution's window of raw inputs;
-    `ssm_states` [layers, slots, *ssm_shape], the SSM state. Both start as zeros.
+    `ssm_states` [layers, slots, *ssm_shape], the SSM state. Both start as zeros. `allocated`: whether both
+    have all their slots.
     """
 
     def __init__(
@@ -49,12 +50,6 @@ class StatePool:
         addressable("ssm_states_shape", self._ssm_shape, (*slots, *self._ssm_shape), self._ssm_dtype)
         self.allocate()
 
-    @property
-    def allocated(self) -> bool:
-        """Whether both tensors have all their slots."""
-        slots = self.num_live + self.num_durable
-        return self.conv_states.shape[1] == self.ssm_states.shape[1] == slots
-
     def allocate(self) -> None:
         """Make the tensors, as zeros; their addresses are new. A call that raises changes nothing."""
         self.put(self.new_states())
@@ -66,10 +61,12 @@ class StatePool:
     def put(self, states: StateTensors) -> None:
         """Use these tensors, a result of `new_states`, from now on."""
         self.conv_states, self.ssm_states = states
+        self.allocated = True
 
     def free(self) -> None:
         """Free the tensors' memory; tensors without slots remain."""
-        self.put(self._zeros(0))
+        self.allocated = False
+        self.conv_states, self.ssm_states = self._zeros(0)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _zeros(self, num_slots: int) -> StateTensors:

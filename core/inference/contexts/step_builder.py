@@ -73,8 +73,9 @@ class StepBuilder:
         self, steps: Sequence[RequestStep], packing: "_Packing", block_table: Array
     ) -> dict[str, Any]:
         size = self._block_size
-        table = block_table[[step.holding.row for step in steps]]
-        table = table[:, : -(-max(packing.stops) // size)].clip(min=0)
+        num_blocks = -(-max(packing.stops) // size)
+        rows = [step.holding.row for step in steps]
+        table = block_table[:, :num_blocks][rows].clip(min=0)  # cut first: whole rows are long
         registered = np.array([step.holding.path.num_registered * size for step in steps])
         writes = np.flatnonzero(packing.positions >= registered[packing.token_rows])
         written = packing.positions[writes]

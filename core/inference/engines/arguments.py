@@ -1,13 +1,14 @@
 """What callers of an engine pass, checked."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ...config import InferenceConfig
 from ...sampling_params import SamplingParams
-from ...validation import instance, integers, shown
+from ...validation import instance, integers, is_unordered, optional_integer, shown
 from ..policies.checkpoint_plan import CheckpointPlan
 from .drafter import Drafter, NgramDrafter
 
@@ -15,8 +16,19 @@ Prompt = Sequence[int] | Tensor
 Salt = bytes | str | None
 
 
-def checked_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """`prompts` as a list of prompts; a ValueError says what else `prompts` is."""
+@dataclass(frozen=True)
+class _NamedPrompt:
+    """One of several prompts, with its name in messages."""
+
+    name: str
+    prompt: Prompt
+
+
+def checked_prompts(prompts: Iterable[Prompt]) -> list[Any]:
+    """`prompts` as a list of what `checked_prompt` takes; a ValueError says what else `prompts` is.
+
+    The prompts themselves are not checked yet.
+    """
     if isinstance(prompts, (str, bytes)):
         raise ValueError(
             f"prompts is {shown(prompts)}; accepted: a list of prompts, each a list of token ids: tokenize "
@@ -27,19 +39,31 @@ def checked_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
             "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one"
         )
     try:
-        listed = list(prompts)
-    except TypeError as error:
-        raise ValueError(f"prompts is {shown(prompts)}; accepted: a list of prompts") from error
+        listed = None if is_unordered(prompts) else list(prompts)
+    except TypeError:
+        listed = None
+    if listed is None:
+        raise ValueError(f"prompts is {shown(prompts)}; accepted: a list of prompts")
     if listed and all(isinstance(prompt, int) for prompt in listed):
         raise ValueError(
             f"prompts is a list of {len(listed)} token ids; accepted: a list of prompts: pass [prompt] for "
             "one"
         )
-    return listed
+    if len(listed) == 1:
+        return listed
+    return [_NamedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(listed)]
 
 
-def checked_prompt(name: str, prompt: Prompt, vocab_size: int) -> list[int]:
-    """`prompt` as a list of token ids within the vocabulary; else a ValueError."""
+def checked_prompt(name: str, prompt: Prompt | _NamedPrompt, vocab_size: int) -> list[int]:
+    """`prompt` as a list of token ids within the vocabulary; else a ValueError.
+
+    `name`: what messages call the prompt, unless it comes from a list of several prompts.
+    """
+    if isinstance(prompt, _NamedPrompt):
+        tokens = checked_prompt(prompt.name, prompt.prompt, vocab_size)
+        if not tokens:
+            raise ValueError(f"{prompt.name} is empty; accepted: at least one token")
+        return tokens
     if isinstance(prompt, (str, bytes)):
         raise ValueError(f"{name} is {shown(prompt)}; accepted: a list of token ids: tokenize text first")
     return integers(name, prompt, 0, vocab_size - 1)
@@ -69,9 +93,13 @@ def check_length(
         )
 
 
-def checked_sampling(sampling_params: SamplingParams | None) -> SamplingParams:
+def checked_sampling(sampling_params: SamplingParams | None, vocab_size: int) -> SamplingParams:
+    """The request's own settings, or the defaults; a ValueError where an id lies beyond the vocabulary."""
     sampling = SamplingParams() if sampling_params is None else sampling_params
-    return instance("sampling_params", sampling, SamplingParams)
+    instance("sampling_params", sampling, SamplingParams)
+    optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
+    integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
+    return sampling
 
 
 def checked_plan(plan: CheckpointPlan | None, config: InferenceConfig) -> CheckpointPlan:

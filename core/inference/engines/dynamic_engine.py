@@ -195,7 +195,7 @@ class DynamicInferenceEngine:
             self.check_usable("add_request")
         config, kv = self.config, self.context.prefix_cache.kv_blocks
         tokens = checked_prompt("prompt", prompt, self.context.spec.vocab_size)
-        sampling = checked_sampling(sampling_params)
+        sampling = checked_sampling(sampling_params, self.context.spec.vocab_size)
         plan = checked_plan(checkpoint_plan, config)
         salt = salt_bytes("cache_salt", cache_salt)
         check_length(len(tokens), sampling, config, kv.total_count * config.block_size_tokens)

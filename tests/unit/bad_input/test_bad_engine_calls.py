@@ -147,7 +147,7 @@ def test_generate_adds_all_prompts_or_none(served: Served) -> None:
         _engine_target,
         _ids.inside(lambda value: [[1, 2], value]),
         served.engine.generate,
-        "prompt",
+        r"prompts\[1\]",
         served.unchanged,
     )
 

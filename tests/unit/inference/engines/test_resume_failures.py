@@ -9,6 +9,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.device_memory import DeviceMemory
+from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.fake_host import FakeHost
 from oracle.faults import Interrupted
@@ -44,10 +45,7 @@ def suspended_engine() -> ms.DynamicInferenceEngine:
 
 
 def assert_suspended(engine: ms.DynamicInferenceEngine) -> None:
-    memory = engine.context.memory
-    assert not memory.allocated
-    pool = memory.state_pool
-    assert [t.nbytes for t in (memory.kv_cache, pool.conv_states, pool.ssm_states)] == [0, 0, 0]
+    assert not engine.context.memory.allocated
     with pytest.raises(RuntimeError, match="step is called on a suspended engine; resume it first"):
         engine.step()
 
@@ -72,6 +70,9 @@ def test_a_failed_resume_leaves_a_suspended_engine_that_can_be_resumed(number: i
         else:
             pytest.fail("resume did not fail")
         assert_suspended(engine)
+        memory = engine.context.memory
+        pool = memory.state_pool
+        assert [t.nbytes for t in (memory.kv_cache, pool.conv_states, pool.ssm_states)] == [0, 0, 0]
     engine.resume()
     serve_checked(engine, PROMPTS)
     engine.check_integrity()
@@ -88,33 +89,45 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
     serve_checked(engine, PROMPTS)
 
 
-@pytest.mark.parametrize("part", ["kv_cache", "conv_states", "ssm_states"])
-def test_memory_that_lacks_any_tensor_is_not_allocated(part: str) -> None:
-    """A resume that was interrupted between two assignments, say, is made again."""
-    engine = small_engine()
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (DeviceMemory, "_new_kv_cache"), (DeviceMemory, "free"),
+        (StatePool, "new_states"), (StatePool, "put"), (StatePool, "free"),
+    ],
+)  # fmt: skip
+def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bool) -> None:
+    engine = suspended_engine()
+    real: Callable[..., object] = getattr(owner, name)
+
+    def interrupted(*args: object) -> object:
+        if after:
+            real(*args)
+        raise Interrupted
+
+    with patch.object(owner, name, interrupted), pytest.raises(Interrupted):
+        engine.resume()
+    assert_suspended(engine)
+    engine.resume()
     memory = engine.context.memory
-    owner = memory if part == "kv_cache" else memory.state_pool
-    whole = getattr(owner, part)
-    setattr(owner, part, whole.new_empty(0) if part == "kv_cache" else whole[:, :0])
-    assert not memory.allocated
-    memory.allocate()
-    assert memory.allocated
-    assert getattr(owner, part).shape == whole.shape
+    assert min(t.nbytes for t in (memory.kv_cache, memory.state_pool.conv_states)) > 0
     serve_checked(engine, PROMPTS)
 
 
-@pytest.mark.parametrize("name", ["_new_kv_cache", "free"])
-def test_an_interrupted_resume_can_be_repeated(name: str) -> None:
-    engine = suspended_engine()
-    real: Callable[[DeviceMemory], object] = getattr(DeviceMemory, name)
+@pytest.mark.parametrize(("owner", "name"), [(DeviceMemory, "free"), (StatePool, "free")])
+def test_an_interrupted_suspend_leaves_a_suspended_engine(owner: type, name: str) -> None:
+    engine = small_engine()
+    serve_checked(engine, PROMPTS)
+    real: Callable[..., object] = getattr(owner, name)
 
-    def interrupted(memory: DeviceMemory) -> object:
-        real(memory)
+    def interrupted(*args: object) -> object:
+        real(*args)
         raise Interrupted
 
-    with patch.object(DeviceMemory, name, interrupted), pytest.raises(Interrupted):
-        engine.resume()
-    assert_suspended(engine)
+    with patch.object(owner, name, interrupted), pytest.raises(Interrupted):
+        engine.suspend()
+    assert not engine.context.memory.allocated
     engine.resume()
     serve_checked(engine, PROMPTS)
 

@@ -54,6 +54,13 @@ def says(sentence: str) -> str:
         (5, "prompts is 5; accepted: a list of prompts"),
         (["text"], "prompt is 'text'; accepted: a list of token ids: tokenize text first"),
         ([[]], "prompt is empty; accepted: at least one token"),
+        ({(1, 2)}, "prompts is {(1, 2)}; accepted: a list of prompts"),
+        ({(1, 2): 3}, "prompts is {(1, 2): 3}; accepted: a list of prompts"),
+        ([[1], [2], [3], [4, -1]], "prompts[3][1] is -1; accepted: an integer from 0 to 255"),
+        ([[1], "text"], "prompts[1] is 'text'; accepted: a list of token ids: tokenize text first"),
+        ([[1], []], "prompts[1] is empty; accepted: at least one token"),
+        ([[1], {2}], "prompts[1] is {2}; accepted: a list of integers or a 1-D integer tensor"),
+        ([{3, 1, 2}], "prompt is {1, 2, 3}; accepted: a list of integers or a 1-D integer tensor"),
     ],
     ids=[
         "text",
@@ -63,6 +70,13 @@ def says(sentence: str) -> str:
         "a number",
         "a list of texts",
         "an empty prompt",
+        "a set of prompts",
+        "a dict of prompts",
+        "one of several beyond the vocabulary",
+        "one of several texts",
+        "one of several empty",
+        "one of several a set",
+        "a set",
     ],
 )
 def test_generate_is_given_no_list_of_prompts(
@@ -79,6 +93,43 @@ def test_one_request_is_given_a_text(engine: ms.DynamicInferenceEngine, call: st
     with pytest.raises(ValueError, match=says(sentence)):
         getattr(engine, call)("text")
     assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    "values", [{3, 1, 2}, frozenset({3}), {3: 1}, {3: 1}.keys(), {1: 3}.values()], ids=repr
+)
+@pytest.mark.parametrize("call", ["add_request", "stream", "warm", "pin"])
+def test_a_prompt_has_no_order(engine: ms.DynamicInferenceEngine, call: str, values: Any) -> None:
+    name = "prompt" if call in ("add_request", "stream") else "tokens"
+    sentence = f"{name} is {values}; accepted: a list of integers or a 1-D integer tensor"
+    with pytest.raises(ValueError, match=says(sentence)):
+        getattr(engine, call)(values)
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("stops", "sentence"),
+    [
+        ({"stop_token_ids": (3, 256)}, "stop_token_ids[1] is 256; accepted: an integer from 0 to 255"),
+        ({"termination_id": 256}, "termination_id is 256; accepted: an integer from -1 to 255"),
+    ],
+    ids=["stop_token_ids", "termination_id"],
+)
+@pytest.mark.parametrize("call", ["add_request", "stream", "generate"])
+def test_answers_end_at_tokens_that_there_are_not(
+    engine: ms.DynamicInferenceEngine, call: str, stops: dict[str, Any], sentence: str
+) -> None:
+    prompt: Any = [[1, 2]] if call == "generate" else [1, 2]
+    with pytest.raises(ValueError, match=says(sentence)):
+        getattr(engine, call)(prompt, ms.SamplingParams(**stops))
+    assert not engine.has_unfinished_requests()
+
+
+def test_answers_may_end_at_the_last_token_of_the_vocabulary_or_at_none(
+    engine: ms.DynamicInferenceEngine,
+) -> None:
+    for stops in ({"stop_token_ids": (255,)}, {"termination_id": 255}, {"termination_id": -1}):
+        engine.generate([[1, 2]], ms.SamplingParams(num_tokens_to_generate=1, **stops))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("call", ["warm", "pin"])
