@@ -176,7 +176,7 @@ class KVBlockAllocator:
 
     def count_cached(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds; all of them must be registered."""
-        return sum(1 for block in self._checked(block_ids) if self._refs[block] == 0)
+        return countOf(map(self._refs.__getitem__, self._checked(block_ids)), 0)
 
     # ---- allocation and references
 
