@@ -1,5 +1,6 @@
 """The prefix cache: KV blocks, durable states, and the one index over both."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -138,9 +139,19 @@ class PrefixCache:
         num_held, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
         num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_held))
-        if not self.kv_blocks.is_memory_available(num_missing):
-            return False  # before blocks are counted, which takes long for a long match
-        return self.kv_blocks.is_memory_available(num_missing, self.kv_blocks.count_cached(shared))
+        return self.kv_blocks.is_memory_available(num_missing, self._count_cached(shared))
+
+    def _count_cached(self, blocks: Sequence[int]) -> int:
+        """How many of a prefix's consecutive blocks nobody holds; O(log blocks).
+
+        Whoever holds a block holds the blocks before it. So the held ones come first, and all but the last of
+        these have a held child.
+        """
+        num_held_children = self.kv_blocks.tree.num_held_children
+        num_held = bisect_left(blocks, True, key=lambda block: not num_held_children[block])
+        if num_held < len(blocks):
+            num_held += not self.kv_blocks.count_cached([blocks[num_held]])
+        return len(blocks) - num_held
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
         """Put a match's registered blocks in the place of the path's unregistered ones."""
