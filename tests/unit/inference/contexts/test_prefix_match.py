@@ -56,7 +56,7 @@ def looked_up(cache, chain, num_tokens, held=(), resume=True):
     """What a match must be, by looking at everything: no path, no memory, one token after the other."""
     tree, slots = cache.kv_blocks.tree, cache.slots
     whole = num_tokens // SIZE
-    blocks, parent = [], chain.salt
+    blocks, parent = [], chain.root
     for key, content in zip(chain.keys[:whole], chain.tokens[:whole], strict=True):
         found = [b for b in tree.block_of_hash.values() if tree.content_of(b) == (parent, content)]
         assert found == ([tree.block_of_hash[key]] if key in tree.block_of_hash else [])
@@ -279,7 +279,7 @@ class RememberedMatches(RuleBasedStateMachine):
         if known and self.remembered:
             chain = data.draw(st.sampled_from(self.remembered)).chain
             tokens = [int.from_bytes(content[:4], "little") for content in chain.tokens for _ in range(SIZE)]
-            salt = chain.salt
+            salt = chain.root
         match = self.cache.match(chain_of(tokens, salt), len(tokens))
         if not self.cache.affords(len(tokens) // SIZE, match, None):
             return
