@@ -22,8 +22,9 @@ from .inference.contexts.state_pool import StatePool
 from .inference.contexts.step import Step, StepObserver
 from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 from .inference.engines.drafter import Drafter, NgramDrafter
-from .inference.engines.dynamic_engine import DynamicInferenceEngine, StepReport
+from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.model import Model
+from .inference.engines.step_report import StepReport
 from .inference.engines.token_stream import TokenStream
 from .inference.kernels.kernel_set import KernelSet, kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan

@@ -304,7 +304,7 @@ class Ledger:
         self.check_integrity()
         metadata, slots = context.mamba_metadata, context.mamba_slot_allocator
         left = {
-            "requests": len(engine._requests),
+            "requests": len(engine._books.requests),
             "running requests": stats.num_running,
             "waiting requests": stats.num_waiting,
             "paused requests": stats.num_paused,

@@ -3,13 +3,10 @@
 This file is over 400 lines long because it is the public face of serving: half of it documents calls.
 """
 
-import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -24,7 +21,7 @@ from ...sampling_params import SamplingParams
 from ...validation import instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken
+from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
@@ -43,52 +40,14 @@ from .arguments import (
     one_each,
 )
 from .drafter import Drafter
+from .engine_books import EngineBooks, StepUndo
 from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
 from .model_runner import ModelRunner
-from .recovery import EngineState
 from .sampling import request_seed, sample_step
-from .scheduler import Scheduler
+from .step_report import NewTokens, StepReport
 from .token_stream import Lease, TokenStream
-
-logger = logging.getLogger(__name__)
-
-NewTokens = dict[int, tuple[GeneratedToken, ...]]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one `step` did.
-
-    Attributes:
-        admitted: ids of the requests that got a row.
-        generated: request id -> newest token, for each request with a new token.
-        finished: results of the requests that ended.
-        tokens: request id -> all new tokens, in order; more than one only where drafts were accepted.
-    """
-
-    admitted: tuple[int, ...] = ()
-    generated: dict[int, GeneratedToken] = field(default_factory=dict)
-    finished: tuple[RequestResult, ...] = ()
-    tokens: NewTokens = field(default_factory=dict)
-
-
-@dataclass
-class _StepUndo:
-    """What a step that fails is taken back to.
-
-    Attributes:
-        num_tokens: the requests that ran before the step, or got a row in the step, and the number of tokens
-            that each had before.
-        speculation, num_reports: the engine's, before the step.
-        settled: whether the step is at a point where all books are in order.
-    """
-
-    num_tokens: dict[DynamicInferenceRequest, int]
-    speculation: SpeculationStats
-    num_reports: int
-    settled: bool = False
 
 
 class DynamicInferenceEngine:
@@ -126,18 +85,9 @@ class DynamicInferenceEngine:
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self._runner = self._new_runner()
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
-        self._scheduler = Scheduler(self.context, self._drafter)
-        self._speculation = SpeculationStats()
-        self._requests: dict[int, DynamicInferenceRequest] = {}  # those that have not ended
-        self._unclaimed: dict[int, RequestResult] = {}  # of requests without an owner
-        self._reports: deque[StepReport] = deque()  # of steps that were made, and have not been returned
-        self._abandoned: deque[int] = (
-            deque()
-        )  # requests whose leases ended; filled at any moment, by any thread
+        self._books = EngineBooks(self.context, self._drafter, self._runner.drop_graphs)
         self._new_ids = count()
         self._weights_version: object = None
-        self._num_rebuilds = 0
-        self._state = EngineState(self._is_split)
 
     def _new_runner(self) -> ModelRunner:
         spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
@@ -175,10 +125,10 @@ class DynamicInferenceEngine:
         """
         request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan)
         try:
-            self._enter(request)
+            self._books.enter(request)
             return request.request_id
         except BaseException:
-            self._abandoned.append(request.request_id)  # nobody will know the id
+            self._books.abandoned.append(request.request_id)  # nobody will know the id
             raise
 
     def _new_request(
@@ -189,8 +139,8 @@ class DynamicInferenceEngine:
         checkpoint_plan: CheckpointPlan | None,
         owned: bool = False,
     ) -> DynamicInferenceRequest:
-        if self._state.stepping:
-            self._state.check_not_broken()
+        if self._books.state.stepping:
+            self._books.state.check_not_broken()
         else:
             self.check_usable("add_request")
         config, kv = self.config, self.context.prefix_cache.kv_blocks
@@ -214,11 +164,6 @@ class DynamicInferenceEngine:
             request.hashes.extend_to(tokens)  # here, so that a crowd that arrives holds up no step
         return request
 
-    def _enter(self, request: DynamicInferenceRequest) -> None:
-        with self._state.changing(self._mend):
-            self._requests[request.request_id] = request
-            self._scheduler.add(request)
-
     def cancel(self, request_id: int) -> RequestResult:
         """End a running or waiting request, and return what it has generated.
 
@@ -227,20 +172,20 @@ class DynamicInferenceEngine:
         """
         self.check_usable("cancel")
         request = self._request(request_id)
-        with self._state.changing(self._mend):
-            result = self._finish(request, "cancelled")
-        return self._unclaimed.pop(request_id, result)
+        with self._books.changing():
+            result = self._books.finish(request, "cancelled")
+        return self._books.unclaimed.pop(request_id, result)
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
-        request = self._requests.get(integer("request_id", request_id, 0))
+        request = self._books.requests.get(integer("request_id", request_id, 0))
         if request is None:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
         return request
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do, or to report."""
-        self._settle()
-        return bool(self._requests or self._reports)
+        self._books.settle()
+        return bool(self._books.requests or self._books.reports)
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
@@ -263,33 +208,29 @@ class DynamicInferenceEngine:
                 queued again: a later `step` restarts them from their last cached states.
         """
         self.check_usable("step")
-        if not self._reports:
+        if not self._books.reports:
             self._make_step(reports=True)
-        return self._reports.popleft()
+        return self._books.reports.popleft()
 
     @torch.inference_mode()
     def _make_step(self, reports: bool = False) -> None:
         """Make a step. Results of requests without an owner go into `_reports`, or else into `_unclaimed`."""
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
-        before = {request: len(request.tokens) for request in self._scheduler.running}
-        undo = _StepUndo(before, self._speculation, len(self._reports))
-        self._scheduler.admitted = {}
-        with (
-            self._state.in_step(sys._getframe(), lambda: self._undo(undo)),
-            on_device_of(self.context.spec.device),
-        ):
+        books = self._books
+        undo = books.begin_step()
+        with books.in_step(sys._getframe(), undo), on_device_of(self.context.spec.device):
             steps, tokens, invalid = self._run_step(undo)
             finished = self._finish_completed(tokens, invalid)
             if self._drafter is not None:
                 self._count_drafts(steps, tokens)
             if reports:
                 for result in finished:
-                    self._unclaimed.pop(result.request_id, None)
-                self._reports.append(self._report(steps, tokens, finished))
-        self._drain()
+                    self._books.unclaimed.pop(result.request_id, None)
+                self._books.reports.append(self._report(steps, tokens, finished))
+        self._books.drain()
 
-    def _run_step(self, undo: _StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
+    def _run_step(self, undo: StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
         scheduled = self._schedule(undo)  # match, plan, hold KV blocks
         if not scheduled:
             return (), {}, ()
@@ -304,9 +245,9 @@ class DynamicInferenceEngine:
         self._runner.after_step(self.model)
         return step.requests, tokens, sampled.invalid
 
-    def _schedule(self, undo: _StepUndo) -> list[RequestStep]:
+    def _schedule(self, undo: StepUndo) -> list[RequestStep]:
         try:
-            return self._scheduler.schedule()
+            return self._books.scheduler.schedule()
         except KVBlockCapacityError as error:
             undo.settled = error.request_id is not None
             raise
@@ -314,7 +255,7 @@ class DynamicInferenceEngine:
     def _report(
         self, steps: Sequence[RequestStep], tokens: NewTokens, finished: tuple[RequestResult, ...]
     ) -> StepReport:
-        admitted = self._scheduler.admitted
+        admitted = self._books.scheduler.admitted
         return StepReport(
             admitted=tuple(step.request.request_id for step in steps if step.request in admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
@@ -326,23 +267,16 @@ class DynamicInferenceEngine:
         """End the requests whose answer is complete, and those whose logits are no numbers."""
         reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
         for request_id in tokens:
-            reason = self._requests[request_id].finish_reason
+            reason = self._books.requests[request_id].finish_reason
             if reason is not None:
                 reasons[request_id] = reason
         return tuple(
-            self._finish(self._requests[request_id], reason) for request_id, reason in reasons.items()
+            self._books.finish(self._books.requests[request_id], reason)
+            for request_id, reason in reasons.items()
         )
 
-    def _finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
-        request.result = result = request.result_for(reason)
-        if not request.owned:
-            self._unclaimed[request.request_id] = result
-        del self._requests[request.request_id]
-        self._scheduler.remove(request, discard=reason == "invalid_logits")
-        return result
-
     def _count_drafts(self, steps: Sequence[RequestStep], tokens: NewTokens) -> None:
-        so_far = self._speculation
+        so_far = self._books.speculation
         for step in steps:
             if step.decoding and step.request.request_id in tokens:
                 new = [token for token, _ in tokens[step.request.request_id]]
@@ -352,9 +286,7 @@ class DynamicInferenceEngine:
                     so_far.num_drafted + len(step.drafts),
                     so_far.num_accepted + count_accepted(step.drafts, new),
                 )
-        self._speculation = so_far
-
-    # ---- when a call fails or is interrupted
+        self._books.speculation = so_far
 
     def check_usable(self, call: str) -> None:
         """Put the books in order: repair what an interrupted call left, cancel what nobody waits for.
@@ -362,82 +294,14 @@ class DynamicInferenceEngine:
         Raises:
             RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
         """
-        self._state.check_usable(call)
-        self._drain()
+        self._books.check_usable(call)
 
     def changing_cache(self, *in_order: type[Exception]) -> AbstractContextManager[None]:
         """Inside, prefixes may be put into the cache between steps; what stops that is repaired.
 
         `in_order`: errors that leave the cache's books in order.
         """
-        return self._state.changing(self._mend, *in_order)
-
-    def _settle(self) -> None:
-        """As `check_usable`, but does nothing during a step, or where the engine is broken."""
-        if not (self._state.stepping or self._state.broken):
-            self._state.repair()
-            self._drain()
-
-    def _drain(self) -> None:
-        """Cancel the requests whose leases have ended, and drop their results."""
-        while self._abandoned:
-            request_id = self._abandoned[0]
-            request = self._requests.get(request_id)
-            if request is not None:
-                with self._state.changing(self._mend):
-                    self._finish(request, "cancelled")
-            self._unclaimed.pop(request_id, None)
-            self._abandoned.popleft()
-
-    def _undo(self, undo: _StepUndo) -> None:
-        """Take back a step: running requests wait again, with the tokens that they had before."""
-        self._speculation = undo.speculation
-        while len(self._reports) > undo.num_reports:
-            self._reports.pop()
-        requests = undo.num_tokens | self._scheduler.admitted
-        for request, num_tokens in requests.items():
-            request.cut_to(num_tokens)
-            self._put_back(request)
-        try:
-            self.context.abort_step()
-            self._scheduler.restart(requests)
-            if not undo.settled:
-                self._check_books()
-        except Exception:
-            self._rebuild()
-
-    def _put_back(self, request: DynamicInferenceRequest) -> None:
-        request.result = None
-        self._unclaimed.pop(request.request_id, None)
-        self._requests[request.request_id] = request
-
-    def _mend(self) -> None:
-        """Put the books in order after a call that stopped anywhere."""
-        for request in list(self._requests.values()):
-            self._put_back(request)
-        try:
-            self._check_books()
-        except Exception:
-            self._rebuild()
-
-    def _check_books(self) -> None:
-        if not __debug__:
-            raise AssertionError("python -O leaves no checks")
-        for request in self._requests.values():
-            request.match = None  # a match that is being brought up to date may be half old
-        self._scheduler.check_integrity(self._requests)
-        self.context.check_integrity()
-
-    def _rebuild(self) -> None:
-        """Forget every cached prefix and pin, and queue all requests again."""
-        self._runner.drop_graphs()
-        self.context.reset(keep_counts=True)
-        self._scheduler.rebuild(self._requests.values())
-        self._num_rebuilds += 1
-        logger.warning(
-            "a call was interrupted: cached prefixes and pins are forgotten, %d requests are queued again",
-            len(self._requests),
-        )
+        return self._books.changing(*in_order)
 
     def generate(
         self,
@@ -469,7 +333,7 @@ class DynamicInferenceEngine:
 
     def _serve(self, arguments: Iterable[tuple[Prompt, Any, Salt, Any]]) -> list[RequestResult]:
         """Add requests with these arguments of `_new_request`, and serve them to the end."""
-        lease = Lease(self._abandoned, not self._is_split)
+        lease = Lease(self._books.abandoned, not self._is_split)
         results: list[RequestResult] = []
         try:
             requests = []
@@ -477,7 +341,7 @@ class DynamicInferenceEngine:
                 request = self._new_request(prompt, sampling, salt, plan, owned=True)
                 requests.append(request)
                 lease.request_ids.append(request.request_id)
-                self._enter(request)
+                self._books.enter(request)
             for request in requests:
                 while request.result is None:
                     self._advance()
@@ -485,7 +349,7 @@ class DynamicInferenceEngine:
             return results
         finally:
             lease.end()
-            self._settle()
+            self._books.settle()
 
     def _advance(self) -> None:
         """Make a step for `generate`, `warm` or a stream."""
@@ -507,12 +371,12 @@ class DynamicInferenceEngine:
         at the engine's next call; not on a split model.
         """
         # Ranks collect garbage at different times: a split model's requests end only where `close` is called.
-        lease = Lease(self._abandoned, not self._is_split)
+        lease = Lease(self._books.abandoned, not self._is_split)
         try:
             request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
             lease.request_ids.append(request.request_id)
-            self._enter(request)
-            return TokenStream(request, lease, self._advance, self._settle)
+            self._books.enter(request)
+            return TokenStream(request, lease, self._advance, self._books.settle)
         except BaseException:
             lease.end()
             raise
@@ -524,7 +388,7 @@ class DynamicInferenceEngine:
             The result, once. None while the request runs, and where a stream or a `step` of the caller has
                 the result.
         """
-        return self._unclaimed.pop(integer("request_id", request_id, 0), None)
+        return self._books.unclaimed.pop(integer("request_id", request_id, 0), None)
 
     # ---- the cache
 
@@ -557,12 +421,12 @@ class DynamicInferenceEngine:
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             return cache.pin(chain)  # raises, and changes nothing
-        with self._state.changing(self._mend):
+        with self._books.changing():
             return cache.pin(chain)
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        self._settle()
+        self._books.settle()
         return list(self.context.prefix_cache.pins)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
@@ -572,7 +436,7 @@ class DynamicInferenceEngine:
         if not any(prefix is pinned for pinned in cache.pins):
             cache.unpin(prefix)  # raises, and changes nothing
         else:
-            with self._state.changing(self._mend):
+            with self._books.changing():
                 cache.unpin(prefix)
 
     def _check_allocated(self, call: str) -> None:
@@ -590,7 +454,7 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
-        with self._state.changing(self._rebuild):
+        with self._books.forgetting():
             self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
@@ -617,7 +481,7 @@ class DynamicInferenceEngine:
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
-            with self._state.changing(self._rebuild):
+            with self._books.forgetting():
                 self._forget_prefixes()
                 self._runner.drop_graphs()
                 self._weights_version = version
@@ -626,14 +490,14 @@ class DynamicInferenceEngine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue."""
-        self._settle()
+        self._books.settle()
         return EngineStats(
             cache=self.context.cache_stats(),
-            speculation=self._speculation,
-            num_running=len(self._scheduler.running),
-            num_paused=self._scheduler.num_paused,
-            num_waiting=len(self._scheduler.waiting),
-            num_rebuilds=self._num_rebuilds,
+            speculation=self._books.speculation,
+            num_running=len(self._books.scheduler.running),
+            num_paused=self._books.scheduler.num_paused,
+            num_waiting=len(self._books.scheduler.waiting),
+            num_rebuilds=self._books.num_rebuilds,
         )
 
     def memory_summary(self) -> str:
@@ -642,10 +506,8 @@ class DynamicInferenceEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict themselves; O(pools and requests)."""
-        self._settle()
-        if not self._state.stepping:
-            self._scheduler.check_integrity(self._requests)
-        self.context.check_integrity()
+        self._books.settle()
+        self._books.check_integrity()
 
     def suspend(self) -> None:
         """Free the memory of all pools. Running requests are queued again, and every prefix is forgotten.
@@ -654,8 +516,8 @@ class DynamicInferenceEngine:
         """
         self.check_usable("suspend")
         if self.context.memory.allocated:
-            with self._state.changing(self._rebuild):
-                self._scheduler.restart(self._scheduler.running)
+            with self._books.forgetting():
+                self._books.scheduler.restart(self._books.scheduler.running)
                 self._runner.drop_graphs()
                 self.context.suspend()
 
@@ -669,18 +531,6 @@ class DynamicInferenceEngine:
 
         Requests that have not ended end with the reason "reset", which their streams tell.
         """
-        if self._state.stepping:
-            self._state.check_usable("reset")
-        self._state.begin_reset(self._reset)
-        self._reset()
-        self._state.end_reset()
-
-    def _reset(self) -> None:
-        for request in self._requests.values():
-            request.result = request.result_for("reset")
-        for collection in (self._requests, self._unclaimed, self._reports, self._abandoned):
-            collection.clear()
-        self._scheduler = Scheduler(self.context, self._drafter)
-        self._speculation = SpeculationStats()
-        self._num_rebuilds = 0
-        self.context.reset()
+        if self._books.state.stepping:
+            self._books.state.check_usable("reset")
+        self._books.reset()

@@ -395,7 +395,7 @@ def test_a_stream_let_go_of_inside_a_step_is_cancelled_when_it_ends(length: int,
     engine.context.check_integrity()
     assert len(list(kept)) == (length if fails else length - 1)
     assert not engine.has_unfinished_requests()
-    assert not engine._unclaimed
+    assert not engine._books.unclaimed
     assert_idle(engine)
 
 
@@ -409,7 +409,7 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
         next(stream)
         client.arrived.clear()
     for request_id in client.asked:  # steps made by the stream reported to nobody
-        client.arrived[request_id] = client.engine._requests[request_id].generated
+        client.arrived[request_id] = client.engine._books.requests[request_id].generated
     if how == "closed":
         stream.close()
     elif how == "dropped in a cycle":
@@ -419,9 +419,9 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
     del stream
     gc.collect()
     client.engine.check_integrity()
-    assert list(client.engine._requests) == list(client.asked)
+    assert list(client.engine._books.requests) == list(client.asked)
     client.finish()
-    assert not client.engine._unclaimed
+    assert not client.engine._books.unclaimed
     assert_idle(client.engine)
 
 
@@ -463,15 +463,15 @@ def test_a_generate_that_raises_leaves_no_orphan(point: str, after: bool, number
             raised = True
     assert raised == bool(seen["failed"])
     client.engine.context.check_integrity()
-    assert not raised or set(client.engine._requests) <= {others}
+    assert not raised or set(client.engine._books.requests) <= {others}
     done = client.engine.take_result(others)
     if done is None:
-        client.arrived[others] = client.engine._requests[others].generated
+        client.arrived[others] = client.engine._books.requests[others].generated
         client.finish()
     else:
         client.arrived[others] = list(done.tokens)
         client.take(done)
-    assert not client.engine._unclaimed
+    assert not client.engine._books.unclaimed
     assert_idle(client.engine)
 
 
@@ -491,7 +491,7 @@ def test_a_request_of_the_step_under_way_is_not_released() -> None:
     engine = small_engine()
     first, second = (engine.add_request(random_tokens(17, seed)) for seed in (1, 2))
     context = engine.context
-    chunks = engine._scheduler.schedule()
+    chunks = engine._books.scheduler.schedule()
     inputs = context.begin_step(chunks).inputs
     for chunk in chunks:
         with pytest.raises(RuntimeError, match="is part of the step under way"):

@@ -37,7 +37,7 @@ class OperationsMachine(RuleBasedStateMachine):
         for request_id in list(self.client.asked):
             result = self.engine.take_result(request_id)
             if result is None:
-                self.client.arrived[request_id] = list(self.engine._requests[request_id].generated)
+                self.client.arrived[request_id] = list(self.engine._books.requests[request_id].generated)
             else:
                 self.client.arrived[request_id] = list(result.tokens)
                 self.client.take(result)
@@ -157,7 +157,7 @@ class OperationsMachine(RuleBasedStateMachine):
         self.client.finish()
         assert self.engine.context.kv_block_allocator.held_count == 0
         assert self.engine.context.requests == []
-        assert not self.engine._unclaimed
+        assert not self.engine._books.unclaimed
 
 
 OperationsMachine.TestCase.settings = costly()

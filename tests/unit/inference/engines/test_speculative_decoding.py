@@ -291,7 +291,7 @@ class TestStates:
         sequence = prompt + answer
         compared = 0
         while engine.has_unfinished_requests():
-            request = engine._requests[request_id]
+            request = engine._books.requests[request_id]
             engine.step()
             context = engine.context
             blocks = request.holding.path.blocks if request.holding else []
@@ -432,7 +432,7 @@ class TestOthers:
             random_tokens(7, seed=1), ms.SamplingParams(num_tokens_to_generate=25)
         )
         kv = engine.context.kv_block_allocator
-        request = engine._requests[request_id]
+        request = engine._books.requests[request_id]
         while engine.has_unfinished_requests():
             engine.step()
             holding = request.holding
@@ -515,7 +515,7 @@ class TestContext:
     def test_a_chunk_of_a_prompt_takes_no_drafts(self):
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1))
-        (request,) = engine._scheduler.waiting.values()
+        (request,) = engine._books.scheduler.waiting.values()
         chunk = engine.context.schedule(request, 64)
         assert chunk.max_drafts(3) == 0
         assert engine.context.draft(chunk, [1]) is chunk

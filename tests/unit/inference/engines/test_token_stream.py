@@ -260,7 +260,7 @@ def test_a_stream_let_go_of_during_a_step_leaves_no_result() -> None:
     engine.model = forgetting  # type: ignore[assignment]
     while engine.has_unfinished_requests():
         engine.step()
-    assert not engine._unclaimed
+    assert not engine._books.unclaimed
     assert_nothing_runs(engine)
 
 

@@ -1,0 +1,207 @@
+"""The requests of an engine, and how its books are put in order after a call that failed."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import FrameType
+
+from ...cache_stats import SpeculationStats
+from ...request import FinishReason, RequestResult
+from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.request import DynamicInferenceRequest
+from .drafter import Drafter
+from .recovery import EngineState
+from .scheduler import Scheduler
+from .step_report import StepReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepUndo:
+    """What a step that fails is taken back to.
+
+    Attributes:
+        num_tokens: the requests that ran before the step, and the number of tokens that each had.
+        speculation, num_reports: of the books, before the step.
+        settled: whether the step is at a point where all books are in order.
+    """
+
+    num_tokens: dict[DynamicInferenceRequest, int]
+    speculation: SpeculationStats
+    num_reports: int
+    settled: bool = False
+
+
+class EngineBooks:
+    """Who is served, who waits, and what has ended.
+
+    The books change only inside `changing`, `forgetting` and `in_step`. Whatever stops a change in between is
+    repaired, at once or at the next call: see `EngineState`.
+
+    Attributes:
+        state: whether the engine is in a step, and whether the books are in order.
+        scheduler: who runs and who waits.
+        requests: id -> request that has not ended.
+        unclaimed: id -> result of a request that ended, which has no owner and was not reported.
+        reports: reports of steps that were made and not returned.
+        abandoned: ids of requests whose leases have ended; filled at any moment, by any thread.
+        speculation: what drafts were worth.
+        num_rebuilds: how often an interrupted call cost all cached prefixes.
+    """
+
+    def __init__(
+        self, context: DynamicInferenceContext, drafter: Drafter | None, drop_graphs: Callable[[], None]
+    ) -> None:
+        self.state = EngineState(context.spec.groups.is_split)
+        self.requests: dict[int, DynamicInferenceRequest] = {}
+        self.unclaimed: dict[int, RequestResult] = {}
+        self.reports: deque[StepReport] = deque()
+        self.abandoned: deque[int] = deque()
+        self.scheduler = Scheduler(context, drafter)
+        self.speculation = SpeculationStats()
+        self.num_rebuilds = 0
+        self._context = context
+        self._drafter = drafter
+        self._drop_graphs = drop_graphs
+
+    # ---- changes
+
+    def enter(self, request: DynamicInferenceRequest) -> None:
+        """Queue a new request."""
+        with self.changing():
+            self.requests[request.request_id] = request
+            self.scheduler.add(request)
+
+    def finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
+        """End a request; call this inside `changing` or `in_step`."""
+        request.result = result = request.result_for(reason)
+        if not request.owned:
+            self.unclaimed[request.request_id] = result
+        del self.requests[request.request_id]
+        self.scheduler.remove(request, discard=reason == "invalid_logits")
+        return result
+
+    def changing(self, *in_order: type[Exception]) -> AbstractContextManager[None]:
+        """Inside, requests and the cache may be changed.
+
+        `in_order`: errors that leave the books in order.
+        """
+        return self.state.changing(self._mend, *in_order)
+
+    def forgetting(self) -> AbstractContextManager[None]:
+        """Inside, all cached prefixes are forgotten; what stops that is completed."""
+        return self.state.changing(self._rebuild)
+
+    def begin_step(self) -> StepUndo:
+        """What the next step is taken back to if it fails."""
+        self.scheduler.admitted = {}
+        before = {request: len(request.tokens) for request in self.scheduler.running}
+        return StepUndo(before, self.speculation, len(self.reports))
+
+    def in_step(self, frame: FrameType, undo: StepUndo) -> AbstractContextManager[None]:
+        """Inside, a step is made, by the function with this frame; `undo` takes it back."""
+        return self.state.in_step(frame, lambda: self._undo(undo))
+
+    # ---- what users left
+
+    def check_usable(self, call: str) -> None:
+        """Repair what an interrupted call left, and cancel what nobody waits for.
+
+        Raises:
+            RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
+        """
+        self.state.check_usable(call)
+        self.drain()
+
+    def settle(self) -> None:
+        """As `check_usable`, but does nothing during a step, or where the engine is broken."""
+        if not (self.state.stepping or self.state.broken):
+            self.state.repair()
+            self.drain()
+
+    def drain(self) -> None:
+        """Cancel the requests whose leases have ended, and drop their results."""
+        while self.abandoned:
+            request_id = self.abandoned[0]
+            request = self.requests.get(request_id)
+            if request is not None:
+                with self.changing():
+                    self.finish(request, "cancelled")
+            self.unclaimed.pop(request_id, None)
+            self.abandoned.popleft()
+
+    # ---- repairs, each of which can be made any number of times
+
+    def _undo(self, undo: StepUndo) -> None:
+        """Take back a step: running requests wait again, with the tokens that they had before."""
+        self.speculation = undo.speculation
+        while len(self.reports) > undo.num_reports:
+            self.reports.pop()
+        requests = undo.num_tokens | self.scheduler.admitted
+        for request, num_tokens in requests.items():
+            request.cut_to(num_tokens)
+            self._put_back(request)
+        try:
+            self._context.abort_step()
+            self.scheduler.restart(requests)
+            if not undo.settled:
+                self._check()
+        except Exception:
+            self._rebuild()
+
+    def _put_back(self, request: DynamicInferenceRequest) -> None:
+        request.result = None
+        self.unclaimed.pop(request.request_id, None)
+        self.requests[request.request_id] = request
+
+    def _mend(self) -> None:
+        """Put the books in order after a call that stopped anywhere."""
+        for request in list(self.requests.values()):
+            self._put_back(request)
+        try:
+            self._check()
+        except Exception:
+            self._rebuild()
+
+    def _check(self) -> None:
+        if not __debug__:
+            raise AssertionError("python -O leaves no checks")
+        for request in self.requests.values():
+            request.match = None  # a match that is being brought up to date may be half old
+        self.check_integrity()
+
+    def _rebuild(self) -> None:
+        """Forget every cached prefix and pin, and queue all requests again."""
+        self._drop_graphs()
+        self._context.reset(keep_counts=True)
+        self.scheduler.rebuild(self.requests.values())
+        self.num_rebuilds += 1
+        logger.warning(
+            "a call was interrupted: cached prefixes and pins are forgotten, %d requests are queued again",
+            len(self.requests),
+        )
+
+    def reset(self) -> None:
+        """End every request with the reason "reset", and drop every result, prefix and count."""
+        self.state.begin_reset(self._reset)
+        self._reset()
+        self.state.end_reset()
+
+    def _reset(self) -> None:
+        for request in self.requests.values():
+            request.result = request.result_for("reset")
+        for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
+            collection.clear()
+        self.scheduler = Scheduler(self._context, self._drafter)
+        self.speculation = SpeculationStats()
+        self.num_rebuilds = 0
+        self._context.reset()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books contradict themselves; O(pools and requests)."""
+        if not self.state.stepping:
+            self.scheduler.check_integrity(self.requests)
+        self._context.check_integrity()
