@@ -14,7 +14,7 @@ from .toy_lm import ToyLM
 # Token ids that any wrong state or block would betray: one text, and its forks.
 TEXT = [(7 * i * i + 3 * i) % 29 for i in range(40)]
 OTHER = [(5 * i * i + 11 * i + 1) % 29 for i in range(40)]
-FORK = [*TEXT[:14], *OTHER[:8]]
+FORK = [*TEXT[:17], *OTHER[:8]]
 SETTINGS: dict[str, Any] = {
     "block_size_tokens": 4,
     "max_requests": 4,
@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "num_kv_blocks": 60,
     "num_mamba_slots": 12,
 }
-SHORT_OF_BLOCKS = {"num_kv_blocks": 17, "num_mamba_slots": 3}
+SHORT_OF_BLOCKS = {"num_kv_blocks": 12, "num_mamba_slots": 3}
 
 
 Engine = ms.DynamicInferenceEngine
@@ -169,7 +169,7 @@ def ending(stage: Stage) -> None:
     """A request and a stream end at the next step."""
     cached(stage)
     stage.ask("ends", FORK, 3)
-    stage.open("ends, too", TEXT[:14], 3)
+    stage.open("ends, too", TEXT[:14], 2)
     stage.ask("goes on", OTHER[:7], 5)
     stage.advance(2)
 
