@@ -41,6 +41,8 @@ def device(name: str, value: object) -> torch.device:
     try:
         if isinstance(value, (str, torch.device)) and holds_data(torch.empty(0, device=value)):
             return torch.device(value)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # every missing backend raises another type of error
         raise ValueError(f"{name} is {value!r}; accepted: a device that is here") from error
     raise ValueError(f"{name} is {shown(value)}; accepted: a torch.device that holds data, or its name")

@@ -44,7 +44,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "advance": (lambda e: e.context._states, "advance"),
     "trim": (lambda e: e.context.prefix_cache._checkpoints, "_trim"),
     "end": (lambda e: e.context, "end_step"),
-    "sample": (lambda e: sampling, "sample"),
+    "sample": (lambda e: sampling, "_choose"),
     "log_softmax": (lambda e: sampling, "log_softmax"),
     "sampled": (lambda e: dynamic_engine, "sample_step"),
     "waited": (lambda e: sampling.SampledStep, "wait"),

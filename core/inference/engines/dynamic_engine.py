@@ -226,9 +226,10 @@ class DynamicInferenceEngine:
                 self._count_drafts(steps, tokens)
             if reports:
                 for result in finished:
-                    self._books.unclaimed.pop(result.request_id, None)
-                self._books.reports.append(self._report(steps, tokens, finished))
-        self._books.drain()
+                    books.unclaimed.pop(result.request_id, None)
+                books.reports.append(self._report(steps, tokens, finished))
+        books.scheduler.admitted = {}
+        books.drain()
 
     def _run_step(self, undo: StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
         scheduled = self._schedule(undo)  # match, plan, hold KV blocks
@@ -476,7 +477,7 @@ class DynamicInferenceEngine:
         try:
             changed = bool(version != self._weights_version)
             bool(version == version)  # the next version must be comparable with this one
-        except Exception as error:  # for example of an array
+        except (TypeError, ValueError, RuntimeError) as error:  # for example of an array
             raise ValueError(
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error

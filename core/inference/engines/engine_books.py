@@ -145,9 +145,10 @@ class EngineBooks:
             request.cut_to(num_tokens)
             self._put_back(request)
         try:
+            settled, undo.settled = undo.settled, False  # this may be interrupted, too
             self._context.abort_step()
             self.scheduler.restart(requests)
-            if not undo.settled:
+            if not settled:
                 self._check()
         except Exception:
             self._rebuild()

@@ -31,6 +31,7 @@ class Lease:
 
     def end(self) -> None:
         self._abandoned.extend(self.request_ids)
+        self.request_ids.clear()
 
     def __del__(self) -> None:
         if self._ends_when_let_go:

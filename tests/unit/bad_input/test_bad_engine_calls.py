@@ -378,6 +378,7 @@ def test_a_suspended_engine_computes_nothing() -> None:
         engine.step,
         lambda: engine.generate([[1, 2]]),
         lambda: engine.warm(PREFIX),
+        lambda: engine.pin(PREFIX),
         lambda: next(stream),
         lambda: context.schedule(request, 8),
         lambda: context.begin_step([step]),
@@ -386,7 +387,6 @@ def test_a_suspended_engine_computes_nothing() -> None:
     ):
         refuse(_engine_target, call, "", RuntimeError)
         served.unchanged()
-    refuse(_engine_target, lambda: engine.pin(PREFIX), "tokens")
     refuse(_engine_target, lambda: engine.unpin(served.prefix), "prefix")
     refuse_all(_engine_target, _ids, engine.add_request, "prompt", served.unchanged, examples=dear())
     stream.close()

@@ -69,8 +69,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "match = self.match(request, match)",
-                "match = match or self.match(request)",
+                "match = self.match(request)",
+                "match = request.match or self.match(request)",
             ),
             (
                 CONTEXTS + "durable_slots.py",

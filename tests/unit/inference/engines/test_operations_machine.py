@@ -97,7 +97,6 @@ class OperationsMachine(RuleBasedStateMachine):
         del stream
         self.collect()
 
-    @precondition(lambda self: self.running)
     def root(self, salt: str | None) -> bytes:
         return self.engine.salt_key.root(None if salt is None else salt.encode())
 
