@@ -22,10 +22,13 @@ def cuda_engine(graphs: int | None, **overrides: object) -> ms.DynamicInferenceE
 SHARED = random_tokens(100, 1)
 REQUESTS = [
     ([*SHARED, 1, 2, 3], ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)),
-    ([*SHARED, 7], ms.SamplingParams(num_tokens_to_generate=30, temperature=0.9, top_p=0.8, top_k=50)),
+    (
+        [*SHARED, 7],
+        ms.SamplingParams(num_tokens_to_generate=30, temperature=0.9, top_p=0.8, top_k=50, seed=1),
+    ),
     (
         random_tokens(250, 2),
-        ms.SamplingParams(num_tokens_to_generate=9, temperature=1.0, return_log_probs=True),
+        ms.SamplingParams(num_tokens_to_generate=9, temperature=1.0, seed=2, return_log_probs=True),
     ),
     (random_tokens(33, 3), ms.SamplingParams(num_tokens_to_generate=40)),
     (random_tokens(40, 4), ms.SamplingParams(num_tokens_to_generate=3, skip_prompt_log_probs=False)),
