@@ -9,8 +9,9 @@ class TokenView(Sequence[int]):
 
     A view only grows: the tokens that it has shown stay. A request whose tokens are cut back, because the
     step that generated them failed, gets another view. So what a drafter derives from a view's tokens holds
-    as long as the view lives. Views are hashed and compared by identity, and can be weakly referenced: they
-    are keys for a `WeakKeyDictionary`.
+    as long as the view lives. A view equals lists and tuples of its tokens. Among themselves, views are
+    compared and hashed by identity, and they can be weakly referenced: they are keys for a
+    `WeakKeyDictionary`.
     """
 
     __slots__ = ("__weakref__", "_tokens")
@@ -39,6 +40,11 @@ class TokenView(Sequence[int]):
 
     def __contains__(self, token: object) -> bool:
         return token in self._tokens
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, list | tuple) and self._tokens == list(other))
+
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"TokenView({self._tokens})"

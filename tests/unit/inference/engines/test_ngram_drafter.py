@@ -275,3 +275,15 @@ def test_a_request_without_drafts_makes_no_view() -> None:
     engine.step()
     engine.step()
     assert request._token_view is None
+
+
+def test_a_view_equals_lists_of_its_tokens_and_no_other_view() -> None:
+    tokens = [1, 2, 3]
+    view, other = TokenView(tokens), TokenView(tokens)
+    assert view == tokens == view[:]
+    assert view == (1, 2, 3)
+    assert tokens[:2] == view[:2]
+    assert view != [1, 2]
+    assert view != other
+    assert view == view
+    assert len({view, other}) == 2
