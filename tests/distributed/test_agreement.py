@@ -41,7 +41,7 @@ def agreeing(world: World, engine: Engine, timeout_s: float = 60.0) -> Iterator[
 def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode: str | None) -> None:
     """Under pressure: chunked prefills, evicted states and KV, drafts, cancelled requests, resets."""
     engine = small_engine(model=world.model(split), **TIGHT, **MODES.get(mode, {}))  # type: ignore[arg-type]
-    random, steps, asked = np.random.default_rng(7), 0, []
+    random, steps, asked, num_ghosts = np.random.default_rng(7), 0, [], 0
     with agreeing(world, engine) as agreement:
         for turn in range(60):
             if turn < 40 and random.random() < 0.6:
@@ -58,6 +58,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
                 engine.reset_prefix_cache()
             engine.step()
             engine.context.check_integrity()
+            num_ghosts = max(num_ghosts, len(engine.context.kv_block_allocator.tree.ghosts))
             steps += 1
         while engine.has_unfinished_requests():
             engine.step()
@@ -65,7 +66,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
         agreement.compare()
     stats = engine.context.cache_stats()
     assert stats.num_states_evicted
-    assert len(engine.context.kv_block_allocator.tree.ghosts)  # blocks were evicted
+    assert num_ghosts  # blocks were evicted
     assert stats.num_resumed_tokens
     print(f"rank {world.rank}: {steps} steps agreed upon, {stats}, {engine.stats().speculation}")
     assert (
@@ -98,7 +99,7 @@ def another_victim(engine: Engine) -> None:
 
 
 def another_token(engine: Engine) -> None:
-    request_id = engine.add_request(random_tokens(9, 0), ms.SamplingParams(num_tokens_to_generate=5))
+    request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(num_tokens_to_generate=5))
     engine.step()
     request = engine._books.requests[request_id]
     request.tokens[-1] = (request.tokens[-1] + 1) % 256
@@ -155,7 +156,7 @@ def nothing_but(engine: Engine) -> None:
 
 
 def nothing_but_one_step_of_two(engine: Engine) -> None:
-    engine.add_request(random_tokens(9, 0), ms.SamplingParams(num_tokens_to_generate=5))
+    engine.add_request(random_tokens(5, 0), ms.SamplingParams(num_tokens_to_generate=5))
     engine.step()
     engine.step()
 

@@ -226,7 +226,7 @@ def test_a_rank_whose_step_failed_makes_no_other_until_all_are_reset(world: Worl
             engine.step()
     if world.rank == 1:
         engine.context.check_integrity()
-        with pytest.raises(RuntimeError, match="a step failed on this rank"):
+        with pytest.raises(RuntimeError, match="a call failed on this rank"):
             engine.step()
     world.gathered(None)
     engine.reset()
