@@ -259,7 +259,7 @@ def test_ranks_with_different_prefixes_are_refused(world: World) -> None:
     split = whole_replica(world)
     giver, taker = engine_at(world, split), engine_at(world, split)
     serve(giver)
-    export = export_prefixes(giver, [(PROMPTS[0 if world.rank else 2], b"")])
+    export = export_prefixes(giver, [(PROMPTS[0 if world.rank else 2], None)])
     text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), TransferError)
     assert "have other prefixes than rank 0" in text
 
@@ -327,7 +327,7 @@ def test_ranks_with_different_prefixes_save_no_set(world: World, folder: Path) -
     for refused in ("other prefixes", "other weights"):
         if refused == "other weights" and world.rank:
             giver._weights_version = "weights 2"
-        names = [(PROMPTS[0 if world.rank and refused == "other prefixes" else 2], b"")]
+        names = [(PROMPTS[0 if world.rank and refused == "other prefixes" else 2], None)]
         with pytest.raises(OSError, match=r"have other prefixes or weights than rank 0; accepted: the same"):
             save_prefixes(giver, folder, names)
         world.gathered(None)
