@@ -91,19 +91,23 @@ def _draw_alike(
     searches, pieces = cuts_p and vocabulary > _WHOLE_SORT, not cuts_p and vocabulary > _PIECE
     part = max(1, _PART_ELEMENTS * torch.get_num_threads() // vocabulary, math.ceil(len(draws) / _MAX_PARTS))
     size = part * _PARTS_OF_GROUP
-    scores = torch.empty(min(part, len(draws)), vocabulary, dtype=dtype, device=device)
-    numbers = torch.empty_like(scores, dtype=torch.float64)
+    numbers = torch.empty(min(part, len(draws)), vocabulary, dtype=torch.float64, device=device)
+    scores = numbers.view(-1).view(dtype)[: numbers.numel()].view_as(numbers)  # never needed together
     probabilities = torch.empty(min(size, len(draws)), vocabulary, dtype=dtype, device=device)
-    zeros = torch.zeros_like(probabilities) if searches else probabilities
+    zeros = probabilities.new_zeros(len(probabilities) * searches, vocabulary + 1)
+    # The softmax subtracts the largest logit itself.
+    scores_are_logits = logits.dtype == dtype and not cuts_k and all(draw.temperature == 1 for draw in draws)
     for first in range(0, len(draws), size):
         stop = min(first + size, len(draws))
         summaries = []
         for begin in range(first, stop, part):
             end = min(begin + part, stop)
             own_scores, own = scores[: end - begin], probabilities[begin - first : end - first]
-            torch.sub(_rows_of(logits, draws[begin:end]), maxima[begin:end], out=own_scores)
-            if any(draw.temperature != 1 for draw in draws[begin:end]):
-                own_scores.div_(temperatures[begin:end])
+            own_logits = _rows_of(logits, draws[begin:end])
+            if scores_are_logits:
+                own_scores = own_logits
+            else:
+                torch.sub(own_logits, maxima[begin:end], out=own_scores).div_(temperatures[begin:end])
             if cuts_k:
                 _cut_to_top_k(own_scores, top_k[begin:end])
             torch.softmax(own_scores, dim=-1, out=own)
@@ -228,8 +232,8 @@ def _draw_of_top_p(
 
     Tokens below (1 - top_p) / vocabulary together have less than 1 - top_p, so the head has none of them. The
     others are searched where they are few. The head of other rows is narrowed down before it is searched.
-    `peaks`: the largest probability of each piece of candidates. `zeros`: shaped as the probabilities; zeros
-    again afterwards.
+    `peaks`: the largest probability of each piece of candidates. `zeros`: [rows, vocabulary + 1]; zeros again
+    afterwards.
     """
     vocabulary = probabilities.shape[1]
     bound = (WHOLE - needed).to(probabilities.dtype) / (2.0 * vocabulary * WHOLE)  # half: sums are rounded
@@ -279,7 +283,13 @@ def _few_candidates(probabilities: Tensor, peaks: Tensor, bound: Tensor) -> _Can
     row, piece = (peaks > bound).nonzero(as_tuple=True)
     pieces = _candidate_pieces(probabilities)
     searched = pieces.view(-1, _CANDIDATE_PIECE).index_select(0, row * pieces.shape[1] + piece)
-    found, place = (searched > bound[row]).nonzero(as_tuple=True)
+    # `nonzero` takes its time for each element, so it sees words of 8 bytes first.
+    excess = searched.sub(bound[row]).clamp_(min=0).view(torch.int64)
+    found, word = excess.nonzero(as_tuple=True)
+    pairs = excess[found, word][:, None].view(searched.dtype)
+    part, place = pairs.nonzero(as_tuple=True)
+    found = found[part]
+    place += word[part] * pairs.shape[1]
     token = piece[found] * _CANDIDATE_PIECE + place
     return _Candidates.of(row[found], token, searched[found, place], *probabilities.shape)
 
@@ -289,11 +299,11 @@ def _draw_of_few(
 ) -> tuple[Tensor, Tensor]:
     """The drawn tokens [rows], and whether the candidates hold the whole head [rows]."""
     head, suffices = _head(candidates.probabilities, needed)
-    zeros[candidates.row, candidates.token] = head[candidates.row, candidates.column]
-    sums = _sum(zeros)
-    zeros[candidates.row, candidates.token] = 0
+    vocabulary = zeros.shape[1] - 1
+    sums = _sum(zeros.scatter_(1, candidates.ids, head)[:, :vocabulary])
+    zeros.scatter_(1, candidates.ids, 0)
     token = candidates.ids.gather(1, _draw_of_head(head.div_(sums), uniforms))
-    return token[:, 0].clamp_(max=zeros.shape[1] - 1), suffices
+    return token[:, 0].clamp_(max=vocabulary - 1), suffices
 
 
 def _draw_of_many(
