@@ -26,7 +26,8 @@ _PART_ELEMENTS = 1 << 17  # of each thread
 _PARTS_OF_GROUP = 8
 _MAX_PARTS = 64
 _PIECE = 512
-_CANDIDATE_PIECE = 32
+_PIECE_BITS = 5
+_CANDIDATE_PIECE = 1 << _PIECE_BITS
 _WHOLE_SORT = 4096
 _NUM_BISECTIONS = 10
 
@@ -94,7 +95,7 @@ def _draw_alike(
     numbers = torch.empty(min(part, len(draws)), vocabulary, dtype=torch.float64, device=device)
     scores = numbers.view(-1).view(dtype)[: numbers.numel()].view_as(numbers)  # never needed together
     probabilities = torch.empty(min(size, len(draws)), vocabulary, dtype=dtype, device=device)
-    zeros = probabilities.new_zeros(len(probabilities) * searches, vocabulary + 1)
+    zeros = probabilities.new_zeros(max(part, 2) * searches, vocabulary + 1)
     # The softmax subtracts the largest logit itself.
     scores_are_logits = logits.dtype == dtype and not cuts_k and all(draw.temperature == 1 for draw in draws)
     for first in range(0, len(draws), size):
@@ -118,7 +119,7 @@ def _draw_alike(
         group, own = slice(first, stop), probabilities[: stop - first]
         if searches:
             peaks = torch.cat(summaries)
-            drawn = _draw_of_top_p(own, peaks, needed[group], uniforms[group], zeros[: stop - first])
+            drawn = _draw_of_top_p(own, peaks, needed[group], uniforms[group], zeros)
         elif cuts_p:
             drawn = _draw_of_sorted(own, needed[group], uniforms[group])
         elif pieces:
@@ -232,8 +233,8 @@ def _draw_of_top_p(
 
     Tokens below (1 - top_p) / vocabulary together have less than 1 - top_p, so the head has none of them. The
     others are searched where they are few. The head of other rows is narrowed down before it is searched.
-    `peaks`: the largest probability of each piece of candidates. `zeros`: [rows, vocabulary + 1]; zeros again
-    afterwards.
+    `peaks`: the largest probability of each piece of candidates. `zeros`: [any rows, vocabulary + 1]; zeros
+    again afterwards.
     """
     vocabulary = probabilities.shape[1]
     bound = (WHOLE - needed).to(probabilities.dtype) / (2.0 * vocabulary * WHOLE)  # half: sums are rounded
@@ -251,47 +252,54 @@ def _draw_of_top_p(
 
 
 class _Candidates(NamedTuple):
-    """Tokens that may be kept; some tokens of each row.
+    """Tokens that may be kept.
 
     Attributes:
-        row, token: of each candidate, in ascending order.
-        column: of each candidate in `probabilities`.
-        ids: [rows, most candidates of a row]; the vocabulary's size where a row has fewer.
+        ids: [rows, most candidates of a row], ascending; the vocabulary's size where a row has fewer.
         probabilities: as `ids`; 0 where a row has fewer.
     """
 
-    row: Tensor
-    token: Tensor
-    column: Tensor
     ids: Tensor
     probabilities: Tensor
 
     @classmethod
-    def of(cls, row: Tensor, token: Tensor, values: Tensor, rows: int, vocabulary: int) -> "_Candidates":
-        """From the row, the token and the probability of each candidate."""
-        counts = torch.bincount(row, minlength=rows)
-        column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-        ids = torch.full((rows, max(1, int(counts.max()))), vocabulary, device=row.device)
-        ids[row, column] = token
-        probabilities = values.new_zeros(ids.shape)
-        probabilities[row, column] = values
-        return cls(row, token, column, ids, probabilities)
+    def of(cls, places: Tensor, values: Tensor, rows: int, width: int, vocabulary: int) -> "_Candidates":
+        """From the place of each candidate in [rows * width], ascending, and its probability."""
+        counts = _counts(places, rows, width)
+        column = torch.arange(max(1, int(counts.max())), device=places.device)
+        missing = column >= counts
+        index = (column + counts.cumsum(0) - counts).masked_fill_(missing, len(places)).view(-1)
+        starts = torch.arange(0, rows * width, width, device=places.device)[:, None]
+        ids = torch.cat([places, places.new_zeros(1)]).index_select(0, index).view(missing.shape) - starts
+        chosen = torch.cat([values, values.new_zeros(1)]).index_select(0, index).view(missing.shape)
+        return cls(ids.masked_fill_(missing, vocabulary), chosen)
+
+
+def _counts(places: Tensor, rows: int, width: int) -> Tensor:
+    """[rows, 1]: how many of the ascending `places` in [rows * width] are in each row."""
+    ends = torch.arange(width, rows * width + 1, width, device=places.device)
+    ends = torch.searchsorted(places, ends)
+    return ends.diff(prepend=ends.new_zeros(1))[:, None]
 
 
 def _few_candidates(probabilities: Tensor, peaks: Tensor, bound: Tensor) -> _Candidates:
-    """The tokens above `bound` [rows, 1]. Only pieces whose peaks are above it are read."""
-    row, piece = (peaks > bound).nonzero(as_tuple=True)
-    pieces = _candidate_pieces(probabilities)
-    searched = pieces.view(-1, _CANDIDATE_PIECE).index_select(0, row * pieces.shape[1] + piece)
-    # `nonzero` takes its time for each element, so it sees words of 8 bytes first.
-    excess = searched.sub(bound[row]).clamp_(min=0).view(torch.int64)
-    found, word = excess.nonzero(as_tuple=True)
-    pairs = excess[found, word][:, None].view(searched.dtype)
-    part, place = pairs.nonzero(as_tuple=True)
-    found = found[part]
-    place += word[part] * pairs.shape[1]
-    token = piece[found] * _CANDIDATE_PIECE + place
-    return _Candidates.of(row[found], token, searched[found, place], *probabilities.shape)
+    """The tokens above `bound` [rows, 1]. Only pieces whose peaks are above it are read.
+
+    `nonzero` takes its time for each element, so it sees words of 8 bytes first.
+    """
+    rows, num_pieces = peaks.shape
+    hits = (peaks > bound).view(-1).nonzero()[:, 0]
+    searched = _candidate_pieces(probabilities).view(-1, _CANDIDATE_PIECE).index_select(0, hits)
+    limits = bound[:, 0].repeat_interleave(_counts(hits, rows, num_pieces)[:, 0], output_size=len(hits))
+    words = searched.sub(limits[:, None]).clamp_(min=0).view(torch.int64).view(-1)
+    found = words.nonzero()[:, 0]
+    halves = words.index_select(0, found).view(searched.dtype)
+    shift = 8 // halves.itemsize - 1  # a word holds one or two probabilities
+    half = halves.nonzero()[:, 0]
+    index = (found.index_select(0, half >> shift) << shift) + (half & shift)
+    places = hits.index_select(0, index >> _PIECE_BITS) * _CANDIDATE_PIECE + (index & (_CANDIDATE_PIECE - 1))
+    values = searched.view(-1).index_select(0, index)
+    return _Candidates.of(places, values, rows, num_pieces * _CANDIDATE_PIECE, probabilities.shape[1])
 
 
 def _draw_of_few(
@@ -300,9 +308,14 @@ def _draw_of_few(
     """The drawn tokens [rows], and whether the candidates hold the whole head [rows]."""
     head, suffices = _head(candidates.probabilities, needed)
     vocabulary = zeros.shape[1] - 1
-    sums = _sum(zeros.scatter_(1, candidates.ids, head)[:, :vocabulary])
-    zeros.scatter_(1, candidates.ids, 0)
-    token = candidates.ids.gather(1, _draw_of_head(head.div_(sums), uniforms))
+    sums = []
+    for ids, values in zip(
+        torch.split(candidates.ids, len(zeros)), torch.split(head, len(zeros)), strict=True
+    ):
+        spread = zeros[: len(ids)].scatter_(1, ids, values)
+        sums.append(_sum(spread[:, :vocabulary]))
+        spread.scatter_(1, ids, 0)
+    token = candidates.ids.gather(1, _draw_of_head(head.div_(torch.cat(sums)), uniforms))
     return token[:, 0].clamp_(max=vocabulary - 1), suffices
 
 
@@ -325,14 +338,16 @@ def _draw_of_many(
         low, high = torch.where(mass < share, low, middle), torch.where(mass < share, middle, high)
     inside = torch.gt(probabilities, low.view(share.dtype), out=mask)
     sure = torch.gt(probabilities, high.view(share.dtype), out=torch.empty_like(mask))
-    row, token = inside.sub_(sure).nonzero(as_tuple=True)
-    candidates = _Candidates.of(row, token, probabilities[row, token], *probabilities.shape)
+    places = inside.sub_(sure).view(-1).nonzero()[:, 0]
+    rows, vocabulary = probabilities.shape
+    values = probabilities.view(-1).index_select(0, places)
+    candidates = _Candidates.of(places, values, rows, vocabulary, vocabulary)
     spread = sure.mul_(probabilities)
     parts = mask.copy_(spread)
     sums = _piece_sums(parts, torch.empty_like(parts, dtype=torch.float64))
     above = _exact_sums(parts, sums).sum(dim=-1, keepdim=True)
     head, suffices = _head(candidates.probabilities, needed - above)
-    spread[row, token] = head[row, candidates.column]
+    spread.view(-1).index_copy_(0, places, head[candidates.ids < vocabulary])
     return _draw(spread.div_(_sum(spread)), uniforms), suffices & (above < needed)[:, 0]
 
 
