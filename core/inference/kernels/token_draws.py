@@ -23,7 +23,7 @@ from torch import Tensor
 WHOLE = 1 << 53
 """How many parts make up probability 1."""
 _PART_ELEMENTS = 1 << 17  # of each thread
-_PARTS_OF_GROUP = 8
+_PARTS_OF_GROUP = 16
 _MAX_PARTS = 64
 _PIECE = 512
 _PIECE_BITS = 5
