@@ -95,28 +95,29 @@ def _draw_alike(
     numbers = torch.empty(min(part, len(draws)), vocabulary, dtype=torch.float64, device=device)
     scores = numbers.view(-1).view(dtype)[: numbers.numel()].view_as(numbers)  # never needed together
     probabilities = torch.empty(min(size, len(draws)), vocabulary, dtype=dtype, device=device)
-    zeros = probabilities.new_zeros(max(part, 2) * searches, vocabulary + 1)
+    zeros = probabilities.new_zeros(max(part, 2), vocabulary + 1) if searches else probabilities
     # The softmax subtracts the largest logit itself.
     scores_are_logits = logits.dtype == dtype and not cuts_k and all(draw.temperature == 1 for draw in draws)
     for first in range(0, len(draws), size):
         stop = min(first + size, len(draws))
-        summaries = []
-        for begin in range(first, stop, part):
-            end = min(begin + part, stop)
-            own_scores, own = scores[: end - begin], probabilities[begin - first : end - first]
-            own_logits = _rows_of(logits, draws[begin:end])
-            if scores_are_logits:
-                own_scores = own_logits
-            else:
-                torch.sub(own_logits, maxima[begin:end], out=own_scores).div_(temperatures[begin:end])
+        group, summaries = slice(first, stop), []
+        columns = maxima[group], temperatures[group], top_k[group], probabilities[: stop - first]
+        parts = zip(*(torch.split(column, part) for column in columns), strict=True)
+        for begin, (own_maxima, own_temperatures, own_top_k, own) in zip(
+            range(first, stop, part), parts, strict=True
+        ):
+            own_scores = _rows_of(logits, draws[begin : begin + len(own)])
+            if not scores_are_logits:
+                out = scores if len(own) == len(scores) else scores[: len(own)]
+                own_scores = torch.sub(own_scores, own_maxima, out=out).div_(own_temperatures)
             if cuts_k:
-                _cut_to_top_k(own_scores, top_k[begin:end])
+                _cut_to_top_k(own_scores, own_top_k)
             torch.softmax(own_scores, dim=-1, out=own)
             if searches:
                 summaries.append(_candidate_pieces(own).amax(dim=-1))
             elif pieces:
                 summaries.append(_piece_sums(own, numbers))
-        group, own = slice(first, stop), probabilities[: stop - first]
+        own = probabilities[: stop - first]
         if searches:
             peaks = torch.cat(summaries)
             drawn = _draw_of_top_p(own, peaks, needed[group], uniforms[group], zeros)
@@ -136,7 +137,7 @@ def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = 
 def _rows_of(logits: Tensor, draws: Sequence[TokenDraw]) -> Tensor:
     """The rows of the draws: a view where they follow one another, else a copy."""
     rows = [draw.row for draw in draws]
-    if rows == list(range(rows[0], rows[0] + len(rows))):
+    if len(rows) == 1 or rows == list(range(rows[0], rows[0] + len(rows))):
         return logits[rows[0] : rows[0] + len(rows)]
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
@@ -171,12 +172,13 @@ def _piece_sums(probabilities: Tensor, numbers: Tensor) -> Tensor:
     `numbers`: overwritten; float64, at least as large as the probabilities.
     """
     rows, vocabulary = probabilities.shape
-    parts = numbers[:rows].copy_(probabilities.mul_(WHOLE).trunc_())
+    parts = numbers if rows == len(numbers) else numbers[:rows]
+    parts.copy_(probabilities.mul_(WHOLE).trunc_())
     cut = vocabulary // _PIECE * _PIECE
+    if cut == vocabulary:
+        return parts.view(rows, -1, _PIECE).sum(dim=-1)
     sums = parts[:, :cut].view(rows, cut // _PIECE, _PIECE).sum(dim=-1)
-    if cut < vocabulary:
-        sums = torch.cat([sums, parts[:, cut:].sum(dim=-1, keepdim=True)], dim=1)
-    return sums
+    return torch.cat([sums, parts[:, cut:].sum(dim=-1, keepdim=True)], dim=1)
 
 
 def _draw_of_parts(parts: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
