@@ -59,8 +59,9 @@ class TokenDraw(NamedTuple):
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
     """Draw a token for each of `draws`.
 
-    Rows that need only a temperature are not sorted. A row with `top_p` is sorted whole only where about a
-    thousand of its most likely tokens do not reach `top_p`.
+    Rows that need only a temperature are not sorted. Of a row of more than 4096 tokens with `top_p`, only the
+    tokens near the end of the head are sorted, or all that may be in it where they are few. It is sorted
+    whole where rounded sums do not find the head, as in rows with a `top_p` near 1.
 
     Args:
         tokens: [rows] int64. Written at the draws' rows; a row without a finite largest logit gets any id.
