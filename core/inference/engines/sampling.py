@@ -192,7 +192,7 @@ def sample(
 
     The number of torch operations does not depend on the number of rows beyond a bound. On a GPU there are at
     most 6 launches; a row costs passes over the row there, and is never sorted. On a CPU a row with `top_p`
-    is sorted whole only where about a thousand of its most likely tokens do not reach `top_p`.
+    is sorted whole only where it is short, or where rounded sums do not find its most likely tokens.
 
     Args:
         logits: [rows, vocabulary], floating point.
