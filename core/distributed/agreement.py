@@ -280,7 +280,7 @@ def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
     """What must be equal on all ranks from the beginning."""
     config, spec, slots = context.config, context.spec, context.prefix_cache.slots
     for field in fields(config):
-        if field.name not in _BUDGETS:
+        if field.name not in (*_BUDGETS, "salt_key"):  # a secret; the ranks agree on it by its id
             yield f"built with {field.name} {getattr(config, field.name)}"
     yield f"built with {context.kv_block_allocator.total_count} KV blocks"
     yield f"built with {slots.num_slots} durable and {context.memory.state_pool.num_live} live slots"

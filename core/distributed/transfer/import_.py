@@ -24,6 +24,10 @@ class CopyError(RuntimeError):
     """A rank could not copy its part into its pools; no rank has imported anything, the replica serves on."""
 
 
+class _DifferentImportsError(RuntimeError):
+    """The ranks of a replica have come to hold different prefixes."""
+
+
 @dataclass(frozen=True)
 class ReceivedShard:
     """This rank's part of an export, decoded and joined.
@@ -138,7 +142,7 @@ def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], Rece
     if unprepared:
         raise ValueError(attempt.failure)
     shard = attempt.result(TransferError)
-    with access.changing(RuntimeError):
+    with access.changing(CopyError, _DifferentImportsError):
         return _copy_in(access, shard)
 
 
@@ -156,11 +160,12 @@ def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
         attempt = access.ranks.attempt(copy, same=("caches",))
         if attempt.difference:  # perhaps because a rank failed before it had evicted what the others evicted
             reasons = "; and ".join(filter(None, (attempt.failure, attempt.difference)))
-            raise RuntimeError(f"prefixes could not be imported: {reasons}") from attempt.error
+            raise _DifferentImportsError(f"prefixes could not be imported: {reasons}") from attempt.error
         attempt.result(lambda reason: CopyError(f"prefixes could not be imported: {reason}"))
         report = placement.publish()
     except BaseException as error:
-        with nullcontext() if isinstance(error, RuntimeError) else suppress(Exception):
+        expected = isinstance(error, (CopyError, _DifferentImportsError))
+        with nullcontext() if expected else suppress(Exception):
             placement.release()  # after an interrupt the engine puts the books in order, also if this fails
         raise
     placement.release()

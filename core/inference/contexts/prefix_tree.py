@@ -52,10 +52,10 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget every prefix and ghost."""
-        self.remains.leave(self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children)
+        old = self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
-        self.remains.leave(*self.ghosts.clear())
+        self.remains.leave(*old, *self.ghosts.clear())
         num_blocks = self.origin
         self.parents = [-1] * num_blocks
         self.num_held_children = [0] * (num_blocks + 1)

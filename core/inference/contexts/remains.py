@@ -17,8 +17,8 @@ class Remains:
         return bool(self._containers)
 
     def leave(self, *containers: list[Any] | dict[Any, Any]) -> None:
-        """Take over these containers; the caller keeps no reference to them."""
-        self._containers += containers
+        """Take over these containers, and free all earlier ones; the caller keeps no reference to them."""
+        self._containers = list(containers)
 
     def free(self, num_entries: int) -> None:
         """Free up to so many entries."""

@@ -22,12 +22,21 @@ def agreed_salt_key(
         device: the device from which nccl sends.
 
     Raises:
-        ValueError: the ranks have different keys; on all ranks.
+        ValueError: the ranks have different keys, or one has none that is accepted; on all ranks.
     """
-    key = given_key(setting, os.environ)
     if not groups.is_split:
+        key = given_key(setting, os.environ)
         return SaltKey(drawn_key() if key is None else key)
-    key_ids = groups.gather(None if key is None else SaltKey(key).key_id, device)
+    key, failure = None, ""
+    try:
+        key = given_key(setting, os.environ)
+    except ValueError as error:
+        failure = str(error)
+    told = groups.gather((failure, None if key is None else SaltKey(key).key_id), device)
+    failures = [failure for failure, _ in told if failure]
+    if failures:
+        raise ValueError(failures[0])
+    key_ids = [key_id for _, key_id in told]
     if len(set(key_ids)) > 1:
         raise ValueError(
             f"salt_key has the key ids {key_ids} on the model's ranks; accepted: one key on all ranks, or "

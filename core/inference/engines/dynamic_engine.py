@@ -5,7 +5,7 @@ This file is over 400 lines long because it is the public face of serving: half 
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
@@ -53,9 +53,9 @@ from .token_stream import Lease, TokenStream
 class DynamicInferenceEngine:
     """Serves requests with a hybrid model, resuming prompts from the prefix cache of its context.
 
-    One thread at a time may call an engine; streams may be dropped in any thread. From inside a step only
-    `add_request` may be called; other calls raise RuntimeError. `generate` serves a batch to the end;
-    `add_request` and `step`, or `stream`, serve requests as they come.
+    One thread at a time may call an engine; streams may be dropped in any thread. From inside a step,
+    requests may be added and statistics read; other calls raise RuntimeError. `generate` serves a batch to
+    the end; `add_request` and `step`, or `stream`, serve requests as they come.
 
     A call that is interrupted (by Control-C, the exception of a signal handler, or MemoryError) loses no
     request and no token. If need be, all cached prefixes and pins are forgotten, and running requests are
@@ -87,6 +87,9 @@ class DynamicInferenceEngine:
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
         self._books = EngineBooks(self.context, self._drafter, self._runner.drop_graphs)
         self._new_ids = count()
+        # Apart from the ids of users' requests, so that no seed depends on what is cached.
+        self._ids_of_warm = count(-1, -1)
+        self._num_resets = 0
         self._weights_version: object = None
 
     def _new_runner(self) -> ModelRunner:
@@ -123,7 +126,7 @@ class DynamicInferenceEngine:
                 prompt and answer are longer than `max_sequence_length` or than the KV pool.
             RuntimeError: a failed step has broken the engine.
         """
-        request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan)
+        request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, self._new_ids)
         try:
             self._books.enter(request)
             return request.request_id
@@ -137,6 +140,7 @@ class DynamicInferenceEngine:
         sampling_params: SamplingParams | None,
         cache_salt: Salt,
         checkpoint_plan: CheckpointPlan | None,
+        ids: Iterator[int],
         owned: bool = False,
     ) -> DynamicInferenceRequest:
         if self._books.state.stepping:
@@ -149,7 +153,7 @@ class DynamicInferenceEngine:
         plan = checked_plan(checkpoint_plan, config)
         salt = salt_bytes("cache_salt", cache_salt)
         check_length(len(tokens), sampling, config, kv.total_count * config.block_size_tokens)
-        request_id = next(self._new_ids)
+        request_id = next(ids)
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt_tokens=tokens,
@@ -174,7 +178,12 @@ class DynamicInferenceEngine:
         request = self._request(request_id)
         with self._books.changing():
             result = self._books.finish(request, "cancelled")
-        return self._books.unclaimed.pop(request_id, result)
+        unclaimed = self._books.unclaimed
+        try:
+            return result
+        finally:
+            if request_id in unclaimed:
+                del unclaimed[request_id]
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
         request = self._books.requests.get(integer("request_id", request_id, 0))
@@ -208,9 +217,17 @@ class DynamicInferenceEngine:
                 queued again: a later `step` restarts them from their last cached states.
         """
         self.check_usable("step")
-        if not self._books.reports:
-            self._make_step(reports=True)
-        return self._books.reports.popleft()
+        reports = self._books.reports
+        try:
+            if not reports:
+                self._make_step(reports=True)
+            try:
+                return reports[0]
+            finally:
+                del reports[0]  # no call, which a signal could interrupt, comes between this and the return
+        except BaseException as error:
+            self._books.state.note_interrupt(error)
+            raise
 
     @torch.inference_mode()
     def _make_step(self, reports: bool = False) -> None:
@@ -330,16 +347,18 @@ class DynamicInferenceEngine:
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
-        return self._serve(zip(listed, params, salts, plans, strict=True))
+        return self._serve(zip(listed, params, salts, plans, strict=True), self._new_ids)
 
-    def _serve(self, arguments: Iterable[tuple[Prompt, Any, Salt, Any]]) -> list[RequestResult]:
-        """Add requests with these arguments of `_new_request`, and serve them to the end."""
+    def _serve(
+        self, arguments: Iterable[tuple[Prompt, Any, Salt, Any]], ids: Iterator[int]
+    ) -> list[RequestResult]:
+        """Add requests with these arguments of `_new_request` and these ids, and serve them to the end."""
         lease = Lease(self._books.abandoned, not self._is_split)
         results: list[RequestResult] = []
         try:
             requests = []
             for prompt, sampling, salt, plan in arguments:
-                request = self._new_request(prompt, sampling, salt, plan, owned=True)
+                request = self._new_request(prompt, sampling, salt, plan, ids, owned=True)
                 requests.append(request)
                 lease.request_ids.append(request.request_id)
                 self._books.enter(request)
@@ -348,6 +367,9 @@ class DynamicInferenceEngine:
                     self._advance()
                 results.append(request.result)
             return results
+        except BaseException as error:
+            self._books.state.note_interrupt(error)
+            raise
         finally:
             lease.end()
             self._books.settle()
@@ -374,7 +396,9 @@ class DynamicInferenceEngine:
         # Ranks collect garbage at different times: a split model's requests end only where `close` is called.
         lease = Lease(self._books.abandoned, not self._is_split)
         try:
-            request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
+            request = self._new_request(
+                prompt, sampling_params, cache_salt, checkpoint_plan, self._new_ids, owned=True
+            )
             lease.request_ids.append(request.request_id)
             self._books.enter(request)
             return TokenStream(request, lease, self._advance, self._books.settle)
@@ -389,7 +413,15 @@ class DynamicInferenceEngine:
             The result, once. None while the request runs, and where a stream or a `step` of the caller has
                 the result.
         """
-        return self._books.unclaimed.pop(integer("request_id", request_id, 0), None)
+        request_id = integer("request_id", request_id, 0)
+        self._books.settle()
+        unclaimed = self._books.unclaimed
+        result = unclaimed.get(request_id)
+        try:
+            return result
+        finally:
+            if request_id in unclaimed:
+                del unclaimed[request_id]
 
     # ---- the cache
 
@@ -407,7 +439,9 @@ class DynamicInferenceEngine:
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once = SamplingParams(num_tokens_to_generate=1)
-            self._serve([(prefix[:whole], once, cache_salt, CheckpointPlan(marks=(whole,)))])
+            self._serve(
+                [(prefix[:whole], once, cache_salt, CheckpointPlan(marks=(whole,)))], self._ids_of_warm
+            )
         return cache.resumable_tokens(chain)
 
     def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:
@@ -535,3 +569,6 @@ class DynamicInferenceEngine:
         if self._books.state.stepping:
             self._books.state.check_usable("reset")
         self._books.reset()
+        if self._is_split:  # ranks that failed at different requests go on with the same ids
+            self._num_resets += 1
+            self._new_ids = count(self._num_resets << 32)

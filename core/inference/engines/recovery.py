@@ -3,15 +3,14 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 
 from ...errors import KVBlockCapacityError
 
 logger = logging.getLogger(__name__)
 
-UNRECOVERABLE = "the engine could not recover from a failed call; call reset()"
+UNRECOVERABLE = "the engine could not recover from a failed call; call again, or call reset()"
 FAILED_ON_SPLIT_MODEL = (
     "a call failed on this rank of a split model, and other ranks may have made it; once no rank is in a "
     "step, call reset() on all of them, or start all again"
@@ -102,44 +101,41 @@ class EngineState:
             raise RuntimeError(UNRECOVERABLE) from error
         self._repair = None
 
-    @contextmanager
-    def changing(self, repair: Repair, *in_order: type[Exception]) -> Iterator[None]:
-        """Change the books inside this context manager; `repair` runs if that fails or is interrupted.
+    def changing(self, repair: Repair, *in_order: type[Exception]) -> "Change":
+        """A context manager in which the books change; `repair` runs if that fails or is interrupted.
 
         Inside a step the step's repair stays in force.
 
         `in_order`: errors that the changes raise only where they leave the books in order.
         """
-        outer = self._repair
-        self._repair = outer or repair
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, in_order):
-                self._repair = outer
-            elif outer is None:
-                self._settle(error)
-            raise
-        self._repair = outer
+        return Change(self, repair, in_order)
 
-    @contextmanager
-    def in_step(self, frame: FrameType, repair: Repair) -> Iterator[None]:
+    def in_step(self, frame: FrameType, repair: Repair) -> "Change":
         """As `changing`, and other calls than `add_request` are refused inside.
 
         `frame`: the frame that runs the step.
         """
-        self._step_frame = frame
-        try:
-            with self.changing(repair):
-                yield
-        finally:
+        return Change(self, repair, (), frame)
+
+    def begin(self, repair: Repair, frame: FrameType | None) -> bool:
+        """Note a repair, unless one is noted; returns whether it is noted now. For `Change` alone."""
+        if frame is not None:
+            self._step_frame = frame
+        if self._repair is not None:
+            return False
+        self._repair = repair
+        return True
+
+    def end(self, *, ends_step: bool) -> None:
+        """Drop the note: the change is complete. For `Change` alone."""
+        self._repair = None
+        if ends_step:
             self._step_frame = None
 
-    def _settle(self, error: BaseException) -> None:
+    def repair_after(self, error: BaseException) -> None:
         """Repair after `error`. A KVBlockCapacityError comes on every rank of a split model alike."""
         self._step_frame = None  # other calls may be made by what the repair calls
-        if self._is_split and not _is_capacity_error(error):
-            self._broken_by = error
+        self.note_failure(error)
         repair = self._repair
         if repair is None:
             return
@@ -150,6 +146,19 @@ class EngineState:
             raise RuntimeError(UNRECOVERABLE) from error
         self._repair = None
 
+    def note_interrupt(self, error: BaseException) -> None:
+        """Break the engine of a split model that is interrupted between two steps.
+
+        ValueError and RuntimeError come on every rank alike.
+        """
+        if not isinstance(error, (ValueError, RuntimeError)):
+            self.note_failure(error)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Break the engine of a split model, unless every rank raises `error` alike."""
+        if self._is_split and not _is_capacity_error(error):
+            self._broken_by = error
+
     def begin_reset(self, reset: Repair) -> None:
         """A reset replaces every repair, also its own: it can be made any number of times."""
         self._repair = reset
@@ -158,6 +167,39 @@ class EngineState:
         """The engine's books are new."""
         self._repair = None
         self._broken_by = None
+
+
+class Change:
+    """A change of the books, as a context manager: see `EngineState.changing`.
+
+    This is no generator: an abandoned one would be closed later, in the middle of another call.
+    """
+
+    def __init__(
+        self,
+        state: EngineState,
+        repair: Repair,
+        in_order: tuple[type[Exception], ...] = (),
+        frame: FrameType | None = None,
+    ) -> None:
+        self._state = state
+        self._repair = repair
+        self._in_order = in_order
+        self._frame = frame
+        self._is_outermost = False
+
+    def __enter__(self) -> None:
+        self._is_outermost = self._state.begin(self._repair, self._frame)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_outermost:
+            return
+        if error is None or isinstance(error, self._in_order):
+            self._state.end(ends_step=self._frame is not None)
+        else:
+            self._state.repair_after(error)
 
 
 def _is_capacity_error(error: BaseException) -> bool:

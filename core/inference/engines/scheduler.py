@@ -50,6 +50,8 @@ class Scheduler:
         self.running: list[DynamicInferenceRequest] = []
         self.admitted: dict[DynamicInferenceRequest, int] = {}
         self.num_paused = 0
+        self._set_aside: set[int] = set()  # waiting requests for which pins leave too few blocks
+        self._set_aside_for: tuple[int, ...] = ()  # these pins
 
     def add(self, request: DynamicInferenceRequest) -> None:
         self.waiting[request.request_id] = request
@@ -73,6 +75,7 @@ class Scheduler:
 
     def _leave(self, request: DynamicInferenceRequest) -> None:
         self.waiting.pop(request.request_id, None)
+        self._set_aside.discard(request.request_id)
         if request in self.running:
             self.running.remove(request)
 
@@ -97,6 +100,7 @@ class Scheduler:
             request.match = None
         ordered = [*self.running, *self.waiting.values(), *known.values()]
         self.waiting = OrderedDict((r.request_id, r) for r in ordered if known.get(r.request_id) is r)
+        self._set_aside = set()
         self.running = []
         self.num_paused = 0
 
@@ -118,11 +122,13 @@ class Scheduler:
         """
         self.admitted = {}
         while True:
-            steps = self._advance_running()
+            steps, num_aside = self._advance_running(), len(self._set_aside)
             if not self.num_paused:
                 self._admit(steps)
             if steps or not (self.running or self.waiting):
                 return self._with_drafts(steps, self._drafter) if self._drafter else steps
+            if len(self._set_aside) != num_aside:
+                continue  # to the requests behind those
             if not self.running:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
@@ -152,14 +158,17 @@ class Scheduler:
         promised = PromisedStates(self._context.prefix_cache, steps)
         passed: list[DynamicInferenceRequest] = []
         new: list[RequestStep] = []
-        for request in list(islice(self.waiting.values(), num_free_rows + limit + _MAX_PASSED)):
+        for request in self._candidates(num_free_rows + limit + _MAX_PASSED):
             match = self._context.match(request)
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
                 step = self._context.schedule(request, budget)
             if step is None:
+                if not self._fits_beside_pins(request, match):
+                    self._set_aside.add(request.request_id)
+                    continue
                 passed.append(request)
-                if self._holds_up_others(request):
+                if request.num_overtaken >= limit:
                     break
                 continue
             new.append(step)
@@ -167,7 +176,9 @@ class Scheduler:
             budget -= step.length
             for overtaken in passed:
                 overtaken.num_overtaken += 1
-            if budget <= 0 or len(new) == num_free_rows or any(map(self._holds_up_others, passed)):
+            if budget <= 0 or len(new) == num_free_rows:
+                break
+            if any(overtaken.num_overtaken >= limit for overtaken in passed):
                 break
         for step in new:
             request = step.request
@@ -177,31 +188,25 @@ class Scheduler:
             del self.waiting[request.request_id]
         steps += new
 
-    def _holds_up_others(self, request: DynamicInferenceRequest) -> bool:
-        """Whether nobody may overtake a waiting request any more.
+    def _candidates(self, number: int) -> list[DynamicInferenceRequest]:
+        """The first waiting requests, without those for which pins leave too little until pins change."""
+        pins = tuple(pinned.pin_id for pinned in self._context.prefix_cache.pins)
+        if pins != self._set_aside_for:
+            self._set_aside, self._set_aside_for = set(), pins
+        waiting: Iterable[DynamicInferenceRequest] = self.waiting.values()
+        if self._set_aside:
+            waiting = (request for request in waiting if request.request_id not in self._set_aside)
+        return list(islice(waiting, number))
 
-        That is so once enough have, and if the request fits into the blocks that pinned prefixes leave, and
-        into the pinned blocks that it shares.
-        """
-        if request.num_overtaken < self._config.max_overtaking_requests:
-            return False
-        return self._num_missing(request, self._context.match(request)) <= self._num_unpinned
+    def _num_blocks(self, request: DynamicInferenceRequest) -> int:
+        return -(-len(request.tokens) // self._config.block_size_tokens)
 
-    @property
-    def _num_unpinned(self) -> int:
-        cache = self._context.prefix_cache
-        return cache.kv_blocks.total_count - cache.pins.num_blocks
-
-    def _num_missing(self, request: DynamicInferenceRequest, match: PrefixMatch) -> int:
-        """The blocks that are not pinned which a waiting request needs, where they are more than there are.
-
-        Else a number that is not more.
-        """
-        pins = self._context.prefix_cache.pins
-        num_blocks = -(-len(request.tokens) // self._config.block_size_tokens)
-        if num_blocks <= self._num_unpinned:
-            return num_blocks  # fewer if it shares pinned ones, which takes long to count
-        return num_blocks - sum(1 for block in match.blocks if pins.holds(block))
+    def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
+        """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""
+        cache, num_blocks = self._context.prefix_cache, self._num_blocks(request)
+        if num_blocks <= cache.kv_blocks.total_count - cache.pins.num_blocks:
+            return True  # without a look at the match, which takes long for a long one
+        return num_blocks <= cache.pins.num_within_reach(match.blocks)
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
         budget = self._config.max_tokens - sum(step.length for step in steps)
@@ -217,8 +222,10 @@ class Scheduler:
 
     def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
         """The error that says how many blocks a waiting request needs, and how many pins leave."""
-        num_missing = self._num_missing(request, self._context.match(request))
-        return KVBlockCapacityError(num_missing, self._num_unpinned, request.request_id)
+        cache = self._context.prefix_cache
+        num_unpinned = cache.kv_blocks.total_count - cache.pins.num_blocks
+        num_shared = cache.pins.num_within_reach(self._context.match(request).blocks) - num_unpinned
+        return KVBlockCapacityError(self._num_blocks(request) - num_shared, num_unpinned, request.request_id)
 
 
 def _is_prefill(request: DynamicInferenceRequest) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from operator import length_hint
 from types import TracebackType
 
 from ...request import FinishReason, RequestResult
@@ -68,7 +67,7 @@ class TokenStream(Iterator[GeneratedToken]):
         self._settle = settle
         self._closed = False
         self._arrived: list[GeneratedToken] = []
-        self._unread = iter(self._arrived)  # goes on where `_arrived` grows, and counts what it returns
+        self._num_read = 0
 
     @property
     def request_id(self) -> int:
@@ -90,18 +89,27 @@ class TokenStream(Iterator[GeneratedToken]):
         if self._closed:
             return False
         self._arrived.extend(self._request.generated_from(len(self._arrived)))
-        return not length_hint(self._unread) and self._request.result is None
+        return self._num_read == len(self._arrived) and self._request.result is None
+
+    def _make_step(self) -> None:
+        try:
+            self._advance()
+        except (StopIteration, StopAsyncIteration) as error:  # which would look like the end of the stream
+            raise RuntimeError(f"the step raised {error!r}") from error
 
     def _has_token(self) -> bool:
-        return not self._closed and length_hint(self._unread) > 0
+        return not self._closed and self._num_read < len(self._arrived)
 
     def __next__(self) -> GeneratedToken:
         self._settle()
         while self._waits():
-            self._advance()
+            self._make_step()
         if not self._has_token():
             raise StopIteration
-        return next(self._unread)
+        try:
+            return self._arrived[self._num_read]
+        finally:
+            self._num_read += 1  # no call, which a signal could interrupt, comes between this and the return
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -110,11 +118,14 @@ class TokenStream(Iterator[GeneratedToken]):
         await asyncio.sleep(0)
         self._settle()
         while self._waits():
-            self._advance()
+            self._make_step()
             await asyncio.sleep(0)
         if not self._has_token():
             raise StopAsyncIteration
-        return next(self._unread)
+        try:
+            return self._arrived[self._num_read]
+        finally:
+            self._num_read += 1
 
     def close(self) -> None:
         """Cancel a request that has not ended, and drop its unread tokens. `result` stays readable."""

@@ -126,7 +126,7 @@ def test_answers_beyond_the_kv_pool_or_one_step() -> None:
 
 def test_requests_there_are_not(served: Served) -> None:
     engine = served.engine
-    unknown = bad.integer(0).also(99, 2**70, 0)  # 0 ended: it warmed the prefix
+    unknown = bad.integer(0).also(99, 2**70)
     refuse_all(_engine_target, unknown, engine.cancel, "request_id", served.unchanged)
     refuse_all(_engine_target, unknown, engine.computed_prefix, "request_id", served.unchanged)
     refuse_all(_engine_target, bad.integer(0), engine.take_result, "request_id", served.unchanged)

@@ -37,6 +37,20 @@ def test_a_request_for_which_pins_leave_too_little_holds_nobody_up() -> None:
     assert_idle(client.engine, pinned_blocks=7)
 
 
+def test_any_number_of_requests_for_which_pins_leave_too_little_hold_nobody_up() -> None:
+    client = Client(pinned_engine(max_overtaking_requests=2))
+    for _ in range(300):
+        client.engine.add_request(random_tokens(80, 1), SHORT)
+    client.ask(Asked(tuple(random_tokens(9, 2)), 3))
+    while client.asked:
+        client.step()
+    with pytest.raises(ms.KVBlockCapacityError):
+        client.engine.step()
+    (pinned,) = client.engine.pins()
+    client.engine.unpin(pinned)
+    assert client.engine.step().admitted
+
+
 def test_unpinning_lets_the_request_in() -> None:
     engine = pinned_engine()
     request_id = engine.add_request(random_tokens(80, 1), SHORT)

@@ -31,7 +31,8 @@ def test_the_setting_goes_before_the_environment_and_a_drawn_key(monkeypatch: py
 
 def test_a_drawn_key_is_that_of_the_first_rank() -> None:
     assert (
-        agreed_salt_key(None, split(None, b"drawn by rank 0!")).key_id == SaltKey(b"drawn by rank 0!").key_id
+        agreed_salt_key(None, split(("", None), b"drawn by rank 0!")).key_id
+        == SaltKey(b"drawn by rank 0!").key_id
     )
 
 
@@ -41,14 +42,19 @@ def test_a_given_key_stays_on_its_rank() -> None:
 
     def gather(value: Any, device: Any) -> list[Any]:
         sent.append(value)
-        return [key_id, value]
+        return [("", key_id), value]
 
     groups: Any = SimpleNamespace(is_split=True, gather=gather)
     assert agreed_salt_key(b"k" * 16, groups).key_id == key_id
-    assert sent == [key_id]
+    assert sent == [("", key_id)]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(None, b"k" * 16), ("0" * 16, None), ("0" * 16, b"k" * 16)])
 def test_ranks_with_different_keys_are_refused(theirs: str | None, ours: bytes | None) -> None:
     with pytest.raises(ValueError, match="accepted: one key on all ranks, or none on any"):
-        agreed_salt_key(ours, split(theirs))
+        agreed_salt_key(ours, split(("", theirs)))
+
+
+def test_a_key_that_another_rank_cannot_use_is_refused_on_all() -> None:
+    with pytest.raises(ValueError, match="salt_key is 5 bytes"):
+        agreed_salt_key(b"k" * 16, split(("salt_key is 5 bytes; accepted: more", None)))

@@ -22,7 +22,7 @@ MAY_LOSE_TRACK = {
     "block table", "KV allocation", "KV references", "KV release", "slot pin", "slot unpin", "resume",
     "leaving", "row",
 }  # fmt: skip
-CANNOT = r"could not recover from a failed call; call reset\(\)"
+CANNOT = r"could not recover from a failed call; call again, or call reset\(\)"
 call_numbers = st.sets(st.integers(0, 3) | st.integers(0, 30), min_size=1, max_size=3)
 errors = st.sampled_from([InjectedError, Interrupted])
 load = st.lists(requests, min_size=1, max_size=4)
@@ -302,6 +302,22 @@ def test_a_reset_that_fails_is_completed_by_the_next_call() -> None:
     assert engine.step() == ms.StepReport()
     assert_idle(engine)
     serve_checked(engine, [HEADS[4]])
+
+
+def test_what_an_interrupted_call_leaves_in_memory_disturbs_no_later_call() -> None:
+    """The context manager of a change may live as long as somebody keeps the exception."""
+    engine = small_engine()
+    request_id = engine.add_request(HEADS[4])
+    engine.step()
+    kept = engine._books.changing()
+    kept.__enter__()  # and an interrupt came before the first line inside
+    engine.check_integrity()
+    with engine._books.changing():
+        del kept
+        gc.collect()
+        engine._books.finish(engine._books.requests[request_id], "cancelled")
+    assert engine.stats().num_rebuilds == 0
+    assert_idle(engine)
 
 
 # ---- calls from inside a step, and streams

@@ -185,6 +185,24 @@ def test_an_async_stream_left_early_cancels_its_request() -> None:
     assert_nothing_runs(engine)
 
 
+# ---- models that raise
+
+
+@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
+def test_a_model_that_raises_the_end_of_an_iteration_ends_no_stream(error: type[Exception]) -> None:
+    engine = small_engine()
+    stream, model = engine.stream(PROMPTS[0], PARAMS), engine.model
+
+    def raising(inputs: ms.StepInputs) -> object:
+        raise error("from the model")
+
+    engine.model = raising  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="the step raised Stop"):
+        next(stream)
+    engine.model = model
+    assert [token.token for token in stream] == expected(PROMPTS[:1])[0].tokens
+
+
 # ---- letting go
 
 
