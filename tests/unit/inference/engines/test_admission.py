@@ -163,13 +163,13 @@ class Guesses(Drafter):
 
 
 def test_drafts_evict_no_prefix() -> None:
-    engine = small_engine(num_kv_blocks=10, num_speculative_tokens=4, make_drafter=Guesses)
+    engine = small_engine(num_kv_blocks=9, num_speculative_tokens=4, make_drafter=Guesses)
     (result,) = engine.generate([random_tokens(24, 1)], ms.SamplingParams(num_tokens_to_generate=1))
     assert result.finish_reason == "length"
     resumable = engine.warm(random_tokens(24, 1))
     assert resumable == 24
-    engine.add_request(random_tokens(46, 2), ms.SamplingParams(num_tokens_to_generate=10))  # 6 of 7 blocks
-    for _ in range(2):
+    engine.add_request(random_tokens(46, 2), ms.SamplingParams(num_tokens_to_generate=10))  # 6 blocks
+    for _ in range(2):  # the prompt, and a decode whose drafts reach into a seventh block
         engine.step()
         engine.check_integrity()
     cache = engine.context.prefix_cache
