@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 import mambaslots as ms
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
@@ -100,6 +101,7 @@ class OperationsMachine(RuleBasedStateMachine):
     def root(self, salt: str | None) -> bytes:
         return self.engine.salt_key.root(None if salt is None else salt.encode())
 
+    @precondition(lambda self: self.running)
     @rule(prompt=prompts, salt=st.sampled_from([None, None, "tenant"]), pin=st.booleans())
     def warm(self, prompt: list[int], salt: str | None, pin: bool) -> None:
         with self.unless_pins_hold_all():
@@ -113,6 +115,10 @@ class OperationsMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts)
     def pin(self, prompt: list[int]) -> None:
+        if not self.running:
+            with pytest.raises(RuntimeError, match="suspended"):
+                self.engine.pin(prompt)
+            return
         with suppress(ValueError):
             self.pins.append((self.engine.pin(prompt), prompt, None))
 
