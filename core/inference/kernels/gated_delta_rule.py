@@ -137,7 +137,7 @@ def stages() -> SimpleNamespace:
             from fla.ops.utils import chunk_local_cumsum, solve_tril
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"the gated delta rule on a GPU needs {error.name}; install it with: "
+            f"the gated delta rule on a GPU needs fla-core ({error.name} is missing); install it with: "
             "pip install 'mambaslots[fla]'"
         ) from error
     return SimpleNamespace(
