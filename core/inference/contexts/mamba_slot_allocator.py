@@ -138,7 +138,7 @@ class MambaSlotAllocator:
             ((*rows, *shape), dtype)
             for shape, dtype in zip((self._conv_shape, self._ssm_shape), self._dtypes, strict=True)
         ]
-        durable = (pool.durable_conv_states, pool.durable_ssm_states)
+        durable = pool.durable("conv"), pool.durable("ssm")
         found = [(tuple(states.shape), states.dtype) for states in durable]
         if found != expected:
             raise ValueError(
@@ -158,7 +158,7 @@ class MambaSlotAllocator:
 
     def _durable_states(self) -> StateTensors:
         if self._pool is not None:
-            return StateTensors(self._pool.durable_conv_states, self._pool.durable_ssm_states)
+            return StateTensors(self._pool.durable("conv"), self._pool.durable("ssm"))
         return self._own  # type: ignore[return-value]
 
     def _live_states(self) -> StateTensors:
