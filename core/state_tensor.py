@@ -67,8 +67,8 @@ class StateTensor:
         num_layers: the layers that have the tensor, on this rank.
         shape: of one sequence in one layer.
         dtype: as stored.
-        grid: inside a prefill the tensor exists at the positions that are multiples of this; 1 where it exists
-            after each token.
+        grid: inside a prefill the tensor exists at positions that are multiples of this; at 1 it exists after
+            each token.
         split: which part of a split model this is; None where this rank holds the whole.
     """
 

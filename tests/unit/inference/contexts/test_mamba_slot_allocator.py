@@ -118,8 +118,8 @@ def test_a_state_pool_of_the_host_holds_the_states():
     slots.allocate_slots_batch([7])
     slots.store_from_tensors(7, 0, torch.ones(SSM_SHAPE), torch.ones(CONV_SHAPE))
     index = pool.durable_index(slots.get_slot(7))
-    assert pool.ssm_states[0, index].eq(1).all()
-    assert pool.conv_states[0, index].eq(1).all()
+    assert pool["ssm"][0, index].eq(1).all()
+    assert pool["conv"][0, index].eq(1).all()
 
 
 def test_a_state_pool_of_another_size_is_refused():
