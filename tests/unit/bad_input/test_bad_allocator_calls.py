@@ -212,9 +212,9 @@ def test_slots_are_made_for_a_host():
 
 
 _pools = [
-    ms.StatePool(2, 4, 4, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64),  # another dtype
-    ms.StatePool(2, 4, 5, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32),
-    ms.StatePool(1, 4, 4, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32),
+    ms.StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64), 4, 4),  # another dtype
+    ms.StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 5),
+    ms.StatePool(conv_and_ssm(1, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 4),
 ]
 HOST_ATTRIBUTES = {
     "kv_block_allocator": bad.anything(),

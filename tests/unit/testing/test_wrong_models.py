@@ -147,7 +147,7 @@ class ClaimsALayerTooMany(EmaLM):
     def state_spec(self):
         return replace(
             super().state_spec(),
-            states=states(2, (TAPS - 1, DIM)),
+            states=_states(2, (TAPS - 1, DIM)),
         )
 
 
@@ -426,14 +426,14 @@ class HasMoreLayersThanItSays(EmaLM):
     def state_spec(self):
         return replace(
             super().state_spec(),
-            states=states(1, (TAPS - 1, DIM)),
+            states=_states(1, (TAPS - 1, DIM)),
         )
 
 
 @breaks(Rule.RAISES)
 class HasOtherWindowsThanItSays(EmaLM):
     def state_spec(self):
-        return replace(super().state_spec(), states=states(1, (TAPS, DIM)))
+        return replace(super().state_spec(), states=_states(1, (TAPS, DIM)))
 
 
 # ---- one answer, whatever the way to it
