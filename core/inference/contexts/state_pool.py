@@ -50,7 +50,7 @@ class StatePool:
         self._layout = SlotLayout.of(self.states)
         self._device = checked_device("device", device)
         size = self.num_live + self.num_durable, self._layout.slot_bytes
-        addressable("num_live + num_durable", size[0], size, torch.uint8)
+        addressable("states", list(self.states), size, torch.uint8)
         self.allocate()
 
     def allocate(self) -> None:
