@@ -83,6 +83,9 @@ class StatePool:
     @torch.inference_mode(False)
     def _view(memory: Tensor, tensor: StateTensor, offset: int) -> Tensor:
         """[layers, slots, *shape] of one tensor."""
+        if not tensor.num_layers or not len(memory):
+            shape = tensor.num_layers, len(memory), *tensor.shape
+            return torch.zeros(shape, dtype=tensor.dtype, device=memory.device)
         entries = memory[:, offset : offset + tensor.state_bytes].view(tensor.dtype)
         return entries.view(len(memory), tensor.num_layers, *tensor.shape).movedim(0, 1)
 
