@@ -123,15 +123,18 @@ class MambaMixer(nn.Module):
         self.config = local = config.of_one_rank(draw.groups)
         self.layer_index = layer_index
         self.groups = draw.groups
-        parts = config.part_of("mamba_num_heads", draw.groups), config.part_of("mamba_num_groups", draw.groups)
+        parts = (
+            config.part_of("mamba_num_heads", draw.groups),
+            config.part_of("mamba_num_groups", draw.groups),
+        )
         self.heads, self.head_groups = parts
         heads, kernel = self.heads.indices, config.conv_kernel
         # `memory` counts tokens. dt falls with the square root of `memory`: so all heads' states have one
         # magnitude.
         shortest, longest = math.log10(8.0), math.log10(512.0)
-        memory = torch.logspace(
-            shortest, longest, config.mamba_num_heads, dtype=torch.float64, device="cpu"
-        )[list(heads)]
+        memory = torch.logspace(shortest, longest, config.mamba_num_heads, dtype=torch.float64, device="cpu")[
+            list(heads)
+        ]
         dt = 1.5 * memory.rsqrt()
         # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
         x, conv = _mixer_channels(config, *parts)
