@@ -54,8 +54,9 @@ __all__ = [
     "MambaMetadata", "StatePool",
     # bringing a model
     "Model", "HybridStateSpec", "StateTensor", "StateSplit", "StateSegment", "mamba2_states",
-    "gated_delta_net_states", "short_conv_states", "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set",
-    "KernelSet", "ModelShard", "ParallelGroups", "models", "testing",
+    "gated_delta_net_states", "short_conv_states",
+    "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set", "KernelSet",
+    "ModelShard", "ParallelGroups", "models", "testing",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip

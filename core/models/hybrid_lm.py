@@ -123,11 +123,8 @@ class MambaMixer(nn.Module):
         self.config = local = config.of_one_rank(draw.groups)
         self.layer_index = layer_index
         self.groups = draw.groups
-        parts = (
-            config.part_of("mamba_num_heads", draw.groups),
-            config.part_of("mamba_num_groups", draw.groups),
-        )
-        self.heads, self.head_groups = parts
+        self.heads = config.part_of("mamba_num_heads", draw.groups)
+        self.head_groups = config.part_of("mamba_num_groups", draw.groups)
         heads, kernel = self.heads.indices, config.conv_kernel
         # `memory` counts tokens. dt falls with the square root of `memory`: so all heads' states have one
         # magnitude.
@@ -137,7 +134,7 @@ class MambaMixer(nn.Module):
         ]
         dt = 1.5 * memory.rsqrt()
         # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
-        x, conv = _mixer_channels(config, *parts)
+        x, conv = _mixer_channels(config, self.heads, self.head_groups)
         after = config.inner_dim + config.conv_dim
         rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
         self.in_proj = draw.linear(after + config.mamba_num_heads, config.hidden_size, rows=rows)

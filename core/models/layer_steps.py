@@ -107,7 +107,8 @@ def scan_gated_delta_rule(
     """The gated delta rule; see `reference.gated_delta_rule_scan`.
 
     Args:
-        q, k: [T, key heads, key dim], as they come: the kernels normalise them. v: [T, value heads, value dim].
+        q, k: [T, key heads, key dim], as they come: the kernels normalise them.
+        v: [T, value heads, value dim].
         g: [T, value heads], logarithms of the decays. beta: [T, value heads].
         states: [slots, value heads, key dim, value dim]. Written.
 

@@ -53,8 +53,8 @@ class DynamicInferenceContext:
         self.config = instance("config", config, InferenceConfig)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
             raise ValueError(
-                f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, because "
-                "inside a prefill the model's states exist at multiples of it only"
+                f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
+                "because inside a prefill the model's states exist at multiples of it only"
             )
         self._chunk_size = spec.chunk_size or config.block_size_tokens
         sizes = PoolSizes.of(config, spec)
@@ -121,8 +121,8 @@ class DynamicInferenceContext:
         tensors = {tensor.name: tensor for tensor in self.spec.states}
         if tensors.keys() != {"conv", "ssm"}:
             raise RuntimeError(
-                f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm', all that "
-                "megatron-core has names for"
+                f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm', all "
+                "that megatron-core has names for"
             )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(

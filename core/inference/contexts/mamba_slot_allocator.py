@@ -131,8 +131,10 @@ class MambaSlotAllocator:
         )
 
     def _check_pool(self, pool: object) -> None:
-        if not isinstance(pool, StatePool):
-            raise ValueError(f"context.state_pool is {shown(pool)}; accepted: a StatePool")
+        if not isinstance(pool, StatePool) or {tensor.name for tensor in pool.states} != {"conv", "ssm"}:
+            raise ValueError(
+                f"context.state_pool is {shown(pool)}; accepted: a StatePool of the tensors 'conv' and 'ssm'"
+            )
         rows = (self.num_mamba_layers, self.max_slots)
         expected = [
             ((*rows, *shape), dtype)
