@@ -37,20 +37,19 @@ def engine_of(model: ms.models.HybridLM | None = None, **overrides: Any) -> ms.D
 
 def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
     """What the cache holds where, and who holds it: plain values to compare. Not recency."""
-    kv, slots = engine.context.kv_block_allocator, engine.context.mamba_slot_allocator
-    assert slots is not None
+    kv, slots = engine.context.kv_block_allocator, engine.context.prefix_cache.slots
     return {
         "references": kv.block_ref_counts.tolist(),
         "hashes": kv.block_hashes.tolist(),
         "blocks": dict(kv.kv_hash_to_block_id),
         "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
-        "states": slots.block_to_slot.tolist(),
-        "state keys": dict(slots.hash_to_block_id),
-        "free slots": list(slots.slots.free),
-        "reserved": dict(slots.slots.reserved),
-        "pins": dict(slots.slots.pins),
-        "order": slots.slots.by_use(),
+        "states": dict(slots.map.slot_by_block),
+        "state keys": dict(slots.map.hash_to_block_id),
+        "free slots": list(slots.free),
+        "reserved": dict(slots.reserved),
+        "pins": dict(slots.pins),
+        "order": slots.by_use(),
     }
 
 
