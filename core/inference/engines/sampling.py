@@ -56,8 +56,8 @@ class SampledStep:
         Waits as `wait` does, unless the step has no logits of the request.
         """
         if self._tokens is None:
-            parts = (*self._prompts, *self._sampled)
-            if all(part.request.request_id != request_id for part in parts):
+            requests = [part.request for part in self._prompts] + [part.request for part in self._sampled]
+            if all(request.request_id != request_id for request in requests):
                 return True
         self.wait()
         return request_id not in self.invalid
