@@ -271,7 +271,7 @@ def parse_arguments() -> argparse.Namespace:
     add_count(parser, "--steps", 0, "budget in steps instead; 0: in minutes", at_least=0)
     add_count(parser, "--batch", 0, "sequences of a step; 0: 16 on a GPU, 4 on a CPU", at_least=0)
     add_count(parser, "--length", 0, "tokens of a sequence; 0: 2048 on a GPU, 1024 on a CPU", at_least=0)
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="(default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="(default: %(default)s)")
     add_count(parser, "--seed", 0, "seed of the weights and the batches", at_least=0)
     add_device(parser, "cpu")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
