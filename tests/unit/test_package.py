@@ -16,7 +16,7 @@ CORE = ROOT / "core"
 ROOMS = (
     "__init__", "testing", "mcore", "vllm", "replay", "distributed", "models", "inference.engines",
     "inference.contexts", "inference.kernels", "request", "pool_sizes", "config", "state_spec",
-    "sampling_params", "cache_stats", "inference.policies", "model_shard", "parallel_groups",
+    "state_kinds", "state_tensor", "sampling_params", "cache_stats", "inference.policies", "model_shard", "parallel_groups",
     "cuda_device", "tensor_validation", "errors", "validation",
 )  # fmt: skip
 

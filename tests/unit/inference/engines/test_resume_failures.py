@@ -16,7 +16,7 @@ from oracle.faults import Interrupted
 from oracle.serving import random_tokens, serve_checked, small_engine
 
 PROMPTS = [random_tokens(40, seed=1), random_tokens(23, seed=2)]
-NUM_TENSORS = 3  # KV, convolution windows, SSM states
+NUM_TENSORS = 2  # KV, states
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def test_a_failed_resume_leaves_a_suspended_engine_that_can_be_resumed(number: i
         assert_suspended(engine)
         memory = engine.context.memory
         pool = memory.state_pool
-        assert [t.nbytes for t in (memory.kv_cache, pool.conv_states, pool.ssm_states)] == [0, 0, 0]
+        assert [t.nbytes for t in (memory.kv_cache, pool.memory)] == [0, 0]
     engine.resume()
     serve_checked(engine, PROMPTS)
     engine.check_integrity()
@@ -94,7 +94,7 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
     ("owner", "name"),
     [
         (DeviceMemory, "_new_kv_cache"), (DeviceMemory, "free"),
-        (StatePool, "new_states"), (StatePool, "put"), (StatePool, "free"),
+        (StatePool, "new_memory"), (StatePool, "put"), (StatePool, "free"),
     ],
 )  # fmt: skip
 def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bool) -> None:
@@ -111,7 +111,7 @@ def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bo
     assert_suspended(engine)
     engine.resume()
     memory = engine.context.memory
-    assert min(t.nbytes for t in (memory.kv_cache, memory.state_pool.conv_states)) > 0
+    assert min(t.nbytes for t in (memory.kv_cache, memory.state_pool.memory)) > 0
     serve_checked(engine, PROMPTS)
 
 
