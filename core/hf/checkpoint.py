@@ -1,6 +1,5 @@
 """The tensors of a folder's safetensors files, read one at a time."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -8,6 +7,8 @@ from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from ..checkpoint_files import CheckpointError, read_object
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _SUFFIX = ".safetensors"
@@ -18,10 +19,6 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-
-
-class CheckpointError(ValueError):
-    """A folder holds no checkpoint that can be loaded. The message names the file or the tensor."""
 
 
 class Tensors(Protocol):
@@ -108,7 +105,7 @@ class Checkpoint:
                 file = self._open_files.enter_context(safe_open(path, framework="pt", backend="pread"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
-            for name in file.keys():
+            for name in file.offset_keys():
                 if index is None or index.get(name, file_name) == file_name:
                     self._files[name] = path, file
         for name, file_name in (index or {}).items():
@@ -119,12 +116,9 @@ class Checkpoint:
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of each tensor, as the index says; only names of files within the folder are accepted."""
     path = folder / _INDEX
-    try:
-        files = json.loads(path.read_bytes())["weight_map"]
-        if not isinstance(files, dict) or not files:
-            raise TypeError("weight_map is no object, or empty")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{path} has no weight_map; accepted: an object, tensor to file")
     for name, file in files.items():
         if not isinstance(file, str) or file != Path(file).name or "\\" in file or not file.endswith(_SUFFIX):
             raise CheckpointError(
@@ -132,7 +126,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 "the folder"
             )
     return files
-
 
 
 def _no_safetensors(folder: Path) -> str:

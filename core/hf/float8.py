@@ -1,18 +1,19 @@
 """Checkpoints in block-scaled FP8, read as if their weights had never been quantised.
 
-The format is that of `quant_method` "fp8": a weight of dtype float8_e4m3fn, [..., rows, columns], stands beside a
-tensor with "_scale_inv" behind its name, [..., ceil(rows / block rows), ceil(columns / block columns)]. The value
-of an element is the element times the scale of its block. Other weights are stored as they are.
+The format is that of `quant_method` "fp8": a weight of dtype float8_e4m3fn, [..., rows, columns], stands
+beside a tensor with "_scale_inv" behind its name, [..., ceil(rows / block rows), ceil(columns / block
+columns)]. The value of an element is the element times the scale of its block. Other weights are stored as
+they are.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint, CheckpointError
+from ..checkpoint_files import CheckpointError, read_optional_object
+from .checkpoint import Checkpoint
 
 _SCALE = "_scale_inv"
 _ACTIVATION_SCALES = (".activation_scale", ".input_scale")
@@ -33,9 +34,8 @@ def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
     text_config = config.get("text_config") or {}
     found = config.get("quantization_config") or text_config.get("quantization_config")
     found = found or config.get("compression_config")
-    if not found and (folder / "hf_quant_config.json").is_file():
-        found = json.loads((folder / "hf_quant_config.json").read_bytes())
-        found = {"quant_method": "modelopt"} | found.get("quantization", {})
+    if not found and (exported := read_optional_object(folder / "hf_quant_config.json")):
+        found = {"quant_method": "modelopt"} | (exported.get("quantization") or {})
     if not found:
         return None
     method = found.get("quant_method")

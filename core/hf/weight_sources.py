@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .checkpoint import CheckpointError, Tensors
+from ..checkpoint_files import CheckpointError
+from .checkpoint import Tensors
 
 _META = torch.device("meta")
 _MAX_SHOWN = 20
@@ -55,7 +55,7 @@ class WeightSource:
             return {self.target: read(self.names[0])}
         converter = deepcopy(self.converter)
         for name, pattern in zip(self.names, self.patterns, strict=True):
-            converter.add_tensor(self.target, name, pattern, partial(read, name))
+            converter.add_tensor(self.target, name, pattern, partial(read, name))  # type: ignore[arg-type]
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
@@ -81,20 +81,18 @@ class WeightSources:
         Raises:
             CheckpointError: a weight is missing, is not of the model's shape, or has no place in the model.
         """
-        wanted = model.state_dict()
+        wanted, kind = model.state_dict(), type(model).__name__
         by_target, strange = _match(model, wanted, checkpoint.names)
         ignored = _ignored(model, strange)
         if superfluous := [name for name in strange if name not in ignored]:
-            raise CheckpointError(
-                f"the checkpoint has weights that {type(model).__name__} does not know: {_listed(superfluous)}"
-            )
+            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {_listed(superfluous)}")
         made: set[str] = set()
         for source in by_target.values():
             _check_merged(source, wanted[source.target].shape)
             made.update(_checked_shapes(source, model, wanted, checkpoint))
         missing = wanted.keys() - made
         if absent := sorted(missing - _tied_to_present(model, made), key=dot_natural_key):
-            raise CheckpointError(f"the checkpoint lacks weights of {type(model).__name__}: {_listed(absent)}")
+            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {_listed(absent)}")
         return cls(tuple(by_target.values()), tuple(ignored), frozenset(missing))
 
 
@@ -139,8 +137,10 @@ def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 def _check_merged(source: WeightSource, shape: torch.Size) -> None:
     """Raise a CheckpointError that names the experts that a merged weight lacks."""
-    merges = [] if source.converter is None else source.converter.operations
-    for dim in [operation.dim for operation in merges if isinstance(operation, MergeModulelist)][:1]:
+    if source.converter is None:
+        return
+    merges = [each for each in source.converter.operations if isinstance(each, MergeModulelist)]
+    for dim in [merge.dim for merge in merges][:1]:
         found: dict[str, set[int]] = {pattern: set() for pattern in source.converter.source_patterns}
         templates = {}
         for name, pattern in zip(source.names, source.patterns, strict=True):
@@ -178,7 +178,8 @@ def _checked_shapes(
             raise CheckpointError(f"{names}: transformers makes {name} of it, which the model has not")
         if weight.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{names} has the shape {tuple(weight.shape)}; the model's {name} has {tuple(wanted[name].shape)}"
+                f"{names} of the checkpoint has the shape {tuple(weight.shape)}; accepted for {name}: "
+                f"{tuple(wanted[name].shape)}"
             )
         yield name
 
