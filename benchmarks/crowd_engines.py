@@ -37,9 +37,8 @@ class StubModel:
 
     def state_spec(self) -> ms.HybridStateSpec:
         return ms.HybridStateSpec(
-            num_mamba_layers=1, conv_states_shape=(1, 1), ssm_states_shape=(1, 1, 1),
-            conv_states_dtype=torch.float32, ssm_states_dtype=torch.float32, num_attention_layers=1,
-            num_kv_heads=1, head_dim=1, kv_dtype=torch.float32, ssd_chunk_size=4,
+            states=(ms.StateTensor("state", 1, (1,), torch.float32, grid=4),),
+            num_attention_layers=1, num_kv_heads=1, head_dim=1, kv_dtype=torch.float32,
             vocab_size=self._vocab_size, device=torch.device("cpu"),
         )  # fmt: skip
 

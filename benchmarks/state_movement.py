@@ -192,8 +192,8 @@ class Pools:
             model.layers, model.slots, model.slots,
             model.conv_shape, model.ssm_shape, model.conv_dtype, model.ssm_dtype, device,
         )  # fmt: skip
-        self.live = StateTensors(pool.live_conv_states, pool.live_ssm_states)
-        self.durable = StateTensors(pool.durable_conv_states, pool.durable_ssm_states)
+        self.live = StateTensors(pool.live("conv"), pool.live("ssm"))
+        self.durable = StateTensors(pool.durable("conv"), pool.durable("ssm"))
         self.stock_live = random_states(model, device, model.slots)
         self.stock_durable = random_states(model, device, model.slots)
         for ours, theirs in zip(self.durable, self.stock_durable, strict=True):

@@ -33,7 +33,9 @@ from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
 from .request import FinishReason, RequestResult
 from .sampling_params import SamplingParams
+from .state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from .state_spec import HybridStateSpec
+from .state_tensor import StateSegment, StateSplit, StateTensor
 
 if TYPE_CHECKING:
     from . import testing
@@ -51,8 +53,10 @@ __all__ = [
     "PrefixCache", "PrefixMatch", "PrefixHashChain", "CachedPath", "KVBlockAllocator", "MambaSlotAllocator",
     "MambaMetadata", "StatePool",
     # bringing a model
-    "Model", "HybridStateSpec", "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set",
-    "KernelSet", "ModelShard", "ParallelGroups", "models", "testing",
+    "Model", "HybridStateSpec", "StateTensor", "StateSplit", "StateSegment", "mamba2_states",
+    "gated_delta_net_states", "short_conv_states",
+    "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set", "KernelSet",
+    "ModelShard", "ParallelGroups", "models", "testing",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
 ]  # fmt: skip

@@ -39,14 +39,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShard:
-    """The layers and heads whose states and KV one rank of a split model holds.
+    """The attention layers and KV heads whose KV one rank of a split model holds.
 
-    A rank holds the groups of its Mamba heads; the heads of a group share B and C. Where there are more ranks
-    than groups or KV heads, several ranks hold the same group or KV head.
+    Where there are more ranks than KV heads, several ranks hold the same KV head.
     """
 
-    mamba_layers: Part
-    mamba_heads: Part
-    mamba_groups: Part
     attention_layers: Part
     kv_heads: Part

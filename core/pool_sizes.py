@@ -36,8 +36,21 @@ class PoolSizes:
             raise ValueError(
                 f"enable_prefix_caching is {switches} on the ranks of the model; accepted: the same on all"
             )
-        num_kv_blocks = kv.checked(min(blocks for blocks, _, _ in ranks))
-        return cls(num_kv_blocks, slots.checked(min(rank[1] for rank in ranks)) if caching else 0)
+        num_slots = slots.checked(min(rank[1] for rank in ranks)) if caching else 0
+        num_kv_blocks = min(blocks for blocks, _, _ in ranks)
+        if num_kv_blocks == _UNLIMITED:
+            return cls(_blocks_without_bytes(config, num_slots), num_slots)
+        return cls(kv.checked(num_kv_blocks), num_slots)
+
+
+def _blocks_without_bytes(config: InferenceConfig, num_slots: int) -> int:
+    """KV blocks of a model without attention where no number is given: they are names of prefixes only.
+
+    A slot names the block at its boundary. Four times as many leave room for boundaries without a state;
+    running requests have room in any case.
+    """
+    blocks_per_sequence = -(-config.max_sequence_length // config.block_size_tokens)
+    return min(max(4 * num_slots, config.max_requests * blocks_per_sequence), INT32_MAX)
 
 
 def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
@@ -50,7 +63,7 @@ def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
 def _slot_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
     return _Budget(
         "num_mamba_slots", config.num_mamba_slots, "prefix_caching_mamba_gb", config.prefix_caching_mamba_gb,
-        spec.state_bytes,
+        spec.slot_bytes,
     )  # fmt: skip
 
 

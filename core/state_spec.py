@@ -1,14 +1,16 @@
 """What a context must know of a model to allocate its pools."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
+from .state_tensor import SlotLayout, StateTensor
 from .tensor_validation import device, float_dtype
-from .validation import INT32_MAX, boolean, instance, integer, integers, set_field
+from .validation import INT32_MAX, boolean, instance, integer, set_field, shown
 
 
 @dataclass(frozen=True)
@@ -16,33 +18,26 @@ class HybridStateSpec:
     """What one sequence of a hybrid model needs in the cache: shapes, dtypes and device.
 
     Attributes:
-        num_mamba_layers: layers with a recurrent state.
-        conv_states_shape, ssm_states_shape: shapes of one sequence's state in one layer.
-        conv_states_dtype, ssm_states_dtype: dtypes of the stored states.
+        states: the tensors of a state. All of them are reserved, committed, copied and moved as one.
+            `state_kinds` makes those of Mamba-2, gated delta net and short convolutions.
         num_attention_layers, num_kv_heads, head_dim: the KV of one token is
             `num_attention_layers x 2 x num_kv_heads x head_dim` numbers of `kv_dtype`.
-        ssd_chunk_size: tokens of one SSD chunk; states inside a prefill exist at its multiples only.
         vocab_size: token ids are 0 .. vocab_size - 1.
         device: where states, KV and the step's index tensors live.
         separate_states: whether the model's kernels read a state at one pool index and write the new state at
             others. Other kernels update a state in place: the context copies the state to a live slot before
             the step, and copies boundary states to their slots after the step.
-        shard: which part of a split model this rank holds; the fields above describe this part. Needed to
-            move states between processes. None where the model does not say.
+        shard: which part of the KV of a split model this rank holds; `StateTensor.split` says the same of the
+            states. None where this rank holds all.
         groups: the ranks that hold the other parts. All ranks take the same decisions.
         model: a name for the model's shape and weights; debug mode compares the names of the ranks.
     """
 
-    num_mamba_layers: int
-    conv_states_shape: tuple[int, ...]
-    ssm_states_shape: tuple[int, ...]
-    conv_states_dtype: torch.dtype
-    ssm_states_dtype: torch.dtype
+    states: tuple[StateTensor, ...]
     num_attention_layers: int
     num_kv_heads: int
     head_dim: int
     kv_dtype: torch.dtype
-    ssd_chunk_size: int
     vocab_size: int
     device: torch.device
     separate_states: bool = True
@@ -51,14 +46,19 @@ class HybridStateSpec:
     model: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("num_mamba_layers", "num_attention_layers"):
-            set_field(self, name, integer(name, getattr(self, name), 0, INT32_MAX))
-        for name in ("num_kv_heads", "head_dim", "ssd_chunk_size", "vocab_size"):
+        if not isinstance(self.states, Sequence):
+            raise ValueError(f"states is {shown(self.states)}; accepted: StateTensors")
+        set_field(self, "states", tuple(self.states))
+        for index, tensor in enumerate(self.states):
+            instance(f"states[{index}]", tensor, StateTensor)
+        names = [tensor.name for tensor in self.states]
+        if len(set(names)) < len(names):
+            raise ValueError(f"states have the names {', '.join(names)}; accepted: each name once")
+        layers = integer("num_attention_layers", self.num_attention_layers, 0, INT32_MAX)
+        set_field(self, "num_attention_layers", layers)
+        for name in ("num_kv_heads", "head_dim", "vocab_size"):
             set_field(self, name, integer(name, getattr(self, name), 1, INT32_MAX))
-        for name in ("conv_states_dtype", "ssm_states_dtype", "kv_dtype"):
-            float_dtype(name, getattr(self, name))
-        for name in ("conv_states_shape", "ssm_states_shape"):
-            set_field(self, name, tuple(integers(name, getattr(self, name), 1, INT32_MAX)))
+        float_dtype("kv_dtype", self.kv_dtype)
         set_field(self, "device", device("device", self.device))
         boolean("separate_states", self.separate_states)
         if self.shard is not None:
@@ -68,10 +68,30 @@ class HybridStateSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's recurrent state, all layers."""
-        conv = math.prod(self.conv_states_shape) * self.conv_states_dtype.itemsize
-        ssm = math.prod(self.ssm_states_shape) * self.ssm_states_dtype.itemsize
-        return self.num_mamba_layers * (conv + ssm)
+        """Bytes of one sequence's recurrent state, all tensors and layers."""
+        return sum(tensor.state_bytes for tensor in self.states)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that holds one state: `state_bytes`, and what aligns the tensors."""
+        return SlotLayout.of(self.states).slot_bytes
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Tokens of one chunk of a prefill, the largest that divides every grid; None: no tensor has a grid.
+
+        Prefills are cut into chunks at multiples of this, so that every tensor exists at every boundary.
+        """
+        return math.gcd(*self._grids) or None
+
+    @property
+    def grid(self) -> int:
+        """The positions inside a prefill where all tensors exist are multiples of this."""
+        return math.lcm(*self._grids)
+
+    @property
+    def _grids(self) -> list[int]:
+        return [tensor.grid for tensor in self.states if tensor.grid > 1]
 
     def kv_block_bytes(self, block_size_tokens: int) -> int:
         """Bytes of one KV block of `block_size_tokens` tokens, all layers."""

@@ -34,8 +34,7 @@ class MovingAverageLM:
     def state_spec(self) -> ms.HybridStateSpec:
         dtype = self.head.dtype
         return ms.HybridStateSpec(
-            num_mamba_layers=1, conv_states_shape=(1,), conv_states_dtype=dtype,  # no convolution: unused
-            ssm_states_shape=(DIM,), ssm_states_dtype=dtype, ssd_chunk_size=CHUNK,
+            states=[ms.StateTensor("average", num_layers=1, shape=(DIM,), dtype=dtype, grid=CHUNK)],
             num_attention_layers=1, num_kv_heads=1, head_dim=DIM, kv_dtype=dtype,
             vocab_size=VOCABULARY, device=torch.device("cpu"),
         )  # fmt: skip
@@ -51,14 +50,14 @@ class MovingAverageLM:
         return x[inputs.logit_tokens] @ self.head
 
     def average(self, x: Tensor, rows: Tensor, inputs: ms.StepInputs) -> Tensor:
-        states, sources = inputs.state_pool.ssm_states[0], inputs.state_sources
+        states, sources = inputs.state_pool["average"][0], inputs.state_sources
         state = states[sources.clamp(min=0)].masked_fill((sources < 0)[:, None], 0.0)  # -1 means zeros
         state = [*state, torch.zeros_like(x[0])]
         after = []
         for token, row in enumerate(rows.tolist()):
             state[row] = self.decay * state[row] + (1 - self.decay) * x[token]
             after.append(state[row])
-        # States go where the step says: after each decode token, each prefill row, and SSD chunks of it.
+        # States go where the step says: after each decode token, each prefill row, and chunks of it.
         first, chunks = inputs.num_decode_tokens, inputs.chunks
         ends = torch.cat([chunks.query_start_loc[1:], chunks.cu_chunk_seqlens[1:].long()]) + first - 1
         tokens = torch.cat([torch.arange(first), ends])

@@ -20,10 +20,7 @@ from .all_ranks import DisagreementError, difference_error, missing_ranks_error
 
 # Ranks may differ in these settings; the numbers of blocks and slots that result are compared instead.
 _BUDGETS = ("num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb")
-_SPEC = (
-    "model", "ssd_chunk_size", "vocab_size", "separate_states",
-    "conv_states_dtype", "ssm_states_dtype", "kv_dtype",
-)  # fmt: skip
+_SPEC = ("model", "vocab_size", "separate_states", "kv_dtype")
 
 
 class Agreement:
@@ -286,6 +283,8 @@ def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
     yield f"built with {slots.num_slots} durable and {context.memory.state_pool.num_live} live slots"
     for name in _SPEC:
         yield f"built with {name} {getattr(spec, name)}"
+    for tensor in spec.states:
+        yield f"built with state {tensor.name}: {tensor.dtype}, grid {tensor.grid}"
 
 
 def _request_decisions(request: DynamicInferenceRequest) -> Iterator[str]:

@@ -8,6 +8,8 @@ import torch
 from ..inference.kernels.reference import compute_dtype
 from ..model_shard import ModelShard, Part
 from ..parallel_groups import ParallelGroups
+from ..state_kinds import mamba2_states
+from ..state_tensor import StateTensor
 from ..tensor_validation import float_dtype
 from ..validation import INT32_MAX, integer, real, shown
 
@@ -135,21 +137,32 @@ class HybridConfig:
                 f"pattern is {self.pattern!r}; accepted: at least one layer for each of {stages} stages"
             )
 
-        def layers(kind: str) -> Part:
-            first, stop = self.stage_layers(groups)
-            before = self.pattern[:first].count(kind)
-            here = self.pattern[first:stop].count(kind)
-            return Part(before, before + here, self.pattern.count(kind))
-
-        def part(total: int) -> Part:
-            return Part.of_rank(total, groups.tensor_rank, size)
-
         return ModelShard(
-            mamba_layers=layers("M"),
-            mamba_heads=part(self.mamba_num_heads),
-            mamba_groups=part(self.mamba_num_groups),
-            attention_layers=layers("*"),
-            kv_heads=part(self.num_kv_heads),
+            attention_layers=self.layers_of("*", groups), kv_heads=self.part_of("num_kv_heads", groups)
+        )
+
+    def layers_of(self, kind: str, groups: ParallelGroups) -> Part:
+        """The layers of this letter that this rank holds, of all such layers."""
+        first, stop = self.stage_layers(groups)
+        before = self.pattern[:first].count(kind)
+        return Part(before, before + self.pattern[first:stop].count(kind), self.pattern.count(kind))
+
+    def part_of(self, name: str, groups: ParallelGroups) -> Part:
+        """This rank's part of the heads or groups that the field `name` counts."""
+        return Part.of_rank(getattr(self, name), groups.tensor_rank, groups.tensor_size)
+
+    def states(self, groups: ParallelGroups) -> tuple[StateTensor, ...]:
+        """The tensors of the state that this rank of `groups` holds."""
+        return mamba2_states(
+            self.layers_of("M", groups),
+            self.part_of("mamba_num_heads", groups),
+            self.mamba_head_dim,
+            self.part_of("mamba_num_groups", groups),
+            self.mamba_state_dim,
+            self.conv_kernel,
+            self.dtype,
+            self.compute_dtype,
+            self.ssd_chunk_size,
         )
 
     def stage_layers(self, groups: ParallelGroups) -> tuple[int, int]:
@@ -162,8 +175,8 @@ class HybridConfig:
         shard, size = self.shard(groups), groups.tensor_size
         return replace(
             self,
-            mamba_num_heads=shard.mamba_heads.count,
-            mamba_num_groups=shard.mamba_groups.count,
+            mamba_num_heads=self.part_of("mamba_num_heads", groups).count,
+            mamba_num_groups=self.part_of("mamba_num_groups", groups).count,
             num_attention_heads=self.num_attention_heads // size,
             num_kv_heads=shard.kv_heads.count,
             mlp_hidden_size=self.mlp_hidden_size // size,

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet, kernel_set
-from ..model_shard import ModelShard, Part
+from ..model_shard import Part
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
 from ..tensor_validation import device as checked_device
 from ..validation import instance, integer
 from .hybrid_config import HybridConfig
+from .layer_steps import attend, convolve, scan_ssd
 
 
 class HybridLM(nn.Module):
@@ -72,18 +73,12 @@ class HybridLM(nn.Module):
     def state_spec(self) -> HybridStateSpec:
         """What a context allocates for this model, on the device of the weights."""
         config, shard, device = self.config, self.shard, self.norms[0].device
-        local = config.of_one_rank(self.groups)
         return HybridStateSpec(
-            num_mamba_layers=shard.mamba_layers.count,
-            conv_states_shape=(local.conv_dim, config.conv_kernel - 1),
-            ssm_states_shape=(local.mamba_num_heads, config.mamba_head_dim, config.mamba_state_dim),
-            conv_states_dtype=config.dtype,
-            ssm_states_dtype=config.compute_dtype,
+            states=config.states(self.groups),
             num_attention_layers=shard.attention_layers.count,
-            num_kv_heads=local.num_kv_heads,
+            num_kv_heads=shard.kv_heads.count,
             head_dim=config.head_dim,
             kv_dtype=config.dtype,
-            ssd_chunk_size=config.ssd_chunk_size,
             vocab_size=config.vocab_size,
             device=device,
             separate_states=kernel_set(device, config.dtype).SEPARATE_STATES,
@@ -128,17 +123,18 @@ class MambaMixer(nn.Module):
         self.config = local = config.of_one_rank(draw.groups)
         self.layer_index = layer_index
         self.groups = draw.groups
-        self.shard = shard = draw.shard
-        heads, kernel = shard.mamba_heads.indices, config.conv_kernel
+        self.heads = config.part_of("mamba_num_heads", draw.groups)
+        self.head_groups = config.part_of("mamba_num_groups", draw.groups)
+        heads, kernel = self.heads.indices, config.conv_kernel
         # `memory` counts tokens. dt falls with the square root of `memory`: so all heads' states have one
         # magnitude.
         shortest, longest = math.log10(8.0), math.log10(512.0)
-        memory = torch.logspace(
-            shortest, longest, shard.mamba_heads.total, dtype=torch.float64, device="cpu"
-        )[list(heads)]
+        memory = torch.logspace(shortest, longest, config.mamba_num_heads, dtype=torch.float64, device="cpu")[
+            list(heads)
+        ]
         dt = 1.5 * memory.rsqrt()
         # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
-        x, conv = _mixer_channels(config, shard)
+        x, conv = _mixer_channels(config, self.heads, self.head_groups)
         after = config.inner_dim + config.conv_dim
         rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
         self.in_proj = draw.linear(after + config.mamba_num_heads, config.hidden_size, rows=rows)
@@ -153,9 +149,7 @@ class MambaMixer(nn.Module):
         self.out_proj = draw.linear(config.hidden_size, config.inner_dim, columns=x)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
-        conv_states = inputs.state_pool.conv_states[self.layer_index]
-        ssm_states = inputs.state_pool.ssm_states[self.layer_index]
+        config, pool = self.config, inputs.state_pool
         gate, raw, dt = torch.split(
             F.linear(hidden, self.in_proj),
             [config.inner_dim, config.conv_dim, config.mamba_num_heads],
@@ -163,36 +157,11 @@ class MambaMixer(nn.Module):
         )
         dt = torch.logaddexp(dt + self.dt_bias, self.dt_bias.new_zeros(()))  # softplus without a threshold
         A = -self.A_log.exp()
-        outputs = []
-        if decodes:
-            sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
-            raw_by_row, dt_by_row = (
-                torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (raw, dt)
-            )
-            xBC = kernels.causal_conv1d_update(
-                raw_by_row, self.conv_weight, self.conv_bias, conv_states, sources, destinations
-            )
-            y = kernels.selective_state_update(
-                self._x(xBC), dt_by_row, A, *self._BC(xBC), self.D, ssm_states, sources, destinations
-            )
-            outputs.append(y.flatten(0, 1))
-        if inputs.num_prefills:
-            sources, destinations = inputs.state_sources[decodes:], inputs.prefill_destinations
-            chunks, checkpoints = inputs.chunks, inputs.checkpoints
-            xBC = kernels.causal_conv1d_prefill(
-                raw[decoded:], self.conv_weight, self.conv_bias, conv_states, sources, destinations,
-                chunks.query_start_loc, chunks.token_rows,
-                checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
-            )  # fmt: skip
-            outputs.append(
-                kernels.ssd_chunk_scan(
-                    self._x(xBC), dt[decoded:], A, *self._BC(xBC), self.D,
-                    ssm_states, sources, destinations, config.ssd_chunk_size,
-                    chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
-                )
-            )  # fmt: skip
-        y = torch.cat(outputs).flatten(1)
-        if self.groups.tensor_size > self.shard.mamba_groups.total:
+        conv_states, ssm_states = pool["conv"][self.layer_index], pool["ssm"][self.layer_index]
+        xBC = convolve(raw, self.conv_weight, self.conv_bias, conv_states, inputs, kernels)
+        B, C = self._BC(xBC)
+        y = scan_ssd(self._x(xBC), dt, A, B, C, self.D, ssm_states, inputs, kernels).flatten(1)
+        if self.groups.tensor_size > self.head_groups.total:
             normed = self._norm_over_ranks(y, gate)
         else:
             normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
@@ -200,7 +169,7 @@ class MambaMixer(nn.Module):
 
     def _norm_over_ranks(self, y: Tensor, gate: Tensor) -> Tensor:
         """`gated_rms_norm` where a group's heads lie on several ranks: the ranks add up their squares."""
-        config, group = self.config, self.shard.mamba_groups
+        config, group = self.config, self.head_groups
         gated = y.to(config.compute_dtype) * F.silu(gate.to(config.compute_dtype))
         squares = gated.new_zeros(len(gated), group.total)
         squares[:, group.start] = gated.square().sum(-1)
@@ -237,35 +206,15 @@ class Attention(nn.Module):
         self.o_proj = draw.linear(config.hidden_size, query_dim, columns=queries)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        config, decodes, decoded = self.config, inputs.num_decodes, inputs.num_decode_tokens
-        kv_cache = inputs.kv_cache[self.layer_index]
+        config, kv_cache = self.config, inputs.kv_cache[self.layer_index]
         query, key, value = (
             torch.unflatten(F.linear(hidden, weight), 1, (-1, config.head_dim))
             for weight in (self.q_proj, self.k_proj, self.v_proj)
         )
         query = kernels.apply_rotary(query, inputs.positions, config.rotary_base)
         key = kernels.apply_rotary(key, inputs.positions, config.rotary_base)
-        kernels.write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
-        outputs = []
-        if decodes:
-            table, lengths = inputs.block_table[:decodes], inputs.kv_lengths[:decodes]
-            if decoded == decodes:
-                attended = kernels.paged_attention_decode(query[:decodes], kv_cache, table, lengths)
-            else:
-                by_row = decodes, inputs.shape.decode_tokens
-                tokens = torch.unflatten(query[:decoded], 0, by_row)
-                positions = inputs.positions[:decoded].view(by_row)
-                attended = kernels.paged_attention_verify(tokens, kv_cache, table, lengths, positions)
-                attended = attended.flatten(0, 1)
-            outputs.append(attended)
-        if inputs.num_prefills:
-            outputs.append(
-                kernels.paged_attention_prefill(
-                    query[decoded:], kv_cache, inputs.block_table[decodes:],
-                    inputs.chunks.query_start_loc, inputs.kv_lengths[decodes:], inputs.shape.max_query_tokens,
-                )
-            )  # fmt: skip
-        return F.linear(torch.cat(outputs).flatten(1).to(config.dtype), self.o_proj)
+        attended = attend(query, key, value, kv_cache, inputs, kernels)
+        return F.linear(attended.flatten(1).to(config.dtype), self.o_proj)
 
 
 class MLP(nn.Module):
@@ -293,10 +242,10 @@ def _channels(units: Iterable[int], width: int, offset: int = 0) -> list[int]:
     return [offset + unit * width + channel for unit in units for channel in range(width)]
 
 
-def _mixer_channels(config: HybridConfig, shard: ModelShard) -> tuple[list[int], list[int]]:
+def _mixer_channels(config: HybridConfig, heads: Part, head_groups: Part) -> tuple[list[int], list[int]]:
     """One rank's channels of x, and all channels that the rank convolves: x, then its groups' B and C."""
-    groups, width = shard.mamba_groups.indices, config.mamba_state_dim
-    x = _channels(shard.mamba_heads.indices, config.mamba_head_dim)
+    groups, width = head_groups.indices, config.mamba_state_dim
+    x = _channels(heads.indices, config.mamba_head_dim)
     B = _channels(groups, width, config.inner_dim)
     C = _channels(groups, width, config.inner_dim + config.mamba_num_groups * width)
     return x, [*x, *B, *C]

@@ -40,7 +40,7 @@ class Fill:
         zero_sources: whether rows without a source (-1) name a slot full of zeros instead; with `in_place`
             the one that is their destination.
         disturbed_kv: whether the KV of this step's tokens that is cached already is altered.
-        disturbed: (index of the tensor: 0 conv, 1 ssm; layer; source slots): these states are altered there.
+        disturbed: (index of the state tensor; layer; source slots): these states are altered there.
     """
 
     nan: frozenset[Region] = frozenset()
@@ -57,7 +57,7 @@ class Outcome:
 
     Attributes:
         logits: what the model returned.
-        states: conv and ssm states at the step's destinations, each [layers, writes, *shape].
+        states: the tensors of the states at the step's destinations, each [layers, writes, *shape].
         states_written: which numbers of `states` changed.
         kv: [layers, 2, KV writes, kv heads, head dim], the KV at the step's KV positions.
         kv_written: [layers, 2, KV writes], where any number changed.
@@ -69,8 +69,8 @@ class Outcome:
     """
 
     logits: object
-    states: tuple[Tensor, Tensor]
-    states_written: tuple[Tensor, Tensor]
+    states: tuple[Tensor, ...]
+    states_written: tuple[Tensor, ...]
     kv: Tensor
     kv_written: Tensor
     touched_sources: int
@@ -96,18 +96,11 @@ class MemoryStage:
     def __init__(self, inputs: StepInputs, seed: int) -> None:
         """`inputs`: any step of the engine; only the sizes of its pools are read."""
         pool, kv = inputs.state_pool, inputs.kv_cache
-        self._slots = pool.conv_states.shape[1]
+        self._slots = pool.num_live + pool.num_durable
         self._copies = pool.num_live
         self._block_size = kv.shape[3]
         self.pool = StatePool(
-            pool.conv_states.shape[0],
-            1 + pool.num_live,
-            pool.num_durable + self._copies + 2,
-            tuple(pool.conv_states.shape[2:]),
-            tuple(pool.ssm_states.shape[2:]),
-            pool.conv_states.dtype,
-            pool.ssm_states.dtype,
-            pool.conv_states.device,
+            pool.states, 1 + pool.num_live, pool.num_durable + self._copies + 2, pool.memory.device
         )
         self.kv = kv.new_zeros(*kv.shape[:2], kv.shape[2] + 2, *kv.shape[3:])
         generator = torch.Generator().manual_seed(seed)
@@ -120,8 +113,8 @@ class MemoryStage:
         ]
 
     @property
-    def _states(self) -> tuple[Tensor, Tensor]:
-        return self.pool.conv_states, self.pool.ssm_states
+    def _states(self) -> tuple[Tensor, ...]:
+        return self.pool.tensors
 
     @property
     def _flat_kv(self) -> Tensor:
@@ -152,16 +145,17 @@ class MemoryStage:
         ]
         slots = [1 + slot for slot in step.slots]
         kv_places = [self._block_size + write.place for write in step.kv_writes]
-        touched = (_touched(changed[0], 1) | _touched(changed[1], 1)) - set(slots)
-        stray_kv = _touched(changed[2], 2) - set(kv_places)
-        guards, last = {0, self.pool.conv_states.shape[1] - 1}, self._flat_kv.shape[2] - self._block_size
+        *changed_states, changed_kv = changed
+        touched = {slot for part in changed_states for slot in _touched(part, 1)} - set(slots)
+        stray_kv = _touched(changed_kv, 2) - set(kv_places)
+        guards, last = {0, len(self.pool.memory) - 1}, self._flat_kv.shape[2] - self._block_size
         sources = set(places.values())
         return Outcome(
             logits=logits,
-            states=(_at(self._states[0], 1, slots), _at(self._states[1], 1, slots)),
-            states_written=(_at(changed[0], 1, slots), _at(changed[1], 1, slots)),
+            states=tuple(_at(states, 1, slots) for states in self._states),
+            states_written=tuple(_at(part, 1, slots) for part in changed_states),
             kv=_at(self._flat_kv, 2, kv_places),
-            kv_written=_at(changed[2], 2, kv_places).flatten(3).any(3),
+            kv_written=_at(changed_kv, 2, kv_places).flatten(3).any(3),
             touched_sources=len(touched & sources),
             touched_guards=len(touched & guards),
             touched_slots=len(touched - sources - guards),
@@ -181,10 +175,9 @@ class MemoryStage:
         taken = set(places.values())
         destinations = [1 + slot for slot in step.slots if 1 + slot not in taken]
         zeros = 1 + self._slots + self._copies
-        others = set(range(self.pool.conv_states.shape[1])) - taken - set(destinations) - {zeros}
+        others = set(range(len(self.pool.memory))) - taken - set(destinations) - {zeros}
         slots = {Region.DESTINATIONS: destinations, Region.OTHER_SLOTS: sorted(others)}
-        engine = inputs.state_pool.conv_states, inputs.state_pool.ssm_states
-        for index, (states, own) in enumerate(zip(self._states, engine, strict=True)):
+        for index, (states, own) in enumerate(zip(self._states, inputs.state_pool.tensors, strict=True)):
             self._fill(states, 1, self._decoys[0][index], self._decoys[1][index], slots, fill)
             states[:, zeros] = 0
             if fill.zero_sources and fill.in_place:
@@ -209,12 +202,12 @@ class MemoryStage:
             Region.KV_TAILS: sorted(inside - set(reads) - set(writes)),
             Region.OTHER_KV: sorted(outside),
         }
-        self._fill(self._flat_kv, 2, self._decoys[0][2], self._decoys[1][2], kv, fill)
+        self._fill(self._flat_kv, 2, self._decoys[0][-1], self._decoys[1][-1], kv, fill)
         cached = inputs.kv_cache.flatten(2, 3).index_select(2, _index(step.reads, self.kv))
         self._flat_kv.index_copy_(2, _index(reads, self.kv), cached)
         if fill.disturbed_kv:
             at = _index([size + place for place in step.cached_kv], self.kv)
-            self._flat_kv.index_copy_(2, at, self._decoys[1][2].index_select(2, at))
+            self._flat_kv.index_copy_(2, at, self._decoys[1][-1].index_select(2, at))
         return places
 
     def _fill(
@@ -284,7 +277,7 @@ def _copied(inputs: StepInputs) -> StepInputs:
         if isinstance(value, Tensor) and field.name != "kv_cache":
             parts[field.name] = value.clone()
         elif is_dataclass(value) and not isinstance(value, type):
-            clones = {part.name: getattr(value, part.name).clone() for part in fields(value)}
+            clones = {name: tensor.clone() for name, tensor in _tensors_of(value)}
             parts[field.name] = replace(value, **clones)
     return replace(inputs, **parts)
 
@@ -303,6 +296,11 @@ def _index_tensors(inputs: StepInputs) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and field.name != "kv_cache":
             found[field.name] = value
         elif is_dataclass(value):
-            for part in fields(value):
-                found[f"{field.name}.{part.name}"] = getattr(value, part.name)
+            found |= {f"{field.name}.{name}": tensor for name, tensor in _tensors_of(value)}
     return found
+
+
+def _tensors_of(part: Any) -> list[tuple[str, Tensor]]:
+    """The fields of a dataclass that are tensors."""
+    named = ((field.name, getattr(part, field.name)) for field in fields(part))
+    return [(name, value) for name, value in named if isinstance(value, Tensor)]

@@ -54,7 +54,7 @@ class ModelAudit:
         self.scenario = ""
         self.scripts: Sequence[Sequence[int]] = ()
         self.findings = Findings()
-        self.writes = WriteRecord()
+        self.writes = WriteRecord(spec.states)
         self.observations: list[Observation] = []
         self.reached: Counter[str] = Counter()
         self.num_calls = 0
@@ -101,7 +101,7 @@ class ModelAudit:
 
     def _stage_for(self, inputs: StepInputs) -> MemoryStage:
         """One stage an engine."""
-        shape = (*inputs.state_pool.conv_states.shape, inputs.state_pool.num_live, *inputs.kv_cache.shape)
+        shape = (*inputs.state_pool.memory.shape, inputs.state_pool.num_live, *inputs.kv_cache.shape)
         if self._stage is None or shape != self._stage_shape:
             self._stage, self._stage_shape = MemoryStage(inputs, self._seed), shape
         return self._stage
@@ -260,10 +260,10 @@ class ModelAudit:
                 add(Observation(self._step, where, "kv", key, (kv,)))
         for index, write in enumerate(step.writes):
             if self._watched(write.position):
-                conv, ssm = (states[:, index].clone() for states in outcome.states)
-                masks = outcome.states_written[0][:, index], outcome.states_written[1][:, index]
+                tensors = tuple(states[:, index].clone() for states in outcome.states)
+                masks = tuple(written[:, index] for written in outcome.states_written)
                 key = prefix(write.row, write.position)
-                add(Observation(self._step, where, write.kind, key, (conv, ssm), masks))
+                add(Observation(self._step, where, write.kind, key, tensors, masks))
 
     def _count(self, inputs: StepInputs, step: StepMemory) -> None:
         reached, live = self.reached, inputs.state_pool.num_live
@@ -299,15 +299,17 @@ class ModelAudit:
 
 
 def _pool_shapes(spec: HybridStateSpec) -> str:
-    conv, ssm = (", ".join(map(str, shape)) for shape in (spec.conv_states_shape, spec.ssm_states_shape))
-    layers, attention = spec.num_mamba_layers, spec.num_attention_layers
+    states = ", ".join(
+        f"state_pool[{state.name!r}] [{', '.join(map(str, (state.num_layers, 'slots', *state.shape)))}]"
+        for state in spec.states
+    )
     return (
-        f"The pools are conv_states [{layers}, slots, {conv}], ssm_states [{layers}, slots, {ssm}] and "
-        f"kv_cache [{attention}, 2, blocks, block_size_tokens, {spec.num_kv_heads}, {spec.head_dim}]"
+        f"The pools are {states} and kv_cache [{spec.num_attention_layers}, 2, blocks, block_size_tokens, "
+        f"{spec.num_kv_heads}, {spec.head_dim}]"
     )
 
 
-def _written(step: StepMemory, usual: Outcome, surrounded: Outcome, separate: bool) -> tuple[Tensor, Tensor]:
+def _written(step: StepMemory, usual: Outcome, surrounded: Outcome, separate: bool) -> tuple[Tensor, ...]:
     """Which numbers of the states at destinations the model wrote.
 
     A number may by chance be written as what it was before: of two calls, in which it was a random number
@@ -321,13 +323,13 @@ def _written(step: StepMemory, usual: Outcome, surrounded: Outcome, separate: bo
         any_number = written.flatten(2).any(2).view(shape).expand(written.shape)
         marks = whole.view(1, -1, *shape[2:])
         found.append(torch.where(marks, any_number, written | ~states.isnan()))
-    return found[0], found[1]
+    return tuple(found)
 
 
 def _store(inputs: StepInputs, step: StepMemory, outcome: Outcome) -> None:
     """Put what the step names into the engine's pools, where the model wrote it; always finite numbers."""
-    pools = inputs.state_pool.conv_states, inputs.state_pool.ssm_states
-    slots = torch.tensor(step.slots, dtype=torch.int64, device=pools[0].device)
+    pools = inputs.state_pool.tensors
+    slots = torch.tensor(step.slots, dtype=torch.int64, device=inputs.kv_cache.device)
     for pool, states, written in zip(pools, outcome.states, outcome.states_written, strict=True):
         numbers = torch.where(written, states.nan_to_num(0, 0, 0), pool.index_select(1, slots))
         pool.index_copy_(1, slots, numbers)

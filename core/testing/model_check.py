@@ -121,10 +121,10 @@ def _checked_spec(model: object, findings: Findings) -> HybridStateSpec | None:
         )
     elif spec.groups.is_split:
         raise ValueError(f"model is {shown(model)}, split over ranks; accepted: a whole model on one rank")
-    elif spec.num_mamba_layers < 1:
+    elif not any(tensor.num_layers for tensor in spec.states):
         findings.add(
             Rule.SPEC,
-            "state_spec().num_mamba_layers is 0; accepted: at least 1, because prompts resume from states of "
+            "state_spec().states has no layer; accepted: at least one, because prompts resume from states of "
             "recurrent layers",
         )
     else:
@@ -135,8 +135,8 @@ def _checked_spec(model: object, findings: Findings) -> HybridStateSpec | None:
 def _texts(
     spec: HybridStateSpec, vocabulary: Sequence[int] | None, num_tokens: int | None, drafts: int, seed: int
 ) -> Texts:
-    chunk = spec.ssd_chunk_size
-    block = -(-_SHORTEST_BLOCK // chunk) * chunk
+    block = -(-_SHORTEST_BLOCK // spec.grid) * spec.grid
+    chunk = spec.chunk_size or block
     last = spec.vocab_size - 1
     ids = list(range(spec.vocab_size)) if vocabulary is None else integers("vocabulary", vocabulary, 0, last)
     ids = list(dict.fromkeys(ids))
@@ -156,7 +156,8 @@ def _texts(
 
 
 def _default_tolerance(spec: HybridStateSpec) -> float:
-    return max(TOLERANCES[dtype] for dtype in (spec.conv_states_dtype, spec.ssm_states_dtype, spec.kv_dtype))
+    dtypes = {tensor.dtype for tensor in spec.states} | {spec.kv_dtype}
+    return max(TOLERANCES[dtype] for dtype in dtypes)
 
 
 def _serve(audit: ModelAudit, texts: Texts, tolerance: float) -> tuple[ScenarioReport, ...]:
@@ -178,14 +179,15 @@ def _serve(audit: ModelAudit, texts: Texts, tolerance: float) -> tuple[ScenarioR
     if audit.findings.rules - {Rule.PADDING_DIFFERS}:
         skipped = "first mend what is said above"
         return tuple(replace(report, skipped=report.skipped or skipped) for report in reports)
-    return _compare([observations for _, observations in observed], reports, audit.findings, tolerance)
+    return _compare([observations for _, observations in observed], reports, audit, tolerance)
 
 
 def _compare(
-    observed: list[list[Observation]], reports: list[ScenarioReport], findings: Findings, tolerance: float
+    observed: list[list[Observation]], reports: list[ScenarioReport], audit: ModelAudit, tolerance: float
 ) -> tuple[ScenarioReport, ...]:
     """Hold what the scenarios computed against each other; returns their reports with the result."""
-    book, compared = PrefixBook(tolerance), []
+    book, findings = PrefixBook(tolerance, audit.writes.states), audit.findings
+    compared: list[ScenarioReport] = []
     # States that a prefill leaves on its way are judged last: decoding, whose logits confirm its states, and
     # the ends of prefills are the references.
     withheld: list[Observation] = []

@@ -6,17 +6,13 @@ from itertools import groupby
 
 from torch import Tensor
 
+from ..state_tensor import StateTensor
 from .differences import largest_difference
 from .report import Findings
 from .rules import Rule
 from .step_memory import WriteKind
-from .write_record import TENSORS
 
-_STATE_RULES = {
-    WriteKind.DECODE: (Rule.DECODE_STATE_WRONG, Rule.DECODE_STATE_WRONG),
-    WriteKind.PREFILL: (Rule.PREFILL_STATE_WRONG, Rule.PREFILL_STATE_WRONG),
-    WriteKind.INNER: (Rule.WINDOW_WRONG, Rule.CHUNK_STATE_WRONG),
-}
+_STATE_RULES = {WriteKind.DECODE: Rule.DECODE_STATE_WRONG, WriteKind.PREFILL: Rule.PREFILL_STATE_WRONG}
 
 
 @dataclass(frozen=True)
@@ -28,8 +24,8 @@ class Observation:
         where: the step, in words.
         kind: "logits", "kv", or where a state was written.
         prefix: the tokens.
-        tensors: logits [vocabulary]; KV [layers, 2, kv heads, head dim]; or conv and ssm states
-            [layers, *shape].
+        tensors: logits [vocabulary]; KV [layers, 2, kv heads, head dim]; or the tensors of a state,
+            each [layers, *shape].
         written: which numbers count; empty for all.
     """
 
@@ -81,9 +77,10 @@ class Comparison:
 
 @dataclass
 class PrefixBook:
-    """The first observation of a prefix is the reference of all later ones."""
+    """The first observation of a prefix is the reference of all later ones. `states`: as declared."""
 
     tolerance: float
+    states: tuple[StateTensor, ...]
     _known: dict[tuple[str, tuple[int, ...]], Observation] = field(default_factory=dict)
 
     def compare(self, observations: Iterable[Observation], rule: Rule, findings: Findings) -> Comparison:
@@ -146,12 +143,14 @@ class PrefixBook:
     def _explain_state(self, mismatch: _Mismatch, findings: Findings) -> None:
         observation = mismatch.observation
         twin = self._twin(observation)
-        for tensor, difference in enumerate(mismatch.differences):
+        for state, difference in zip(self.states, mismatch.differences, strict=True):
             if difference > self.tolerance:
-                message = _describe(mismatch, f"{TENSORS[tensor]} after {{}} tokens")
+                message = _describe(mismatch, f"states {state.name!r} after {{}} tokens")
                 if twin is not None:
                     message += f"; they are the states after {len(twin.prefix)} tokens"
-                findings.add(_STATE_RULES[WriteKind(observation.kind)][tensor], message, observation.where)
+                inner = Rule.CHUNK_STATE_WRONG if state.grid > 1 else Rule.WINDOW_WRONG
+                rule = _STATE_RULES.get(WriteKind(observation.kind), inner)
+                findings.add(rule, message, observation.where)
 
     def _twin(self, observation: Observation) -> Observation | None:
         """The reference of another prefix that equals this observation."""

@@ -8,11 +8,11 @@ from .memory_stage import Fill, Outcome, Region
 from .report import Findings
 from .rules import Rule
 from .trial import Trial
-from .write_record import TENSORS, WriteRecord
+from .write_record import WriteRecord
 
 _ATTEMPTS = 6
 Part = tuple[bool, int, int]
-"""Whether rows decode, the index of the tensor (conv, ssm), the layer."""
+"""Whether rows decode, the index of the state tensor, the layer."""
 
 
 class SourceProbes:
@@ -30,7 +30,7 @@ class SourceProbes:
             sources = sorted({row.source for row in trial.step.rows if row.decode is decode} - {-1})
             if not sources:
                 continue
-            for tensor in range(2):
+            for tensor in range(len(usual.states)):
                 for layer in range(usual.states[tensor].shape[0]):
                     part = decode, tensor, layer
                     if part in self._read or self._unread[part] >= _ATTEMPTS:
@@ -51,7 +51,7 @@ class SourceProbes:
         ]
         if ignored:
             named = ", ".join(
-                f"{TENSORS[tensor]} of layer {layer} in {'decode' if decode else 'prefill'} rows"
+                f"{writes.states[tensor].name!r} of layer {layer} in {'decode' if decode else 'prefill'} rows"
                 for decode, tensor, layer in ignored
             )
             findings.add(Rule.SOURCES_IGNORED, f"what state_sources name has no effect: {named}")
@@ -106,6 +106,6 @@ def _matters(trial: Trial, usual: Outcome, fill: Fill, tolerance: float) -> bool
 def _reads_any_source(trial: Trial, usual: Outcome, fill: Fill, tolerance: float) -> bool:
     return any(
         _matters(trial, usual, replace(fill, disturbed=(tensor, layer, trial.step.sources)), tolerance)
-        for tensor in range(2)
+        for tensor in range(len(usual.states))
         for layer in range(usual.states[tensor].shape[0])
     )

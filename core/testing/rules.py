@@ -70,8 +70,8 @@ _FIXES: dict[Rule, str] = {
     Rule.LOGITS_NOT_FINITE: "Look for a division by 0, an exp that overflows, or a softmax over no entry.",
     Rule.STATES_NOT_FINITE: "Look for a division by 0, or an exp that overflows.",
     Rule.NO_STATE_WRITTEN: (
-        "Write state_pool.conv_states[layer] and ssm_states[layer] at state_destinations, or lower "
-        "num_mamba_layers."
+        "Write state_pool[name][layer] at state_destinations, or take the tensor, or the layer, out of "
+        "state_spec().states."
     ),
     Rule.DECODE_STATE_NOT_WRITTEN: (
         "After every token of a decode row write the state at inputs.decode_destinations[row, token], "
@@ -82,11 +82,11 @@ _FIXES: dict[Rule, str] = {
         "inputs.prefill_destinations[row], all layers."
     ),
     Rule.CHUNK_STATE_NOT_WRITTEN: (
-        "After SSD chunk c also write the SSM state at inputs.chunks.destinations[c], all layers, "
+        "After chunk c also write the state at inputs.chunks.destinations[c], all layers, "
         "where that is not -1. Later requests resume from it."
     ),
     Rule.WINDOW_NOT_WRITTEN: (
-        "For every entry of inputs.checkpoints also write the convolution window after token_ends at "
+        "For every entry of inputs.checkpoints also write the window or state before token_ends at "
         "destinations, all layers. Later requests resume from it."
     ),
     Rule.KV_NOT_WRITTEN: (
@@ -112,7 +112,7 @@ _FIXES: dict[Rule, str] = {
     ),
     Rule.PADDING_KV_WRITTEN: "Drop entries whose kv_write_positions is -1 before indexing.",
     Rule.SOURCES_IGNORED: (
-        "Begin every row with the state at inputs.state_sources[row], conv_states and ssm_states of "
+        "Begin every row with the state at inputs.state_sources[row], every tensor of "
         "every layer; state_sources and state_destinations are often different slots."
     ),
     Rule.NO_SOURCE_NOT_ZEROS: (
@@ -142,11 +142,11 @@ _FIXES: dict[Rule, str] = {
     ),
     Rule.PREFILL_STATE_WRONG: "prefill_destinations[row] takes the state after exactly the row's tokens.",
     Rule.CHUNK_STATE_WRONG: (
-        "chunks.destinations[c] takes the SSM state after the token cu_chunk_seqlens[c + 1] - 1 of "
+        "chunks.destinations[c] takes the state after the token cu_chunk_seqlens[c + 1] - 1 of "
         "the packed prefill tokens, and nothing of the tokens behind it."
     ),
     Rule.WINDOW_WRONG: (
-        "checkpoints.destinations[i] takes the convolution window after the token token_ends[i] - 1 "
+        "checkpoints.destinations[i] takes the window or state after the token token_ends[i] - 1 "
         "of the packed prefill tokens, in row checkpoints.rows[i]."
     ),
     Rule.KV_WRONG: (
@@ -155,7 +155,7 @@ _FIXES: dict[Rule, str] = {
     ),
     Rule.CUTS_DIFFER: (
         "A prefill row continues from state_sources and attends to all kv_lengths tokens of its "
-        "sequence, also to those of earlier steps; SSD chunks begin at multiples of ssd_chunk_size in "
+        "sequence, also to those of earlier steps; chunks begin at multiples of chunks.chunk_size in "
         "the sequence."
     ),
     Rule.BATCH_DIFFERS: (

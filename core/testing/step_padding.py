@@ -70,6 +70,7 @@ def padded(inputs: StepInputs, shape: StepShape) -> StepInputs:
             seq_idx=behind(chunks.seq_idx, shape.chunks, 0),
             row_chunk_starts=behind(chunks.row_chunk_starts, shape.prefills + 1, last_chunk),
             destinations=behind(chunks.destinations, shape.chunks, -1),
+            chunk_size=chunks.chunk_size,
         ),
         checkpoints=Checkpoints(
             rows=behind(checkpoints.rows, shape.checkpoints, -1),

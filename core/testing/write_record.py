@@ -5,16 +5,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..state_tensor import StateTensor
 from .memory_stage import Outcome
 from .report import Findings
 from .rules import Rule
 from .step_memory import StateWrite, WriteKind
 
-TENSORS = ("conv_states", "ssm_states")
 _RULES = {
-    WriteKind.DECODE: (Rule.DECODE_STATE_NOT_WRITTEN, Rule.DECODE_STATE_NOT_WRITTEN),
-    WriteKind.PREFILL: (Rule.PREFILL_STATE_NOT_WRITTEN, Rule.PREFILL_STATE_NOT_WRITTEN),
-    WriteKind.INNER: (Rule.WINDOW_NOT_WRITTEN, Rule.CHUNK_STATE_NOT_WRITTEN),
+    WriteKind.DECODE: Rule.DECODE_STATE_NOT_WRITTEN,
+    WriteKind.PREFILL: Rule.PREFILL_STATE_NOT_WRITTEN,
 }
 
 
@@ -30,24 +29,25 @@ class _Coverage:
 class WriteRecord:
     """Learns from a model's writes what its states consist of: what it writes once, it must always write.
 
-    A tensor that no step writes is taken as unused: a model without convolution has no windows.
+    Tensors are named by their index in `states`, as the model declares them.
     """
 
-    _used: list[Tensor | None] = field(default_factory=lambda: [None, None])
-    _first: list[Tensor | None] = field(default_factory=lambda: [None, None])
-    _varies: list[Tensor | None] = field(default_factory=lambda: [None, None])
+    states: tuple[StateTensor, ...]
+    _used: dict[int, Tensor] = field(default_factory=dict)
+    _first: dict[int, Tensor] = field(default_factory=dict)
+    _varies: dict[int, Tensor] = field(default_factory=dict)
     _coverage: dict[tuple[WriteKind, int], _Coverage] = field(default_factory=dict)
 
     def add(self, writes: tuple[StateWrite, ...], outcome: Outcome, where: str) -> None:
         """Note what one call wrote at each destination."""
         for index, write in enumerate(writes):
-            for tensor in range(2):
+            for tensor in range(len(self.states)):
                 written = outcome.states_written[tensor][:, index]
                 self._note(write.kind, tensor, written, f"{where}, the state after {write.position} tokens")
                 self._note_values(tensor, written, outcome.states[tensor][:, index])
 
     def _note(self, kind: WriteKind, tensor: int, written: Tensor, where: str) -> None:
-        used = self._used[tensor]
+        used = self._used.get(tensor)
         self._used[tensor] = written.clone() if used is None else used | written
         known = self._coverage.get((kind, tensor))
         if known is None:
@@ -59,7 +59,7 @@ class WriteRecord:
 
     def _note_values(self, tensor: int, written: Tensor, values: Tensor) -> None:
         values = values.masked_fill(~written, 0)
-        first, varies = self._first[tensor], self._varies[tensor]
+        first, varies = self._first.get(tensor), self._varies.get(tensor)
         if first is None or varies is None:
             if written.any():
                 self._first[tensor] = values
@@ -69,30 +69,29 @@ class WriteRecord:
 
     def carries_information(self, tensor: int, layer: int) -> bool:
         """Whether different values were ever written to a layer's tensor."""
-        varies = self._varies[tensor]
+        varies = self._varies.get(tensor)
         return varies is not None and bool(varies[layer])
 
     def judge(self, findings: Findings) -> None:
         """Add a finding for every kind of destination that does not get all of a state."""
-        used = [part for part in self._used if part is not None]
-        if len(used) < 2:
-            return
-        layers = [bool(conv.any() or ssm.any()) for conv, ssm in zip(*used, strict=True)]
-        if not all(layers):
-            idle = [str(layer) for layer, written in enumerate(layers) if not written]
-            findings.add(
-                Rule.NO_STATE_WRITTEN,
-                f"num_mamba_layers is {len(layers)}, and no step writes any state of layer {', '.join(idle)}",
-            )
-        if not any(layers):
-            return
+        for tensor, used in self._used.items():
+            idle = [str(layer) for layer, written in enumerate(used) if not written.any()]
+            if idle:
+                name, num_layers = self.states[tensor].name, self.states[tensor].num_layers
+                findings.add(
+                    Rule.NO_STATE_WRITTEN,
+                    f"{name!r} has {num_layers} layers, and no step writes layer {', '.join(idle)}",
+                )
         for (kind, tensor), known in self._coverage.items():
-            missing = used[tensor] & ~known.always
+            used = self._used[tensor]
+            missing = used & ~known.always
             if missing.any():
+                state = self.states[tensor]
+                inner = Rule.CHUNK_STATE_NOT_WRITTEN if state.grid > 1 else Rule.WINDOW_NOT_WRITTEN
                 at = [str(layer) for layer, part in enumerate(missing) if part.any()]
                 findings.add(
-                    _RULES[kind][tensor],
-                    f"{int(missing.sum())} of {int(used[tensor].sum())} numbers of {TENSORS[tensor]} are not "
-                    f"written at {kind}, in layer {', '.join(at)}",
+                    _RULES.get(kind, inner),
+                    f"{int(missing.sum())} of {int(used.sum())} numbers of {state.name!r} are not written at "
+                    f"{kind}, in layer {', '.join(at)}",
                     known.where,
                 )

@@ -127,30 +127,20 @@ def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferen
 def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: World, split: str) -> None:
     prompt = random_tokens(45, seed=1)
     whole, part = (states_of(prompt, model) for model in (world.model(None), world.model(split)))
-    shard, config = part.spec.shard, small_config()
+    for state in part.spec.states:
+        segments, layers = state.parts.segments, list(state.parts.layers.indices)
+        sizes = [segment.part.total * segment.width for segment in segments]
+        pieces = whole.memory.state_pool[state.name][layers].split(sizes, dim=2)
+        expected = [
+            piece.unflatten(2, (segment.part.total, -1))[:, :, list(segment.part.indices)].flatten(2, 3)
+            for piece, segment in zip(pieces, segments, strict=True)
+        ]
+        found = part.memory.state_pool[state.name]
+        torch.testing.assert_close(found, torch.cat(expected, dim=2), rtol=0, atol=TOLERANCE)
+    shard = part.spec.shard
     assert shard is not None
-    pick = {
-        name: list(getattr(shard, name).indices)
-        for name in ("mamba_layers", "mamba_heads", "mamba_groups", "attention_layers", "kv_heads")
-    }
-    ssm = whole.memory.state_pool.ssm_states[pick["mamba_layers"]][:, :, pick["mamba_heads"]]
-    torch.testing.assert_close(part.memory.state_pool.ssm_states, ssm, rtol=0, atol=TOLERANCE)
-    x, B, C = whole.memory.state_pool.conv_states[pick["mamba_layers"]].split(
-        [config.inner_dim, *[config.mamba_num_groups * config.mamba_state_dim] * 2], dim=2
-    )
-    conv = torch.cat(
-        [
-            each.unflatten(2, (units, -1))[:, :, pick[name]].flatten(2, 3)
-            for each, units, name in (
-                (x, config.mamba_num_heads, "mamba_heads"),
-                (B, config.mamba_num_groups, "mamba_groups"),
-                (C, config.mamba_num_groups, "mamba_groups"),
-            )
-        ],
-        dim=2,
-    )
-    torch.testing.assert_close(part.memory.state_pool.conv_states, conv, rtol=0, atol=TOLERANCE)
-    kv = whole.memory.kv_cache[pick["attention_layers"]][..., pick["kv_heads"], :]
+    layers, kv_heads = list(shard.attention_layers.indices), list(shard.kv_heads.indices)
+    kv = whole.memory.kv_cache[layers][..., kv_heads, :]
     torch.testing.assert_close(part.memory.kv_cache, kv, rtol=0, atol=TOLERANCE)
 
 

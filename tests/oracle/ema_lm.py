@@ -7,6 +7,7 @@ import math
 
 import mambaslots as ms
 import torch
+from oracle.state_tensors import conv_and_ssm
 from torch import Tensor
 
 VOCABULARY, DIM, HEADS, TAPS = 17, 8, 2, 3
@@ -32,9 +33,8 @@ class EmaLM:
 
     def state_spec(self) -> ms.HybridStateSpec:
         return ms.HybridStateSpec(
-            num_mamba_layers=self.layers, conv_states_shape=(TAPS - 1, DIM), ssm_states_shape=(DIM,),
-            conv_states_dtype=self.dtype, ssm_states_dtype=self.dtype, num_attention_layers=1,
-            num_kv_heads=HEADS, head_dim=DIM // HEADS, kv_dtype=self.dtype, ssd_chunk_size=4,
+            states=conv_and_ssm(self.layers, (TAPS - 1, DIM), (DIM,), self.dtype, self.dtype),
+            num_attention_layers=1, num_kv_heads=HEADS, head_dim=DIM // HEADS, kv_dtype=self.dtype,
             vocab_size=VOCABULARY, device=torch.device("cpu"),
         )  # fmt: skip
 
@@ -86,7 +86,7 @@ class EmaLM:
 
     def recur(self, layer: int, x: Tensor, inputs: ms.StepInputs) -> Tensor:
         pool = inputs.state_pool
-        windows, averages = pool.conv_states[layer], pool.ssm_states[layer]
+        windows, averages = pool["conv"][layer], pool["ssm"][layer]
         out, after_windows, after = self.scan(
             layer, x, self.read(windows, inputs), self.read(averages, inputs), inputs
         )

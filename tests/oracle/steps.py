@@ -36,18 +36,9 @@ def make_caches(
     spec: HybridStateSpec, slots: int, blocks: int, block_size: int, fill: float = 0.0
 ) -> tuple[StatePool, Tensor]:
     """A pool of `slots` live states and a KV cache, full of `fill`; NaN shows reads of what is no one's."""
-    pool = StatePool(
-        spec.num_mamba_layers,
-        slots,
-        0,
-        spec.conv_states_shape,
-        spec.ssm_states_shape,
-        spec.conv_states_dtype,
-        spec.ssm_states_dtype,
-        spec.device,
-    )
-    pool.conv_states.fill_(fill)
-    pool.ssm_states.fill_(fill)
+    pool = StatePool(spec.states, slots, 0, spec.device)
+    for states in pool.tensors:
+        states.fill_(fill)
     shape = (spec.num_attention_layers, 2, blocks, block_size, spec.num_kv_heads, spec.head_dim)
     return pool, torch.full(shape, fill, dtype=spec.kv_dtype, device=spec.device)
 
@@ -71,6 +62,7 @@ def prefill_chunks(
         *(torch.tensor(v, dtype=torch.int64, device=device) for v in (query_starts, token_rows)),
         *(torch.tensor(v, dtype=torch.int32, device=device) for v in (cu, seq_idx, row_starts)),
         destinations=torch.tensor(destinations, dtype=torch.int64, device=device),
+        chunk_size=chunk_size,
     )
 
 
@@ -78,7 +70,7 @@ def build_step(
     spec: HybridStateSpec, pool: StatePool, kv_cache: Tensor, block_size: int, rows: Sequence[Row]
 ) -> StepInputs:
     """The step of `rows`, which must hold decode rows first."""
-    chunk_size = spec.ssd_chunk_size
+    chunk_size = spec.chunk_size or block_size
     decodes = [row for row in rows if row.decode]
     prefills = [row for row in rows if not row.decode]
     assert list(rows) == decodes + prefills

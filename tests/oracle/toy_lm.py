@@ -13,6 +13,7 @@ import mambaslots as ms
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from oracle.state_tensors import conv_and_ssm
 from torch import Tensor
 
 VOCABULARY, DIM, TAPS = 31, 6, 3
@@ -77,10 +78,9 @@ class ToyLM:
 
     def state_spec(self) -> ms.HybridStateSpec:
         return ms.HybridStateSpec(
-            num_mamba_layers=1, conv_states_shape=(TAPS - 1, DIM), ssm_states_shape=(DIM,),
-            conv_states_dtype=torch.float64, ssm_states_dtype=torch.float64, num_attention_layers=1,
-            num_kv_heads=1, head_dim=DIM, kv_dtype=torch.float64, ssd_chunk_size=4, vocab_size=VOCABULARY,
-            device=torch.device("cpu"), separate_states=not self._in_place,
+            states=conv_and_ssm(1, (TAPS - 1, DIM), (DIM,), torch.float64, torch.float64),
+            num_attention_layers=1, num_kv_heads=1, head_dim=DIM, kv_dtype=torch.float64,
+            vocab_size=VOCABULARY, device=torch.device("cpu"), separate_states=not self._in_place,
         )  # fmt: skip
 
     def __call__(self, inputs: ms.StepInputs) -> Tensor:
@@ -106,7 +106,7 @@ class ToyLM:
         self, weights: Weights, x: Array, spans: list[tuple[int, int]], inputs: ms.StepInputs
     ) -> Array:
         pool = inputs.state_pool
-        windows, sums = pool.conv_states[0].numpy(), pool.ssm_states[0].numpy()
+        windows, sums = pool["conv"][0].numpy(), pool["ssm"][0].numpy()
         sources = inputs.state_sources.tolist()
         if self._in_place:
             assert max(sources) < pool.num_live, "a kernel that updates in place reads a durable state"
@@ -138,8 +138,8 @@ class ToyLM:
         logits[(first <= tokens) & (tokens < stop)] = np.nan
         pool = inputs.state_pool
         for states, stores in (
-            (pool.conv_states[0].numpy(), _stores_of_windows(inputs, spans)),
-            (pool.ssm_states[0].numpy(), _stores_of_sums(inputs, spans)),
+            (pool["conv"][0].numpy(), _stores_of_windows(inputs, spans)),
+            (pool["ssm"][0].numpy(), _stores_of_sums(inputs, spans)),
         ):
             for stored, places in stores:
                 states[places[(first <= stored) & (stored < stop)]] = np.nan

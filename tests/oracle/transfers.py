@@ -54,7 +54,7 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
 
 def tensors_of(engine: ms.DynamicInferenceEngine) -> list[torch.Tensor]:
     pool = engine.context.memory.state_pool
-    return [t.clone() for t in (pool.conv_states, pool.ssm_states, engine.context.memory.kv_cache)]
+    return [t.clone() for t in (pool["conv"], pool["ssm"], engine.context.memory.kv_cache)]
 
 
 def random_forest(seed: int, roots: tuple[bytes, ...] = ROOTS, size: int = 4) -> PrefixForest:

@@ -99,7 +99,7 @@ def test_budgets_in_gigabytes_buy_what_fits() -> None:
     sized = config(
         num_kv_blocks=None, num_mamba_slots=None,
         buffer_size_gb=10.5 * spec.kv_block_bytes(8) / gb,
-        prefix_caching_mamba_gb=3.5 * spec.state_bytes / gb,
+        prefix_caching_mamba_gb=3.5 * spec.slot_bytes / gb,
     )  # fmt: skip
     assert PoolSizes.of(sized, spec) == PoolSizes(10, 3)
     with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 0\.0; accepted: at least"):
@@ -111,9 +111,8 @@ def test_the_state_bytes_of_nemotron_h_8b_are_those_of_the_table() -> None:
     import torch
 
     spec = ms.HybridStateSpec(
-        num_mamba_layers=24, conv_states_shape=(10240, 3), ssm_states_shape=(128, 64, 128),
-        conv_states_dtype=torch.bfloat16, ssm_states_dtype=torch.float32, num_attention_layers=4,
-        num_kv_heads=8, head_dim=128, kv_dtype=torch.bfloat16, ssd_chunk_size=128, vocab_size=131072,
+        states=ms.mamba2_states(24, 128, 64, 8, 128, 4, torch.bfloat16, torch.float32, 128),
+        num_attention_layers=4, num_kv_heads=8, head_dim=128, kv_dtype=torch.bfloat16, vocab_size=131072,
         device=torch.device("cpu"),
     )  # fmt: skip
     assert round(spec.state_bytes / 2**20) == 97

@@ -24,14 +24,14 @@ class Admission:
     def __init__(
         self,
         config: InferenceConfig,
-        ssd_chunk_size: int,
+        chunk_size: int,
         cache: PrefixCache,
         rows: RequestRows,
         states: RequestStates,
     ) -> None:
         self._config = config
         self._block_size = config.block_size_tokens
-        self._ssd_chunk_size = ssd_chunk_size
+        self._chunk_size = chunk_size
         self._cache = cache
         self._rows = rows
         self._states = states
@@ -107,12 +107,12 @@ class Admission:
         self._cache.trim(holding.path, self._num_blocks(holding.num_computed))
 
     def _stop(self, start: int, length: int, budget: int) -> int:
-        """Where the step ends. A step that is cut ends on a block or SSD chunk, where a state can be kept."""
+        """Where the step ends. A step that is cut ends on a block or chunk, where a state can be kept."""
         if length - start <= budget:
             return length
         if not self._config.enable_chunked_prefill:
             return start
-        for grid in (self._block_size, self._ssd_chunk_size):
+        for grid in (self._block_size, self._chunk_size):
             stop = (start + budget) // grid * grid
             if stop > start:
                 return stop

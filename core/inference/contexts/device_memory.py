@@ -30,10 +30,7 @@ class DeviceMemory:
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size_tokens
         self.kv_cache = self._new_kv_cache()
-        self.state_pool = StatePool(
-            spec.num_mamba_layers, num_live_slots, num_durable_slots, spec.conv_states_shape,
-            spec.ssm_states_shape, spec.conv_states_dtype, spec.ssm_states_dtype, spec.device,
-        )  # fmt: skip
+        self.state_pool = StatePool(spec.states, num_live_slots, num_durable_slots, spec.device)
         self.allocated = True
 
     def _new_kv_cache(self) -> torch.Tensor:
@@ -53,7 +50,7 @@ class DeviceMemory:
         if not self.allocated:
             self.free()  # what an interrupted call has left
             # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            kv_cache, states = self._new_kv_cache(), self.state_pool.new_states()
+            kv_cache, states = self._new_kv_cache(), self.state_pool.new_memory()
             self.kv_cache = kv_cache
             self.state_pool.put(states)
             self.allocated = True
@@ -67,7 +64,7 @@ class DeviceMemory:
     def summary(self) -> str:
         """One line that says how many bytes each pool takes."""
         pool, num_blocks = self.state_pool, self._num_kv_blocks
-        state = self._spec.state_bytes / MEBIBYTE
+        state = self._spec.slot_bytes / MEBIBYTE
         kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
         total = (pool.num_live + pool.num_durable) * state + kv
         return (

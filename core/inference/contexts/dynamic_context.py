@@ -51,11 +51,12 @@ class DynamicInferenceContext:
         """Allocate the pools. Where the model is split, this is a collective: all ranks make the call."""
         self.spec = instance("spec", spec, HybridStateSpec)
         self.config = instance("config", config, InferenceConfig)
-        if config.enable_prefix_caching and config.block_size_tokens % spec.ssd_chunk_size:
+        if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
             raise ValueError(
-                f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of the model's SSD "
-                f"chunk ({spec.ssd_chunk_size}), the only positions inside a prefill where states exist"
+                f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
+                "because inside a prefill the model's states exist at multiples of it only"
             )
+        self._chunk_size = spec.chunk_size or config.block_size_tokens
         sizes = PoolSizes.of(config, spec)
         num_live_slots = config.max_requests * (1 + config.num_speculative_tokens)
         self.memory = DeviceMemory(
@@ -73,10 +74,10 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
-            self.request_to_kv_block_ids.shape[1], spec.ssd_chunk_size,
+            self.request_to_kv_block_ids.shape[1], self._chunk_size,
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
-        self._builder = StepBuilder(self._buffer, config.block_size_tokens, spec.ssd_chunk_size)
+        self._builder = StepBuilder(self._buffer, config.block_size_tokens, self._chunk_size)
         self._steps: tuple[RequestStep, ...] = ()
         self._observers: list[StepObserver] = []
         self._ledger = TokenLedger()
@@ -92,7 +93,7 @@ class DynamicInferenceContext:
         self._rows = RequestRows(
             config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row
         )
-        self._admission = Admission(config, self.spec.ssd_chunk_size, cache, self._rows, self._states)
+        self._admission = Admission(config, self._chunk_size, cache, self._rows, self._states)
 
     # ---- what hosts and observers read
 
@@ -117,16 +118,25 @@ class DynamicInferenceContext:
 
     @cached_property
     def _slot_allocator(self) -> MambaSlotAllocator:
-        spec, pool = self.spec, self.memory.state_pool
+        tensors = {tensor.name: tensor for tensor in self.spec.states}
+        if tensors.keys() != {"conv", "ssm"}:
+            raise RuntimeError(
+                f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm', all "
+                "that megatron-core has names for"
+            )
+        conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(
-            HostView(self), pool.num_durable, spec.num_mamba_layers, spec.conv_states_shape,
-            spec.ssm_states_shape, spec.conv_states_dtype, spec.ssm_states_dtype,
-            slots=self.prefix_cache.slots,
+            HostView(self), self.memory.state_pool.num_durable, ssm.num_layers,
+            conv.shape, ssm.shape, conv.dtype, ssm.dtype, slots=self.prefix_cache.slots,
         )  # fmt: skip
 
     @property
     def mamba_slot_allocator(self) -> MambaSlotAllocator | None:
-        """The durable slots under megatron-core's names; None without prefix caching. Built on first read."""
+        """The durable slots under megatron-core's names; None without prefix caching. Built on first read.
+
+        Raises:
+            RuntimeError: the model's states are others than Mamba-2's.
+        """
         return self._slot_allocator if self.config.enable_prefix_caching else None
 
     # ---- requests

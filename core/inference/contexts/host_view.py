@@ -41,7 +41,7 @@ class HostView:
     def __init__(self, context: _Context) -> None:
         self._context = context
         self.block_size_tokens = context.config.block_size_tokens
-        self.mamba_chunk_size = context.spec.ssd_chunk_size
+        self.mamba_chunk_size = context.spec.chunk_size or 1
         self.max_requests = context.config.max_requests
         self.prefix_caching_eviction_policy = context.config.prefix_caching_eviction_policy
         self.checkpoint_plan: CheckpointPlan = context.config.checkpoint_plan
@@ -58,11 +58,11 @@ class HostView:
 
     @property
     def mamba_conv_states(self) -> Tensor:
-        return self._context.memory.state_pool.live_conv_states
+        return self._context.memory.state_pool.live("conv")
 
     @property
     def mamba_ssm_states(self) -> Tensor:
-        return self._context.memory.state_pool.live_ssm_states
+        return self._context.memory.state_pool.live("ssm")
 
     @property
     def request_to_kv_block_ids(self) -> Tensor:

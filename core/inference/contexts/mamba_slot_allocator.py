@@ -131,14 +131,16 @@ class MambaSlotAllocator:
         )
 
     def _check_pool(self, pool: object) -> None:
-        if not isinstance(pool, StatePool):
-            raise ValueError(f"context.state_pool is {shown(pool)}; accepted: a StatePool")
+        if not isinstance(pool, StatePool) or {tensor.name for tensor in pool.states} != {"conv", "ssm"}:
+            raise ValueError(
+                f"context.state_pool is {shown(pool)}; accepted: a StatePool of the tensors 'conv' and 'ssm'"
+            )
         rows = (self.num_mamba_layers, self.max_slots)
         expected = [
             ((*rows, *shape), dtype)
             for shape, dtype in zip((self._conv_shape, self._ssm_shape), self._dtypes, strict=True)
         ]
-        durable = (pool.durable_conv_states, pool.durable_ssm_states)
+        durable = pool.durable("conv"), pool.durable("ssm")
         found = [(tuple(states.shape), states.dtype) for states in durable]
         if found != expected:
             raise ValueError(
@@ -158,7 +160,7 @@ class MambaSlotAllocator:
 
     def _durable_states(self) -> StateTensors:
         if self._pool is not None:
-            return StateTensors(self._pool.durable_conv_states, self._pool.durable_ssm_states)
+            return StateTensors(self._pool.durable("conv"), self._pool.durable("ssm"))
         return self._own  # type: ignore[return-value]
 
     def _live_states(self) -> StateTensors:

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..kernels.state_copy import copy_states
-from ..kernels.state_tensors import StateTensors
 from .holding import Holding
 from .prefix_cache import PrefixCache
 from .request_step import RequestStep
@@ -101,8 +99,7 @@ class RequestStates:
 
     def _copy(self, sources: list[int], destinations: list[int]) -> None:
         if sources:
-            states = StateTensors(self._pool.conv_states, self._pool.ssm_states)
-            copy_states(states, sources, states, destinations)
+            self._pool.copy(sources, destinations)
 
     def check_integrity(self, holdings: Sequence[Holding], during_step: bool) -> None:
         """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""

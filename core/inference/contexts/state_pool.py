@@ -1,16 +1,20 @@
-"""The tensors that hold recurrent states."""
+"""The memory that holds recurrent states."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ...tensor_validation import addressable, float_dtype
+from ...state_tensor import SlotLayout, StateTensor
+from ...tensor_validation import addressable
 from ...tensor_validation import device as checked_device
-from ...validation import INT32_MAX, integer, integers
+from ...validation import INT32_MAX, instance, integer
+from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
 
 
 class StatePool:
-    """Live and durable states of all Mamba layers in one index space.
+    """Live and durable states in one index space.
 
     A pool index below num_live is a live slot, which the owning request updates in place. The other pool
     indices are durable slots, which are immutable once committed:
@@ -21,83 +25,96 @@ class StatePool:
     Kernels address both parts through one base pointer. So a resumed request reads a durable slot and writes
     its live slot without a copy in between.
 
-    Attributes: `conv_states` [layers, slots, *conv_shape], the convolution's window of raw inputs;
-    `ssm_states` [layers, slots, *ssm_shape], the SSM state. Both start as zeros. `allocated`: whether both
-    have all their slots.
+    A slot is contiguous: it holds all tensors of a state, each with all its layers. `pool[name]` is a view
+    [layers, slots, *shape] of one tensor. So whatever a state consists of, to copy a slot is one copy.
+
+    Attributes:
+        states: what a slot holds.
+        num_live, num_durable: the slots of both parts.
+        allocated: whether the slots have memory.
+        memory: [slots, bytes of a slot] uint8. All slots start as zeros.
     """
 
     def __init__(
         self,
-        num_mamba_layers: int,
+        states: Sequence[StateTensor],
         num_live: int,
         num_durable: int,
-        conv_states_shape: tuple[int, ...],
-        ssm_states_shape: tuple[int, ...],
-        conv_states_dtype: torch.dtype,
-        ssm_states_dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._layers = integer("num_mamba_layers", num_mamba_layers, 0, INT32_MAX)
+        self.states = tuple(states)
+        for index, tensor in enumerate(self.states):
+            instance(f"states[{index}]", tensor, StateTensor)
         self.num_live = integer("num_live", num_live, 0, INT32_MAX)
         self.num_durable = integer("num_durable", num_durable, 0, INT32_MAX)
-        self._conv_shape = integers("conv_states_shape", conv_states_shape, 0, INT32_MAX)
-        self._ssm_shape = integers("ssm_states_shape", ssm_states_shape, 0, INT32_MAX)
-        self._conv_dtype = float_dtype("conv_states_dtype", conv_states_dtype)
-        self._ssm_dtype = float_dtype("ssm_states_dtype", ssm_states_dtype)
+        self._layout = SlotLayout.of(self.states)
         self._device = checked_device("device", device)
-        slots = (self._layers, self.num_live + self.num_durable)
-        addressable("conv_states_shape", self._conv_shape, (*slots, *self._conv_shape), self._conv_dtype)
-        addressable("ssm_states_shape", self._ssm_shape, (*slots, *self._ssm_shape), self._ssm_dtype)
+        size = self.num_live + self.num_durable, self._layout.slot_bytes
+        addressable("num_live + num_durable", size[0], size, torch.uint8)
         self.allocate()
 
     def allocate(self) -> None:
-        """Make the tensors, as zeros; their addresses are new. A call that raises changes nothing."""
-        self.put(self.new_states())
+        """Make the memory, as zeros; its address is new. A call that raises changes nothing."""
+        self.put(self.new_memory())
 
-    def new_states(self) -> StateTensors:
-        """Tensors for the pool, as zeros, for `put`."""
+    def new_memory(self) -> Tensor:
+        """Memory for the pool, as zeros, for `put`."""
         return self._zeros(self.num_live + self.num_durable)
 
-    def put(self, states: StateTensors) -> None:
-        """Use these tensors, a result of `new_states`, from now on."""
-        self.conv_states, self.ssm_states = states
-        self.allocated = True
+    def put(self, memory: Tensor) -> None:
+        """Use this memory, a result of `new_memory`, from now on."""
+        views = {
+            tensor.name: self._view(memory, tensor, offset)
+            for tensor, offset in zip(self.states, self._layout.offsets, strict=True)
+        }
+        self.memory, self._views = memory, views
+        self.allocated = len(memory) == self.num_live + self.num_durable
 
     def free(self) -> None:
-        """Free the tensors' memory; tensors without slots remain."""
+        """Free the memory; tensors without slots remain."""
+        self.put(self._zeros(0))
         self.allocated = False
-        self.conv_states, self.ssm_states = self._zeros(0)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
-    def _zeros(self, num_slots: int) -> StateTensors:
-        slots, device = (self._layers, num_slots), self._device
-        return StateTensors(
-            torch.zeros(*slots, *self._conv_shape, dtype=self._conv_dtype, device=device),
-            torch.zeros(*slots, *self._ssm_shape, dtype=self._ssm_dtype, device=device),
-        )
+    def _zeros(self, num_slots: int) -> Tensor:
+        return torch.zeros(num_slots, self._layout.slot_bytes, dtype=torch.uint8, device=self._device)
+
+    @staticmethod
+    @torch.inference_mode(False)
+    def _view(memory: Tensor, tensor: StateTensor, offset: int) -> Tensor:
+        """[layers, slots, *shape] of one tensor."""
+        entries = memory[:, offset : offset + tensor.state_bytes].view(tensor.dtype)
+        return entries.view(len(memory), tensor.num_layers, *tensor.shape).movedim(0, 1)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor `name` of all slots, [layers, slots, *shape], a view."""
+        return self._views[name]
 
     @property
-    def live_conv_states(self) -> Tensor:
-        """[layers, num_live, *conv_shape], a view."""
-        return self.conv_states[:, : self.num_live]
+    def tensors(self) -> tuple[Tensor, ...]:
+        """`self[name]` of all tensors, in the order of `states`."""
+        return tuple(self._views.values())
 
-    @property
-    def live_ssm_states(self) -> Tensor:
-        """[layers, num_live, *ssm_shape], a view."""
-        return self.ssm_states[:, : self.num_live]
+    def live(self, name: str) -> Tensor:
+        """[layers, num_live, *shape], a view."""
+        return self[name][:, : self.num_live]
 
-    @property
-    def durable_conv_states(self) -> Tensor:
-        """[layers, num_durable, *conv_shape], a view."""
-        return self.conv_states[:, self.num_live :]
-
-    @property
-    def durable_ssm_states(self) -> Tensor:
-        """[layers, num_durable, *ssm_shape], a view."""
-        return self.ssm_states[:, self.num_live :]
+    def durable(self, name: str) -> Tensor:
+        """[layers, num_durable, *shape], a view."""
+        return self[name][:, self.num_live :]
 
     def durable_index(self, slot: int) -> int:
         """The pool index of durable slot `slot`."""
         if type(slot) is not int or not 0 <= slot < self.num_durable:
             slot = integer("slot", slot, 0, self.num_durable - 1)
         return self.num_live + slot
+
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy whole slots, pair by pair, on the current stream; one launch, as `copy_states`.
+
+        Args:
+            sources, destinations: [n] pool indices. No destination is a source or named twice.
+        """
+        slots = self.memory[None]
+        states = StateTensors(slots[..., :0], slots)  # one tensor for all: slots are contiguous
+        copy_states(states, sources, states, destinations)

@@ -30,10 +30,10 @@ class BatchDimensions(NamedTuple):
 class StepBuilder:
     """Fills the step buffer for one step after another, and sends it to the device."""
 
-    def __init__(self, buffer: StepBuffer, block_size_tokens: int, ssd_chunk_size: int) -> None:
+    def __init__(self, buffer: StepBuffer, block_size_tokens: int, chunk_size: int) -> None:
         self._buffer = buffer
         self._block_size = block_size_tokens
-        self._ssd_chunk_size = ssd_chunk_size
+        self._chunk_size = chunk_size
 
     def build(
         self,
@@ -67,7 +67,8 @@ class StepBuilder:
         arrays = self._buffer.arrays(shape)
         for field in STEP_FIELDS:
             layout.fill(arrays[field.name], values[field.name], field)
-        return _inputs(shape, len(values["logit_tokens"]), self._buffer.send(shape), kv_cache, state_pool)
+        tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
+        return _inputs(shape, num_logits, tensors, self._chunk_size, kv_cache, state_pool)
 
     def _kv_values(
         self, steps: Sequence[RequestStep], packing: "_Packing", block_table: Array
@@ -101,7 +102,7 @@ class StepBuilder:
         grid = chunk_grid(
             packing.starts[decodes:],
             packing.lengths[decodes:],
-            self._ssd_chunk_size,
+            self._chunk_size,
             rows,
             [position for _, position, _ in inner],
         )
@@ -244,15 +245,20 @@ class _Layout:
 
 
 def _inputs(
-    shape: StepShape, num_logits: int, tensors: dict[str, Tensor], kv_cache: Tensor, pool: StatePool
+    shape: StepShape,
+    num_logits: int,
+    tensors: dict[str, Tensor],
+    chunk_size: int,
+    kv_cache: Tensor,
+    pool: StatePool,
 ) -> StepInputs:
-    owned: dict[str, dict[str, Tensor]] = {"": {}, "chunks": {}, "checkpoints": {}}
+    owned: dict[str, dict[str, Any]] = {"": {}, "chunks": {}, "checkpoints": {}}
     for field in STEP_FIELDS:
         owned[field.owner][field.attribute or field.name] = tensors[field.name]
     return StepInputs(
         shape=shape,
         **owned[""],
-        chunks=PrefillChunks(**owned["chunks"]),
+        chunks=PrefillChunks(**owned["chunks"], chunk_size=chunk_size),
         checkpoints=Checkpoints(**owned["checkpoints"]),
         num_logits=num_logits,
         kv_cache=kv_cache,

@@ -17,18 +17,18 @@ class StepShape(NamedTuple):
     max_query_tokens: int  # at least the tokens of the longest prefill row
     table_blocks: int  # columns of the block table
     kv_writes: int
-    chunks: int  # SSD chunks
+    chunks: int  # chunks of the prefill rows
     checkpoints: int
     logits: int
     decode_tokens: int = 1  # tokens of each decode row: more than one where any row has drafts
 
     @classmethod
     def largest(
-        cls, max_requests: int, max_tokens: int, decode_tokens: int, table_blocks: int, ssd_chunk_size: int
+        cls, max_requests: int, max_tokens: int, decode_tokens: int, table_blocks: int, chunk_size: int
     ) -> "StepShape":
         """Upper bounds of all sizes of a context's steps, padded or not."""
         num_decode_tokens = max_requests * decode_tokens
-        num_chunks = -(-max_tokens // ssd_chunk_size)
+        num_chunks = -(-max_tokens // chunk_size)
         return cls(
             decodes=max_requests,
             prefills=max_requests,
@@ -58,7 +58,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillChunks:
-    """SSD chunk metadata of the prefill rows, on the absolute grid of `chunk_grid`.
+    """How the prefill rows are cut into chunks, on the absolute grid of `chunk_grid`.
 
     Tokens are counted in the packed prefill stream (token 0 is the first prefill token of the step),
     rows from the first prefill row.
@@ -69,14 +69,16 @@ class PrefillChunks:
     cu_chunk_seqlens: Tensor  # [chunks + 1] int32: where each chunk starts; trailing total
     seq_idx: Tensor  # [chunks] int32: the prefill row of each chunk
     row_chunk_starts: Tensor  # [prefills + 1] int32: each row's first chunk; trailing total
-    destinations: Tensor  # [chunks] int64: pool index for the SSM state after this chunk; -1 = none
+    destinations: Tensor  # [chunks] int64: pool index for the state after this chunk; -1 = none
+    chunk_size: int  # tokens of a whole chunk; chunks end where a sequence's position is a multiple of it
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Convolution windows to store at boundaries strictly inside this step's prefill rows.
+    """States to store at boundaries strictly inside this step's prefill rows, by the boundary's token.
 
-    There is one entry for each state. `PrefillChunks.destinations` has the SSM states of the same boundaries.
+    There is one entry for each state. `PrefillChunks.destinations` has the same states by chunk, because each
+    boundary is the end of a chunk. Convolution windows are stored by token, states of scans by chunk.
     A boundary at the end of a row's step needs no entry: the row's `state_destinations` is the slot.
     """
 

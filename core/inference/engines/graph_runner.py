@@ -45,7 +45,7 @@ class GraphBuckets:
             max_requests=config.max_requests,
             table_blocks=context.request_to_kv_block_ids.shape[1],
             max_prefill_tokens=prefill_tokens if config.use_cuda_graphs_for_non_decode_steps else 0,
-            chunk_size=context.spec.ssd_chunk_size,
+            chunk_size=context.spec.chunk_size or config.block_size_tokens,
             block_size=config.block_size_tokens,
             decode_tokens=1 + config.num_speculative_tokens,
         )
@@ -161,8 +161,7 @@ class GraphRunner(ModelRunner):
 
     def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
         pool = inputs.state_pool
-        tensors = pool.conv_states, pool.ssm_states, inputs.kv_cache
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        addresses = pool.memory.data_ptr(), inputs.kv_cache.data_ptr()
         if addresses != self._addresses:
             self.drop_graphs()
             self._addresses = addresses

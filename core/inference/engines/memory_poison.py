@@ -37,8 +37,8 @@ class MemoryPoison:
         """Fill all free memory with NaN; between steps, or after a step is begun and before its forward."""
         slots, blocks = free_memory(self._context)
         pool = self._context.memory.state_pool
-        _fill(pool.conv_states, 1, slots)
-        _fill(pool.ssm_states, 1, slots)
+        for states in pool.tensors:
+            _fill(states, 1, slots)
         _fill(self._context.memory.kv_cache, 2, blocks)
 
     def check(self, logits: Tensor) -> None:

@@ -12,6 +12,7 @@ from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, UNPRINTABLE, Bad, meta, refuse, refuse_all
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest
 from oracle.picture import picture
+from oracle.state_tensors import conv_and_ssm
 
 MAX_HASH = 2**63 - 1
 
@@ -211,9 +212,9 @@ def test_slots_are_made_for_a_host():
 
 
 _pools = [
-    ms.StatePool(2, 4, 4, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64),  # another dtype
-    ms.StatePool(2, 4, 5, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32),
-    ms.StatePool(1, 4, 4, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32),
+    ms.StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64), 4, 4),  # another dtype
+    ms.StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 5),
+    ms.StatePool(conv_and_ssm(1, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 4),
 ]
 HOST_ATTRIBUTES = {
     "kv_block_allocator": bad.anything(),
@@ -379,17 +380,12 @@ def test_no_slot_is_left():
 # ---- StatePool
 
 POOL = {
-    "num_mamba_layers": 2, "num_live": 3, "num_durable": 2, "conv_states_shape": CONV_SHAPE,
-    "ssm_states_shape": SSM_SHAPE, "conv_states_dtype": torch.float32, "ssm_states_dtype": torch.float64,
+    "states": conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64),
+    "num_live": 3, "num_durable": 2,
 }  # fmt: skip
 POOL_ARGUMENTS = {
-    "num_mamba_layers": bad.integer(0, INT32_MAX),
     "num_live": bad.integer(0, INT32_MAX),
     "num_durable": bad.integer(0, INT32_MAX),
-    "conv_states_shape": bad.shape(0).also((INT32_MAX,) * 3),
-    "ssm_states_shape": bad.shape(0).also((INT32_MAX,) * 3),
-    "conv_states_dtype": bad.dtype(),
-    "ssm_states_dtype": bad.dtype(),
     "device": bad.device(),
 }
 

@@ -9,12 +9,12 @@ import torch
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, Bad, refuse, refuse_all
 from oracle.serving import small_model
+from oracle.state_tensors import conv_and_ssm
 
 SPEC: dict[str, Any] = {
-    "num_mamba_layers": 2, "conv_states_shape": (3, 4), "ssm_states_shape": (2, 3, 2),
-    "conv_states_dtype": torch.float32, "ssm_states_dtype": torch.float64, "num_attention_layers": 1,
-    "num_kv_heads": 2, "head_dim": 4, "kv_dtype": torch.float32, "ssd_chunk_size": 4, "vocab_size": 256,
-    "device": torch.device("cpu"),
+    "states": conv_and_ssm(2, (3, 4), (2, 3, 2), torch.float32, torch.float64),
+    "num_attention_layers": 1, "num_kv_heads": 2, "head_dim": 4, "kv_dtype": torch.float32,
+    "vocab_size": 256, "device": torch.device("cpu"),
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
     "block_size_tokens": 8, "max_requests": 4, "max_tokens": 64, "max_sequence_length": 256,
@@ -28,18 +28,21 @@ HYBRID: dict[str, Any] = {
 
 _count, _length = bad.integer(1, INT32_MAX), bad.integer(1, INT32_MAX)
 SPEC_ARGUMENTS: dict[str, Bad] = {
-    "num_mamba_layers": bad.integer(0, INT32_MAX),
     "num_attention_layers": bad.integer(0, INT32_MAX),
     "num_kv_heads": _count,
     "head_dim": _count,
-    "ssd_chunk_size": _length,
     "vocab_size": _count,
-    "conv_states_dtype": bad.dtype(),
-    "ssm_states_dtype": bad.dtype(),
     "kv_dtype": bad.dtype(),
-    "conv_states_shape": bad.shape(1),
-    "ssm_states_shape": bad.shape(1),
     "device": bad.device(),
+}
+TENSOR: dict[str, Any] = {"name": "ssm", "num_layers": 2, "shape": (2, 3), "dtype": torch.float32, "grid": 4}
+TENSOR_ARGUMENTS: dict[str, Bad] = {
+    "name": bad.anything(str).also("", "two words", "1st"),
+    "num_layers": bad.integer(0, INT32_MAX),
+    "shape": bad.shape(1),
+    "dtype": bad.dtype(),
+    "grid": _length,
+    "split": bad.anything(ms.StateSplit, type(None)),
 }
 CONFIG_ARGUMENTS: dict[str, Bad] = {
     "block_size_tokens": _length,
@@ -100,6 +103,7 @@ SETTINGS = [
     (cls, good, name, bad_values)
     for cls, good, arguments in (
         (ms.HybridStateSpec, SPEC, SPEC_ARGUMENTS),
+        (ms.StateTensor, TENSOR, TENSOR_ARGUMENTS),
         (ms.InferenceConfig, CONFIG, CONFIG_ARGUMENTS),
         (ms.SamplingParams, {}, SAMPLING_ARGUMENTS),
         (ms.CheckpointPlan, {}, PLAN_ARGUMENTS),
@@ -126,8 +130,9 @@ def test_integers_of_any_type_are_kept_as_ints(cls: Any) -> None:
 
 
 def test_a_spec_keeps_shapes_as_tuples_of_ints() -> None:
-    spec = ms.HybridStateSpec(**SPEC | {"conv_states_shape": [np.int64(3), 4], "device": "cpu"})
-    assert (spec.conv_states_shape, spec.device) == ((3, 4), torch.device("cpu"))
+    tensor = ms.StateTensor(**TENSOR | {"shape": [np.int64(2), 3]})
+    spec = ms.HybridStateSpec(**SPEC | {"device": "cpu", "states": list(SPEC["states"])})
+    assert (tensor.shape, spec.device) == ((2, 3), torch.device("cpu"))
     assert hash(spec) == hash(ms.HybridStateSpec(**SPEC))
 
 
@@ -176,9 +181,8 @@ def test_sizes_that_no_context_can_have_are_refused(overrides: dict[str, Any], n
     ("spec_overrides", "config_overrides", "named"),
     [
         ({"head_dim": INT32_MAX, "num_kv_heads": INT32_MAX}, {}, "num_kv_blocks"),
-        ({"ssm_states_shape": (INT32_MAX,) * 3}, {}, "ssm_states_shape"),
-        ({"conv_states_shape": (INT32_MAX,) * 3}, {}, "conv_states_shape"),
-        ({"num_mamba_layers": INT32_MAX, "ssm_states_shape": (INT32_MAX,)}, {}, "ssm_states_shape"),
+        ({"states": [ms.StateTensor("ssm", 1, (INT32_MAX,) * 3, torch.float32)]}, {}, "num_live"),
+        ({"states": [ms.StateTensor("ssm", INT32_MAX, (INT32_MAX,), torch.float32)]}, {}, "num_live"),
     ],
 )
 def test_tensors_larger_than_any_memory_are_refused(

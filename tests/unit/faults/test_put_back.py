@@ -270,7 +270,7 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "if config.enable_prefix_caching and config.block_size_tokens % spec.ssd_chunk_size:",
+                "if config.enable_prefix_caching and config.block_size_tokens % spec.grid:",
                 "if False:",
             ),
         ),

@@ -237,19 +237,19 @@ def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behin
 def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one() -> None:
     context = make_context()
     tensors = [
-        ref(context.memory.state_pool.ssm_states),
-        ref(context.memory.state_pool.conv_states),
+        ref(context.memory.state_pool["ssm"]),
+        ref(context.memory.state_pool["conv"]),
         ref(context.memory.kv_cache),
     ]
     prefill(context, make_request(random_tokens(20, seed=1)))
     context.suspend()
     assert [tensor() for tensor in tensors] == [None, None, None]
-    assert context.memory.state_pool.ssm_states.numel() == context.memory.kv_cache.numel() == 0
+    assert context.memory.state_pool["ssm"].numel() == context.memory.kv_cache.numel() == 0
     context.resume()
     prefill(context, make_request(random_tokens(20, seed=1)))
     slots = context.mamba_slot_allocator
     assert slots is not None
-    assert slots.ssm_states.untyped_storage().data_ptr() == context.memory.state_pool.ssm_states.data_ptr()
+    assert slots.ssm_states.untyped_storage().data_ptr() == context.memory.state_pool["ssm"].data_ptr()
 
 
 # ---- lost hits

@@ -74,8 +74,8 @@ def expected(oracle, tokens) -> Tensor:
 
 
 def assert_states(pool, slot: int, states: tuple[Tensor, Tensor]) -> None:
-    torch.testing.assert_close(pool.conv_states[:, slot], states[0], rtol=0, atol=1e-11)
-    torch.testing.assert_close(pool.ssm_states[:, slot], states[1], rtol=0, atol=1e-11)
+    torch.testing.assert_close(pool["conv"][:, slot], states[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(pool["ssm"][:, slot], states[1], rtol=0, atol=1e-11)
 
 
 CONFIGS = {
@@ -142,14 +142,14 @@ class TestAgainstTheRecurrence:
                 Row(history[before:], before, source, 5 + i, blocks, decode=kind == "decode", logits="all")
             )
             histories.append(history)
-        sources = server.pool.ssm_states[:, :5].clone()
+        sources = server.pool["ssm"][:, :5].clone()
         out = server.step(*rows).split([len(row.tokens) for row in rows])
         oracle = RecurrentLM(model)
         for i, row in enumerate(rows):
             expected = oracle.logits(histories[i])[row.start :]
             torch.testing.assert_close(out[i], expected, rtol=0, atol=1e-11)
             assert_states(server.pool, 5 + i, (torch.tensor(oracle.conv), torch.tensor(oracle.ssm)))
-        torch.testing.assert_close(server.pool.ssm_states[:, :5], sources, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(server.pool["ssm"][:, :5], sources, rtol=0, atol=0, equal_nan=True)
 
     def test_generate_greedy_is_the_argmax_of_the_logits(self, oracle, tokens):
         generated, log_probs = oracle.generate_greedy(tokens, 5)
@@ -176,8 +176,8 @@ class TestCheckpoints:
         out = without.step(row)
         taken = Row(tokens, 0, -1, 0, (0, 1, 2), logits="all", checkpoints={48: 1, 64: 2})
         assert torch.equal(with_them.step(taken), out)
-        assert torch.equal(with_them.pool.ssm_states[:, 0], without.pool.ssm_states[:, 0])
-        assert with_them.pool.ssm_states[:, 3:].isnan().all()
+        assert torch.equal(with_them.pool["ssm"][:, 0], without.pool["ssm"][:, 0])
+        assert with_them.pool["ssm"][:, 3:].isnan().all()
 
 
 class TestStep:
@@ -221,8 +221,8 @@ class TestDtypes:
         out = server.run(tokens, cuts=(3, 40))
         decoded = server.step(Row([7], LENGTH, 0, 1, (0, 1, 2), decode=True))
         assert out.dtype == decoded.dtype == torch.float32
-        assert server.pool.ssm_states.dtype == torch.float32
-        assert server.pool.conv_states.dtype == server.kv_cache.dtype == dtype
+        assert server.pool["ssm"].dtype == torch.float32
+        assert server.pool["conv"].dtype == server.kv_cache.dtype == dtype
         error = (torch.cat([out, decoded]) - RecurrentLM(model).logits([*tokens, 7])).abs().max().item()
         print(f"largest error against the recurrence, {dtype}: {error:.2e}")
         assert error < tolerance
@@ -250,7 +250,7 @@ class TestTheCachesMatter:
     def test_losing_one_changes_many_of_the_next_tokens(self, model, tokens, expected, lost):
         server = Server(model)
         server.step(Row(tokens[: self.POSITION], 0, -1, 0, (0, 1, 2)))
-        {"conv": server.pool.conv_states, "ssm": server.pool.ssm_states, "kv": server.kv_cache}[lost].zero_()
+        {"conv": server.pool["conv"], "ssm": server.pool["ssm"], "kv": server.kv_cache}[lost].zero_()
         out = server.step(Row(tokens[self.POSITION :], self.POSITION, 0, 0, (0, 1, 2), logits="all"))
         changed = (out.argmax(-1) != expected[self.POSITION :].argmax(-1)).double().mean().item()
         print(f"tokens changed by losing {lost}: {changed:.0%}")
@@ -283,11 +283,13 @@ class TestTheCachesMatter:
 class TestConfig:
     def test_the_spec_says_what_a_sequence_costs(self):
         spec = HybridLM(HybridConfig.tiny(torch.bfloat16)).state_spec()
-        assert (spec.num_mamba_layers, spec.num_attention_layers) == (3, 1)
-        assert (spec.conv_states_shape, spec.ssm_states_shape) == ((192, 3), (8, 16, 16))
-        assert (spec.conv_states_dtype, spec.ssm_states_dtype) == (torch.bfloat16, torch.float32)
+        conv, ssm = spec.states
+        assert (conv.num_layers, ssm.num_layers, spec.num_attention_layers) == (3, 3, 1)
+        assert (conv.shape, ssm.shape) == ((192, 3), (8, 16, 16))
+        assert (conv.dtype, ssm.dtype) == (torch.bfloat16, torch.float32)
+        assert (conv.grid, ssm.grid) == (1, 16)
         assert (spec.num_kv_heads, spec.head_dim, spec.kv_dtype) == (2, 16, torch.bfloat16)
-        assert (spec.ssd_chunk_size, spec.vocab_size, spec.device) == (16, 256, torch.device("cpu"))
+        assert (spec.chunk_size, spec.vocab_size, spec.device) == (16, 256, torch.device("cpu"))
 
     @pytest.mark.parametrize(
         ("override", "value"),

@@ -138,8 +138,8 @@ class Scenario:
         for ours, theirs in zip(self.run(), other.run(), strict=True):
             torch.testing.assert_close(ours, theirs, **close)
         for ours, theirs in (
-            (self.context.memory.state_pool.conv_states, other.context.memory.state_pool.conv_states),
-            (self.context.memory.state_pool.ssm_states, other.context.memory.state_pool.ssm_states),
+            (self.context.memory.state_pool["conv"], other.context.memory.state_pool["conv"]),
+            (self.context.memory.state_pool["ssm"], other.context.memory.state_pool["ssm"]),
             (self.context.memory.kv_cache, other.context.memory.kv_cache),
         ):
             torch.testing.assert_close(ours.cpu(), theirs.cpu(), **close)
@@ -167,7 +167,7 @@ class Touched(TorchDispatchMode):
 
     def __init__(self, pool: StatePool) -> None:
         super().__init__()
-        self._memory = {t.untyped_storage().data_ptr() for t in (pool.conv_states, pool.ssm_states)}
+        self._memory = {pool.memory.untyped_storage().data_ptr()}
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,9 +191,9 @@ class Counted(Scenario):
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         pool = inputs.state_pool
-        with traffic_of(pool.conv_states) as conv, traffic_of(pool.ssm_states) as ssm:
+        with traffic_of(pool.memory) as slots:
             logits = super()._forward(inputs)
-        self.moved.append((conv.loaded + ssm.loaded, conv.stored + ssm.stored))
+        self.moved.append((slots.loaded, slots.stored))
         state = self.model.state_spec().state_bytes
         read = int((inputs.state_sources >= 0).sum())
         written = int((inputs.state_destinations >= 0).sum() + (inputs.checkpoints.destinations >= 0).sum())

@@ -23,7 +23,7 @@ from mambaslots.testing.step_padding import larger_shape, padded
 from oracle import bad_values as bad
 from oracle.bad_values import refuse_all
 from oracle.drafters import InPlaceModel, RightDrafter
-from oracle.ema_lm import EmaLM
+from oracle.ema_lm import VOCABULARY, EmaLM
 from oracle.serving import random_tokens, small_engine, small_model
 from torch import Tensor
 
@@ -145,7 +145,7 @@ def test_the_package_gives_it_out_when_it_is_asked_for() -> None:
 
 class NoSpec(EmaLM):
     def state_spec(self) -> Any:
-        return {"num_mamba_layers": 1}
+        return {"num_layers": 1}
 
 
 class RaisingSpec(EmaLM):
@@ -158,12 +158,12 @@ class ChangingSpec(EmaLM):
 
     def state_spec(self) -> Any:
         self.calls += 1
-        return replace(super().state_spec(), ssd_chunk_size=4 * self.calls)
+        return replace(super().state_spec(), vocab_size=VOCABULARY + self.calls)
 
 
 class NoRecurrentLayer(EmaLM):
     def state_spec(self) -> Any:
-        return replace(super().state_spec(), num_mamba_layers=0)
+        return replace(super().state_spec(), states=())
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ class NoRecurrentLayer(EmaLM):
         (None, "the model is None; accepted: an object with state_spec"),
         (EmaLM, "accepted: an object with state_spec"),
         (lambda inputs: inputs, "accepted: an object with state_spec"),
-        (NoSpec(), r"state_spec\(\) returns {'num_mamba_layers': 1}; accepted: a HybridStateSpec"),
+        (NoSpec(), r"state_spec\(\) returns {'num_layers': 1}; accepted: a HybridStateSpec"),
         (RaisingSpec(), r"state_spec\(\) raises KeyError: 'hidden_size'"),
         (ChangingSpec(), r"accepted: the same at every call"),
-        (NoRecurrentLayer(), r"num_mamba_layers is 0; accepted: at least 1"),
+        (NoRecurrentLayer(), r"states has no layer; accepted: at least one"),
     ],
 )
 def test_what_is_no_model_is_told_so_in_a_sentence(model: object, message: str) -> None:

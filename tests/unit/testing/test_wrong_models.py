@@ -7,13 +7,19 @@ from functools import cache
 
 import pytest
 import torch
+from mambaslots.state_tensor import StateTensor
 from mambaslots.testing import ModelError, ModelReport, Rule, check_model
 from oracle.ema_lm import DIM, TAPS, VOCABULARY, EmaLM
+from oracle.state_tensors import conv_and_ssm
 from torch import Tensor
 
 WRONG: list[tuple[type, tuple[Rule, ...]]] = []
 LONG: set[type] = set()
 """Models whose rules an earlier one breaks in another way."""
+
+
+def _states(layers: int, conv_shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    return conv_and_ssm(layers, conv_shape, (DIM,), torch.float64, torch.float64)
 
 
 def breaks(*rules: Rule) -> Callable[[type], type]:
@@ -121,9 +127,9 @@ class WritesHalfOfAChunkState(EmaLM):
                 chunks=replace(inputs.chunks, destinations=torch.full_like(inputs.chunks.destinations, -1)),
             ),
         )
-        averages = inputs.state_pool.ssm_states[layer]
+        averages = inputs.state_pool["ssm"][layer]
         _, _, after = self.scan(
-            layer, x, self.read(inputs.state_pool.conv_states[layer], inputs), self.read(averages, inputs),
+            layer, x, self.read(inputs.state_pool["conv"][layer], inputs), self.read(averages, inputs),
             inputs,
         )  # fmt: skip
         self.write(averages[:, : DIM // 2], after[:, : DIM // 2], self.chunk_ends(inputs))
@@ -139,7 +145,10 @@ class WritesNoState(EmaLM):
 @breaks(Rule.NO_STATE_WRITTEN)
 class ClaimsALayerTooMany(EmaLM):
     def state_spec(self):
-        return replace(super().state_spec(), num_mamba_layers=2)
+        return replace(
+            super().state_spec(),
+            states=_states(2, (TAPS - 1, DIM)),
+        )
 
 
 @breaks(Rule.KV_NOT_WRITTEN)
@@ -196,7 +205,7 @@ class UpdatesSourcesToo(EmaLM):
         out = super().recur(layer, x, inputs)
         known = inputs.state_sources[inputs.state_sources >= 0]
         taken = torch.cat([inputs.state_destinations, inputs.chunks.destinations])
-        inputs.state_pool.ssm_states[layer, known[~torch.isin(known, taken)]] *= 0.5
+        inputs.state_pool["ssm"][layer, known[~torch.isin(known, taken)]] *= 0.5
         return out
 
 
@@ -415,13 +424,16 @@ class HasMoreLayersThanItSays(EmaLM):
     layers = 2
 
     def state_spec(self):
-        return replace(super().state_spec(), num_mamba_layers=1)
+        return replace(
+            super().state_spec(),
+            states=_states(1, (TAPS - 1, DIM)),
+        )
 
 
 @breaks(Rule.RAISES)
 class HasOtherWindowsThanItSays(EmaLM):
     def state_spec(self):
-        return replace(super().state_spec(), conv_states_shape=(TAPS, DIM))
+        return replace(super().state_spec(), states=_states(1, (TAPS, DIM)))
 
 
 # ---- one answer, whatever the way to it
@@ -624,7 +636,7 @@ def test_every_rule_has_a_model_that_breaks_it() -> None:
             [
                 "RAISES: RuntimeError: ",
                 "raised at ema_lm.py:",
-                "The pools are conv_states [1, slots, 3, 8], ssm_states [1, slots, 8] and kv_cache [1, 2, ",
+                "The pools are state_pool['conv'] [1, slots, 3, 8], state_pool['ssm'] [1, slots, 8] and ",
                 '(first in "whole prompts", a step of 1 prefill row of 32 tokens)',
             ],
         ),
@@ -634,7 +646,7 @@ def test_every_rule_has_a_model_that_breaks_it() -> None:
         ),
         (
             LeavesTheStateBeforeTheLastToken,
-            ["the conv_states after 6 tokens differ by", "they are the states after 5 tokens"],
+            ["the states 'conv' after 6 tokens differ by", "they are the states after 5 tokens"],
         ),
         (
             WeighsMaskedValuesByZero,
@@ -642,7 +654,7 @@ def test_every_rule_has_a_model_that_breaks_it() -> None:
         ),
         (
             ForgetsInnerStatesOfOneLayer,
-            ["8 of 16 numbers of ssm_states are not written at chunks.destinations", "in layer 1 (first in"],
+            ["8 of 16 numbers of 'ssm' are not written at chunks.destinations", "in layer 1 (first in"],
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

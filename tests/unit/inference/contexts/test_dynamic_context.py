@@ -201,7 +201,7 @@ def test_a_cap_on_states_of_a_path_keeps_the_deepest(cap: int) -> None:
 
 def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused() -> None:
     """Fault 20 of the stock context: no hit would ever be possible."""
-    with pytest.raises(ValueError, match="block_size_tokens is 6; accepted: a multiple of the model's SSD"):
+    with pytest.raises(ValueError, match="block_size_tokens is 6; accepted: a multiple of 4, because"):
         make_context(block_size_tokens=6)
 
 

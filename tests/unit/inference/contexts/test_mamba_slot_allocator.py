@@ -113,17 +113,17 @@ def test_rows_that_hosts_index_are_int32_on_the_cpu_and_start_empty():
 
 
 def test_a_state_pool_of_the_host_holds_the_states():
-    pool = StatePool(2, 4, 3, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
+    pool = StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 3)
     _, slots = make(3, optional={"state_pool": pool})
     slots.allocate_slots_batch([7])
     slots.store_from_tensors(7, 0, torch.ones(SSM_SHAPE), torch.ones(CONV_SHAPE))
     index = pool.durable_index(slots.get_slot(7))
-    assert pool.ssm_states[0, index].eq(1).all()
-    assert pool.conv_states[0, index].eq(1).all()
+    assert pool["ssm"][0, index].eq(1).all()
+    assert pool["conv"][0, index].eq(1).all()
 
 
 def test_a_state_pool_of_another_size_is_refused():
-    pool = StatePool(2, 4, 2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
+    pool = StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 2)
     with pytest.raises(ValueError, match="state_pool"):
         make(3, optional={"state_pool": pool})
 

@@ -61,8 +61,8 @@ class TestBits:
     def _both_ways(self, model, context, inputs) -> None:
         assert GraphBuckets.of(context).smallest(inputs.shape) == inputs.shape
         pools = (
-            context.memory.state_pool.conv_states,
-            context.memory.state_pool.ssm_states,
+            context.memory.state_pool["conv"],
+            context.memory.state_pool["ssm"],
             context.memory.kv_cache,
         )
         before = [pool.clone() for pool in pools]
@@ -91,12 +91,12 @@ class TestBits:
         for indices in (inputs.state_sources, inputs.state_destinations, inputs.chunks.destinations,
                         inputs.checkpoints.destinations, inputs.kv_write_positions):  # fmt: skip
             indices.fill_(-1)
-        for pool in (context.memory.state_pool.conv_states, context.memory.state_pool.ssm_states):
+        for pool in (context.memory.state_pool["conv"], context.memory.state_pool["ssm"]):
             pool.fill_(float("nan"))
         with torch.inference_mode():
             model(inputs)
-        assert context.memory.state_pool.conv_states.isnan().all()
-        assert context.memory.state_pool.ssm_states.isnan().all()
+        assert context.memory.state_pool["conv"].isnan().all()
+        assert context.memory.state_pool["ssm"].isnan().all()
         assert context.memory.kv_cache.count_nonzero() == 0
 
 

@@ -32,8 +32,8 @@ class Watched:
         pool = inputs.state_pool
         slots = {
             slot
-            for slot in range(pool.conv_states.shape[1])
-            if pool.conv_states[:, slot].isnan().all() and pool.ssm_states[:, slot].isnan().all()
+            for slot in range(len(pool.memory))
+            if all(states[:, slot].isnan().all() for states in pool.tensors)
         }
         blocks = {b for b in range(inputs.kv_cache.shape[2]) if inputs.kv_cache[:, :, b].isnan().all()}
         step = StepMemory.from_inputs(inputs)
@@ -122,9 +122,7 @@ def test_it_is_off_unless_asked_for() -> None:
     engine = small_engine()
     serve_checked(engine, [random_tokens(20, seed=6)])
     pool = engine.context.memory.state_pool
-    assert not any(
-        t.isnan().any() for t in (pool.conv_states, pool.ssm_states, engine.context.memory.kv_cache)
-    )
+    assert not any(t.isnan().any() for t in (pool["conv"], pool["ssm"], engine.context.memory.kv_cache))
 
 
 @pytest.mark.gpu

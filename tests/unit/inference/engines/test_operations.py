@@ -555,26 +555,26 @@ def test_suspending_frees_the_pools() -> None:
     serve_checked(engine, [LONG])
     context = engine.context
     pool = context.memory.state_pool
-    tensors = [weakref.ref(t) for t in (pool.conv_states, pool.ssm_states, context.memory.kv_cache)]
+    tensors = [weakref.ref(t) for t in (pool.memory, context.memory.kv_cache)]
     storages = [t().untyped_storage() for t in tensors]  # type: ignore[union-attr]
     sizes = [storage.nbytes() for storage in storages]
     owners = [weakref.ref(storage) for storage in storages]
     del storages
     assert all(sizes)
     engine.suspend()
-    assert [t() for t in tensors] == [None] * 3
-    assert [owner() for owner in owners] == [None] * 3
+    assert [t() for t in tensors] == [None] * 2
+    assert [owner() for owner in owners] == [None] * 2
     slots = context.mamba_slot_allocator
     assert slots is not None
     remaining = (
-        pool.conv_states, pool.ssm_states, context.memory.kv_cache, pool.live_conv_states,
-        pool.live_ssm_states, slots.conv_states, slots.ssm_states,
+        pool["conv"], pool["ssm"], context.memory.kv_cache, pool.live("conv"),
+        pool.live("ssm"), slots.conv_states, slots.ssm_states,
     )  # fmt: skip
     assert [t.untyped_storage().nbytes() for t in remaining] == [0] * 7
     assert cached(engine) == (0, 0)
     assert_idle(engine)
     engine.resume()
-    back = (pool.conv_states, pool.ssm_states, context.memory.kv_cache)
+    back = (pool.memory, context.memory.kv_cache)
     assert [t.untyped_storage().nbytes() for t in back] == sizes
     assert not any(t.any() for t in back)
     assert serve_checked(engine, [LONG])[0].num_resumed_tokens == 0
@@ -684,7 +684,7 @@ def test_the_start_up_line_counts_the_bytes_there_are(caplog: pytest.LogCaptureF
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == context.memory.summary()
     pool = context.memory.state_pool
-    states = pool.conv_states.nbytes + pool.ssm_states.nbytes
+    states = pool.memory.nbytes
     kv, total = context.memory.kv_cache.nbytes, states + context.memory.kv_cache.nbytes
     assert f"live states 4 x {states / 54 / 2**20:.3g} MiB" in line
     assert f"durable states 50 x {states / 54 / 2**20:.3g} MiB" in line

@@ -72,7 +72,7 @@ def test_a_failed_resume_leaves_a_suspended_engine_that_can_be_resumed(number: i
         assert_suspended(engine)
         memory = engine.context.memory
         pool = memory.state_pool
-        assert [t.nbytes for t in (memory.kv_cache, pool.conv_states, pool.ssm_states)] == [0, 0, 0]
+        assert [t.nbytes for t in (memory.kv_cache, pool.memory)] == [0, 0]
     engine.resume()
     serve_checked(engine, PROMPTS)
     engine.check_integrity()
@@ -111,7 +111,7 @@ def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bo
     assert_suspended(engine)
     engine.resume()
     memory = engine.context.memory
-    assert min(t.nbytes for t in (memory.kv_cache, memory.state_pool.conv_states)) > 0
+    assert min(t.nbytes for t in (memory.kv_cache, memory.state_pool.memory)) > 0
     serve_checked(engine, PROMPTS)
 
 

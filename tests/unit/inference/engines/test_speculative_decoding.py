@@ -301,10 +301,10 @@ class TestStates:
                     conv, ssm = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
                     index = context.memory.state_pool.durable_index(slot)
                     torch.testing.assert_close(
-                        context.memory.state_pool.conv_states[:, index], conv, rtol=0, atol=1e-9
+                        context.memory.state_pool["conv"][:, index], conv, rtol=0, atol=1e-9
                     )
                     torch.testing.assert_close(
-                        context.memory.state_pool.ssm_states[:, index], ssm, rtol=0, atol=1e-9
+                        context.memory.state_pool["ssm"][:, index], ssm, rtol=0, atol=1e-9
                     )
                     compared += 1
         assert compared >= 5

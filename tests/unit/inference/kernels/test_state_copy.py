@@ -406,15 +406,15 @@ class TestWrapper:
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_views_of_one_pool_are_copied_through(self, dtype):
-        pool = StatePool(2, 3, 4, (3, 4), (2, 3, 2), dtype, dtype)
-        pool.conv_states.copy_(random_bytes(2, 7, 3, 4, dtype=dtype, seed=1))
-        pool.ssm_states.copy_(random_bytes(2, 7, 2, 3, 2, dtype=dtype, seed=2))
-        live = StateTensors(pool.live_conv_states, pool.live_ssm_states)
-        durable = StateTensors(pool.durable_conv_states, pool.durable_ssm_states)
-        expected = bits([pool.conv_states[:, 1], pool.ssm_states[:, 1]])
+        pool = StatePool(conv_and_ssm(2, (3, 4), (2, 3, 2), dtype, dtype), 3, 4)
+        pool["conv"].copy_(random_bytes(2, 7, 3, 4, dtype=dtype, seed=1))
+        pool["ssm"].copy_(random_bytes(2, 7, 2, 3, 2, dtype=dtype, seed=2))
+        live = StateTensors(pool.live("conv"), pool.live("ssm"))
+        durable = StateTensors(pool.durable("conv"), pool.durable("ssm"))
+        expected = bits([pool["conv"][:, 1], pool["ssm"][:, 1]])
         copy_states(live, [1], durable, [3])
         index = pool.durable_index(3)
-        assert bits([pool.conv_states[:, index], pool.ssm_states[:, index]]) == expected
+        assert bits([pool["conv"][:, index], pool["ssm"][:, index]]) == expected
 
     @pytest.mark.parametrize(
         ("read", "write", "said"),
@@ -545,8 +545,10 @@ class TestGpu:
 
     def test_a_pool_of_more_than_two_to_the_31_elements(self, cuda):
         slots = 2**31 // (128 * 64 * 128) + 3
-        pool = StatePool(2, 1, slots, (64, 3), (128, 64, 128), torch.bfloat16, torch.bfloat16, cuda)
-        far = StateTensors(pool.durable_conv_states, pool.durable_ssm_states)
+        pool = StatePool(
+            conv_and_ssm(2, (64, 3), (128, 64, 128), torch.bfloat16, torch.bfloat16), 1, slots, cuda
+        )
+        far = StateTensors(pool.durable("conv"), pool.durable("ssm"))
         new = StateTensors(*(random_bytes(2, 1, *t.shape[2:], dtype=t.dtype, seed=3).to(cuda) for t in far))
         copy_states(new, [0], far, [slots - 1])
         copy_states(far, [slots - 1], far, [slots - 2])

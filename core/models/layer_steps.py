@@ -1,0 +1,181 @@
+"""What every mixer does in a step: decode rows by one kernel, prefill rows by another, in one call.
+
+`T` counts all tokens of the step, padding included, decode rows first. Pools are those of one layer. Every
+function writes the states or the KV of the step, and does not synchronise where `kernels` do not.
+"""
+
+import torch
+from torch import Tensor
+
+from ..inference.contexts.step_inputs import StepInputs
+from ..inference.kernels.kernel_set import KernelSet
+
+
+def convolve(
+    raw: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    inputs: StepInputs,
+    kernels: KernelSet,
+    activation: bool = True,
+) -> Tensor:
+    """A causal depthwise convolution, then SiLU where `activation`.
+
+    Args:
+        raw: [T, channels].
+        weight: [channels, taps].
+        bias: [channels], or None.
+        conv_states: [slots, channels, taps - 1]. Written.
+
+    Returns: [T, channels] in the compute dtype.
+    """
+    outputs = []
+    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
+    if decodes:
+        sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
+        rows = torch.unflatten(raw[:decoded], 0, destinations.shape)
+        convolved = kernels.causal_conv1d_update(
+            rows, weight, bias, conv_states, sources, destinations, activation=activation
+        )
+        outputs.append(convolved.flatten(0, 1))
+    if inputs.num_prefills:
+        chunks, checkpoints = inputs.chunks, inputs.checkpoints
+        outputs.append(
+            kernels.causal_conv1d_prefill(
+                raw[decoded:], weight, bias, conv_states,
+                inputs.state_sources[decodes:], inputs.prefill_destinations,
+                chunks.query_start_loc, chunks.token_rows,
+                checkpoints.rows, checkpoints.token_ends, checkpoints.destinations, activation=activation,
+            )
+        )  # fmt: skip
+    return _joined(outputs)
+
+
+def scan_ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    ssm_states: Tensor,
+    inputs: StepInputs,
+    kernels: KernelSet,
+) -> Tensor:
+    """Mamba-2's recurrence; see `reference.ssd_chunk_scan`.
+
+    Args:
+        x: [T, H, P]. dt: [T, H], after bias and softplus. A: [H], negative. B, C: [T, G, N]. D: [H].
+        ssm_states: [slots, H, P, N]. Written.
+
+    Returns: y, [T, H, P] in the compute dtype.
+    """
+    outputs = []
+    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
+    if decodes:
+        sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
+        x_rows, dt_rows, B_rows, C_rows = (
+            torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (x, dt, B, C)
+        )
+        y = kernels.selective_state_update(
+            x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, sources, destinations
+        )
+        outputs.append(y.flatten(0, 1))
+    if inputs.num_prefills:
+        chunks = inputs.chunks
+        outputs.append(
+            kernels.ssd_chunk_scan(
+                x[decoded:], dt[decoded:], A, B[decoded:], C[decoded:], D,
+                ssm_states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
+                chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
+            )
+        )  # fmt: skip
+    return _joined(outputs)
+
+
+def scan_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    inputs: StepInputs,
+    kernels: KernelSet,
+) -> Tensor:
+    """The gated delta rule; see `reference.gated_delta_rule_scan`.
+
+    Args:
+        q, k: [T, key heads, key dim], as they come: the kernels normalise them.
+        v: [T, value heads, value dim].
+        g: [T, value heads], logarithms of the decays. beta: [T, value heads].
+        states: [slots, value heads, key dim, value dim]. Written.
+
+    Returns: [T, value heads, value dim] in the compute dtype.
+    """
+    outputs = []
+    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
+    if decodes:
+        sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
+        rows = [torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (q, k, v, g, beta)]
+        out = kernels.gated_delta_rule_update(*rows, states, sources, destinations)
+        outputs.append(out.flatten(0, 1))
+    if inputs.num_prefills:
+        chunks = inputs.chunks
+        outputs.append(
+            kernels.gated_delta_rule_scan(
+                q[decoded:], k[decoded:], v[decoded:], g[decoded:], beta[decoded:],
+                states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
+                chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
+            )
+        )  # fmt: skip
+    return _joined(outputs)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    inputs: StepInputs,
+    kernels: KernelSet,
+    scale: float | None = None,
+) -> Tensor:
+    """Store keys and values of the step, and attend to each token's sequence up to the token.
+
+    Args:
+        query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
+        kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]. Written.
+        scale: of the scores; None is head dim ** -0.5.
+
+    Returns: the shape of `query`, in the compute dtype or in the dtype of `kv_cache`.
+    """
+    kernels.write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
+    outputs = []
+    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
+    if decodes:
+        table, lengths = inputs.block_table[:decodes], inputs.kv_lengths[:decodes]
+        if decoded == decodes:
+            attended = kernels.paged_attention_decode(query[:decodes], kv_cache, table, lengths, scale=scale)
+        else:
+            by_row = decodes, inputs.shape.decode_tokens
+            tokens, positions = (
+                torch.unflatten(packed[:decoded], 0, by_row) for packed in (query, inputs.positions)
+            )
+            attended = kernels.paged_attention_verify(
+                tokens, kv_cache, table, lengths, positions, scale=scale
+            ).flatten(0, 1)
+        outputs.append(attended)
+    if inputs.num_prefills:
+        outputs.append(
+            kernels.paged_attention_prefill(
+                query[decoded:], kv_cache, inputs.block_table[decodes:], inputs.chunks.query_start_loc,
+                inputs.kv_lengths[decodes:], inputs.shape.max_query_tokens, scale=scale,
+            )
+        )  # fmt: skip
+    return _joined(outputs)
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

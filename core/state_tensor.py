@@ -1,0 +1,135 @@
+"""The tensors that make up one sequence's state, as a model declares them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .model_shard import Part
+from .tensor_validation import float_dtype
+from .validation import INT32_MAX, instance, integer, integers, set_field, shown
+
+ALIGNMENT = 128
+"""Bytes at whose multiples a slot and its tensors begin: a GPU reads memory in lines of this size."""
+
+
+@dataclass(frozen=True)
+class StateSegment:
+    """Consecutive entries of a tensor's first dimension: `part.count` units, heads for example.
+
+    Attributes:
+        part: the units that this rank holds, of all that the model has.
+        width: entries of one unit.
+    """
+
+    part: Part
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        instance("part", self.part, Part)
+        integer("width", self.width, 1, INT32_MAX)
+
+    @property
+    def size(self) -> int:
+        """Entries on this rank."""
+        return self.part.count * self.width
+
+
+@dataclass(frozen=True)
+class StateSplit:
+    """Which part of the whole model's tensor this rank holds.
+
+    Attributes:
+        layers: the layers.
+        segments: the segments of the tensor's first dimension, one after another.
+    """
+
+    layers: Part
+    segments: tuple[StateSegment, ...]
+
+    def __post_init__(self) -> None:
+        instance("layers", self.layers, Part)
+        if not isinstance(self.segments, Sequence) or not self.segments:
+            raise ValueError(f"segments is {shown(self.segments)}; accepted: one or more StateSegments")
+        set_field(self, "segments", tuple(self.segments))
+        for index, segment in enumerate(self.segments):
+            instance(f"segments[{index}]", segment, StateSegment)
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a state, in all layers that have the tensor.
+
+    Attributes:
+        name: unique in the model; `StateTensor`s of two kinds of layer have two names.
+        num_layers: the layers that have the tensor, on this rank.
+        shape: of one sequence in one layer.
+        dtype: as stored.
+        grid: inside a prefill the tensor exists at positions that are multiples of this; at 1 it exists after
+            each token.
+        split: which part of a split model this is; None where this rank holds the whole.
+    """
+
+    name: str
+    num_layers: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grid: int = 1
+    split: StateSplit | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ValueError(f"name is {shown(self.name)}; accepted: a name such as 'conv' or 'ssm'")
+        set_field(self, "num_layers", integer(f"num_layers of {self.name}", self.num_layers, 0, INT32_MAX))
+        set_field(self, "shape", tuple(integers(f"shape of {self.name}", self.shape, 1, INT32_MAX)))
+        float_dtype(f"dtype of {self.name}", self.dtype)
+        set_field(self, "grid", integer(f"grid of {self.name}", self.grid, 1, INT32_MAX))
+        if self.split is not None:
+            instance(f"split of {self.name}", self.split, StateSplit)
+            here = self.split.layers.count, sum(segment.size for segment in self.split.segments)
+            if here != (self.num_layers, self.shape[0] if self.shape else 1):
+                raise ValueError(
+                    f"split of {self.name} has {here[0]} layers of {here[1]} entries; accepted: "
+                    f"{self.num_layers} layers of the first dimension of {self.shape}"
+                )
+
+    @property
+    def parts(self) -> StateSplit:
+        """`split`, or the whole of the tensor as one segment."""
+        if self.split is not None:
+            return self.split
+        layers, entries = self.num_layers, self.shape[0] if self.shape else 1
+        return StateSplit(Part(0, layers, layers), (StateSegment(Part(0, entries, entries)),))
+
+    @property
+    def bytes_per_layer(self) -> int:
+        """Bytes of one sequence in one layer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence in all layers."""
+        return self.num_layers * self.bytes_per_layer
+
+
+class SlotLayout(NamedTuple):
+    """Where the tensors of a state lie in a slot: one after another, each with all its layers.
+
+    Attributes:
+        offsets: bytes from the start of the slot to each tensor.
+        slot_bytes: the size of a slot.
+    """
+
+    offsets: tuple[int, ...]
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, states: Sequence[StateTensor]) -> "SlotLayout":
+        """The layout of slots that hold these tensors."""
+        offsets, end = [], 0
+        for tensor in states:
+            offsets.append(end)
+            end += -(-tensor.state_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(offsets), end)
