@@ -176,7 +176,7 @@ def convolutions() -> list[Specialisation]:
                 kernel=causal_conv1d.prefill_kernel,
                 signature=pointers | dict.fromkeys(("rows", "checkpoints", "conv_dim", *strides), "i32"),
                 constexprs=ones
-                | {"KERNEL": TAPS}
+                | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
                 | {"BLOCK_T": causal_conv1d.PREFILL_TOKENS, "BLOCK_C": causal_conv1d.PREFILL_CHANNELS},
                 divisible_by_16=(*pointers, "conv_dim", "x_token_stride", "slot_stride"),
                 num_warps=causal_conv1d.PREFILL_WARPS,
@@ -194,7 +194,8 @@ def convolutions() -> list[Specialisation]:
                     constexprs=ones
                     | one_token
                     | {"destination_token_stride": 1}
-                    | {"KERNEL": TAPS, "TOKENS": tokens, "BLOCK_C": causal_conv1d.UPDATE_CHANNELS},
+                    | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
+                    | {"TOKENS": tokens, "BLOCK_C": causal_conv1d.UPDATE_CHANNELS},
                     divisible_by_16=(*pointers, "conv_dim", "x_row_stride", "x_token_stride", "slot_stride"),
                     num_warps=causal_conv1d.UPDATE_WARPS,
                 )

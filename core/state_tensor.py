@@ -82,16 +82,16 @@ class StateTensor:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"name is {shown(self.name)}; accepted: a name such as 'conv' or 'ssm'")
-        set_field(self, "num_layers", integer(f"num_layers of {self.name}", self.num_layers, 0, INT32_MAX))
-        set_field(self, "shape", tuple(integers(f"shape of {self.name}", self.shape, 1, INT32_MAX)))
-        float_dtype(f"dtype of {self.name}", self.dtype)
-        set_field(self, "grid", integer(f"grid of {self.name}", self.grid, 1, INT32_MAX))
+        set_field(self, "num_layers", integer("num_layers", self.num_layers, 0, INT32_MAX))
+        set_field(self, "shape", tuple(integers("shape", self.shape, 1, INT32_MAX)))
+        float_dtype("dtype", self.dtype)
+        set_field(self, "grid", integer("grid", self.grid, 1, INT32_MAX))
         if self.split is not None:
-            instance(f"split of {self.name}", self.split, StateSplit)
+            instance("split", self.split, StateSplit)
             here = self.split.layers.count, sum(segment.size for segment in self.split.segments)
             if here != (self.num_layers, self.shape[0] if self.shape else 1):
                 raise ValueError(
-                    f"split of {self.name} has {here[0]} layers of {here[1]} entries; accepted: "
+                    f"split is of {here[0]} layers of {here[1]} entries; accepted: "
                     f"{self.num_layers} layers of the first dimension of {self.shape}"
                 )
 

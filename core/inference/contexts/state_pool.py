@@ -50,7 +50,7 @@ class StatePool:
         self._layout = SlotLayout.of(self.states)
         self._device = checked_device("device", device)
         size = self.num_live + self.num_durable, self._layout.slot_bytes
-        addressable("num_live + num_durable", size[0], size, torch.uint8)
+        addressable("states", list(self.states), size, torch.uint8)
         self.allocate()
 
     def allocate(self) -> None:
@@ -83,6 +83,9 @@ class StatePool:
     @torch.inference_mode(False)
     def _view(memory: Tensor, tensor: StateTensor, offset: int) -> Tensor:
         """[layers, slots, *shape] of one tensor."""
+        if not tensor.num_layers or not len(memory):
+            shape = tensor.num_layers, len(memory), *tensor.shape
+            return torch.zeros(shape, dtype=tensor.dtype, device=memory.device)
         entries = memory[:, offset : offset + tensor.state_bytes].view(tensor.dtype)
         return entries.view(len(memory), tensor.num_layers, *tensor.shape).movedim(0, 1)
 

@@ -19,25 +19,37 @@ _MAX_HEAD_DIM = 256
 
 
 def paged_attention_decode(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """`reference.paged_attention_decode`; flash_attn returns the dtype of `kv_cache`."""
     flash = flash_attn_for(kv_cache)
     if flash is None:
-        return attention_torch.paged_attention_decode(query, kv_cache, block_table, kv_lengths)
+        return attention_torch.paged_attention_decode(query, kv_cache, block_table, kv_lengths, scale=scale)
     attended: Tensor = flash.flash_attn_with_kvcache(
         query.to(kv_cache.dtype)[:, None],
         kv_cache[0],
         kv_cache[1],
         cache_seqlens=kv_lengths.int(),
         block_table=block_table.int(),
+        softmax_scale=scale,
         causal=True,
     )
     return attended[:, 0]
 
 
 def paged_attention_verify(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    positions: Tensor,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """`reference.paged_attention_verify`; flash_attn returns the dtype of `kv_cache`.
 
@@ -45,10 +57,12 @@ def paged_attention_verify(
     therefore a row of its own. A row's KV comes from memory once, and from the GPU's cache for later tokens.
     """
     if flash_attn_for(kv_cache) is None:
-        return attention_torch.paged_attention_verify(query, kv_cache, block_table, kv_lengths, positions)
+        return attention_torch.paged_attention_verify(
+            query, kv_cache, block_table, kv_lengths, positions, scale=scale
+        )
     seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
     table = block_table.repeat_interleave(positions.shape[1], dim=0)
-    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen)
+    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen, scale=scale)
     return torch.unflatten(attended, 0, positions.shape)
 
 
@@ -59,12 +73,14 @@ def paged_attention_prefill(
     query_start_loc: Tensor,
     kv_lengths: Tensor,
     max_query_tokens: int,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """`reference.paged_attention_prefill`; flash_attn returns the dtype of `kv_cache`."""
     flash = flash_attn_for(kv_cache)
     if flash is None:
         return attention_torch.paged_attention_prefill(
-            query, kv_cache, block_table, query_start_loc, kv_lengths, max_query_tokens
+            query, kv_cache, block_table, query_start_loc, kv_lengths, max_query_tokens, scale=scale
         )
     attended: Tensor = flash.flash_attn_varlen_func(
         query.to(kv_cache.dtype),
@@ -74,6 +90,7 @@ def paged_attention_prefill(
         cu_seqlens_k=F.pad(kv_lengths.cumsum(0), (1, 0)).int(),
         max_seqlen_q=max_query_tokens,
         max_seqlen_k=block_table.shape[1] * kv_cache.shape[2],
+        softmax_scale=scale,
         causal=True,
         block_table=block_table.int(),
     )

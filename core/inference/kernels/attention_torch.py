@@ -8,7 +8,7 @@ bounded however long the sequences are. The references are the functions of the 
 import torch
 from torch import Tensor
 
-from .reference import compute_dtype
+from .reference import compute_dtype, score_scale
 
 _TILE_TOKENS = 128
 _SEGMENT_TOKENS = 1024
@@ -16,17 +16,28 @@ _SCRATCH_BYTES = 1 << 29
 
 
 def paged_attention_decode(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """`reference.paged_attention_decode`; rows of length 0 give zeros. Does not synchronise."""
-    return _attend(query[:, None], kv_lengths[:, None] - 1, kv_cache, block_table, kv_lengths)[:, 0]
+    return _attend(query[:, None], kv_lengths[:, None] - 1, kv_cache, block_table, kv_lengths, scale)[:, 0]
 
 
 def paged_attention_verify(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    positions: Tensor,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """`reference.paged_attention_verify`; reads each row's KV once. Does not synchronise."""
-    return _attend(query, positions, kv_cache, block_table, kv_lengths)
+    return _attend(query, positions, kv_cache, block_table, kv_lengths, scale)
 
 
 def paged_attention_prefill(
@@ -36,6 +47,8 @@ def paged_attention_prefill(
     query_start_loc: Tensor,
     kv_lengths: Tensor,
     max_query_tokens: int,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """`reference.paged_attention_prefill`; padding tokens give zeros. Does not synchronise.
 
@@ -57,13 +70,18 @@ def paged_attention_prefill(
     packed = torch.where(inside, places + query_start_loc[row, None], tokens)
 
     padded = torch.cat([query, query.new_zeros(1, *query.shape[1:])])
-    attended = _attend(padded[packed], positions, kv_cache, block_table[row], kv_lengths[row])
+    attended = _attend(padded[packed], positions, kv_cache, block_table[row], kv_lengths[row], scale)
     out = attended.new_zeros(tokens + 1, *query.shape[1:])
     return out.index_copy_(0, packed.flatten(), attended.flatten(0, 1))[:tokens]
 
 
 def _attend(
-    query: Tensor, positions: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
+    query: Tensor,
+    positions: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    scale: float | None,
 ) -> Tensor:
     """Attention of tiles of queries.
 
@@ -79,22 +97,29 @@ def _attend(
     numbers = segment * block_size * 2 * (tokens * heads + kv_heads * head_dim)
     together = max(1, _SCRATCH_BYTES // (numbers * compute_dtype(query.dtype).itemsize))
     out = torch.empty(query.shape, dtype=compute_dtype(query.dtype), device=query.device)
+    scale = score_scale(scale, head_dim)
     for first in range(0, query.shape[0], together):
         part = slice(first, first + together)
         out[part] = _attend_group(
-            query[part], positions[part], block_table[part], kv_lengths[part], kv_cache, segment
+            query[part], positions[part], block_table[part], kv_lengths[part], kv_cache, segment, scale
         )
     return out
 
 
 def _attend_group(
-    query: Tensor, positions: Tensor, block_table: Tensor, kv_lengths: Tensor, kv_cache: Tensor, segment: int
+    query: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    kv_cache: Tensor,
+    segment: int,
+    scale: float,
 ) -> Tensor:
     dtype = compute_dtype(query.dtype)
     tokens = query.shape[1]
-    block_size, kv_heads, head_dim = kv_cache.shape[2:]
+    block_size, kv_heads = kv_cache.shape[2:4]
     grouped = torch.unflatten(query.to(dtype), 2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    grouped = grouped * head_dim**-0.5  # [tiles, kv heads, heads of one x T, head dim]
+    grouped = grouped * scale  # [tiles, kv heads, heads of one x T, head dim]
     best = grouped.new_full((*grouped.shape[:3], 1), float("-inf"))
     total, out = torch.zeros_like(best), torch.zeros_like(grouped)
     for first in range(0, block_table.shape[1], segment):

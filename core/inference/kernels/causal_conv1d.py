@@ -20,7 +20,7 @@ UPDATE_CHANNELS, UPDATE_WARPS = 128, 2
 def causal_conv1d_prefill(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     conv_states: Tensor,
     sources: Tensor,
     destinations: Tensor,
@@ -29,6 +29,9 @@ def causal_conv1d_prefill(
     checkpoint_rows: Tensor,
     checkpoint_ends: Tensor,
     checkpoint_destinations: Tensor,
+    *,
+    activation: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
@@ -36,7 +39,7 @@ def causal_conv1d_prefill(
 
     Args:
         x: [tokens, conv_dim] raw inputs, row after row; a view with any strides.
-        weight, bias: [conv_dim, kernel], [conv_dim].
+        weight, bias: [conv_dim, kernel], [conv_dim] or None.
         conv_states: [slots, conv_dim, >= kernel - 1] with any strides. A slot's first kernel - 1 positions
             hold the last raw inputs, oldest first. Written at `destinations` and `checkpoint_destinations`.
         sources, destinations: [rows] pool indices. Source -1 reads zeros; destination -1 writes nothing. A
@@ -46,27 +49,38 @@ def causal_conv1d_prefill(
         checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
             token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
             The index is no row's source.
+        activation: whether SiLU follows.
+        out_dtype: of the result; None is float32. The result is rounded once, when it is stored.
 
-    Returns: [tokens, conv_dim] float32.
+    Returns: [tokens, conv_dim] in `out_dtype`.
     """
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
-    out = torch.empty(tokens, conv_dim, dtype=torch.float32, device=x.device)
+    out = torch.empty(tokens, conv_dim, dtype=out_dtype or torch.float32, device=x.device)
     works = rows + checkpoints + triton.cdiv(tokens, PREFILL_TOKENS)
     prefill_kernel[(works * triton.cdiv(conv_dim, PREFILL_CHANNELS),)](
-        x, weight, bias, conv_states, out,
+        x, weight, weight if bias is None else bias, conv_states, out,
         sources, destinations, query_start_loc, token_rows,
         checkpoint_rows, checkpoint_ends, checkpoint_destinations,
         rows, checkpoints, conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(),
-        KERNEL=weight.shape[1], BLOCK_T=PREFILL_TOKENS, BLOCK_C=PREFILL_CHANNELS,
+        KERNEL=weight.shape[1], HAS_BIAS=bias is not None, ACTIVATION=activation,
+        BLOCK_T=PREFILL_TOKENS, BLOCK_C=PREFILL_CHANNELS,
         num_warps=PREFILL_WARPS,
     )  # fmt: skip
     return out
 
 
 def causal_conv1d_update(
-    x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor, sources: Tensor, destinations: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    *,
+    activation: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after any token.
 
@@ -74,20 +88,21 @@ def causal_conv1d_update(
 
     Args:
         x: [rows, T, conv_dim] with any strides.
-        weight, bias, conv_states: as for `causal_conv1d_prefill`.
+        weight, bias, conv_states, activation, out_dtype: as for `causal_conv1d_prefill`.
         sources: [rows] pool indices, -1: zeros.
         destinations: [rows, T] the pool index for the window after each token, -1: nowhere. A row whose
             indices are all -1 (padding) costs a few small loads, and its outputs are unspecified.
 
-    Returns: [rows, T, conv_dim] float32.
+    Returns: [rows, T, conv_dim] in `out_dtype`.
     """
     rows, tokens, conv_dim = x.shape
-    out = torch.empty(rows, tokens, conv_dim, dtype=torch.float32, device=x.device)
+    out = torch.empty(rows, tokens, conv_dim, dtype=out_dtype or torch.float32, device=x.device)
     update_kernel[(rows * triton.cdiv(conv_dim, UPDATE_CHANNELS),)](
-        x, weight, bias, conv_states, out, sources, destinations,
+        x, weight, weight if bias is None else bias, conv_states, out, sources, destinations,
         conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(), *destinations.stride(),
-        KERNEL=weight.shape[1], TOKENS=tokens, BLOCK_C=UPDATE_CHANNELS,
+        KERNEL=weight.shape[1], HAS_BIAS=bias is not None, ACTIVATION=activation,
+        TOKENS=tokens, BLOCK_C=UPDATE_CHANNELS,
         num_warps=UPDATE_WARPS,
     )  # fmt: skip
     return out
@@ -106,7 +121,8 @@ def prefill_kernel(
     weight_channel_stride, weight_tap_stride,
     slot_stride, state_channel_stride, state_tap_stride,
     # Meta-parameters
-    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A program has a block of channels and a row, a checkpoint, or BLOCK_T tokens of the packed stream.
 
@@ -130,7 +146,7 @@ def prefill_kernel(
             x, weight, bias, states, out, sources, destinations, query_start_loc,
             checkpoint_rows, checkpoint_ends, checkpoint_destinations,
             work, checkpoints, conv_dim, inside,
-            x_token_stride, weight_tap_stride, slot_stride, state_tap_stride, KERNEL,
+            x_token_stride, weight_tap_stride, slot_stride, state_tap_stride, KERNEL, HAS_BIAS, ACTIVATION,
         )  # fmt: skip
     elif work < rows + checkpoints:
         _checkpoint(
@@ -141,7 +157,7 @@ def prefill_kernel(
         _tokens(
             x, weight, bias, out, query_start_loc, token_rows,
             work - rows - checkpoints, rows, conv_dim, inside,
-            x_token_stride, weight_tap_stride, KERNEL, BLOCK_T,
+            x_token_stride, weight_tap_stride, KERNEL, HAS_BIAS, ACTIVATION, BLOCK_T,
         )  # fmt: skip
 
 
@@ -150,7 +166,8 @@ def _row(
     x, weight, bias, states, out, sources, destinations, query_start_loc,
     checkpoint_rows, checkpoint_ends, checkpoint_destinations,
     row, checkpoints, conv_dim, inside,
-    x_token_stride, weight_tap_stride, slot_stride, state_tap_stride, KERNEL: tl.constexpr,
+    x_token_stride, weight_tap_stride, slot_stride, state_tap_stride,
+    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A row's outputs and checkpoints within its first KERNEL - 1 tokens, and its final window."""
     WIDTH: tl.constexpr = KERNEL - 1
@@ -162,14 +179,16 @@ def _row(
     carried = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
     tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
     if tokens > 0:
-        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL)
+        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
         inputs = carried
         for token in tl.static_range(WIDTH):
             raw = tl.load(x + token * x_token_stride, mask=inside & (token < tokens), other=0.0)
             inputs = inputs + (raw,)
         for token in tl.static_range(WIDTH):
-            y = _convolved(taps, inputs, token, KERNEL)
-            tl.store(out + (start + token) * conv_dim, y, mask=inside & (token < tokens))
+            y = _convolved(taps, inputs, token, KERNEL, ACTIVATION)
+            tl.store(
+                out + (start + token) * conv_dim, y.to(out.dtype.element_ty), mask=inside & (token < tokens)
+            )
     _store_window(
         states, destination, slot_stride, state_tap_stride,
         inside, carried, x, x_token_stride, tokens, WIDTH,
@@ -211,7 +230,8 @@ def _checkpoint(
 def _tokens(
     x, weight, bias, out, query_start_loc, token_rows,
     block, rows, conv_dim, inside,
-    x_token_stride, weight_tap_stride, KERNEL: tl.constexpr, BLOCK_T: tl.constexpr,
+    x_token_stride, weight_tap_stride,
+    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The outputs of BLOCK_T packed tokens of any rows, except the outputs that `_row` computes."""
     WIDTH: tl.constexpr = KERNEL - 1
@@ -229,11 +249,13 @@ def _tokens(
             place = token + (tap - WIDTH)
             mask = (real & (first + place >= 0))[:, None] & inside[None, :]
             inputs = inputs + (tl.load(x[None, :] + place[:, None] * x_token_stride, mask=mask, other=0.0),)
-        taps = _load_taps(weight[None, :], bias[None, :], inside[None, :], weight_tap_stride, KERNEL)
-        y = _convolved(taps, inputs, 0, KERNEL)
+        taps = _load_taps(
+            weight[None, :], bias[None, :], inside[None, :], weight_tap_stride, KERNEL, HAS_BIAS
+        )
+        y = _convolved(taps, inputs, 0, KERNEL, ACTIVATION)
         tl.store(
             out[None, :] + (first + token[:, None]) * conv_dim,
-            y,
+            y.to(out.dtype.element_ty),
             mask=(real & (first + token - start >= WIDTH))[:, None] & inside[None, :],
         )
 
@@ -250,7 +272,8 @@ def update_kernel(
     slot_stride, state_channel_stride, state_tap_stride,
     destination_row_stride, destination_token_stride,
     # Meta-parameters
-    KERNEL: tl.constexpr, TOKENS: tl.constexpr, BLOCK_C: tl.constexpr,
+    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A program has a row and a block of channels. No other program touches their windows.
 
@@ -273,14 +296,14 @@ def update_kernel(
     for token in tl.static_range(TOKENS):
         any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
     if any_index >= 0:
-        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL)
+        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
         inputs = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
         for token in tl.static_range(TOKENS):
             inputs = inputs + (tl.load(x + token * x_token_stride, mask=inside, other=0.0),)
         tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
         for token in tl.static_range(TOKENS):
-            y = _convolved(taps, inputs, token, KERNEL)
-            tl.store(out + token * conv_dim, y, mask=inside)
+            y = _convolved(taps, inputs, token, KERNEL, ACTIVATION)
+            tl.store(out + token * conv_dim, y.to(out.dtype.element_ty), mask=inside)
             destination = tl.load(destinations + token * destination_token_stride)
             if destination >= 0:
                 window = states + destination * slot_stride
@@ -317,18 +340,20 @@ def _store_window(
 
 
 @triton.jit
-def _load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr):
-    """The bias, then the KERNEL weights, as a tuple in float32."""
-    taps = (tl.load(bias, mask=inside, other=0.0).to(tl.float32),)
+def _load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The bias or zeros, then the KERNEL weights, as a tuple in float32."""
+    taps = (tl.load(bias, mask=inside & HAS_BIAS, other=0.0).to(tl.float32),)
     for tap in tl.static_range(KERNEL):
         taps = taps + (tl.load(weight + tap * tap_stride, mask=inside, other=0.0).to(tl.float32),)
     return taps
 
 
 @triton.jit
-def _convolved(taps, inputs, first: tl.constexpr, KERNEL: tl.constexpr):
-    """SiLU of the convolution of KERNEL `inputs` from `first`; every caller gets one order of operations."""
+def _convolved(taps, inputs, first: tl.constexpr, KERNEL: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The convolution of KERNEL `inputs` from `first`; every caller gets one order of operations."""
     acc = taps[0]
     for tap in tl.static_range(KERNEL):
         acc = tl.fma(inputs[first + tap].to(tl.float32), taps[1 + tap], acc)
-    return acc / (1.0 + tl.exp(-acc))
+    if ACTIVATION:
+        acc = acc / (1.0 + tl.exp(-acc))
+    return acc

@@ -12,8 +12,10 @@ class KernelSet(Protocol):
     """The functions that a model calls, of one device and dtype; a module with these names is a kernel set.
 
     `reference.py` says for every function what it computes, the shapes of its arguments and how they may be
-    padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. Outputs are
-    float32 or wider, except that attention may return the dtype of the KV cache.
+    padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
+    `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. Outputs are float32 or
+    wider, with three exceptions: attention may return the dtype of the KV cache, the scan of the gated delta
+    rule may return the dtype of v, and a convolution returns the dtype that it is asked for.
     """
 
     SEPARATE_STATES: bool
@@ -34,17 +36,19 @@ class KernelSet(Protocol):
         """Rotate x [T, heads, head dim] by `positions` [T]."""
 
     def causal_conv1d_prefill(
-        self, x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor,
         checkpoint_rows: Tensor, checkpoint_ends: Tensor, checkpoint_destinations: Tensor,
+        *, activation: bool = True, out_dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
-        """Convolve packed rows x [tokens, conv_dim], then SiLU. Writes `conv_states`."""
+        """Convolve packed rows x [tokens, conv_dim], then SiLU if `activation`. Writes `conv_states`."""
 
     def causal_conv1d_update(
-        self, x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor,
+        *, activation: bool = True, out_dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
-        """Convolve rows of T tokens, x [rows, T, conv_dim], then SiLU. Writes `conv_states`."""
+        """Convolve rows of T tokens, x [rows, T, conv_dim], like a prefill. Writes `conv_states`."""
 
     def ssd_chunk_scan(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
@@ -59,24 +63,39 @@ class KernelSet(Protocol):
     ) -> Tensor:  # fmt: skip
         """The recurrence over T tokens of each row, x [rows, T, H, P]. Writes `ssm_states`."""
 
+    def gated_delta_rule_scan(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor,
+        sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
+        row_chunk_starts: Tensor, chunk_destinations: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The rule over packed rows, q and k [tokens, Hk, Dk], v [tokens, Hv, Dv]. Writes `states`."""
+
+    def gated_delta_rule_update(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor,
+        sources: Tensor, destinations: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The rule over T tokens of each row, q and k [rows, T, Hk, Dk]. Writes `states`."""
+
     def write_kv(
         self, kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor
     ) -> None:
         """Store keys and values [T, kv heads, head dim] of `tokens` at `positions`. Writes `kv_cache`."""
 
     def paged_attention_decode(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
-    ) -> Tensor:
+        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor,
+        *, scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of one token a row, query [rows, heads, head dim]."""
 
     def paged_attention_verify(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
-    ) -> Tensor:
+        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor,
+        *, scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of T tokens a row up to their own positions, query [rows, T, heads, head dim]."""
 
     def paged_attention_prefill(
         self, query: Tensor, kv_cache: Tensor, block_table: Tensor,
-        query_start_loc: Tensor, kv_lengths: Tensor, max_query_tokens: int,
+        query_start_loc: Tensor, kv_lengths: Tensor, max_query_tokens: int, *, scale: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Causal attention of packed rows, query [tokens, heads, head dim]."""
 

@@ -18,19 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .reference_chunks import PaddedChunks, pass_states, read_states, write_states
+from .reference_chunks import compute_dtype as compute_dtype
+from .reference_delta import gated_delta_rule_scan as gated_delta_rule_scan
+from .reference_delta import gated_delta_rule_update as gated_delta_rule_update
+
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def causal_conv1d_prefill(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     conv_states: Tensor,
     sources: Tensor,
     destinations: Tensor,
@@ -39,12 +39,15 @@ def causal_conv1d_prefill(
     checkpoint_rows: Tensor,
     checkpoint_ends: Tensor,
     checkpoint_destinations: Tensor,
+    *,
+    activation: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
     Args:
         x: [tokens, conv_dim] raw inputs, row after row.
-        weight, bias: [conv_dim, kernel], [conv_dim].
+        weight, bias: [conv_dim, kernel], [conv_dim] or None.
         conv_states: [slots, conv_dim, >= kernel - 1]. A slot's first kernel - 1 places hold the last raw
             inputs, oldest first. Written at `destinations` and `checkpoint_destinations`.
         sources, destinations: [rows] pool indices.
@@ -52,8 +55,10 @@ def causal_conv1d_prefill(
         token_rows: [tokens] the row of each token.
         checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
             token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
+        activation: whether SiLU follows.
+        out_dtype: of the result; None is the compute dtype. The result is rounded once, at the end.
 
-    Returns: [tokens, conv_dim] in the compute dtype.
+    Returns: [tokens, conv_dim] in `out_dtype`.
     """
     tokens, conv_dim = x.shape
     width = weight.shape[1] - 1
@@ -64,45 +69,59 @@ def causal_conv1d_prefill(
     # Padding tokens belong to a row behind the last, whose window is zeros.
     packed = x.new_zeros(tokens + (rows.shape[0] + 1) * width, conv_dim)
     window_starts = query_start_loc[:-1] + rows * width
-    carried = _read(conv_states[..., :width], sources)
+    carried = read_states(conv_states[..., :width], sources)
     packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)
     windows_before = torch.where(token_rows < 0, rows.shape[0], token_rows)
     token_windows = torch.arange(tokens, device=x.device) + windows_before * width
     packed[token_windows + width] = x
 
     dtype = compute_dtype(x.dtype)
-    out = bias.to(dtype).expand(tokens, conv_dim)
+    out = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for tap in range(width + 1):
         out = out + packed[token_windows + tap].to(dtype) * weight[:, tap].to(dtype)
 
     ends = torch.cat([query_start_loc[1:], checkpoint_ends])
     end_rows = torch.cat([rows, checkpoint_rows])
     windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
-    _write(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
-    return F.silu(out)
+    write_states(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
+    return _activated(out, activation, out_dtype)
 
 
 def causal_conv1d_update(
-    x: Tensor, weight: Tensor, bias: Tensor, conv_states: Tensor, sources: Tensor, destinations: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    *,
+    activation: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
 
     Args:
-        x: [rows, T, conv_dim]. weight, bias, conv_states: as for `causal_conv1d_prefill`.
+        x: [rows, T, conv_dim].
+        weight, bias, conv_states, activation, out_dtype: as for `causal_conv1d_prefill`.
         sources: [rows] pool indices. destinations: [rows, T] where the window after that token goes.
 
-    Returns: [rows, T, conv_dim] in the compute dtype.
+    Returns: [rows, T, conv_dim] in `out_dtype`.
     """
     dtype = compute_dtype(x.dtype)
     tokens, width = x.shape[1], weight.shape[1] - 1
-    carried = _read(conv_states[..., :width], sources).transpose(1, 2)
+    carried = read_states(conv_states[..., :width], sources).transpose(1, 2)
     packed = torch.cat([carried.to(x.dtype), x], dim=1)
-    out = bias.to(dtype).expand(x.shape)
+    out = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for tap in range(width + 1):
         out = out + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
     windows = packed.unfold(1, width, 1)[:, 1:]  # [rows, T, conv_dim, width]
-    _write(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
-    return F.silu(out)
+    write_states(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
+    return _activated(out, activation, out_dtype)
+
+
+def _activated(out: Tensor, activation: bool, out_dtype: torch.dtype | None) -> Tensor:
+    """`out`, after SiLU where `activation` says so, in `out_dtype`, None: unchanged."""
+    return (F.silu(out) if activation else out).to(out_dtype or out.dtype)
 
 
 def ssd_chunk_scan(
@@ -140,25 +159,16 @@ def ssd_chunk_scan(
     Returns: y, [tokens, H, P] in the compute dtype.
     """
     dtype = compute_dtype(x.dtype)
-    tokens, heads = x.shape[:2]
-    groups = B.shape[1]
-    chunks = int(row_chunk_starts[-1])
-    cuts = cu_chunk_seqlens[: chunks + 1].long()
-    places = cuts[:-1, None] + torch.arange(chunk_size, device=x.device)
-    inside = places < cuts[1:, None]
-    places = torch.where(inside, places, tokens)
+    heads, groups = x.shape[1], B.shape[1]
+    chunks = PaddedChunks(x.shape[0], chunk_size, cu_chunk_seqlens, row_chunk_starts)
 
-    def padded(packed: Tensor) -> Tensor:
-        """[tokens, ...] -> [chunks, chunk_size, ...]; zeros, and so dt = 0, where a chunk is short."""
-        return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])]).to(dtype)[places]
-
-    # From here [chunks, G, heads of a group, chunk_size (, chunk_size, P or N)].
+    # From here [chunks, G, heads of a group, chunk_size (, chunk_size, P or N)]. Padding has dt = 0.
     grouped = (groups, heads // groups)
-    steps = padded(dt).movedim(1, 2)
+    steps = chunks.padded(dt, dtype).movedim(1, 2)
     log_decay = torch.unflatten((steps * A.to(dtype)[:, None]).cumsum(-1), 1, grouped)
-    scaled = torch.unflatten((padded(x) * steps.mT[..., None]).movedim(1, 2), 1, grouped)
-    keys = padded(B).movedim(1, 2)
-    queries = padded(C).movedim(1, 2)
+    scaled = torch.unflatten((chunks.padded(x, dtype) * steps.mT[..., None]).movedim(1, 2), 1, grouped)
+    keys = chunks.padded(B, dtype).movedim(1, 2)
+    queries = chunks.padded(C, dtype).movedim(1, 2)
 
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).tril()
     pairwise = log_decay[..., :, None] - log_decay[..., None, :]
@@ -167,61 +177,27 @@ def ssd_chunk_scan(
 
     to_end = (log_decay[..., -1:] - log_decay).exp()
     updates = (scaled * to_end[..., None]).mT @ keys[:, :, None]
-    entering, leaving, final = _pass_states(
-        updates.flatten(1, 2),
-        log_decay[..., -1].exp().flatten(1, 2),
-        _read(ssm_states, sources).to(dtype),
-        seq_idx[:chunks].long(),
+    entering, leaving, final = pass_states(
+        _next_states,
+        (updates.flatten(1, 2), log_decay[..., -1].exp().flatten(1, 2)),
+        read_states(ssm_states, sources).to(dtype),
+        seq_idx[: chunks.num_chunks].long(),
         row_chunk_starts.long(),
     )
     carried = queries[:, :, None] @ torch.unflatten(entering, 1, grouped).mT
     y = y + carried * log_decay.exp()[..., None]
 
-    _write(ssm_states, destinations, final)
-    _write(ssm_states, chunk_destinations[:chunks], leaving)
+    write_states(ssm_states, destinations, final)
+    write_states(ssm_states, chunk_destinations[: chunks.num_chunks], leaving)
     out = x.to(dtype) * D.to(dtype)[:, None]
-    out[: int(cuts[-1])] += y.flatten(1, 2).movedim(1, 2)[inside]
+    packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
+    out[: packed.shape[0]] += packed
     return out
 
 
-def _pass_states(
-    updates: Tensor, decays: Tensor, initial: Tensor, seq_idx: Tensor, row_chunk_starts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The recurrence between chunks: leaving = decay * entering + update, in order within each row.
-
-    Costs one step a chunk of the longest row. Rows are ranked by length, so that the k-th chunks of all rows
-    that have one are neighbours, in the order of the ranked states.
-
-    Args:
-        updates: [chunks, H, P, N]. decays: [chunks, H]. initial: [rows, H, P, N].
-
-    Returns: the states that enter and that leave each chunk, [chunks, H, P, N] both, and each row's last
-        state, [rows, H, P, N].
-    """
-    rows = initial.shape[0]
-    counts = row_chunk_starts.diff()
-    ranked = counts.argsort(descending=True, stable=True)
-    rank = ranked.argsort()
-    ordinal = torch.arange(seq_idx.shape[0], device=seq_idx.device) - row_chunk_starts[seq_idx]
-    order = (ordinal * rows + rank[seq_idx]).argsort()
-    sizes = torch.bincount(ordinal).tolist()
-
-    entering, leaving = [updates[:0]], [updates[:0]]
-    state = initial[ranked]
-    for update, decay in zip(
-        torch.split(updates[order], sizes), torch.split(decays[order], sizes), strict=True
-    ):
-        state = state[: update.shape[0]]
-        entering.append(state)
-        state = decay[:, :, None, None] * state + update
-        leaving.append(state)
-
-    chunk_place = order.argsort()
-    left = torch.cat(leaving)[chunk_place]
-    own = torch.arange(rows, device=initial.device)
-    last_or_initial = torch.where(counts > 0, rows + row_chunk_starts[1:] - 1, own)
-    final = torch.cat([initial, left])[last_or_initial]
-    return torch.cat(entering)[chunk_place], left, final
+def _next_states(state: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+    """decay * state + update, of n chunks: [n, H, P, N], and [n, H] the decays."""
+    return decay[:, :, None, None] * state + update
 
 
 def selective_state_update(
@@ -252,13 +228,13 @@ def selective_state_update(
     query = C.to(dtype).repeat_interleave(heads_a_group, dim=2)
     decay = (dt * A.to(dtype)).exp()[..., None, None]
     scaled = (dt[..., None] * x)[..., None]
-    state = _read(ssm_states, sources).to(dtype)
+    state = read_states(ssm_states, sources).to(dtype)
     states = []
     for t in range(x.shape[1]):
         state = decay[:, t] * state + scaled[:, t] * key[:, t, :, None]
         states.append(state)
     after = torch.stack(states, dim=1)
-    _write(ssm_states, destinations.flatten(), after.flatten(0, 1))
+    write_states(ssm_states, destinations.flatten(), after.flatten(0, 1))
     return (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
 
 
@@ -280,7 +256,12 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
 
 
 def paged_attention_decode(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of one token a row to the row's whole sequence, the token itself included.
 
@@ -289,13 +270,14 @@ def paged_attention_decode(
         kv_cache: [2, blocks, block size, kv heads, head dim], keys and values of the token included.
         block_table: [rows, blocks of the longest row].
         kv_lengths: [rows] tokens of each sequence, 0 for padding rows.
+        scale: of the scores; None is head dim ** -0.5.
 
     Returns: [rows, heads, head dim] in the compute dtype.
     """
     dtype = compute_dtype(query.dtype)
     kv_heads, head_dim = kv_cache.shape[3:]
     past = torch.arange(block_table.shape[1] * kv_cache.shape[2], device=query.device) < kv_lengths[:, None]
-    grouped = torch.unflatten(query.to(dtype), 1, (kv_heads, -1)) * head_dim**-0.5
+    grouped = torch.unflatten(query.to(dtype), 1, (kv_heads, -1)) * score_scale(scale, head_dim)
     # Memory beyond a row's length may hold NaN, and 0 * NaN is NaN.
     keys, values = (
         cache[block_table].flatten(1, 2).to(dtype).masked_fill(~past[:, :, None, None], 0.0).movedim(1, 2)
@@ -307,12 +289,18 @@ def paged_attention_decode(
 
 
 def paged_attention_verify(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    positions: Tensor,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """`paged_attention_decode` for rows of T tokens; a token sees the tokens up to its own position.
 
     Args:
-        query: [rows, T, heads, head dim]. kv_cache, block_table: as for `paged_attention_decode`.
+        query: [rows, T, heads, head dim]. kv_cache, block_table, scale: as for `paged_attention_decode`.
         kv_lengths: [rows] tokens of each sequence, the last real token of the row included.
         positions: [rows, T] positions in the sequence; 0 for padding tokens, behind the real tokens.
 
@@ -320,7 +308,7 @@ def paged_attention_verify(
     """
     seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
     table = block_table.repeat_interleave(positions.shape[1], dim=0)
-    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen)
+    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen, scale=scale)
     return torch.unflatten(attended, 0, positions.shape)
 
 
@@ -331,12 +319,14 @@ def paged_attention_prefill(
     query_start_loc: Tensor,
     kv_lengths: Tensor,
     max_query_tokens: int,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention of each row's tokens, which are the last tokens of the row's sequence.
 
     Args:
         query: [tokens, heads, head dim], row after row.
-        kv_cache, block_table, kv_lengths: as for `paged_attention_decode`.
+        kv_cache, block_table, kv_lengths, scale: as for `paged_attention_decode`.
         query_start_loc: [rows + 1] where each row's tokens start in `query`.
         max_query_tokens: at least the tokens of the longest row.
 
@@ -344,7 +334,7 @@ def paged_attention_prefill(
     """
     dtype = compute_dtype(query.dtype)
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
-    scale = head_dim**-0.5
+    scale = score_scale(scale, head_dim)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     starts = query_start_loc.tolist()
     for row, length in enumerate(kv_lengths.tolist()):
@@ -357,6 +347,11 @@ def paged_attention_prefill(
         scores = (grouped.permute(1, 2, 0, 3) @ keys[:, None].mT).masked_fill(future, float("-inf"))
         out[tokens] = (scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     return out
+
+
+def score_scale(scale: float | None, head_dim: int) -> float:
+    """What attention multiplies scores by: `scale`, or what None stands for."""
+    return float(head_dim**-0.5) if scale is None else scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -385,15 +380,3 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x.to(dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _read(states: Tensor, sources: Tensor) -> Tensor:
-    """A copy of the states at `sources`, [rows, ...]; zeros for -1."""
-    named = (sources >= 0).view(-1, *[1] * (states.dim() - 1))
-    return states[sources.clamp(min=0)].masked_fill(~named, 0)
-
-
-def _write(states: Tensor, destinations: Tensor, values: Tensor) -> None:
-    """Store `values` [rows, ...] at `destinations`; -1: nowhere."""
-    named = destinations >= 0
-    states[destinations[named]] = values[named].to(states.dtype)

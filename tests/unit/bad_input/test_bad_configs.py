@@ -181,8 +181,8 @@ def test_sizes_that_no_context_can_have_are_refused(overrides: dict[str, Any], n
     ("spec_overrides", "config_overrides", "named"),
     [
         ({"head_dim": INT32_MAX, "num_kv_heads": INT32_MAX}, {}, "num_kv_blocks"),
-        ({"states": [ms.StateTensor("ssm", 1, (INT32_MAX,) * 3, torch.float32)]}, {}, "num_live"),
-        ({"states": [ms.StateTensor("ssm", INT32_MAX, (INT32_MAX,), torch.float32)]}, {}, "num_live"),
+        ({"states": [ms.StateTensor("ssm", 1, (INT32_MAX,) * 3, torch.float32)]}, {}, "states"),
+        ({"states": [ms.StateTensor("ssm", INT32_MAX, (INT32_MAX,), torch.float32)]}, {}, "states"),
     ],
 )
 def test_tensors_larger_than_any_memory_are_refused(

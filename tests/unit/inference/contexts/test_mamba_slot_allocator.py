@@ -17,6 +17,7 @@ from mambaslots.inference.contexts.mamba_slot_allocator import (
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.policies.checkpoint_plan import CheckpointPlan
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest, durable, same_bytes
+from oracle.state_tensors import conv_and_ssm
 
 
 def make(max_slots=3, **host):

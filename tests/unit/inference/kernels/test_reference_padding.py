@@ -12,6 +12,7 @@ from torch import Tensor
 
 # torch rounds the last elements of a tensor in another way where they fill no vector of the CPU: CONV does.
 H, P, G, N, CONV, KERNEL, CHUNK = 4, 3, 2, 5, 16, 4, 8
+KEY_HEADS, DELTA = 2, (4, 6, 3)  # of the gated delta rule: a state's value heads, Dk and Dv
 repeatable = settings(derandomize=True)
 
 
@@ -21,6 +22,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def index(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+def rule_inputs(*shape: int) -> tuple[Tensor, ...]:
+    """q, k, v, g and beta of the gated delta rule, for tokens of this shape."""
+    heads, key_dim, value_dim = DELTA
+    q, k = (randn(*shape, KEY_HEADS, key_dim, seed=seed) for seed in (30, 31))
+    gates = randn(2, *shape, heads, seed=32)
+    return q, k, randn(*shape, heads, value_dim, seed=33), -gates[0].exp(), gates[1].sigmoid()
 
 
 class Decode:
@@ -34,6 +43,8 @@ class Decode:
         self.A, self.D = -randn(H, seed=6).exp(), randn(H, seed=7)
         self.windows = randn(20, CONV, KERNEL + 1, seed=8)  # two places wider than one window
         self.states = randn(20, H, P, N, seed=9)
+        self.rule = rule_inputs(rows, tokens)
+        self.delta_states = randn(20, *DELTA, seed=10)
 
     def run(self, sources: Tensor, destinations: Tensor, rows=slice(None), tokens=slice(None)):
         conv = ref.causal_conv1d_update(
@@ -43,7 +54,9 @@ class Decode:
             self.x[rows, tokens], self.dt[rows, tokens], self.A, self.B[rows, tokens],
             self.C[rows, tokens], self.D, self.states, sources, destinations,
         )  # fmt: skip
-        return conv, y
+        rule = (part[rows, tokens] for part in self.rule)
+        o = ref.gated_delta_rule_update(*rule, self.delta_states, sources, destinations)
+        return conv, y, o
 
 
 class TestSeveralTokensADecodeRow:
@@ -59,40 +72,45 @@ class TestSeveralTokensADecodeRow:
         if data.draw(st.booleans()):
             destinations[0, -1] = sources[0]  # in place
         at_once, one_by_one = Decode(3, tokens), Decode(3, tokens)
-        conv, y = at_once.run(sources, destinations)
+        conv, y, o = at_once.run(sources, destinations)
 
-        carried = one_by_one.windows[sources.clamp(min=0)].clone(), one_by_one.states[sources].clone()
-        for pool, state in zip((one_by_one.windows, one_by_one.states), carried, strict=True):
+        for pool in (one_by_one.windows, one_by_one.states, one_by_one.delta_states):
+            state = pool[sources].clone()
             state[sources < 0] = 0
             pool[17:] = state  # rows of their own, beside those under test
         for t in range(tokens):
             alone = one_by_one.run(index(17, 18, 19), index(17, 18, 19)[:, None], tokens=slice(t, t + 1))
             torch.testing.assert_close(alone[0][:, 0], conv[:, t], rtol=1e-14, atol=1e-14)
             torch.testing.assert_close(alone[1][:, 0], y[:, t], rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(alone[2][:, 0], o[:, t], rtol=1e-13, atol=1e-13)
             for row, slot in enumerate(destinations[:, t].tolist()):
                 if slot >= 0 and slot < 17:
                     window = one_by_one.windows[17 + row, :, : KERNEL - 1]
                     assert torch.equal(at_once.windows[slot, :, : KERNEL - 1], window)
                     assert torch.equal(at_once.states[slot], one_by_one.states[17 + row])
+                    assert torch.equal(at_once.delta_states[slot], one_by_one.delta_states[17 + row])
 
     def test_only_named_slots_change_and_a_window_fills_only_its_own_places(self):
         step, fresh = Decode(2, 3), Decode(2, 3)
         step.run(index(0, -1), index(3, -1, 5, -1, -1, 0).view(2, 3))
         others = [slot for slot in range(20) if slot not in (0, 3, 5)]
         assert torch.equal(step.states[others], fresh.states[others])
+        assert torch.equal(step.delta_states[others], fresh.delta_states[others])
         assert torch.equal(step.windows[others], fresh.windows[others])
         assert torch.equal(step.windows[..., KERNEL - 1 :], fresh.windows[..., KERNEL - 1 :])
 
     def test_padding_rows_write_nothing(self):
         step, fresh = Decode(3, 2), Decode(3, 2)
-        for tensor in (step.raw, step.x, step.dt):
+        for tensor in (step.raw, step.x, step.dt, *step.rule):
             tensor[1:] = math.nan
-        conv, y = step.run(index(2, -1, -1), index(2, 4, -1, -1, -1, -1).view(3, 2))
+        conv, y, o = step.run(index(2, -1, -1), index(2, 4, -1, -1, -1, -1).view(3, 2))
         expected = fresh.run(index(2), index(2, 4)[None], rows=slice(0, 1))
         torch.testing.assert_close(conv[:1], expected[0], rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(y[:1], expected[1], rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(o[:1], expected[2], rtol=1e-14, atol=1e-14)
         assert torch.equal(step.windows, fresh.windows)
         torch.testing.assert_close(step.states, fresh.states, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(step.delta_states, fresh.delta_states, rtol=1e-14, atol=1e-14)
 
 
 class Prefill:
@@ -109,11 +127,13 @@ class Prefill:
             for i, shape in enumerate([(CONV,), (H, P), (G, N), (G, N), (H,)])
         )
         self.dt = self.dt.exp()
-        for packed in (self.raw, self.x, self.B, self.C, self.dt):
+        self.rule = tuple(part[:total].clone() for part in rule_inputs(100))
+        for packed in (self.raw, self.x, self.B, self.C, self.dt, *self.rule):
             packed[real:] = math.nan
         self.weight, self.bias = randn(CONV, KERNEL, seed=4), randn(CONV, seed=5)
         self.A, self.D = -randn(H, seed=6).exp(), randn(H, seed=7)
         self.windows, self.states = randn(40, CONV, KERNEL - 1, seed=8), randn(40, H, P, N, seed=9)
+        self.delta_states = randn(40, *DELTA, seed=10)
 
         n = len(starts)
         none = [-1] * rows
@@ -132,7 +152,7 @@ class Prefill:
         self.cp_ends = index(*(int(grid.cu_chunk_seqlens[i + 1]) for i in inner), *[0] * entries)
         self.cp_destinations = index(*(20 + i for i in inner), *[-1] * entries)
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
         conv = ref.causal_conv1d_prefill(
             self.raw, self.weight, self.bias, self.windows, self.sources, self.destinations,
             self.query_start_loc, self.token_rows, self.cp_rows, self.cp_ends, self.cp_destinations,
@@ -141,7 +161,11 @@ class Prefill:
             self.x, self.dt, self.A, self.B, self.C, self.D, self.states, self.sources, self.destinations,
             CHUNK, self.cu, self.seq_idx, self.row_starts, self.chunk_destinations,
         )  # fmt: skip
-        return conv, y
+        o = ref.gated_delta_rule_scan(
+            *self.rule, self.delta_states, self.sources, self.destinations,
+            CHUNK, self.cu, self.seq_idx, self.row_starts, self.chunk_destinations,
+        )  # fmt: skip
+        return conv, y, o
 
 
 class TestPaddedPrefill:
@@ -158,18 +182,21 @@ class TestPaddedPrefill:
             assert torch.equal(got[: sum(lengths)], expected)
         assert torch.equal(padded.windows, plain.windows)
         assert torch.equal(padded.states, plain.states)
+        assert torch.equal(padded.delta_states, plain.delta_states)
 
     def test_nothing_but_padding_is_a_step_that_does_nothing(self):
         step = Prefill([], [], (3, 5, 2, 2))
-        windows, states = step.windows.clone(), step.states.clone()
+        pools = (step.windows, step.states, step.delta_states)
+        before = [pool.clone() for pool in pools]
         step.run()
-        assert torch.equal(step.windows, windows)
-        assert torch.equal(step.states, states)
+        for pool, unchanged in zip(pools, before, strict=True):
+            assert torch.equal(pool, unchanged)
 
     def test_a_row_without_tokens_passes_its_state_on(self):
         step = Prefill([3, 5], [0, 9])
         step.run()
         assert torch.equal(step.states[10], step.states[0])
+        assert torch.equal(step.delta_states[10], step.delta_states[0])
         assert torch.equal(step.windows[10], step.windows[0])
 
 

@@ -15,6 +15,7 @@ from mambaslots.inference.kernels.state_move import StateMove
 from mambaslots.inference.kernels.state_move_kernels import LISTED, move_listed_states
 from mambaslots.inference.kernels.state_tensors import StateTensors, device_indices
 from oracle.budget import costly
+from oracle.state_tensors import conv_and_ssm
 from oracle.synchronisation import no_synchronisation
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
