@@ -8,6 +8,7 @@ from transformers import AutoConfig, PretrainedConfig
 from .. import tensor_validation
 from ..checkpoint_files import CONFIG, CheckpointError, read_object
 from .architectures import restore_buffers, skeleton
+from .float8 import block_size
 from .hub import checkpoint_folder
 from .served_model import ServedModel
 from .weights import load_weights
@@ -38,10 +39,11 @@ def load(
         tensor_validation.float_dtype("dtype", dtype)
     folder = checkpoint_folder(path_or_name)
     stored_config = read_object(folder / CONFIG)
+    blocks = block_size(folder, stored_config)
     config = _transformers_config(folder)
     kept_dtype = dtype or _named_dtype(config)
     model = skeleton(config, kept_dtype)
-    load_weights(model, folder, stored_config, target)
+    load_weights(model, folder, blocks, target)
     restore_buffers(model, target)
     return ServedModel(model)
 

@@ -1,24 +1,22 @@
 """A checkpoint's weights, put into a model that was built on the device "meta"."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .checkpoint import Checkpoint, Tensors
-from .float8 import Float8Checkpoint, block_size
+from .float8 import Float8Checkpoint
 from .weight_sources import WeightSources
 
 logger = logging.getLogger(__name__)
 
 
 def load_weights(
-    model: PreTrainedModel, folder: Path, config: Mapping[str, Any], device: torch.device
+    model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device
 ) -> None:
     """Give `model` the weights of the checkpoint in `folder`.
 
@@ -29,13 +27,12 @@ def load_weights(
         model: a transformers model whose tensors are on the device "meta"; gets new ones, of the same dtypes.
             Buffers that no checkpoint holds stay as they are. After an error the model is of no use.
         folder: the checkpoint's.
-        config: the checkpoint's `config.json`.
+        blocks: what `float8.block_size` says of the checkpoint.
         device: where the weights go.
 
     Raises:
         CheckpointError: the files are not what `model` needs; the message names the file or the weight.
     """
-    blocks = block_size(folder, config)
     with ExitStack() as stack:
         stored = stack.enter_context(Checkpoint(folder))
         checkpoint: Tensors = stored if blocks is None else Float8Checkpoint(stored, blocks)
