@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..checkpoint_files import CheckpointError
@@ -51,7 +50,7 @@ class CheckpointTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is code
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return str(text)
 

@@ -46,12 +46,15 @@ class ChatTemplate:
             variables: more names for this text, for example `enable_thinking`.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template refuses the messages, or they hold something else than JSON.
         """
-        plain = json.loads(json.dumps({"messages": messages} | self._variables | variables))
+        try:
+            plain = json.loads(json.dumps({"messages": messages} | self._variables | variables))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the messages cannot be given to a template: {error}") from error
         try:
             return self._template.render(plain, add_generation_prompt=add_generation_prompt)
-        except TemplateError as error:
+        except Exception as error:  # a template is code
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
 

@@ -68,7 +68,8 @@ class TextCodec:
         """
         if self.chat_template is None:
             raise ValueError("the model has no chat template; accepted: `encode` with a text")
-        if isinstance(messages, (str, Mapping)) or not all(isinstance(each, Mapping) for each in messages):
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError(
                 f"messages is {shown(messages)}; accepted: a list of {{'role': ..., 'content': ...}}"
             )
