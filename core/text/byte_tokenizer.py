@@ -72,7 +72,7 @@ class ByteTokenizer:
                 "fuse_unk": False,
                 "byte_fallback": False,
                 "ignore_merges": False,
-                "vocab": dict(zip(_BYTE_CHARACTERS, self._byte_ids, strict=True)),
+                "vocab": dict(zip(_BYTE_CHARACTERS, self._byte_ids, strict=True)) | self.special_tokens,
                 "merges": [],
             },
         }
