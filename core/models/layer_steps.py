@@ -118,8 +118,12 @@ def scan_gated_delta_rule(
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
         sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
-        rows = [torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (q, k, v, g, beta)]
-        out = kernels.gated_delta_rule_update(*rows, states, sources, destinations)
+        q_rows, k_rows, v_rows, g_rows, beta_rows = (
+            torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (q, k, v, g, beta)
+        )
+        out = kernels.gated_delta_rule_update(
+            q_rows, k_rows, v_rows, g_rows, beta_rows, states, sources, destinations
+        )
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
         chunks = inputs.chunks

@@ -1,6 +1,6 @@
 """Exports made by hand, engines to move prefixes between, and what an engine's cache is at a moment."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from mambaslots.distributed.transfer.forest import PrefixForest
 from mambaslots.distributed.transfer.format import PrefixFormat
-from mambaslots.distributed.transfer.shard import SPLITS, PrefixShard, dtype_of, shape_of
+from mambaslots.distributed.transfer.parts import Shard, shard_of
+from mambaslots.distributed.transfer.shard import PrefixShard, shapes_of
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT
 from mambaslots.inference.policies.salt_key import SaltKey
-from mambaslots.model_shard import ModelShard
+from mambaslots.model_shard import ModelShard, Part
+from mambaslots.state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.serving import small_model
 
 VERSION = "weights 1"
@@ -53,8 +55,8 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
 
 
 def tensors_of(engine: ms.DynamicInferenceEngine) -> list[torch.Tensor]:
-    pool = engine.context.memory.state_pool
-    return [t.clone() for t in (pool["conv"], pool["ssm"], engine.context.memory.kv_cache)]
+    memory = engine.context.memory
+    return [t.clone() for t in (*memory.state_pool.tensors, memory.kv_cache)]
 
 
 def random_forest(seed: int, roots: tuple[bytes, ...] = ROOTS, size: int = 4) -> PrefixForest:
@@ -69,44 +71,92 @@ def random_forest(seed: int, roots: tuple[bytes, ...] = ROOTS, size: int = 4) ->
     return PrefixForest(size, roots, key_id, tuple(parents), tuple(tokens), tuple(states))
 
 
-def format_of(config: ms.models.HybridConfig, block_size_tokens: int = 4) -> PrefixFormat:
-    return PrefixFormat(
-        weights_version=VERSION, block_size_tokens=block_size_tokens, ssd_chunk_size=config.ssd_chunk_size,
-        vocab_size=config.vocab_size, conv_dtype=config.dtype, ssm_dtype=config.compute_dtype,
-        kv_dtype=config.dtype, head_dim=config.head_dim, mamba_head_dim=config.mamba_head_dim,
-        mamba_state_dim=config.mamba_state_dim, conv_width=config.conv_kernel - 1,
-        mamba_layers=config.pattern.count("M"), mamba_heads=config.mamba_num_heads,
-        mamba_groups=config.mamba_num_groups, attention_layers=config.pattern.count("*"),
-        kv_heads=config.num_kv_heads,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Declared:
+    """The states and KV that a model of any kinds of layer would declare; nobody computes them.
+
+    Attributes:
+        pattern: a letter a layer: "M" Mamba-2, "G" gated delta net, "C" short convolution, "*" attention; any
+            other has no cache.
+        heads: of Mamba-2, value heads, and half the channels of a short convolution.
+        groups: of Mamba-2, and key heads.
+    """
+
+    pattern: str
+    heads: int = 2
+    groups: int = 2
+    kv_heads: int = 2
+    dtype: torch.dtype = torch.float32
+
+    def spec(
+        self, tensor: tuple[int, int] = (0, 1), pipeline: tuple[int, int] = (0, 1)
+    ) -> ms.HybridStateSpec:
+        """(rank, size) of the tensor and of the pipeline group -> what the rank declares."""
+        first, stop = (len(self.pattern) * stage // pipeline[1] for stage in (pipeline[0], pipeline[0] + 1))
+
+        def layers(letter: str) -> Part:
+            before, here = self.pattern[:first].count(letter), self.pattern[first:stop].count(letter)
+            return Part(before, before + here, self.pattern.count(letter))
+
+        def part(total: int) -> Part:
+            return Part.of_rank(total, *tensor)
+
+        heads, groups, kv_heads = part(self.heads), part(self.groups), part(self.kv_heads)
+        attention = layers("*")
+        wide = torch.promote_types(self.dtype, torch.float32)
+        states = (
+            *mamba2_states(layers("M"), heads, 2, groups, 3, 4, self.dtype, wide, 4),
+            *gated_delta_net_states(layers("G"), groups, 2, heads, 3, 3, self.dtype, wide, 8),
+            *short_conv_states(layers("C"), part(2 * self.heads), 3, self.dtype),
+        )
+        letters = dict(zip(("conv", "ssm", "gdn_conv", "delta", "short_conv"), "MMGGC", strict=True))
+        return ms.HybridStateSpec(
+            states=[state for state in states if letters[state.name] in self.pattern],  # type: ignore[arg-type]
+            num_attention_layers=attention.count, num_kv_heads=kv_heads.count, head_dim=2,
+            kv_dtype=self.dtype, vocab_size=256, device=torch.device("cpu"),
+            shard=ModelShard(attention_layers=attention, kv_heads=kv_heads),
+        )  # fmt: skip
+
+    def shards(self, tp: int, pp: int) -> list[Shard]:
+        """Of each rank, in order."""
+        return [shard_of(self.spec((t, tp), (p, pp))) for p in range(pp) for t in range(tp)]
 
 
 def shard_of_rank(
     config: ms.models.HybridConfig, tensor: tuple[int, int] = (0, 1), pipeline: tuple[int, int] = (0, 1)
-) -> ModelShard:
+) -> Shard:
     """(rank, size) of the tensor and of the pipeline group -> what the rank holds, without any process."""
     groups: Any = SimpleNamespace(
         tensor_rank=tensor[0], tensor_size=tensor[1], pipeline_rank=pipeline[0], pipeline_size=pipeline[1]
     )
-    return config.shard(groups)
+    shard = config.shard(groups)
+    spec: Any = SimpleNamespace(
+        states=config.states(groups), shard=shard, groups=ms.ParallelGroups(),
+        num_attention_layers=shard.attention_layers.count, num_kv_heads=shard.kv_heads.count,
+    )  # fmt: skip
+    return shard_of(spec)
 
 
-def random_export(config: ms.models.HybridConfig, seed: int = 0) -> PrefixShard:
-    """Of a whole model, with distinct numbers everywhere."""
-    form, forest, shard = format_of(config), random_forest(seed), shard_of_rank(config)
+def random_export(spec: ms.HybridStateSpec, seed: int = 0, block_size_tokens: int = 4) -> PrefixShard:
+    """Of the part that `spec` declares, with distinct numbers everywhere."""
+    access: Any = SimpleNamespace(
+        weights_version=VERSION, block_size_tokens=block_size_tokens, spec=spec, shard=shard_of(spec)
+    )
+    form, forest = PrefixFormat.of(access), random_forest(seed, size=block_size_tokens)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.randn(
-            shape_of(name, form, forest, shard), generator=generator, dtype=dtype_of(name, form)
-        )
-        for name in SPLITS
+        name: torch.randn(shape, generator=generator, dtype=form.tensors[name].dtype)
+        for name, shape in shapes_of(form, forest, access.shard).items()
     }
-    return PrefixShard(form, forest, shard, (1, 1), tensors)
+    return PrefixShard(form, forest, access.shard, (1, 1), tensors)
 
 
-def conv_of(shard: PrefixShard) -> torch.Tensor:
-    """[layers, states, channels, window], as a pool holds it."""
-    return torch.cat([shard.tensors[name].flatten(2, 3) for name in ("conv_x", "conv_B", "conv_C")], 2)
+def dense(shard: PrefixShard, name: str) -> torch.Tensor:
+    """[layers, states, *shape] of a state tensor, as a pool holds it; or "kv", as the KV cache is."""
+    if name == "kv":
+        return shard.tensors["kv"].permute(0, 3, 1, 4, 2, 5)
+    segments = [tensor for key, tensor in shard.tensors.items() if key.split(".")[0] == name]
+    return torch.cat([tensor.flatten(2, 3) for tensor in segments], 2)
 
 
 def with_forest(shard: PrefixShard, **changes: Any) -> PrefixShard:

@@ -7,8 +7,8 @@
     engine -- send_prefixes ----> two-party groups --- receive_prefixes ---> engine
 
 Each rank of a split model exports and imports its own part. The two sides may be split differently, by tensor
-and by pipeline ranks: parts are cut and joined by layers, heads and groups. A damaged export, or one of
-another model, is refused on all ranks of a replica, and nothing changes.
+and by pipeline ranks: parts are cut and joined by layers, and by heads, groups or channels. A damaged export,
+or one of another model, is refused on all ranks of a replica, and nothing changes.
 
     hand_over -> rendezvous -> link        between two replicas
     files -> manifest                      to and from a directory
@@ -16,4 +16,5 @@ another model, is refused on all ranks of a replica, and nothing changes.
     export                                 out of the pools
     codec -> shard -> forest -> format     the export itself
     cache_access, pool_rows                an engine's prefix cache; copies of pool rows
+    parts                                  which part of each tensor a rank holds
 """

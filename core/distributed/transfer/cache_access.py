@@ -1,20 +1,23 @@
 """The prefix cache of an engine as transfers see it: nothing else in this folder looks into an engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...inference.contexts.durable_slots import DurableSlots
 from ...inference.contexts.kv_block_allocator import KVBlockAllocator
 from ...inference.contexts.prefix_cache import PrefixCache
+from ...inference.contexts.state_pool import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.policies.salt_key import SaltKey
 from ...parallel_groups import ParallelGroups
 from ...state_spec import HybridStateSpec
 from ...validation import instance
 from ..all_ranks import AllRanks
+from .parts import KV, segments_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +26,9 @@ class CacheAccess:
 
     Attributes:
         cache: KV blocks, durable slots, and the index over both.
-        kv_cache: [attention layers, 2, blocks, block size, KV heads, head dim], on the device.
-        conv_states: [Mamba layers, slots, channels, window], on the device.
-        ssm_states: [Mamba layers, slots, heads, head dim, state dim], on the device.
+        pools: the tensors of an export by their names, as views of the pools on the device. "kv" is
+            [attention layers, blocks, KV heads, 2, block size, head dim]; a segment of a state tensor is
+            [layers, slots, units, width, ...].
         spec: the shapes of the part of the model that this rank holds.
         block_size_tokens: tokens of a block.
         eviction_policy: the engine's `prefix_caching_eviction_policy`.
@@ -36,9 +39,7 @@ class CacheAccess:
     """
 
     cache: PrefixCache
-    kv_cache: Tensor
-    conv_states: Tensor
-    ssm_states: Tensor
+    pools: Mapping[str, Tensor]
     spec: HybridStateSpec
     block_size_tokens: int
     eviction_policy: str
@@ -69,9 +70,7 @@ class CacheAccess:
             raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
         return cls(
             cache=context.prefix_cache,
-            kv_cache=context.memory.kv_cache,
-            conv_states=context.memory.state_pool.durable_conv_states,
-            ssm_states=context.memory.state_pool.durable_ssm_states,
+            pools=_pools(context.memory.kv_cache, context.memory.state_pool),
             spec=context.spec,
             block_size_tokens=engine.config.block_size_tokens,
             eviction_policy=engine.config.prefix_caching_eviction_policy,
@@ -110,3 +109,14 @@ class CacheAccess:
         findable = set(states.hash_to_block_id.values())
         by_recency = [(states.block_of(slot), slot) for slot in reversed(self.slots.by_use())]
         return {block: slot for block, slot in by_recency if block in findable}
+
+
+def _pools(kv_cache: Tensor, state_pool: StatePool) -> dict[str, Tensor]:
+    pools = {KV: kv_cache.permute(0, 2, 4, 1, 3, 5)}
+    for tensor in state_pool.states:
+        segments, durable = segments_of(tensor), state_pool.durable(tensor.name)
+        entries = durable if tensor.shape else durable[..., None]
+        parts = torch.split(entries, [segment.size for segment in segments.values()], dim=2)
+        for (name, segment), part in zip(segments.items(), parts, strict=True):
+            pools[name] = torch.unflatten(part, 2, (segment.part.count, segment.width))
+    return pools

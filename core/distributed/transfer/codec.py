@@ -12,15 +12,9 @@ from torch import Tensor
 
 from ...validation import integers, shown
 from .forest import TOKEN_BYTES, PrefixForest
-from .format import (
-    PrefixFormat,
-    TransferError,
-    check_version,
-    json_object,
-    shard_from_json,
-    shard_to_json,
-)
-from .shard import SPLITS, PrefixShard
+from .format import PrefixFormat, TransferError, check_version
+from .parts import json_object, shard_from_json, shard_to_json
+from .shard import PrefixShard
 
 _LENGTH = struct.Struct("<Q")  # how long the header is; every safetensors file begins with it
 _CHECKSUM, _UNSIGNED = '"sha256":"', "0" * 64
@@ -136,10 +130,9 @@ def _check_checksum(data: bytes, expected: str) -> None:
 def _shard(export: object, tensors: dict[str, Tensor]) -> PrefixShard:
     found = json_object("export", export, {"format", "shard", "split", "roots", "salt_key_id"})
     form = PrefixFormat.from_json(found["format"])
-    if tensors.keys() != SPLITS.keys() | _FOREST.keys():
-        raise TransferError(
-            f"tensors are {sorted(tensors)}; accepted: {sorted(SPLITS.keys() | _FOREST.keys())}"
-        )
+    names = form.tensors.keys() | _FOREST.keys()
+    if tensors.keys() != names:
+        raise TransferError(f"tensors are {sorted(tensors)}; accepted: {sorted(names)}")
     for name, dtype in _FOREST.items():
         tensor, dims = tensors[name], 2 if name == "tokens" else 1
         if tensor.dtype != dtype or tensor.dim() != dims:
@@ -156,9 +149,8 @@ def _shard(export: object, tensors: dict[str, Tensor]) -> PrefixShard:
         states=tuple(tensors["states"].tolist()),
     )
     split = tensor_size, pipeline_size
-    return PrefixShard(
-        form, forest, shard_from_json(found["shard"]), split, {name: tensors[name] for name in SPLITS}
-    )
+    shard = shard_from_json(found["shard"])
+    return PrefixShard(form, forest, shard, split, {name: tensors[name] for name in form.tensors})
 
 
 def _integer(text: str) -> Any:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -11,7 +10,8 @@ from ...inference.policies.salt_key import salt_bytes
 from ...validation import integers, shown
 from .cache_access import CacheAccess
 from .forest import PrefixForest
-from .format import PrefixFormat, shard_of
+from .format import PrefixFormat
+from .parts import KV, shard_of
 from .pool_rows import read_rows
 from .shard import PrefixShard
 
@@ -54,24 +54,13 @@ def export_from(access: CacheAccess, prefixes: Iterable[PrefixName] | None) -> P
         state_slots = {block: slot for block, slot in state_slots.items() if block in named_blocks}
     blocks, forest = _forest(access, list(state_slots))
     slots = list(state_slots.values())
-    ssm = read_rows(access.ssm_states, 1, slots)
-    conv = read_rows(access.conv_states, 1, slots)
-    kv = read_rows(access.kv_cache, 2, blocks)
-    num_heads, num_groups = shard.mamba_heads.count, shard.mamba_groups.count
-    x, B, C = torch.split(
-        conv, [num_heads * form.mamba_head_dim, *2 * [num_groups * form.mamba_state_dim]], dim=2
-    )
     return PrefixShard(
         format=form,
         forest=forest,
         shard=shard,
         split=(access.parallel.tensor_size, access.parallel.pipeline_size),
         tensors={
-            "ssm": ssm,
-            "conv_x": torch.unflatten(x, 2, (num_heads, form.mamba_head_dim)),
-            "conv_B": torch.unflatten(B, 2, (num_groups, form.mamba_state_dim)),
-            "conv_C": torch.unflatten(C, 2, (num_groups, form.mamba_state_dim)),
-            "kv": kv,
+            name: read_rows(pool, 1, blocks if name == KV else slots) for name, pool in access.pools.items()
         },
     )
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...model_shard import ModelShard
 from ...validation import shown
 from ..all_ranks import Attempt, Notes
 from .cache_access import CacheAccess
 from .codec import checksum, decode_prefixes, encode_prefixes
 from .export import PrefixName, export_from
 from .forest import PrefixForest
-from .format import PrefixFormat, TransferError, shard_of
+from .format import PrefixFormat, TransferError
 from .import_ import ReceivedShard, import_received
 from .manifest import MANIFEST, FileEntry, Manifest
+from .parts import Shard, shard_of
 from .placement import ImportReport
-from .shard import check_totals, join, sources_for
+from .shard import join, sources_for
 
 _OWN_FILES = re.compile(r"prefixes-[0-9a-f]{12}-tp[0-9]+of[0-9]+-pp[0-9]+of[0-9]+\.safetensors(\.tmp)?")
 
@@ -149,7 +149,7 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
     return import_received(access, prepare)
 
 
-def _read_part(folder: Path, own_format: PrefixFormat, own_shard: ModelShard) -> ReceivedShard:
+def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> ReceivedShard:
     """The part `own_shard` of the set in `folder`; reads only the files that are needed."""
     try:
         text = (folder / MANIFEST).read_bytes()
@@ -158,7 +158,7 @@ def _read_part(folder: Path, own_format: PrefixFormat, own_shard: ModelShard) ->
     manifest = Manifest.from_bytes(text)
     shards = [entry.shard for entry in manifest.entries]
     for shard in shards:
-        check_totals(own_format, shard)
+        own_format.check_shard(shard)
     pieces = []
     for index, part in sources_for(shards, own_shard).items():
         entry = manifest.entries[index]

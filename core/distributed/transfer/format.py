@@ -6,58 +6,84 @@ from typing import Any
 
 import torch
 
-from ...model_shard import ModelShard, Part
-from ...state_spec import HybridStateSpec
-from ...validation import INT32_MAX, integer, shown
+from ...validation import INT32_MAX, integer, integers, shown
 from .cache_access import CacheAccess
+from .parts import KV, Shard, TensorPart, json_object, segments_of, shard_of
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 WeightsVersion = str | int | bytes
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-_PARTS = tuple(field.name for field in fields(ModelShard))
 
 
 class TransferError(ValueError):
     """An export is damaged, or does not fit this engine; the call that raised has changed nothing."""
 
 
+@dataclass(frozen=True)
+class TensorFormat:
+    """One tensor of an export, of the whole model.
+
+    Attributes:
+        num_layers: the layers that have the tensor.
+        num_units: the heads, groups or channels of a layer.
+        shape: of one unit of one state, or of one KV block: [2, block size, head dim].
+        dtype: as stored.
+        grid: `StateTensor.grid`; 1 for KV.
+    """
+
+    num_layers: int
+    num_units: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grid: int = 1
+
+    @classmethod
+    def of(
+        cls, part: TensorPart, shape: tuple[int, ...], dtype: torch.dtype, grid: int = 1
+    ) -> "TensorFormat":
+        """The format of the tensor that `part` is of."""
+        return cls(part.layers.total, part.units.total, shape, dtype, grid)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as values that JSON knows; `from_json` reads them."""
+        return vars(self) | {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_json(cls, name: str, value: object) -> "TensorFormat":
+        """The format that `to_json` made `value` of; ValueError, which says `name`, for anything else."""
+        found = json_object(name, value, {field.name for field in fields(cls)})
+        dtype = found["dtype"]
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise ValueError(f"{name}.dtype is {shown(dtype)}; accepted: one of {', '.join(_DTYPES)}")
+        return cls(
+            num_layers=integer(f"{name}.num_layers", found["num_layers"], 0, INT32_MAX),
+            num_units=integer(f"{name}.num_units", found["num_units"], 0, INT32_MAX),
+            shape=tuple(integers(f"{name}.shape", found["shape"], 1, INT32_MAX)),
+            dtype=_DTYPES[dtype],
+            grid=integer(f"{name}.grid", found["grid"], 1, INT32_MAX),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefixFormat:
-    """The shapes of the whole model, and what else the meaning of its states and KV depends on.
+    """The tensors of the whole model, and what else the meaning of its states and KV depends on.
 
     Attributes:
         format_version: the version of the encoding as bytes.
         weights_version: what the exporting engine calls its weights; nothing else tells two models of one
             shape apart.
         block_size_tokens: tokens of a KV block.
-        ssd_chunk_size: tokens of an SSD chunk.
         vocab_size: token ids are below it.
-        conv_dtype, ssm_dtype, kv_dtype: the dtypes of conv windows, SSM states and KV.
-        head_dim: the size of a key, and of a value, of one attention head.
-        mamba_head_dim, mamba_state_dim: P and N of a layer's SSM state [heads, P, N].
-        conv_width: positions of a conv window.
-        mamba_layers, mamba_heads, mamba_groups, attention_layers, kv_heads: how many the whole model has.
+        tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv".
     """
 
     format_version: int = FORMAT_VERSION
     weights_version: WeightsVersion
     block_size_tokens: int
-    ssd_chunk_size: int
     vocab_size: int
-    conv_dtype: torch.dtype
-    ssm_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    head_dim: int
-    mamba_head_dim: int
-    mamba_state_dim: int
-    conv_width: int
-    mamba_layers: int
-    mamba_heads: int
-    mamba_groups: int
-    attention_layers: int
-    kv_heads: int
+    tensors: Mapping[str, TensorFormat]
 
     @classmethod
     def of(cls, access: CacheAccess) -> "PrefixFormat":
@@ -73,114 +99,81 @@ class PrefixFormat:
                 f"engine.weights_version is {shown(version)}; accepted: a str, int or bytes that names the "
                 "model's weights, because prefixes of other weights of the same shape must be refused"
             )
-        shard = shard_of(spec)
-        heads, groups = shard.mamba_heads, shard.mamba_groups
-        if len(spec.ssm_states_shape) != 3 or spec.ssm_states_shape[0] != heads.count:
-            raise ValueError(
-                f"ssm_states_shape is {spec.ssm_states_shape}; accepted: ({heads.count} heads, head dim, "
-                "state dim)"
-            )
-        _, head_dim, state_dim = spec.ssm_states_shape
-        channels = heads.count * head_dim + 2 * groups.count * state_dim
-        if len(spec.conv_states_shape) != 2 or spec.conv_states_shape[0] != channels:
-            raise ValueError(
-                f"conv_states_shape is {spec.conv_states_shape}; accepted: ({channels} channels, x, B and C "
-                "of this rank's heads and groups, positions)"
-            )
+        shard, kv_shape = shard_of(spec), (2, access.block_size_tokens, spec.head_dim)
+        tensors = {KV: TensorFormat.of(shard[KV], kv_shape, spec.kv_dtype)}
+        for tensor in spec.states:
+            for name, segment in segments_of(tensor).items():
+                shape = segment.width, *tensor.shape[1:]
+                tensors[name] = TensorFormat.of(shard[name], shape, tensor.dtype, tensor.grid)
         return cls(
             weights_version=version,  # type: ignore[arg-type]
             block_size_tokens=access.block_size_tokens,
-            ssd_chunk_size=spec.ssd_chunk_size,
             vocab_size=spec.vocab_size,
-            conv_dtype=spec.conv_states_dtype,
-            ssm_dtype=spec.ssm_states_dtype,
-            kv_dtype=spec.kv_dtype,
-            head_dim=spec.head_dim,
-            mamba_head_dim=head_dim,
-            mamba_state_dim=state_dim,
-            conv_width=spec.conv_states_shape[1],
-            **{name: getattr(shard, name).total for name in _PARTS},
+            tensors=tensors,
         )
 
     def check_fits(self, own: "PrefixFormat") -> None:
-        """Raises a TransferError that names every field in which this format differs from `own`."""
-        pairs = {field.name: (getattr(self, field.name), getattr(own, field.name)) for field in fields(self)}
+        """Raises a TransferError that names everything in which this format differs from `own`."""
+        theirs, ours = self._values(), own._values()
         differences = [
-            f"{name} is {shown(theirs)}; accepted: {shown(ours)}, as here"
-            for name, (theirs, ours) in pairs.items()
-            if type(theirs) is not type(ours) or theirs != ours
+            f"{name} is {shown(value)}; accepted: {shown(ours[name])}, as here"
+            for name, value in theirs.items()
+            if name in ours and (type(value) is not type(ours[name]) or value != ours[name])
         ]
         if differences:
             raise TransferError("the export does not fit: " + "; and ".join(differences))
 
+    def _values(self) -> dict[str, object]:
+        """What `check_fits` compares; the names of tensors stand for the tensors that only one side has."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["tensors"] = sorted(self.tensors)
+        for name, tensor in self.tensors.items():
+            values |= {f"{name}.{field}": value for field, value in vars(tensor).items()}
+        return values
+
+    def check_shard(self, shard: Shard) -> None:
+        """TransferError unless `shard` is a part of a model of this format."""
+        if shard.keys() != self.tensors.keys():
+            raise TransferError(f"shard is of {sorted(shard)}; accepted: {sorted(self.tensors)}")
+        for name, tensor in self.tensors.items():
+            for axis, part, total in zip(
+                TensorPart._fields, shard[name], (tensor.num_layers, tensor.num_units), strict=True
+            ):
+                if part.total != total:
+                    raise TransferError(
+                        f"shard.{name} is of {part.total} {axis}; accepted: {total}, as the format says"
+                    )
+
     def to_json(self) -> dict[str, Any]:
         """The fields as values that JSON knows; `from_json` reads them."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.dtype):
-                values[name] = str(value).removeprefix("torch.")
         version = self.weights_version
         text = version.hex() if isinstance(version, bytes) else version
-        return values | {"weights_version": [type(version).__name__, text]}
+        return vars(self) | {
+            "weights_version": [type(version).__name__, text],
+            "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
+        }
 
     @classmethod
     def from_json(cls, value: object) -> "PrefixFormat":
         """The format that `to_json` made `value` of; ValueError for anything else."""
-        names = {field.name for field in fields(cls)}
-        found = json_object("format", value, names)
-        check_version(found["format_version"])
-        result: dict[str, Any] = {}
-        for name in names - {"weights_version"}:
-            if name.endswith("_dtype"):
-                text = found[name]
-                if not isinstance(text, str) or text not in _DTYPES:
-                    raise ValueError(f"{name} is {shown(text)}; accepted: one of {', '.join(_DTYPES)}")
-                result[name] = _DTYPES[text]
-            else:
-                result[name] = integer(name, found[name], 0 if name in _PARTS else 1, INT32_MAX)
-        return cls(weights_version=_weights_version(found["weights_version"]), **result)
+        if isinstance(value, dict) and "format_version" in value:
+            check_version(value["format_version"])  # first: another version has other fields
+        found = json_object("format", value, {field.name for field in fields(cls)})
+        tensors = found["tensors"]
+        if not isinstance(tensors, dict):
+            raise ValueError(f"tensors is {shown(tensors)}; accepted: an object of formats")
+        return cls(
+            weights_version=_weights_version(found["weights_version"]),
+            block_size_tokens=integer("block_size_tokens", found["block_size_tokens"], 1, INT32_MAX),
+            vocab_size=integer("vocab_size", found["vocab_size"], 1, INT32_MAX),
+            tensors={name: TensorFormat.from_json(name, tensor) for name, tensor in tensors.items()},
+        )
 
 
 def check_version(version: object) -> None:
     """TransferError unless an export's bytes are of the version that this code reads."""
     if version != FORMAT_VERSION:
         raise TransferError(f"format_version is {shown(version)}; accepted: {FORMAT_VERSION}")
-
-
-def shard_of(spec: HybridStateSpec) -> ModelShard:
-    """The part of the model that this rank holds; ValueError where the model does not say which part."""
-    if spec.shard is None:
-        raise ValueError("state_spec().shard is None; accepted: a ModelShard, to know which heads are which")
-    layers = spec.shard.mamba_layers.count, spec.shard.attention_layers.count, spec.shard.kv_heads.count
-    if layers != (spec.num_mamba_layers, spec.num_attention_layers, spec.num_kv_heads):
-        raise ValueError(
-            f"state_spec().shard is {spec.shard}; accepted: one of {spec.num_mamba_layers} Mamba and "
-            f"{spec.num_attention_layers} attention layers and {spec.num_kv_heads} KV heads"
-        )
-    return spec.shard
-
-
-def shard_to_json(shard: ModelShard) -> dict[str, list[int]]:
-    """Each part as [start, stop, total]; `shard_from_json` reads it."""
-    parts: dict[str, Part] = {name: getattr(shard, name) for name in _PARTS}
-    return {name: [part.start, part.stop, part.total] for name, part in parts.items()}
-
-
-def shard_from_json(value: object) -> ModelShard:
-    """The shard that `shard_to_json` made `value` of; ValueError for anything else."""
-    found = json_object("shard", value, set(_PARTS))
-    for name, part in found.items():
-        if not isinstance(part, list) or len(part) != 3:
-            raise ValueError(f"shard.{name} is {shown(part)}; accepted: [start, stop, total]")
-    return ModelShard(**{name: Part(*found[name]) for name in _PARTS})
-
-
-def json_object(name: str, value: object, keys: set[str]) -> Mapping[str, Any]:
-    """`value`, which must be a JSON object with exactly these keys, else ValueError."""
-    if not isinstance(value, dict) or value.keys() != keys:
-        found = sorted(map(str, value)) if isinstance(value, dict) else shown(value)
-        raise ValueError(f"{name} is {found}; accepted: an object of {', '.join(sorted(keys))}")
-    return value
 
 
 def _weights_version(value: object) -> WeightsVersion:

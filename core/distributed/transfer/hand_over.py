@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...model_shard import ModelShard
 from ..all_ranks import described
 from .cache_access import CacheAccess
 from .codec import decode_prefixes, encode_prefixes
 from .export import PrefixName, export_from
 from .format import TransferError
 from .import_ import CopyError, ReceivedShard, import_received
+from .parts import Shard
 from .placement import ImportReport
 from .rendezvous import Rendezvous
 from .shard import PrefixShard, join
@@ -149,7 +149,7 @@ def receive_prefixes(
         return ImportReport(failure=described(error))
 
 
-def _receive(rendezvous: Rendezvous) -> list[tuple[ModelShard, bytes]]:
+def _receive(rendezvous: Rendezvous) -> list[tuple[Shard, bytes]]:
     """The parts for this rank, as agreed, with their bytes.
 
     Decoding comes later: it takes time, and the thread that runs this has to end at the timeout.

@@ -10,7 +10,8 @@ from ...validation import shown
 from ..all_ranks import Notes
 from .cache_access import CacheAccess
 from .codec import decode_prefixes
-from .format import PrefixFormat, TransferError, shard_of
+from .format import PrefixFormat, TransferError
+from .parts import shard_of
 from .placement import ImportReport, Placement
 from .shard import PrefixShard, join
 

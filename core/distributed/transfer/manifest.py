@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...model_shard import ModelShard
 from ...validation import shown
-from .format import FORMAT_VERSION, TransferError, check_version, json_object, shard_from_json, shard_to_json
+from .format import FORMAT_VERSION, TransferError, check_version
+from .parts import Shard, json_object, shard_from_json, shard_to_json
 
 MANIFEST = "prefixes.json"
 """The name of a manifest in its directory."""
@@ -26,7 +26,7 @@ class FileEntry:
 
     file: str
     sha256: str
-    shard: ModelShard
+    shard: Shard
 
 
 @dataclass(frozen=True)

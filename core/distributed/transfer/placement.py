@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .cache_access import CacheAccess
+from .parts import KV
 from .pool_rows import write_rows
 from .shard import PrefixShard
 
@@ -153,20 +154,14 @@ class Placement:
 
     def write(self) -> None:
         """Copy KV and states into the new blocks and slots, on the current stream."""
-        access, tensors = self._access, self._shard.tensors
         nodes = [node for path in self._new_paths for node in path]
         blocks = [self._block_of[node] for node in nodes]
         row_of = {node: row for row, node in enumerate(self._forest.states)}
         rows, slots = [row_of[node] for node in self._new_slots], list(self._new_slots.values())
-        first_channel = 0
         with torch.inference_mode():
-            for name in ("conv_x", "conv_B", "conv_C"):
-                num_units, width = tensors[name].shape[2:4]
-                part = access.conv_states.narrow(2, first_channel, num_units * width)
-                write_rows(torch.unflatten(part, 2, (num_units, width)), 1, slots, tensors[name], rows)
-                first_channel += num_units * width
-            write_rows(access.ssm_states, 1, slots, tensors["ssm"], rows)
-            write_rows(access.kv_cache, 2, blocks, tensors["kv"], nodes)
+            for name, pool in self._access.pools.items():
+                places = (blocks, nodes) if name == KV else (slots, rows)
+                write_rows(pool, 1, places[0], self._shard.tensors[name], places[1])
 
     def digest(self) -> str:
         """Equal on ranks whose `place` decided alike."""

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from ...model_shard import ModelShard
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from .cache_access import CacheAccess
-from .format import PrefixFormat, TransferError, json_object, shard_from_json, shard_of, shard_to_json
+from .format import PrefixFormat, TransferError
 from .link import STORE_KEYS, PairLink
-from .shard import check_totals, sources_for
+from .parts import Shard, json_object, shard_from_json, shard_of, shard_to_json
+from .shard import sources_for
 
 Side = Literal["source", "destination"]
 _OTHER: dict[Side, Side] = {"source": "destination", "destination": "source"}
@@ -41,7 +41,7 @@ class Hello:
 
     num_ranks: int
     format: PrefixFormat
-    shard: ModelShard
+    shard: Shard
 
     def to_bytes(self) -> bytes:
         """The hello as JSON; `from_bytes` reads it."""
@@ -57,7 +57,7 @@ class Hello:
         """The hello that `to_bytes` encoded; ValueError or RecursionError for anything else."""
         found = json_object("hello", json.loads(data), {"ranks", "format", "shard"})
         form, shard = PrefixFormat.from_json(found["format"]), shard_from_json(found["shard"])
-        check_totals(form, shard)
+        form.check_shard(shard)
         return cls(integer("ranks", found["ranks"], 1, _MAX_RANKS), form, shard)
 
 
@@ -154,7 +154,7 @@ class Rendezvous:
                 for key in [*keys, *self._link_keys, "left"]:
                     self._store.delete_key(key)
 
-    def pairs(self) -> list[tuple[int, int, ModelShard]]:
+    def pairs(self) -> list[tuple[int, int, Shard]]:
         """(Source rank, destination rank, the part to send) of every transfer.
 
         Blocks until all ranks are there.

@@ -1,40 +1,16 @@
 """The states and KV of a forest of prefixes, for some layers and heads of a model; cut and joined."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...model_shard import ModelShard, Part
+from ...model_shard import Part
 from .forest import PrefixForest
 from .format import PrefixFormat, TransferError
-
-
-class _Split(NamedTuple):
-    """How one tensor of an export is split over ranks.
-
-    Attributes:
-        layers: the field of ModelShard that splits dim 0.
-        units: the field of ModelShard, heads or groups, that splits dim `dim`.
-        dim: see `units`.
-    """
-
-    layers: str
-    units: str
-    dim: int
-
-
-SPLITS = {
-    "ssm": _Split("mamba_layers", "mamba_heads", 2),
-    "conv_x": _Split("mamba_layers", "mamba_heads", 2),
-    "conv_B": _Split("mamba_layers", "mamba_groups", 2),
-    "conv_C": _Split("mamba_layers", "mamba_groups", 2),
-    "kv": _Split("attention_layers", "kv_heads", 4),
-}
-# Every (layers, units) that splits a tensor: a part of an export is a rectangle in each of these grids.
-_GRIDS = sorted({(split.layers, split.units) for split in SPLITS.values()})
+from .parts import KV, Shard, TensorPart
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,18 +20,16 @@ class PrefixShard:
     Attributes:
         format: of the whole model.
         forest: the prefixes, the same in every part.
-        shard: the layers, heads and groups that this part holds.
+        shard: which part of each tensor this is.
         split: the sizes of the tensor group and of the pipeline group that made the export.
-        tensors: on the CPU; states are in the order of `forest.states`, blocks in the order of the nodes:
-            ssm [Mamba layers, states, heads, head dim, state dim];
-            conv_x [Mamba layers, states, heads, head dim, window];
-            conv_B, conv_C [Mamba layers, states, groups, state dim, window];
-            kv [attention layers, 2, blocks, block size, KV heads, head dim].
+        tensors: those of `format`, on the CPU. Each is [layers, rows, units, *shape of a unit]. The rows of
+            "kv" are the blocks, in the order of the nodes; those of the others are the states, in the order
+            of `forest.states`.
     """
 
     format: PrefixFormat
     forest: PrefixForest
-    shard: ModelShard
+    shard: Shard
     split: tuple[int, int]
     tensors: Mapping[str, Tensor]
 
@@ -70,25 +44,26 @@ class PrefixShard:
                 f"block_size_tokens is {self.forest.block_size_tokens}; accepted: "
                 f"{self.format.block_size_tokens}, as the format says"
             )
-        check_totals(self.format, self.shard)
-        if self.tensors.keys() != SPLITS.keys():
-            raise TransferError(f"tensors are {sorted(self.tensors)}; accepted: {sorted(SPLITS)}")
+        self.format.check_shard(self.shard)
+        shapes = shapes_of(self.format, self.forest, self.shard)
+        if self.tensors.keys() != shapes.keys():
+            raise TransferError(f"tensors are {sorted(self.tensors)}; accepted: {sorted(shapes)}")
         for name, tensor in self.tensors.items():
-            shape, dtype = shape_of(name, self.format, self.forest, self.shard), dtype_of(name, self.format)
+            shape, dtype = shapes[name], self.format.tensors[name].dtype
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise TransferError(
                     f"{name} is of shape {tuple(tensor.shape)} and {tensor.dtype}; accepted: {shape} and "
                     f"{dtype}"
                 )
 
-    def cut(self, shard: ModelShard) -> "PrefixShard":
-        """The layers, heads and groups that this part and `shard` have in common, possibly none, as views."""
-        common = _common(self.shard, shard)
-        tensors = {name: tensor[_where(name, self.shard, common)] for name, tensor in self.tensors.items()}
+    def cut(self, shard: Shard) -> "PrefixShard":
+        """What this part and `shard` have in common of each tensor, possibly nothing, as views."""
+        common = {name: _common(part, shard[name]) for name, part in self.shard.items()}
+        tensors = {name: t[_where(self.shard[name], common[name])] for name, t in self.tensors.items()}
         return replace(self, shard=common, tensors=tensors)
 
 
-def join(pieces: Sequence[PrefixShard], shard: ModelShard) -> PrefixShard:
+def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
     """Put the part `shard` together from pieces of one export.
 
     Pieces may overlap, and hold more than `shard`. The result's tensors are new, unless one piece is of
@@ -110,21 +85,17 @@ def join(pieces: Sequence[PrefixShard], shard: ModelShard) -> PrefixShard:
         return whole
     sources = sources_for([piece.shard for piece in pieces], shard)
     tensors = {
-        name: torch.empty(
-            shape_of(name, first.format, first.forest, shard),
-            dtype=dtype_of(name, first.format),
-            device="cpu",
-        )
-        for name in SPLITS
+        name: torch.empty(shape, dtype=first.format.tensors[name].dtype, device="cpu")
+        for name, shape in shapes_of(first.format, first.forest, shard).items()
     }
     for index, part in sources.items():
         piece = pieces[index].cut(part)
         for name, tensor in piece.tensors.items():
-            tensors[name][_where(name, shard, piece.shard)] = tensor
+            tensors[name][_where(shard[name], piece.shard[name])] = tensor
     return replace(first, shard=shard, tensors=tensors)
 
 
-def sources_for(holders: Sequence[ModelShard], shard: ModelShard) -> dict[int, ModelShard]:
+def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, Shard]:
     """Which holder gives which part, so that the parts together are `shard`.
 
     What several holders hold comes from the first of them; only where two holders overlap in part may
@@ -132,7 +103,7 @@ def sources_for(holders: Sequence[ModelShard], shard: ModelShard) -> dict[int, M
     where no tensor is.
 
     Args:
-        holders: what each holder has.
+        holders: what each holder has, of the same tensors as `shard`.
         shard: what is needed.
 
     Returns:
@@ -142,81 +113,52 @@ def sources_for(holders: Sequence[ModelShard], shard: ModelShard) -> dict[int, M
         TransferError: the holders together lack something of `shard`.
     """
     covered = {
-        grid: torch.zeros([getattr(shard, axis).total for axis in grid], dtype=torch.bool, device="cpu")
-        for grid in _GRIDS
+        name: np.zeros((part.layers.total, part.units.total), dtype=bool) for name, part in shard.items()
     }
-    sources: dict[int, ModelShard] = {}
+    sources: dict[int, Shard] = {}
     for index, holder in enumerate(holders):
-        common, adds_something = _common(holder, shard), False
-        for layers, units in _GRIDS:
-            cells = covered[layers, units][_slice(common, layers), _slice(common, units)]
-            if bool(cells.all()):  # true of no cells, too
-                common = replace(common, **{units: _nothing(getattr(common, units))})
+        common, adds_something = {}, False
+        for name, part in shard.items():
+            common[name] = _common(holder[name], part)
+            cells = covered[name][common[name].slices]
+            if cells.all():  # true of no cells, too
+                common[name] = common[name].without_units()
             else:
-                cells.fill_(True)
+                cells[:] = True
                 adds_something = True
         if adds_something or (not sources and index == len(holders) - 1):
             sources[index] = common
-    for layers, units in _GRIDS:
-        cells = covered[layers, units][_slice(shard, layers), _slice(shard, units)]
-        if not bool(cells.all()):
-            layer, unit = (~cells).nonzero()[0].tolist()
+    for name, part in shard.items():
+        cells = covered[name][part.slices]
+        if not cells.all():
+            layer, unit = np.argwhere(~cells)[0].tolist()
             raise TransferError(
-                f"the export lacks {units}[{unit + getattr(shard, units).start}] of {layers}"
-                f"[{layer + getattr(shard, layers).start}]; accepted: parts that together hold {shard}"
+                f"the export lacks unit {unit + part.units.start} of layer {layer + part.layers.start} of "
+                f"{name}; accepted: parts that together hold {part}"
             )
     return sources
 
 
-def check_totals(form: PrefixFormat, shard: ModelShard) -> None:
-    """TransferError unless `shard` is a part of a model of this format."""
-    for name in {name for grid in _GRIDS for name in grid}:
-        total = getattr(shard, name).total
-        if total != getattr(form, name):
-            raise TransferError(
-                f"shard.{name} is of {total}; accepted: {getattr(form, name)}, as the format says"
-            )
+def shapes_of(form: PrefixFormat, forest: PrefixForest, shard: Shard) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the part `shard`; see `PrefixShard`."""
+    shapes = {}
+    for name, tensor in form.tensors.items():
+        num_rows = len(forest) if name == KV else len(forest.states)
+        shapes[name] = shard[name].layers.count, num_rows, shard[name].units.count, *tensor.shape
+    return shapes
 
 
-def shape_of(name: str, form: PrefixFormat, forest: PrefixForest, shard: ModelShard) -> tuple[int, ...]:
-    """The shape of tensor `name` of the part `shard`; see `PrefixShard`."""
-    split = SPLITS[name]
-    layers, units = getattr(shard, split.layers).count, getattr(shard, split.units).count
-    if name == "kv":
-        return layers, 2, len(forest), form.block_size_tokens, units, form.head_dim
-    rows = form.mamba_head_dim if split.units == "mamba_heads" else form.mamba_state_dim
-    columns = form.mamba_state_dim if name == "ssm" else form.conv_width
-    return layers, len(forest.states), units, rows, columns
+def _where(whole: TensorPart, part: TensorPart) -> tuple[slice, slice, slice]:
+    """The index of `part`'s numbers within a tensor of the part `whole`, which contains `part`."""
+    layers, units = (
+        slice(inner.start - outer.start, inner.stop - outer.start)
+        for outer, inner in zip(whole, part, strict=True)
+    )
+    return layers, slice(None), units
 
 
-def dtype_of(name: str, form: PrefixFormat) -> torch.dtype:
-    """The dtype of tensor `name`."""
-    return {"kv": form.kv_dtype, "ssm": form.ssm_dtype}.get(name, form.conv_dtype)
-
-
-def _where(name: str, whole: ModelShard, part: ModelShard) -> tuple[slice, ...]:
-    """The index of `part`'s numbers within tensor `name` of the part `whole`, which contains `part`."""
-    split = SPLITS[name]
-    index = [slice(None)] * (split.dim + 1)
-    for dim, field in ((0, split.layers), (split.dim, split.units)):
-        outer: Part = getattr(whole, field)
-        inner: Part = getattr(part, field)
-        index[dim] = slice(inner.start - outer.start, inner.stop - outer.start)
-    return tuple(index)
-
-
-def _slice(shard: ModelShard, field: str) -> slice:
-    part: Part = getattr(shard, field)
-    return slice(part.start, part.stop)
-
-
-def _nothing(part: Part) -> Part:
-    return Part(part.start, part.start, part.total)
-
-
-def _common(one: ModelShard, other: ModelShard) -> ModelShard:
-    fields: Iterable[str] = {name for grid in _GRIDS for name in grid}
-    return ModelShard(**{name: _overlap(getattr(one, name), getattr(other, name)) for name in fields})
+def _common(one: TensorPart, other: TensorPart) -> TensorPart:
+    return TensorPart(_overlap(one.layers, other.layers), _overlap(one.units, other.units))
 
 
 def _overlap(one: Part, other: Part) -> Part:

@@ -5,7 +5,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 
-import mambaslots as ms
 import pytest
 import torch
 from hypothesis import given
@@ -15,14 +14,11 @@ from mambaslots.distributed.transfer.codec import decode_prefixes, encode_prefix
 from mambaslots.distributed.transfer.format import TransferError
 from mambaslots.distributed.transfer.shard import PrefixShard
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
-from oracle.transfers import random_export, shard_of_rank, with_forest
+from oracle.transfers import Declared, random_export, with_forest
 from safetensors.torch import load, save
 
-CONFIG = ms.models.HybridConfig.tiny(
-    pattern="M*M", mamba_num_heads=2, mamba_head_dim=2, mamba_num_groups=2, mamba_state_dim=2,
-    num_attention_heads=2, num_kv_heads=2, head_dim=2, ssd_chunk_size=4,
-)  # fmt: skip
-EXPORT = random_export(CONFIG)
+MODEL = Declared("MG*C")
+EXPORT = random_export(MODEL.spec())
 PUBLIC = PUBLIC_ROOT.hex()
 BYTES = encode_prefixes(EXPORT)
 HEADER = 8 + struct.unpack_from("<Q", BYTES)[0]
@@ -47,7 +43,7 @@ def refused(data: bytes) -> str:
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_round_trip(version: str | int | bytes, dtype: torch.dtype) -> None:
-    export = random_export(replace(CONFIG, dtype=dtype), seed=2)
+    export = random_export(replace(MODEL, dtype=dtype).spec(), seed=2)
     export = replace(export, format=replace(export.format, weights_version=version), split=(4, 2))
     decoded = decode_prefixes(encode_prefixes(export))
     assert equal(decoded, export)
@@ -64,23 +60,29 @@ def test_bytes_of_other_types() -> None:
             decode_prefixes(data)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pipeline", [(0, 3), (1, 3), (2, 3)])
-def test_round_trip_of_a_stage_without_some_layers(pipeline: tuple[int, int]) -> None:
-    part = EXPORT.cut(shard_of_rank(CONFIG, (1, 2), pipeline))
+@pytest.mark.parametrize("pattern", ["M", "G", "C", "*", "GC*", "-"])
+def test_round_trip_of_any_kinds_of_layer(pattern: str) -> None:
+    export = random_export(Declared(pattern).spec())
+    assert equal(decode_prefixes(encode_prefixes(export)), export)
+
+
+@pytest.mark.parametrize("pipeline", range(3))
+def test_round_trip_of_a_stage_without_some_layers(pipeline: int) -> None:
+    part = EXPORT.cut(MODEL.shards(2, 3)[2 * pipeline + 1])
     assert equal(decode_prefixes(encode_prefixes(part)), part)
 
 
 def test_round_trip_of_nothing() -> None:
-    nothing = random_export(CONFIG)
+    nothing = EXPORT
     nothing = with_forest(nothing, roots=(), salt_key_id="", parents=(), tokens=(), states=())
-    tensors = {n: t[:, :, :0] if n == "kv" else t[:, :0] for n, t in nothing.tensors.items()}
-    nothing = replace(nothing, tensors=tensors)
+    nothing = replace(nothing, tensors={name: t[:, :0] for name, t in nothing.tensors.items()})
     assert equal(decode_prefixes(encode_prefixes(nothing)), nothing)
 
 
 def test_it_is_a_safetensors_file_of_the_tensors() -> None:
     tensors = load(BYTES)
-    assert torch.equal(tensors["ssm"], EXPORT.tensors["ssm"])
+    for name in EXPORT.tensors:
+        assert torch.equal(tensors[name], EXPORT.tensors[name])
     assert tensors["tokens"].shape == (len(EXPORT.forest), 16)
 
 
@@ -128,7 +130,7 @@ def test_noise(data: bytes) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_headers_swapped(seed: int) -> None:
-    other = encode_prefixes(random_export(CONFIG, seed=seed + 1))
+    other = encode_prefixes(random_export(MODEL.spec(), seed=seed + 1))
     length = 8 + struct.unpack_from("<Q", other)[0]
     refused(BYTES[:HEADER] + other[length:])
     refused(other[:length] + BYTES[HEADER:])
@@ -143,11 +145,14 @@ def signed(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
 
 
 def forged(**changes: object) -> bytes:
-    """`export.x` changes a value of the header, other names a tensor."""
+    """Each names a tensor, a value of the header, or as "tensor field" a value of a tensor's format."""
     metadata = json.loads(BYTES[8:HEADER])["__metadata__"]
     export, tensors = json.loads(metadata["export"]), load(BYTES)
     for name, change in changes.items():
-        if name in tensors:
+        tensor, dot, field = name.rpartition(" ")
+        if dot:
+            export["format"]["tensors"][tensor][field] = change
+        elif name in tensors:
             tensors[name] = change(tensors[name])  # type: ignore[operator]
         elif name in export:
             export[name] = change
@@ -170,22 +175,36 @@ def set_at(index: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"mambaslots_prefixes": "1"}, "format_version is 1; accepted: 2"),
-        ({"mambaslots_prefixes": "x"}, "format_version is 'x'; accepted: 2"),
-        ({"format_version": 1}, "format_version is 1; accepted: 2"),
+        ({"mambaslots_prefixes": "2"}, "format_version is 2; accepted: 3"),
+        ({"mambaslots_prefixes": "x"}, "format_version is 'x'; accepted: 3"),
+        ({"format_version": 2}, "format_version is 2; accepted: 3"),
         ({"weights_version": None}, "weights_version is None; accepted: a str, int or bytes"),
         ({"weights_version": ["int", True]}, "weights_version"),
         ({"weights_version": ["bytes", "xy"]}, "malformed"),
         ({"block_size_tokens": 0}, "block_size_tokens is 0"),
         ({"block_size_tokens": 8}, "accepted: 12 times 32 bytes"),
         ({"block_size_tokens": "4"}, "block_size_tokens is '4'"),
-        ({"kv_dtype": "float16"}, "kv is of shape .* accepted: .*float16"),
-        ({"kv_dtype": "int8"}, "kv_dtype is 'int8'"),
         ({"vocab_size": 5}, "a token is .*accepted: from 0 to 4"),
-        ({"head_dim": 4}, "kv is of shape"),
-        ({"mamba_state_dim": 3}, "is of shape"),
-        ({"mamba_heads": 4}, "shard.mamba_heads is of 2; accepted: 4"),
-        ({"shard": {}}, "shard is"),
+        ({"tensors": 3}, "tensors is 3; accepted: an object of formats"),
+        ({"tensors": {}}, "tensors are .*; accepted: .'hashes', 'parents', 'states', 'tokens'"),
+        ({"tensors": {"conv.0": {}}}, "conv.0 is .*; accepted: an object of dtype, grid, num_layers"),
+        ({"kv dtype": "float16"}, "kv is of shape .* accepted: .*float16"),
+        ({"kv dtype": "int8"}, "kv.dtype is 'int8'"),
+        ({"kv shape": [2, 4, 4]}, "kv is of shape"),
+        ({"kv shape": [2, 4, 0]}, "kv.shape"),
+        ({"kv shape": 4}, "kv.shape is 4"),
+        ({"delta.0 shape": []}, "delta.0 is of shape"),
+        ({"ssm.0 num_units": 4}, "shard.ssm.0 is of 2 units; accepted: 4"),
+        ({"ssm.0 num_units": 1 << 40}, "ssm.0.num_units is"),
+        ({"short_conv.0 num_layers": 2}, "shard.short_conv.0 is of 1 layers; accepted: 2"),
+        ({"short_conv.0 num_layers": -1}, "short_conv.0.num_layers is -1"),
+        ({"gdn_conv.1 grid": 0}, "gdn_conv.1.grid is 0"),
+        ({"gdn_conv.1 other": 0}, "gdn_conv.1 is .*'other'"),
+        ({"shard": {}}, r"shard is of \[\]; accepted: .'conv.0', 'conv.1'"),
+        ({"shard": []}, r"shard is \[\]"),
+        ({"shard": {"kv": [0, 1, 1]}}, r"shard.kv is \[0, 1, 1\]; accepted: .start, stop, total. of layers"),
+        ({"shard": {"kv": [[0, 1], [0, 1, 1]]}}, "shard.kv is"),
+        ({"shard": {"kv": [[0, 2, 1], [0, 1, 1]]}}, "stop is 2"),
         ({"split": [1]}, "malformed"),
         ({"split": [0, 1]}, "split"),
         ({"roots": [PUBLIC, PUBLIC]}, "names a root twice"),
@@ -204,11 +223,11 @@ def set_at(index: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
         ({"tokens": lambda t: t[:, :-4].contiguous()}, "tokens are those of other blocks"),
         ({"states": set_at(0, 12)}, "states is"),
         ({"states": set_at(0, -1)}, "states is"),
-        ({"states": lambda t: t[:-1]}, "ssm is of shape|below the deepest state"),
+        ({"states": lambda t: t[:-1]}, "is of shape|below the deepest state"),
         ({"hashes": set_at(2, 5)}, "hashes are not those"),
         ({"hashes": lambda t: t[:-1]}, "hashes are not those"),
-        ({"ssm": lambda t: t[:, :, :1].contiguous()}, "ssm is of shape"),
-        ({"conv_B": lambda t: t.double()}, "conv_B is of shape .*float64; accepted: .*float32"),
+        ({"ssm.0": lambda t: t[:, :, :1].contiguous()}, "ssm.0 is of shape"),
+        ({"conv.1": lambda t: t.double()}, "conv.1 is of shape .*float64; accepted: .*float32"),
         ({"kv": lambda t: t.flatten()}, "kv is of shape"),
     ],
 )  # fmt: skip

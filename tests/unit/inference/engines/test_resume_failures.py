@@ -16,7 +16,7 @@ from oracle.faults import Interrupted
 from oracle.serving import random_tokens, serve_checked, small_engine
 
 PROMPTS = [random_tokens(40, seed=1), random_tokens(23, seed=2)]
-NUM_TENSORS = 3  # KV, convolution windows, SSM states
+NUM_TENSORS = 2  # KV, states
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
     ("owner", "name"),
     [
         (DeviceMemory, "_new_kv_cache"), (DeviceMemory, "free"),
-        (StatePool, "new_states"), (StatePool, "put"), (StatePool, "free"),
+        (StatePool, "new_memory"), (StatePool, "put"), (StatePool, "free"),
     ],
 )  # fmt: skip
 def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bool) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts import request_states
 from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
@@ -345,13 +345,13 @@ class TestStates:
 
     def test_separate_kernels_get_no_state_copied_and_others_once_before_and_once_after(self, monkeypatch):
         copies: list[int] = []
-        original = request_states.copy_states
+        original = StatePool.copy
 
         def counted(*args):
             copies.append(len(args[1]))
             original(*args)
 
-        monkeypatch.setattr(request_states, "copy_states", counted)
+        monkeypatch.setattr(StatePool, "copy", counted)
         prompts = [random_tokens(n, seed=n) for n in (12, 30, 41)]
         for in_place in (False, True):
             engine = speculating(MixedDrafter, most=5, in_place=in_place)
