@@ -165,7 +165,9 @@ def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     if text.model_type not in ARCHITECTURES:
         reason = ""
         if text.model_type == "kimi_linear":
-            reason = " (its latent attention has keys and values of two widths, its delta rule channel decays)"
+            reason = (
+                " (its latent attention has keys and values of two widths, its delta rule channel decays)"
+            )
         raise ValueError(f"model_type is {text.model_type!r}{reason}; accepted: {known}")
     text = copy.deepcopy(text)
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
@@ -299,5 +301,7 @@ def restore_buffers(model: "PreTrainedModel", device: torch.device | str) -> Non
                 values = {"mup_vector": import_module(type(module).__module__).compute_mup_vector(config)}
         for name in module._non_persistent_buffers_set:
             if name not in values:
-                raise ValueError(f"the buffer {path}.{name} is in no checkpoint, and its values are not known")
+                raise ValueError(
+                    f"the buffer {path}.{name} is in no checkpoint, and its values are not known"
+                )
             setattr(module, name, values[name].to(device, getattr(module, name).dtype))

@@ -16,7 +16,13 @@ VOCABULARY = 97
 CHUNK = 8
 """The grid of the models whose grid their config says."""
 
-_COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_chunk_size": CHUNK,
