@@ -84,7 +84,8 @@ def load(
     config = read_object(folder / CONFIG)
     model: Model
     if config.get("model_type") == _HYBRID_LM:
-        model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
+        hybrid_lm: Any = HybridLM
+        model = hybrid_lm.from_pretrained(folder, device=device, dtype=dtype)
         text = _byte_text(folder, config)
     else:
         from . import hf

@@ -45,8 +45,8 @@ def _downloaded(name: str) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         message = f"{name!r} is no folder here, and no model on the hub that can be read without an account"
         raise CheckpointError(message) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+    except Exception as error:  # the HTTP client has errors of its own
         raise ConnectionError(
-            f"{name!r} is no folder here and has not been downloaded, and there is no network to the hub "
-            f"({error}); accepted without a network: a folder"
+            f"{name!r} is no folder here and has not been downloaded, and there is no network to the hub, or "
+            f"the hub does not answer: {error}; accepted without a network: a folder"
         ) from error
