@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
-from ..state_spec import HybridStateSpec, StateTensor
+from ..state_spec import HybridStateSpec
+from ..state_tensor import StateTensor
 from .attention import ATTENTION_NAME, register_attention
 from .current_step import CurrentStep
 from .experts import EXPERTS_NAME, register_experts
@@ -42,6 +43,8 @@ class Architecture:
         forward: what takes the place of their forward.
         states: the states of all mixers.
         attention: the class of its attention; None where the model has none.
+        activation: the field of the config with the activation behind the convolutions; None where there is
+            no activation.
         mixer_layers, attention_layers, other_layers: the names in `config.layer_types` of layers that have a
             mixer, attention, or neither.
     """
@@ -51,6 +54,7 @@ class Architecture:
     forward: Callable[[nn.Module, int, CurrentStep], Callable[..., Tensor]]
     states: States
     attention: str | None
+    activation: str | None = "hidden_act"
     mixer_layers: frozenset[str] = frozenset({"linear_attention"})
     attention_layers: frozenset[str] = frozenset({"full_attention"})
     other_layers: frozenset[str] = frozenset()
@@ -106,7 +110,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "falcon_h1": Architecture(
         "FalconH1ForCausalLM", "FalconH1Mixer", FalconMamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
-        "FalconH1Attention", frozenset({"hybrid"}), frozenset({"hybrid"}),
+        "FalconH1Attention", mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
     ),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybridForCausalLM", "GraniteMoeHybridMambaLayer", Mamba2Forward,
@@ -114,7 +118,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", "Lfm2ShortConv", ShortConvForward, _short_conv, "Lfm2Attention",
-        mixer_layers=frozenset({"conv"}),
+        activation=None, mixer_layers=frozenset({"conv"}),
     ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), None,
@@ -122,7 +126,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron_h": Architecture(
         "NemotronHForCausalLM", "NemotronHMamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS),
-        "NemotronHAttention", other_layers=frozenset({"mlp", "moe"}),
+        "NemotronHAttention", activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
     ),
     "olmo_hybrid": Architecture(
         "OlmoHybridForCausalLM", "OlmoHybridGatedDeltaNet", OlmoHybridForward, _gated_delta_net,
@@ -165,9 +169,7 @@ def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     if text.model_type not in ARCHITECTURES:
         reason = ""
         if text.model_type == "kimi_linear":
-            reason = (
-                " (its latent attention has keys and values of two widths, its delta rule channel decays)"
-            )
+            reason = " (its latent attention and its decays by key channel have no kernels here)"
         raise ValueError(f"model_type is {text.model_type!r}{reason}; accepted: {known}")
     text = copy.deepcopy(text)
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
@@ -193,6 +195,12 @@ def _check_features(text: Any) -> None:
             raise ValueError(
                 f"layer_types has {name!r}; accepted in {text.model_type}: {', '.join(sorted(served))}"
             )
+    activation = architecture.activation and getattr(text, architecture.activation)
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(
+            f"{architecture.activation} is {activation!r}, which is also behind the mixers' convolutions; "
+            "accepted: 'silu'"
+        )
     rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise ValueError(
@@ -295,13 +303,11 @@ def restore_buffers(model: "PreTrainedModel", device: torch.device | str) -> Non
         values: dict[str, Tensor] = {}
         if hasattr(module, "original_inv_freq"):
             with torch.device("cpu"):
-                values = dict(type(module)(config=module.config).named_buffers())  # type: ignore[call-arg]
+                values = dict(type(module)(config=module.config).named_buffers())
         elif hasattr(module, "mup_vector"):
             with torch.device("cpu"):
                 values = {"mup_vector": import_module(type(module).__module__).compute_mup_vector(config)}
         for name in module._non_persistent_buffers_set:
             if name not in values:
-                raise ValueError(
-                    f"the buffer {path}.{name} is in no checkpoint, and its values are not known"
-                )
+                raise ValueError(f"the buffer {path}.{name} is in no checkpoint and has no known values")
             setattr(module, name, values[name].to(device, getattr(module, name).dtype))

@@ -58,8 +58,8 @@ def attention_forward(
     Returns: the output, [1, T, heads, D] in the dtype of `query`, and no weights.
     """
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
-    tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return paged(*tokens, scale=scaling).to(query.dtype)[None], None
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return paged(queries, keys, values, scaling).to(query.dtype)[None], None
 
 
 def register_attention() -> None:

@@ -99,7 +99,7 @@ class ServedModel:
                 )
         self._check_count(architecture.mixer, mixers, architecture.mixer_layers)
         for layer, mixer in enumerate(mixers):
-            mixer.forward = architecture.forward(mixer, layer, self._step)  # type: ignore[method-assign]
+            mixer.forward = architecture.forward(mixer, layer, self._step)
 
     def _install_attention(self) -> None:
         architecture = architectures.architecture_of(self.config)

@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from mambaslots.hf.served_model import ServedModel
+from torch import Tensor
 
 VOCABULARY = 97
 CHUNK = 8
@@ -96,7 +95,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {
             **_ATTENTION, **_MAMBA, "mamba_d_ssm": 64, "num_hidden_layers": 2, "rope_parameters": _ROPE,
-            "mamba_rms_norm": True, "mamba_norm_before_gate": False, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+            "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+            "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
         },
     ),
     "mamba2": (

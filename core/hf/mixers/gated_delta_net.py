@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ...models.layer_steps import convolve, scan_gated_delta_rule
 from ..current_step import CurrentStep
-from .activation import check_silu
 
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
 """What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]."""
@@ -24,7 +23,6 @@ class GatedDeltaNetForward:
     """
 
     def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
-        check_silu(mixer)
         self._mixer: Any = mixer
         self._layer = layer
         self._step = step

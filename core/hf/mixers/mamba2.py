@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ...models.layer_steps import convolve, scan_ssd
 from ..current_step import CurrentStep
-from .activation import check_silu
 
 
 class Mamba2Forward:
@@ -24,11 +23,11 @@ class Mamba2Forward:
     """
 
     def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
-        check_silu(mixer)
         self._mixer: Any = mixer
         self._layer = layer
         self._step = step
-        self._shortest, self._longest = mixer.time_step_limit or (0.0, float("inf"))
+        limit: Any = mixer.time_step_limit
+        self._shortest, self._longest = map(float, limit or (0.0, "inf"))
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""

@@ -249,7 +249,7 @@ def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one(
     prefill(context, make_request(random_tokens(20, seed=1)))
     slots = context.mamba_slot_allocator
     assert slots is not None
-    assert slots.ssm_states.untyped_storage().data_ptr() == context.memory.state_pool["ssm"].data_ptr()
+    assert slots.ssm_states.untyped_storage().data_ptr() == context.memory.state_pool.memory.data_ptr()
 
 
 # ---- lost hits
@@ -295,7 +295,7 @@ def test_fault_19_a_kv_match_refreshes_no_state_that_was_not_consumed() -> None:
 
 
 def test_fault_20_a_block_that_is_no_multiple_of_the_ssd_chunk_is_not_passed_over_in_silence() -> None:
-    with pytest.raises(ValueError, match="accepted: a multiple of the model's SSD chunk"):
+    with pytest.raises(ValueError, match="accepted: a multiple of 4, because"):
         make_context(block_size_tokens=6)
     with pytest.warns(UserWarning, match="no multiple of the SSD chunk"):
         host_allocator(ssm_chunk_alignment=3)

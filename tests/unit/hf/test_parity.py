@@ -15,10 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from mambaslots.hf.served_model import ServedModel  # noqa: E402
-from oracle.float64_casts import Float64Casts  # noqa: E402
-from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, served_model  # noqa: E402
-from oracle.hf_steps import step_errors, texts  # noqa: E402
+from mambaslots.hf.served_model import ServedModel
+from oracle.float64_casts import Float64Casts
+from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, served_model
+from oracle.hf_steps import step_errors, texts
 
 Record = Callable[[str, str, float], None]
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -27,7 +27,7 @@ CASES = list(CONFIGS)
 ONE_OF_EACH_KIND = pytest.mark.sampled(
     case=("nemotron_h MoE", "falcon_h1", "mamba2", "lfm2", "qwen3_5_moe", "olmo_hybrid")
 )
-FLOAT32, FLOAT64, FLOAT64_WITH_CASTS = 1e-4, 1e-9, 1e-5
+FLOAT16, FLOAT32, FLOAT64, FLOAT64_WITH_CASTS = 2e-2, 1e-4, 1e-9, 1e-5
 """The errors that are accepted; float64 models with transformers' casts to float32 have float32's noise."""
 
 TIE = 1e-4
@@ -50,6 +50,21 @@ def test_logits_in_float64(case: str, record_error: Record) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_in_float64_with_the_casts_of_transformers(case: str, record_error: Record) -> None:
     _check_steps(case, torch.float64, nullcontext, FLOAT64_WITH_CASTS, "cast ", record_error)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_logits_in_half_precision(case: str, record_error: Record) -> None:
+    """Beside transformers' in float16: the dtypes within a model, and what is rounded where."""
+    _check_steps(case, torch.float16, nullcontext, FLOAT16, "16 ", record_error)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_the_rules_of_steps(case: str) -> None:
+    """Logits, KV and states are the same however steps are cut, batched, padded and resumed; with drafts."""
+    report = ms.testing.check_model(_InMode(served_model(case, torch.float64), Float64Casts))
+    assert report.passed
 
 
 @ONE_OF_EACH_KIND
@@ -105,6 +120,7 @@ def _check_engine(case: str, dtype: torch.dtype, mode: Mode, tolerance: float) -
         max_sequence_length=320,
         num_kv_blocks=64,
         num_mamba_slots=24,
+        poison_free_memory=True,
     )
     engine = ms.DynamicInferenceEngine(model, config)
     long, short = texts(VOCABULARY)

@@ -131,7 +131,7 @@ def test_the_manifest_says_the_format_version(
 ) -> None:
     monkeypatch.setattr(manifest, "FORMAT_VERSION", 9)
     save_prefixes(source, tmp_path)
-    assert "format_version is 9; accepted: 2" in refused(engine_of(), tmp_path)
+    assert "format_version is 9; accepted: 3" in refused(engine_of(), tmp_path)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
@@ -205,13 +205,18 @@ def edited(change: Callable[[dict], None]) -> Callable[[bytes], bytes]:  # type:
         (lambda text: b"[]", "truncated or altered"),
         (lambda text: b"[" * 100_000, "truncated or altered"),
         (lambda text: text.replace(b"tp0", b"tp1"), "it was altered"),
-        (edited(lambda content: content.update(format_version=1)), "format_version is 1; accepted: 2"),
+        (edited(lambda content: content.update(format_version=2)), "format_version is 2; accepted: 3"),
         (edited(lambda content: content.update(files=[])), "the export lacks"),
         (edited(lambda content: content["files"].pop()), "the export lacks"),
         (edited(lambda content: content["files"][0].pop("shard")), "file is"),
         (edited(lambda content: content["files"][0].update(file=5)), "file is 5"),
         (edited(lambda content: content["files"][0].update(file="../x")), "file is '../x'"),
-        (edited(lambda content: content["files"][0]["shard"].update(kv_heads=[0, 1, 9])), "kv_heads is of 9"),
+        (
+            edited(lambda content: content["files"][0]["shard"]["kv"].__setitem__(1, [0, 1, 9])),
+            "shard.kv is of 9 units; accepted: 2",
+        ),
+        (edited(lambda content: content["files"][0]["shard"].pop("kv")), "shard is of ['conv.0'"),
+        (edited(lambda content: content["files"][0].update(shard=5)), "shard is 5"),
     ],
 )  # fmt: skip
 def test_manifests_that_are_none(

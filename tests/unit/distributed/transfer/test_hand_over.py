@@ -1,7 +1,6 @@
 """Hand-overs between two replicas of one rank each: two threads of this process, over a TCP store."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -130,7 +129,7 @@ def test_another_part_than_agreed(
 
     def fewer(data: bytes) -> Any:
         piece = real(data)
-        return piece.cut(piece.shard.__class__(**{**vars(piece.shard), "kv_heads": Part(0, 1, 2)}))
+        return piece.cut({**piece.shard, "kv": piece.shard["kv"]._replace(units=Part(0, 1, 2))})
 
     monkeypatch.setattr(hand_over, "decode_prefixes", fewer)
     _, failure = missed(host, source, engine_of())
@@ -334,10 +333,24 @@ def test_a_hello_whose_part_is_of_another_whole(host: Any, source: ms.DynamicInf
     """Nothing is allocated by a peer's numbers."""
     hello = json.loads(rendezvous_of(source, host, "x", "destination")._hello.to_bytes())
     for part in hello["shard"].values():
-        part[2] = 1 << 20
+        for axis in part:
+            axis[2] = 1 << 20
     host.set("mambaslots/handover/wide/destination/0", json.dumps(hello))
     failure = send_prefixes(source, client(host), "wide", timeout_s=1.0).failure
-    assert re.search(r"shard\.\w+ is of 1048576; accepted: \d+, as the format says", failure)
+    assert "shard.kv is of 1048576 layers; accepted: 1, as the format says" in failure
+    for tensor in hello["format"]["tensors"].values():
+        tensor |= {"num_layers": 1 << 20, "num_units": 1 << 20}
+    host.set("mambaslots/handover/as wide/destination/0", json.dumps(hello))
+    failure = send_prefixes(source, client(host), "as wide", timeout_s=1.0).failure
+    assert "kv.num_layers is 1; accepted: 1048576, as here" in failure
+
+
+def test_a_hello_of_another_version(host: Any, source: ms.DynamicInferenceEngine) -> None:
+    hello = json.loads(rendezvous_of(source, host, "x", "destination")._hello.to_bytes())
+    hello["format"] = {"format_version": 2, "mamba_layers": 3}
+    host.set("mambaslots/handover/old/destination/0", json.dumps(hello))
+    failure = send_prefixes(source, client(host), "old", timeout_s=1.0).failure
+    assert failure == "format_version is 2; accepted: 3"
 
 
 def test_what_is_sent_in_pieces_is_one(

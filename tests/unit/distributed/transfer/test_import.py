@@ -23,7 +23,7 @@ from mambaslots.distributed import (
     load_prefixes,
 )
 from mambaslots.distributed.transfer import placement, pool_rows
-from mambaslots.distributed.transfer.format import PrefixFormat
+from mambaslots.distributed.transfer.format import PrefixFormat, TensorFormat
 from mambaslots.distributed.transfer.placement import Placement
 from mambaslots.inference.contexts.durable_slots import DurableSlots
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
@@ -204,10 +204,9 @@ def test_into_a_half_warm_engine(source: ms.DynamicInferenceEngine, known: list[
 def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
-    slots = target.context.mamba_slot_allocator
-    assert slots is not None
-    for block in slots.slot_to_block[slots.slot_to_block >= 0].tolist():
-        slots.drop_state(block)
+    slots = target.context.prefix_cache.slots
+    for block in list(slots.map.slot_by_block):
+        slots.drop(block)
     report = moved(source, target)
     assert report.known == replace(expected_counts(source), prefixes=0, states=0)
     assert report.imported.states == expected_counts(source).states
@@ -221,11 +220,9 @@ def test_too_small_an_engine_takes_what_fits(
 ) -> None:
     target = engine_of(num_kv_blocks=blocks, num_mamba_slots=slots)
     report = moved(source, target)
-    allocator = target.context.mamba_slot_allocator
-    assert allocator is not None
     assert total(report) == expected_counts(source)
     assert report.imported.blocks <= blocks
-    assert report.imported.states == allocator.committed_count <= slots
+    assert report.imported.states == len(target.context.prefix_cache.slots.map) <= slots
     if blocks >= 6:  # the most recently used longest prefix
         assert report.imported.states
     export = export_prefixes(target)
@@ -344,9 +341,8 @@ def test_a_hash_that_names_another_prefix_here(source: ms.DynamicInferenceEngine
 def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
-    kv, slots = target.context.kv_block_allocator, target.context.mamba_slot_allocator
-    assert slots is not None
-    assert sorted(slots.slots.by_use()) == slots.slot_to_block.ge(0).nonzero().flatten().tolist()
+    kv, slots = target.context.kv_block_allocator, target.context.prefix_cache.slots
+    assert sorted(slots.by_use()) == sorted(slots.map.slots)
     for block in range(kv.total_count):
         assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
 
@@ -459,16 +455,15 @@ def test_copies_take_no_more_than_they_may(
 def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     """It holds bytes of another state until its host has filled it."""
     source = warm_engine()
-    slots, kv = source.context.mamba_slot_allocator, source.context.kv_block_allocator
-    assert slots is not None
-    stateless = [block for block in kv.kv_hash_to_block_id.values() if not slots.has_state(block)]
+    slots, kv = source.context.prefix_cache.slots, source.context.kv_block_allocator
+    stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.map]
     if not stateless:
-        stateless = [slots.slot_to_block.tolist()[slots.slots.by_use()[0]]]
-        assert slots.drop_state(stateless[0])
+        stateless = [slots.map.block_of(slots.by_use()[0])]
+        assert slots.drop(stateless[0])
     before = export_prefixes(source)
-    slots.allocate_slots_batch(stateless[:1])
+    allocated = slots.allocate(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest
-    slots.register_block_hashes_batch(stateless[:1], [kv.tree.hash_of(stateless[0])])
+    slots.name(stateless[:1], allocated, [kv.tree.hash_of(stateless[0])])
     assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
 
 
@@ -488,16 +483,31 @@ def unchanged(target: ms.DynamicInferenceEngine, call: Callable[[], object]) -> 
 def foreign_value(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float16
+    if isinstance(value, tuple):
+        return (*value, 1)
     return value + 1 if isinstance(value, int) else value + "?"
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(PrefixFormat)])
+@pytest.mark.parametrize("name", [f.name for f in fields(PrefixFormat) if f.name != "tensors"])
 def test_each_foreign_field_is_named(source: ms.DynamicInferenceEngine, name: str) -> None:
     target, export = engine_of(), export_prefixes(source)
     found, own = foreign_value(getattr(export.format, name)), getattr(export.format, name)
     foreign = replace(export, format=replace(export.format, **{name: found}))
     text = unchanged(target, lambda: import_prefixes(target, foreign))
     assert f"{name} is {found!r}; accepted: {own!r}" in text
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TensorFormat)])
+def test_each_foreign_field_of_each_tensor_is_named(source: ms.DynamicInferenceEngine, name: str) -> None:
+    target, export = engine_of(), export_prefixes(source)
+    for key, tensor in export.format.tensors.items():
+        found, own = foreign_value(getattr(tensor, name)), getattr(tensor, name)
+        tensors = {**export.format.tensors, key: replace(tensor, **{name: found})}
+        foreign = replace(export, format=replace(export.format, tensors=tensors))
+        text = unchanged(target, lambda foreign=foreign: import_prefixes(target, foreign))  # type: ignore[misc]
+        assert text.endswith(
+            f"the export does not fit: {key}.{name} is {found!r}; accepted: {own!r}, as here"
+        )
 
 
 @pytest.mark.parametrize(("found", "own"), [(1, "1"), ("1", b"1"), (b"1", 1), (1, 2)])
@@ -546,19 +556,6 @@ def test_a_weights_version_must_be_said(version: object) -> None:
     good = export_prefixes(engine_of())
     with pytest.raises(ValueError, match=r"engine\.weights_version"):
         import_prefixes(engine, good)
-
-
-def test_a_model_that_does_not_say_its_part(source: ms.DynamicInferenceEngine) -> None:
-    class Unsaid:
-        def state_spec(self) -> ms.HybridStateSpec:
-            return replace(small_model().state_spec(), shard=None)
-
-        def __call__(self, inputs: ms.StepInputs) -> torch.Tensor:
-            return small_model()(inputs)
-
-    engine = engine_of(Unsaid())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="shard is None"):
-        export_prefixes(engine)
 
 
 def test_engines_that_cannot_import(source: ms.DynamicInferenceEngine) -> None:
