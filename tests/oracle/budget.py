@@ -62,13 +62,14 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
 def _on_one_kind(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The items, without those that repeat another one with another kind of model: these are `long`."""
     chosen: list[pytest.Item] = []
-    repeated: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    repeated: defaultdict[str, dict[str, Any]] = defaultdict(dict)  # a case's name without its kind
     for item in items:
         kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
         if kind is None:
             chosen.append(item)
         else:
-            repeated[item.nodeid.replace(kind, "", 1)][kind] = item
+            name = " ".join([item.nodeid.partition("[")[0], *sorted(f"{i} {name}" for i, name in _ids(item))])
+            repeated[name][kind] = item
     for name, by_kind in repeated.items():
         others = [kind for kind in by_kind if kind != MIX]
         order = [MIX] * (MIX in by_kind) * max(1, len(others)) + others

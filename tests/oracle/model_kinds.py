@@ -12,17 +12,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Layers, and the tokens of a chunk of each scan. Eight is a multiple of all of them."""
+    """Layers, and the tokens of a chunk of each scan. A block of eight tokens suits all."""
 
     pattern: str
     ssd_chunk_size: int = 4
+    delta_chunk_size: int = 8
 
 
 KINDS = {
+    "mix of all": ModelKind("GM*C"),
     "Mamba-2": ModelKind("M*-M"),
-    "Mamba-2 alone": ModelKind("M-M"),
+    "delta net": ModelKind("G*-G"),
+    "short convolution": ModelKind("C*-C"),
+    "no attention": ModelKind("MG-", ssd_chunk_size=8, delta_chunk_size=4),
+    "windows alone": ModelKind("C-C"),
 }
-MIX = "Mamba-2"
+"""Of short convolutions alone, a prefill's chunks are its KV blocks. Without attention, KV has no bytes."""
+MIX = "mix of all"
 PLAIN = "Mamba-2"
 """What runs where no kind is asked for."""
 
