@@ -73,9 +73,10 @@ def expected(oracle, tokens) -> Tensor:
     return oracle.logits(tokens)
 
 
-def assert_states(pool, slot: int, states: tuple[Tensor, Tensor]) -> None:
-    torch.testing.assert_close(pool["conv"][:, slot], states[0], rtol=0, atol=1e-11)
-    torch.testing.assert_close(pool["ssm"][:, slot], states[1], rtol=0, atol=1e-11)
+def assert_states(pool, slot: int, states: dict[str, Tensor]) -> None:
+    assert len(pool.tensors) == len(states)
+    for name, expected in states.items():
+        torch.testing.assert_close(pool[name][:, slot], expected, rtol=0, atol=1e-11)
 
 
 CONFIGS = {
@@ -148,7 +149,8 @@ class TestAgainstTheRecurrence:
         for i, row in enumerate(rows):
             expected = oracle.logits(histories[i])[row.start :]
             torch.testing.assert_close(out[i], expected, rtol=0, atol=1e-11)
-            assert_states(server.pool, 5 + i, (torch.tensor(oracle.conv), torch.tensor(oracle.ssm)))
+            states = {name: torch.from_numpy(states) for name, states in oracle.states.items()}
+            assert_states(server.pool, 5 + i, states)
         torch.testing.assert_close(server.pool["ssm"][:, :5], sources, rtol=0, atol=0, equal_nan=True)
 
     def test_generate_greedy_is_the_argmax_of_the_logits(self, oracle, tokens):
