@@ -20,7 +20,9 @@ ROOMS = (
     "cuda_device", "tensor_validation", "errors", "validation",
 )  # fmt: skip
 
-PUBLIC_PACKAGES = {f"mambaslots.{name}" for name in ("mcore", "vllm", "distributed", "hf", "models", "testing")}
+PUBLIC_PACKAGES = {
+    f"mambaslots.{name}" for name in ("mcore", "vllm", "distributed", "hf", "models", "testing")
+}
 
 
 def room_of(module: str) -> str:
