@@ -74,18 +74,12 @@ def expected(oracle, tokens) -> Tensor:
 
 
 def assert_states(pool, slot: int, states: dict[str, Tensor]) -> None:
-<<<<<<< HEAD
-    assert len(pool.tensors) == len(states)
-    for name, expected in states.items():
-        torch.testing.assert_close(pool[name][:, slot], expected, rtol=0, atol=1e-11)
-=======
     for name, state in states.items():
         torch.testing.assert_close(pool[name][:, slot], state, rtol=0, atol=1e-11)
 
 
 def all_states(pool) -> dict[str, Tensor]:
     return {tensor.name: pool[tensor.name] for tensor in pool.states}
->>>>>>> h14-tiny
 
 
 CONFIGS = {
@@ -165,15 +159,9 @@ class TestAgainstTheRecurrence:
         for i, row in enumerate(rows):
             expected = oracle.logits(histories[i])[row.start :]
             torch.testing.assert_close(out[i], expected, rtol=0, atol=1e-11)
-<<<<<<< HEAD
-            states = {name: torch.from_numpy(states) for name, states in oracle.states.items()}
-            assert_states(server.pool, 5 + i, states)
-        torch.testing.assert_close(server.pool["ssm"][:, :5], sources, rtol=0, atol=0, equal_nan=True)
-=======
             assert_states(server.pool, 5 + i, oracle.states_now())
         for name, tensor in all_states(server.pool).items():
             torch.testing.assert_close(tensor[:, :5], sources[name], rtol=0, atol=0, equal_nan=True)
->>>>>>> h14-tiny
 
     def test_generate_greedy_is_the_argmax_of_the_logits(self, oracle, tokens):
         generated, log_probs = oracle.generate_greedy(tokens, 5)
