@@ -55,7 +55,7 @@ class WeightSource:
             return {self.target: read(self.names[0])}
         converter = deepcopy(self.converter)
         for name, pattern in zip(self.names, self.patterns, strict=True):
-            converter.add_tensor(self.target, name, pattern, partial(read, name))  # type: ignore[arg-type]
+            converter.add_tensor(self.target, name, pattern, partial(read, name))
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
