@@ -148,7 +148,9 @@ class Trainer:
             f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s, "
             f"{sum(recent) / max(1, len(recent)):.3f} bits a token"
         )
-        print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+        print(
+            f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True
+        )
 
     def measure(self, texts: list[bytes], rounded: bool = False) -> float:
         """Bits per byte of these files; `rounded`: with the weights as they are saved."""

@@ -49,9 +49,7 @@ class ParallelForward:
             }
             normed = rms_norm(hidden, weights[f"norms.{index}"], config.norm_eps)
             hidden = hidden + blocks[kind](layer, normed)
-        return self._linear(
-            rms_norm(hidden, weights["final_norm"], config.norm_eps), weights["lm_head"]
-        )
+        return self._linear(rms_norm(hidden, weights["final_norm"], config.norm_eps), weights["lm_head"])
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         dtype = self.matmul_dtype or weight.dtype
