@@ -28,6 +28,7 @@ KINDS = {
     "windows alone": ModelKind("C-C"),
 }
 """Of short convolutions alone, a prefill's chunks are its KV blocks. Without attention, KV has no bytes."""
+WITH_ATTENTION = [name for name, kind in KINDS.items() if "*" in kind.pattern]
 MIX = "mix of all"
 PLAIN = "Mamba-2"
 """What runs where no kind is asked for."""
