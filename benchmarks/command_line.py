@@ -8,6 +8,7 @@ from arguments import add_count as add_count
 from arguments import add_device as add_device
 from arguments import check_device as check_device
 from arguments import make_parser as make_parser
+from arguments import new_file as new_file
 
 if __name__ == "__main__":
     print(__doc__)

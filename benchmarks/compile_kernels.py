@@ -1,6 +1,7 @@
 """What do the Triton kernels become on a Hopper GPU? Compiled here, without one.
 
-`kernel_shapes.py` lists the launches of a step of Nemotron-H-8B. This script compiles every launch for sm_90
+`kernel_shapes.py` lists the launches of a step of Nemotron-H-8B, and `delta_shapes.py` those of the gated
+delta rule in Qwen3.5-4B and models of its kind. This script compiles every launch for sm_90
 and prints what Triton's own `ptxas -v` and the PTX say:
 
 registers   of a thread; 65,536 on a multiprocessor

@@ -1,13 +1,15 @@
-"""The launches of a step of Nemotron-H-8B, kernel by kernel, as `compile_kernels.py` compiles them.
+"""The launches of a step of real models, kernel by kernel, as `compile_kernels.py` compiles them.
 
-The model has 24 Mamba layers of 128 heads of 64 channels, 8 groups, a state of 128, a convolution of 10,240
-channels and 4 taps, and 8 KV heads of 128. Pools are float32 or bfloat16; a decode has one token or four.
+`delta_shapes.py` lists those of the gated delta rule. Here is Nemotron-H-8B: 24 Mamba layers of 128 heads of
+64 channels, 8 groups, a state of 128, a convolution of 10,240 channels and 4 taps, and 8 KV heads of 128.
+Pools are float32 or bfloat16; a decode has one token or four.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from delta_shapes import DELTA_SHAPES
 from mambaslots.inference.kernels import (
     boundary_capture,
     causal_conv1d,
@@ -282,7 +284,7 @@ def token_draws() -> list[Specialisation]:
     return found
 
 
-SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
+SHAPES: dict[str, Callable[[], list[Specialisation]]] = DELTA_SHAPES | {
     "state_move_kernels": state_copies,
     "boundary_capture": boundary_captures,
     "state_passing": state_passings,

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -30,11 +31,12 @@ from mambaslots.distributed import (
 from mambaslots.distributed.transfer import hand_over, placement
 from mambaslots.distributed.transfer.link import PairLink
 from mambaslots.distributed.transfer.manifest import Manifest
+from mambaslots.distributed.transfer.parts import shard_of
 from mambaslots.distributed.transfer.placement import Placement
 from mambaslots.distributed.transfer.shard import join
 from oracle.distributed_world import World
-from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_model
-from oracle.transfers import conv_of, engine_of, maps_of, shard_of_rank
+from oracle.serving import SEED, random_tokens
+from oracle.transfers import assert_answer, dense, engine_of, maps_of, model_of, shard_of_rank
 
 Split = tuple[int, int]
 """The sizes of the tensor group and of the pipeline group."""
@@ -52,23 +54,22 @@ def folder(world: World) -> Iterator[Path]:
         world.gathered(None)
 
 
-def engine_at(world: World, split: Split, **overrides: Any) -> ms.DynamicInferenceEngine:
+def engine_at(
+    world: World, split: Split, kind: str = "Mamba-2", **overrides: Any
+) -> ms.DynamicInferenceEngine:
     """All ranks as replicas of this split; the first ones are the first replica."""
     groups = world.groups(*split)
-    model = ms.models.HybridLM(small_model().config, seed=3, groups=groups)
+    model = ms.models.HybridLM(model_of(kind).config, seed=SEED, groups=groups)
     return engine_of(model.to(world.device), **overrides)
 
 
-def serve(engine: ms.DynamicInferenceEngine) -> tuple[list[int], float]:
+def serve(engine: ms.DynamicInferenceEngine, kind: str = "Mamba-2") -> tuple[list[int], float]:
     """Resumed tokens of each prompt, and the largest log-prob error against the recurrence."""
     params = ms.SamplingParams(num_tokens_to_generate=ANSWER, return_log_probs=True)
     resumed, error = [], 0.0
     for prompt in PROMPTS:
         result = engine.generate([prompt], params)[0]
-        tokens, log_probs = expected_answer(tuple(prompt), ANSWER)
-        assert result.tokens == tokens
-        error = max(error, *(abs(a - b) for a, b in zip(result.log_probs or [], log_probs, strict=True)))
-        assert error < TOLERANCE
+        error = max(error, assert_answer(model_of(kind), prompt, result))
         resumed.append(result.num_resumed_tokens)
         engine.context.check_integrity()
     return resumed, error
@@ -81,52 +82,57 @@ def rank_in(world: World, split: Split) -> tuple[tuple[int, int], tuple[int, int
     return (place % tensor, tensor), (place // tensor, pipeline)
 
 
-def sliced(whole: PrefixShard, tensor: tuple[int, int], pipeline: tuple[int, int]) -> dict[str, torch.Tensor]:
+LETTERS = {"conv": "M", "ssm": "M", "gdn_conv": "G", "delta": "G", "short_conv": "C", "kv": "*"}
+HEADS = {"conv": "ssm.0", "ssm": "ssm.0", "gdn_conv": "delta.0", "delta": "delta.0"}
+"""State tensor -> what counts the heads of its layers, which share other units."""
+
+
+def sliced(
+    whole: PrefixShard, tensor: tuple[int, int], pipeline: tuple[int, int], kind: str = "Mamba-2"
+) -> dict[str, torch.Tensor]:
     """What a rank holds of the whole, by what it computes: its layers and heads, and what those use."""
-    config = small_model().config
-    H, G, P, N = (
-        config.mamba_num_heads, config.mamba_num_groups, config.mamba_head_dim, config.mamba_state_dim,
-    )  # fmt: skip
-    queries, length = config.num_attention_heads, len(config.pattern)
-    rank, size = tensor
-    stage, stages = pipeline
+    config, (rank, size), (stage, stages) = model_of(kind).config, tensor, pipeline
+    length = len(config.pattern)
     here = range(length * stage // stages, length * (stage + 1) // stages)
-    mamba = [config.pattern[:i].count("M") for i in here if config.pattern[i] == "M"]
-    attention = [config.pattern[:i].count("*") for i in here if config.pattern[i] == "*"]
-    heads = [h for h in range(H) if h * size // H == rank]
-    groups = sorted({h * G // H for h in heads})
-    kv = sorted({q * config.num_kv_heads // queries for q in range(queries) if q * size // queries == rank})
-    channels = [h * P + i for h in heads for i in range(P)]
-    channels += [H * P + part * G * N + g * N + i for part in (0, 1) for g in groups for i in range(N)]
-    return {
-        "ssm": whole.tensors["ssm"][mamba][:, :, heads],
-        "conv": conv_of(whole)[mamba][:, :, channels],
-        "kv": whole.tensors["kv"][attention][:, :, :, :, kv],
-    }
+    result = {}
+    for name, numbers in whole.tensors.items():
+        state, _, _ = name.partition(".")
+        letter, units = LETTERS[state], numbers.shape[2]
+        layers = [config.pattern[:i].count(letter) for i in here if config.pattern[i] == letter]
+        heads = (
+            config.num_attention_heads if state == "kv" else len(whole.tensors[HEADS.get(state, name)][0, 0])
+        )
+        used = sorted({head * units // heads for head in range(heads) if head * size // heads == rank})
+        result[name] = numbers[layers][:, :, used]
+    return densely(replace(whole, tensors=result))
+
+
+def densely(shard: PrefixShard) -> dict[str, torch.Tensor]:
+    """The numbers of an export as pools hold them."""
+    return {name: dense(shard, name) for name in dict.fromkeys(key.split(".")[0] for key in shard.tensors)}
 
 
 def pooled(engine: ms.DynamicInferenceEngine, whole: PrefixShard) -> dict[str, torch.Tensor]:
     """The same straight from an engine's pools, in the order of the whole's forest."""
-    context, forest = engine.context, whole.forest
-    kv, slots = context.kv_block_allocator, context.mamba_slot_allocator
-    assert slots is not None
+    memory, forest = engine.context.memory, whole.forest
+    kv, slots = engine.context.kv_block_allocator, engine.context.prefix_cache.slots.map
     blocks = [kv.kv_hash_to_block_id[key] for key in forest.keys]
-    held = [slots.get_slot(blocks[node]) for node in forest.states]
-    return {
-        "ssm": slots.ssm_states[:, held].cpu(),
-        "conv": slots.conv_states[:, held].cpu(),
-        "kv": context.memory.kv_cache[:, :, blocks].cpu(),
-    }
+    held = [slots.slot_of(blocks[node]) for node in forest.states]
+    pool = memory.state_pool
+    states = {state.name: pool.durable(state.name)[:, held].cpu() for state in pool.states}
+    return {"kv": memory.kv_cache[:, :, blocks].cpu()} | states
 
 
-def whole_of(world: World, export: PrefixShard, ranks: int) -> PrefixShard:
+def whole_of(world: World, export: PrefixShard, ranks: int, kind: str = "Mamba-2") -> PrefixShard:
     """The parts of the first replica, put together."""
     pieces = [decode_prefixes(data) for data in world.gathered(encode_prefixes(export))[:ranks]]
-    return join(pieces, shard_of_rank(small_model().config))
+    return join(pieces, shard_of_rank(model_of(kind).config))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(one[name].shape == other[name].shape and torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 SPLITS: list[Split] = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]
@@ -148,37 +154,41 @@ def resplits() -> list[Any]:
 @pytest.mark.sampled(target=((1, 2), (4, 1)))
 @pytest.mark.parametrize(("source", "target"), resplits())
 def test_files_from_any_split_to_any_other(world: World, folder: Path, source: Split, target: Split) -> None:
+    check_files(world, folder, "Mamba-2", source, target)
+
+
+def check_files(world: World, folder: Path, kind: str, source: Split, target: Split) -> None:
+    """What one split has saved, another loads to the bit, and both serve the answers of the recurrence."""
     sizes = [prod(source), prod(target)]
-    giver = engine_at(world, source)
-    serve(giver)
-    again, _ = serve(giver)
+    giver = engine_at(world, source, kind)
+    serve(giver, kind)
+    again, _ = serve(giver, kind)
     export = export_prefixes(giver)
-    whole = whole_of(world, export, sizes[0])
-    assert same(pooled(giver, whole), sliced(whole, *rank_in(world, source)))
+    whole = whole_of(world, export, sizes[0], kind)
+    assert same(pooled(giver, whole), sliced(whole, *rank_in(world, source), kind))
 
     saved = save_prefixes(giver, folder / str(world.rank // sizes[0]))
     assert len(saved.files) == sizes[0]
     world.gathered(None)
-    taker = engine_at(world, target)
+    taker = engine_at(world, target, kind)
     report = load_prefixes(taker, folder / "0")
     assert (report.imported.blocks, report.imported.states) == (saved.blocks, saved.states)
     assert (report.known.blocks, report.left_out.blocks) == (0, 0)
     taker.context.check_integrity()
     mine = pooled(taker, whole)
-    assert same(mine, sliced(whole, *rank_in(world, target)))
-    resumed, error = serve(taker)
+    assert same(mine, sliced(whole, *rank_in(world, target), kind))
+    resumed, error = serve(taker, kind)
     assert resumed == again
     assert min(resumed) > 0
-    shard, numbers = taker.context.spec.shard, {name: tensor.numel() for name, tensor in mine.items()}
-    assert shard is not None
-    line = (
-        f"rank {world.rank}: layers M {_part(shard.mamba_layers)} * {_part(shard.attention_layers)}, "
-        f"heads {_part(shard.mamba_heads)}, groups {_part(shard.mamba_groups)}, KV heads "
-        f"{_part(shard.kv_heads)}: equal to the bit: {numbers}; resumed {resumed}; error {error:.0e}"
+    parts = "; ".join(
+        f"{name} {_part(part.layers)} x {_part(part.units)}"
+        for name, part in shard_of(taker.context.spec).items()
     )
+    numbers = {name: tensor.numel() for name, tensor in mine.items()}
+    line = f"rank {world.rank}: {parts}: equal to the bit: {numbers}; resumed {resumed}; error {error:.0e}"
     lines = world.gathered(line)
     print(
-        f"export at tp {source[0]} pp {source[1]}, import at tp {target[0]} pp {target[1]}: "
+        f"{kind}, export at tp {source[0]} pp {source[1]}, import at tp {target[0]} pp {target[1]}: "
         f"{report.imported.blocks} blocks, {report.imported.states} states"
     )
     print("\n".join(lines[: sizes[1]]))

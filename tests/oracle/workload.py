@@ -58,15 +58,18 @@ requests = st.builds(
 )
 
 
-@cache
 def answer(prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
     """The longest answer; shorter ones are its heads."""
     return expected_answer(prompt, LONGEST_ANSWER)
 
 
-@cache
 def prompt_log_probs(prompt: tuple[int, ...]) -> list[float]:
-    logits = RecurrentLM(small_model()).logits(prompt)
+    return _prompt_log_probs(small_model(), prompt)
+
+
+@cache
+def _prompt_log_probs(model: ms.models.HybridLM, prompt: tuple[int, ...]) -> list[float]:
+    logits = RecurrentLM(model).logits(prompt)
     return torch.log_softmax(logits, dim=-1)[range(len(prompt) - 1), prompt[1:]].tolist()
 
 

@@ -1,4 +1,8 @@
-"""The running requests, what they hold, and the steps that they make together."""
+"""The running requests, what they hold, and the steps that they make together.
+
+This file is longer than others: the context is one object to its callers, and its rules are in the parts that
+it calls.
+"""
 
 import logging
 from collections.abc import Callable, Sequence

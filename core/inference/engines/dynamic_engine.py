@@ -160,7 +160,7 @@ class DynamicInferenceEngine:
             prompt_tokens=tokens,
             sampling=sampling,
             plan=plan,
-            hashes=PrefixHashChain(config.block_size_tokens, self.salt_key.root(salt)),
+            hashes=self._new_chain(salt),
             arrival_s=time.perf_counter(),
             seed=request_seed(sampling, config.seed, request_id),
             owned=owned,
@@ -232,7 +232,7 @@ class DynamicInferenceEngine:
 
     @torch.inference_mode()
     def _make_step(self, reports: bool = False) -> None:
-        """Make a step. Results of requests without an owner go into `_reports`, or else into `_unclaimed`."""
+        """Make a step. `reports`: whether the results of requests without an owner are reported."""
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         books = self._books
@@ -482,10 +482,12 @@ class DynamicInferenceEngine:
 
     def _hashed(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
-        root = self.salt_key.root(salt_bytes("cache_salt", cache_salt))
-        chain = PrefixHashChain(self.config.block_size_tokens, root)
+        chain = self._new_chain(salt_bytes("cache_salt", cache_salt))
         chain.extend_to(prefix)
         return prefix, chain
+
+    def _new_chain(self, salt: bytes | None) -> PrefixHashChain:
+        return PrefixHashChain(self.config.block_size_tokens, self.salt_key.root(salt))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""

@@ -55,9 +55,10 @@ class SampledStep:
 
         Waits as `wait` does, unless the step has no logits of the request.
         """
-        requests = [part.request for part in self._prompts] + [part.request for part in self._sampled]
-        if self._tokens is None and not any(request.request_id == request_id for request in requests):
-            return True
+        if self._tokens is None:
+            requests = [part.request for part in self._prompts] + [part.request for part in self._sampled]
+            if all(request.request_id != request_id for request in requests):
+                return True
         self.wait()
         return request_id not in self.invalid
 

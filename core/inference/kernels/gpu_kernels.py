@@ -5,6 +5,8 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 
 from .attention_flash import paged_attention_decode, paged_attention_prefill, paged_attention_verify
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from .gated_delta_rule import gated_delta_rule_scan
+from .gated_delta_rule_update import gated_delta_rule_update
 from .reference import apply_rotary, compute_dtype, gated_rms_norm, rms_norm
 from .selective_state_update import selective_state_update
 from .ssd_scan import ssd_chunk_scan
@@ -19,6 +21,8 @@ __all__ = [
     "causal_conv1d_update",
     "compute_dtype",
     "gated_rms_norm",
+    "gated_delta_rule_scan",
+    "gated_delta_rule_update",
     "paged_attention_decode",
     "paged_attention_prefill",
     "paged_attention_verify",

@@ -74,8 +74,9 @@ def expected(oracle, tokens) -> Tensor:
 
 
 def assert_states(pool, slot: int, states: dict[str, Tensor]) -> None:
-    for name, state in states.items():
-        torch.testing.assert_close(pool[name][:, slot], state, rtol=0, atol=1e-11)
+    assert all_states(pool).keys() == states.keys()
+    for name, expected in states.items():
+        torch.testing.assert_close(pool[name][:, slot], expected, rtol=0, atol=1e-11)
 
 
 def all_states(pool) -> dict[str, Tensor]:
@@ -159,7 +160,8 @@ class TestAgainstTheRecurrence:
         for i, row in enumerate(rows):
             expected = oracle.logits(histories[i])[row.start :]
             torch.testing.assert_close(out[i], expected, rtol=0, atol=1e-11)
-            assert_states(server.pool, 5 + i, oracle.states_now())
+            states = {name: torch.from_numpy(states) for name, states in oracle.states.items()}
+            assert_states(server.pool, 5 + i, states)
         for name, tensor in all_states(server.pool).items():
             torch.testing.assert_close(tensor[:, :5], sources[name], rtol=0, atol=0, equal_nan=True)
 

@@ -16,6 +16,8 @@ from oracle.serving import (
     small_model,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 BLOCK = 8
 
 

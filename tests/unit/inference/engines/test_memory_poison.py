@@ -17,6 +17,8 @@ from oracle.serving import (
 )
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 
 class Watched:
     """A model that looks at the pools before it computes."""

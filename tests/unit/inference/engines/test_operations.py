@@ -27,6 +27,8 @@ from oracle.workload import (
     requests,
 )
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 LONG = TEXTS[0]  # 56 tokens, 7 blocks
 ONE = ms.SamplingParams(num_tokens_to_generate=1)
 Operation = Callable[[ms.DynamicInferenceEngine], object]

@@ -33,6 +33,8 @@ from oracle.serving import (
     small_model,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 BLOCK = 8
 
 
@@ -298,12 +300,11 @@ class TestStates:
             for depth, block in enumerate(blocks, start=1):
                 slot = context.mamba_slot_allocator.get_slot(block)
                 if slot >= 0:
-                    states = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
-                    index = context.memory.state_pool.durable_index(slot)
-                    for name, state in states.items():
-                        torch.testing.assert_close(
-                            context.memory.state_pool[name][:, index], state, rtol=0, atol=1e-9
-                        )
+                    pool = context.memory.state_pool
+                    expected = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
+                    for name, states in expected.items():
+                        stored = pool[name][:, pool.durable_index(slot)]
+                        torch.testing.assert_close(stored, states, rtol=0, atol=1e-9)
                     compared += 1
         assert compared >= 5
         if slots == 40:

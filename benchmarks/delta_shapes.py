@@ -1,0 +1,116 @@
+"""The launches of the gated delta rule, kernel by kernel, as `compile_kernels.py` compiles them.
+
+Qwen3.5-4B and Qwen3-Next-80B have 16 key heads and 32 value heads of 128 numbers, larger models of their kind
+16 and 48; heads of 256 numbers are the largest. Chunks have 64 tokens. Inputs are bfloat16, or float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mambaslots.inference.kernels import delta_operands, delta_state_passing, gated_delta_rule_update
+from specialisation import Specialisation
+
+KEY_HEADS, CHUNK = 16, 64
+HEADS = ((32, 128), (48, 128), (32, 256))
+"""Value heads, and numbers of a head's keys and values."""
+TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def operands() -> list[Specialisation]:
+    """q, k and v are views of one tensor."""
+    found = []
+    for dtype in TORCH:
+        for heads, dim in HEADS:
+            pointers = ("q", "k", "v", "queries", "keys", "values")
+            strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("token", "head")]
+            found.append(
+                Specialisation(
+                    name=f"delta_operands {dtype} {heads} x {dim}",
+                    kernel=delta_operands.delta_operands_kernel,
+                    signature=dict.fromkeys(pointers, f"*{dtype}")
+                    | dict.fromkeys(["tokens", *strides], "i32"),
+                    constexprs={f"{x}_dim_stride": 1 for x in "qkv"}
+                    | {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
+                    | {"BLOCK_K": dim, "BLOCK_V": dim, "BLOCK_T": delta_operands.BLOCK_T},
+                    divisible_by_16=(*pointers, *strides),
+                    num_warps=delta_operands.NUM_WARPS,
+                )
+            )
+    return found
+
+
+def state_passings() -> list[Specialisation]:
+    found = []
+    for dtype, pool in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")):
+        for heads, dim in HEADS:
+            blocks, num_stages = delta_state_passing.block_sizes(dim, dim, TORCH[dtype])
+            tensors = ("keys", "read_keys", "written", "entering", "new_values")
+            pointers = dict.fromkeys(tensors, f"*{dtype}") | {"log_decays": "*fp32", "states": f"*{pool}"}
+            indices = dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
+            indices |= dict.fromkeys(("cu_chunk_seqlens", "row_chunk_starts"), "*i32")
+            found.append(
+                Specialisation(
+                    name=f"delta_state_passing {dtype}, pool {pool} {heads} x {dim}",
+                    kernel=delta_state_passing.delta_state_passing_kernel,
+                    signature=pointers | indices | {"slot_stride": "i64"},
+                    constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS, "chunk_size": CHUNK}
+                    | {"key_dim": dim, "value_dim": dim}
+                    | blocks,
+                    # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
+                    divisible_by_16=(*pointers, "slot_stride"),
+                    num_warps=delta_state_passing.NUM_WARPS,
+                    num_stages=num_stages,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
+def updates() -> list[Specialisation]:
+    """Decode of one token and of four, for pools of each dtype."""
+    found = []
+    for pool in TORCH:
+        for tokens in (1, 4):
+            for heads, dim in HEADS:
+                found.append(update(pool, tokens, heads, dim))
+    return found
+
+
+def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
+    block_k, block_v = gated_delta_rule_update.block_sizes(dim, dim)
+    even = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
+    even += [f"{x}_{axis}_stride" for x in ("g", "beta") for axis in ("row", "token")]
+    even += ["slot_stride", "head_stride", "key_stride"]
+    ones = [*(f"{x}_dim_stride" for x in "qkv"), "g_head_stride", "beta_head_stride", "value_stride"]
+    ones += ["destination_token_stride"]
+    odd = ["destination_row_stride"]
+    if tokens == 1:
+        ones, odd = ones + odd, []
+    pointers: dict[str, Any] = dict.fromkeys(("q", "k", "v", "beta"), "*bf16")
+    pointers |= {"g": "*fp32", "out": "*fp32", "states": f"*{pool}"}
+    pointers |= dict.fromkeys(("sources", "destinations"), "*i64")
+    return Specialisation(
+        name=f"gated_delta_rule_update {pool} T={tokens} {heads} x {dim}",
+        kernel=gated_delta_rule_update.update_kernel,
+        signature=pointers | dict.fromkeys([*even, *odd], "i32"),
+        constexprs=dict.fromkeys(ones, 1)
+        | {"TOKENS": tokens, "HEADS": heads, "HEADS_OF_KEY": heads // KEY_HEADS}
+        | {"KEY_DIM": dim, "VALUE_DIM": dim, "BLOCK_K": block_k, "BLOCK_V": block_v},
+        divisible_by_16=(*pointers, *even),
+        num_warps=gated_delta_rule_update.NUM_WARPS,
+        num_stages=1,
+        wide=("load", "store"),
+    )
+
+
+DELTA_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
+    "delta_operands": operands,
+    "delta_state_passing": state_passings,
+    "gated_delta_rule_update": updates,
+}
+"""Each file of `mambaslots.inference.kernels` that has kernels of the rule -> its launches."""
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -1,0 +1,313 @@
+"""The architectures of transformers that are served, and what each needs in the cache.
+
+A row of `ARCHITECTURES` names the class that transformers builds, the class of its mixers and the forward
+that takes the place of theirs, the class of its attention, and how the states follow from the config.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
+from ..state_spec import HybridStateSpec
+from ..state_tensor import StateTensor
+from .attention import ATTENTION_NAME, register_attention
+from .current_step import CurrentStep
+from .experts import EXPERTS_NAME, register_experts
+from .mixers.gated_delta_net import GatedDeltaNetForward, OlmoHybridForward, Qwen3NextForward
+from .mixers.mamba2 import FalconMamba2Forward, Mamba2Forward
+from .mixers.short_conv import ShortConvForward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+States = Callable[[Any, int, torch.dtype, torch.dtype], tuple[StateTensor, ...]]
+"""From a config, the number of layers, the model's dtype and the dtype of recurrent states."""
+
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How models of one `model_type` are served.
+
+    Args:
+        causal_lm: the class of transformers.
+        mixer: the class of its mixers.
+        forward: what takes the place of their forward.
+        states: the states of all mixers.
+        attention: the class of its attention; None where the model has none.
+        activation: the field of the config with the activation behind the convolutions; None where there is
+            no activation.
+        mixer_layers, attention_layers, other_layers: the names in `config.layer_types` of layers that have a
+            mixer, attention, or neither.
+    """
+
+    causal_lm: str
+    mixer: str
+    forward: Callable[[nn.Module, int, CurrentStep], Callable[..., Tensor]]
+    states: States
+    attention: str | None
+    activation: str | None = "hidden_act"
+    mixer_layers: frozenset[str] = frozenset({"linear_attention"})
+    attention_layers: frozenset[str] = frozenset({"full_attention"})
+    other_layers: frozenset[str] = frozenset()
+
+
+def _mamba2(
+    fields: Mapping[str, str], config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[StateTensor, ...]:
+    """`fields`: the config's names of the arguments of `mamba2_states`."""
+    sizes = {argument: getattr(config, field) for argument, field in fields.items()}
+    return mamba2_states(layers=layers, conv_dtype=dtype, ssm_dtype=state_dtype, **sizes)
+
+
+def _gated_delta_net(
+    config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[StateTensor, ...]:
+    return gated_delta_net_states(
+        layers=layers,
+        key_heads=config.linear_num_key_heads,
+        key_dim=config.linear_key_head_dim,
+        value_heads=config.linear_num_value_heads,
+        value_dim=config.linear_value_head_dim,
+        conv_kernel=config.linear_conv_kernel_dim,
+        conv_dtype=dtype,
+        state_dtype=state_dtype,
+    )
+
+
+def _short_conv(
+    config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[StateTensor, ...]:
+    return short_conv_states(
+        layers=layers, channels=config.hidden_size, conv_kernel=config.conv_L_cache, dtype=dtype
+    )
+
+
+_BAMBA_FIELDS = {
+    "heads": "mamba_n_heads", "head_dim": "mamba_d_head", "groups": "mamba_n_groups",
+    "state_dim": "mamba_d_state", "conv_kernel": "mamba_d_conv", "grid": "mamba_chunk_size",
+}  # fmt: skip
+_NEMOTRON_FIELDS = {
+    "heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "groups": "n_groups",
+    "state_dim": "ssm_state_size", "conv_kernel": "conv_kernel", "grid": "chunk_size",
+}  # fmt: skip
+_MAMBA2_FIELDS = {
+    "heads": "num_heads", "head_dim": "head_dim", "groups": "n_groups",
+    "state_dim": "state_size", "conv_kernel": "conv_kernel", "grid": "chunk_size",
+}  # fmt: skip
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "bamba": Architecture(
+        "BambaForCausalLM", "BambaMixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), "BambaAttention"
+    ),
+    "falcon_h1": Architecture(
+        "FalconH1ForCausalLM", "FalconH1Mixer", FalconMamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
+        "FalconH1Attention", mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
+    ),
+    "granitemoehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM", "GraniteMoeHybridMambaLayer", Mamba2Forward,
+        partial(_mamba2, _BAMBA_FIELDS), "GraniteMoeHybridAttention",
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", "Lfm2ShortConv", ShortConvForward, _short_conv, "Lfm2Attention",
+        activation=None, mixer_layers=frozenset({"conv"}),
+    ),
+    "mamba2": Architecture(
+        "Mamba2ForCausalLM", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), None,
+        attention_layers=frozenset(),
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM", "NemotronHMamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS),
+        "NemotronHAttention", activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
+    ),
+    "olmo_hybrid": Architecture(
+        "OlmoHybridForCausalLM", "OlmoHybridGatedDeltaNet", OlmoHybridForward, _gated_delta_net,
+        "OlmoHybridAttention",
+    ),
+    "qwen3_next": Architecture(
+        "Qwen3NextForCausalLM", "Qwen3NextGatedDeltaNet", Qwen3NextForward, _gated_delta_net,
+        "Qwen3NextAttention",
+    ),
+    "qwen3_5_text": Architecture(
+        "Qwen3_5ForCausalLM", "Qwen3_5GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
+        "Qwen3_5Attention",
+    ),
+    "qwen3_5_moe_text": Architecture(
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeGatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
+        "Qwen3_5MoeAttention",
+    ),
+}  # fmt: skip
+"""By the `model_type` of the text model."""
+
+WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Models of more than text, by `model_type`, and the text model in their `text_config`."""
+
+
+def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
+    """A copy of the config of the text model in `config`, checked to be one that is served.
+
+    Raises:
+        ValueError: the architecture, or something that the config asks for, is not served.
+    """
+    known = ", ".join(sorted([*ARCHITECTURES, *WRAPPERS]))
+    text: Any = config
+    if config.model_type in WRAPPERS:
+        text = config.get_text_config()
+        if text.model_type != WRAPPERS[config.model_type]:
+            raise ValueError(
+                f"text_config.model_type is {text.model_type!r}; accepted in {config.model_type}: "
+                f"{WRAPPERS[config.model_type]!r}"
+            )
+    if text.model_type not in ARCHITECTURES:
+        reason = ""
+        if text.model_type == "kimi_linear":
+            reason = " (its latent attention and its decays by key channel have no kernels here)"
+        raise ValueError(f"model_type is {text.model_type!r}{reason}; accepted: {known}")
+    text = copy.deepcopy(text)
+    text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+    _check_features(text)
+    return text
+
+
+def architecture_of(text: "PreTrainedConfig") -> Architecture:
+    """The row of a config that `text_config` returned."""
+    return ARCHITECTURES[text.model_type]
+
+
+def _check_features(text: Any) -> None:
+    """Raise a ValueError that names what the config asks for and is not served."""
+    architecture = ARCHITECTURES[text.model_type]
+    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        raise ValueError(
+            f"sliding_window is {text.sliding_window}; accepted: None, attention sees the whole sequence"
+        )
+    served = architecture.mixer_layers | architecture.attention_layers | architecture.other_layers
+    for name in text.layer_types:
+        if name not in served:
+            raise ValueError(
+                f"layer_types has {name!r}; accepted in {text.model_type}: {', '.join(sorted(served))}"
+            )
+    activation = architecture.activation and getattr(text, architecture.activation)
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(
+            f"{architecture.activation} is {activation!r}, which is also behind the mixers' convolutions; "
+            "accepted: 'silu'"
+        )
+    rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        raise ValueError(
+            f"rope_type is {rope_type!r}, whose frequencies depend on the longest sequence of a step; "
+            "accepted: types whose frequencies are fixed"
+        )
+
+
+def state_spec(
+    text: "PreTrainedConfig",
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    separate_states: bool = True,
+) -> HybridStateSpec:
+    """What a context allocates for a model of this config, computed from the config alone.
+
+    Recurrent states are float32, or what the config says as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`;
+    float64 in a float64 model. Convolution windows, keys and values have the model's dtype.
+
+    Args:
+        text: what `text_config` returned.
+        dtype: the model's dtype.
+        device: where the model runs.
+        separate_states: see `HybridStateSpec`.
+    """
+    config: Any = text
+    architecture = architecture_of(text)
+    layers = [name in architecture.mixer_layers for name in config.layer_types]
+    attention = [name in architecture.attention_layers for name in config.layer_types]
+    kv_heads, head_dim = 1, 1
+    if any(attention):
+        kv_heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return HybridStateSpec(
+        states=architecture.states(config, sum(layers), dtype, _state_dtype(config, dtype)),
+        num_attention_layers=sum(attention),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        kv_dtype=dtype,
+        vocab_size=config.vocab_size,
+        device=torch.device(device),
+        separate_states=separate_states,
+        model=f"{config.model_type} {config.to_diff_dict()}",
+    )
+
+
+def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+    for field in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
+        name = str(getattr(config, field, None) or "float32").removeprefix("torch.")
+        if name not in STATE_DTYPES:
+            raise ValueError(f"{field} is {name!r}; accepted: {', '.join(STATE_DTYPES)}")
+        if name != "float32":
+            return STATE_DTYPES[name]
+    return torch.promote_types(dtype, torch.float32)
+
+
+def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
+    """The text model of a config, as transformers builds it, without weights: all tensors on the meta device.
+
+    Whoever puts the weights in place then calls `restore_buffers`: a checkpoint has no non-persistent
+    buffers, and tensors that come from `to_empty` hold anything. Tensors that transformers keeps in float32
+    in narrower models are float32.
+
+    Args:
+        config: of a checkpoint; of the text model, or of a model that has one as its `text_config`.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: the architecture, or something that the config asks for, is not served.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = text_config(config)
+    state_spec(text, dtype)
+    register_attention()
+    register_experts()
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            text, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
+        )
+    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if dtype.itemsize < 4 and wide.intersection(name.split(".")):
+            tensor.data = tensor.data.float()
+    return model.eval().requires_grad_(False)
+
+
+def restore_buffers(model: "PreTrainedModel", device: torch.device | str) -> None:
+    """Compute the buffers that no checkpoint holds: rotary frequencies, and Falcon-H1's multipliers.
+
+    Args:
+        model: from `skeleton`. Its non-persistent buffers are replaced, its other tensors are not touched.
+        device: where the model runs.
+
+    Raises:
+        ValueError: the model has a non-persistent buffer of another name.
+    """
+    config: Any = model.config
+    for path, module in model.named_modules():
+        values: dict[str, Tensor] = {}
+        if hasattr(module, "original_inv_freq"):
+            with torch.device("cpu"):
+                values = dict(type(module)(config=module.config).named_buffers())
+        elif hasattr(module, "mup_vector"):
+            with torch.device("cpu"):
+                values = {"mup_vector": import_module(type(module).__module__).compute_mup_vector(config)}
+        for name in module._non_persistent_buffers_set:
+            if name not in values:
+                raise ValueError(f"the buffer {path}.{name} is in no checkpoint and has no known values")
+            setattr(module, name, values[name].to(device, getattr(module, name).dtype))

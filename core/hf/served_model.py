@@ -1,0 +1,128 @@
+"""A model of transformers that the engine serves."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..inference.contexts.step_inputs import StepInputs
+from ..inference.kernels.kernel_set import kernel_set
+from ..state_spec import HybridStateSpec
+from . import architectures
+from .attention import ATTENTION_NAME, PagedAttention, register_attention
+from .current_step import CurrentStep
+from .experts import EXPERTS_NAME, register_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ServedModel:
+    """A causal language model of transformers over paged KV and states by slot.
+
+    Everything but attention and mixers is computed by transformers' own modules. The modules of `model` are
+    changed: a mixer's forward is replaced, instance by instance, and attention goes through the function that
+    is registered as "mambaslots". The weights are used where they lie, and need no gradients.
+
+    The model computes one step at a time; two threads must not call it at once.
+
+    Args:
+        model: a model of `architectures.ARCHITECTURES`, with its weights or on the meta device. It is of no
+            use outside the served model afterwards.
+
+    Attributes:
+        model: the model.
+        config: the config of the text model.
+
+    Raises:
+        ValueError: the architecture, a mixer, or something that the config asks for, is not served.
+    """
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self.config = architectures.text_config(model.config)
+        accepted = architectures.architecture_of(self.config).causal_lm
+        if type(model).__name__ != accepted:
+            raise ValueError(f"model is a {type(model).__name__}; accepted: a {accepted}")
+        self.model = model.eval().requires_grad_(False)
+        self._step = CurrentStep()
+        self._replace_mixers()
+        self._install_attention()
+        register_experts()
+        if getattr(self.config, "num_experts_per_tok", None):
+            model.set_experts_implementation(EXPERTS_NAME)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    def state_spec(self) -> HybridStateSpec:
+        """What a context allocates for this model, on the device of the weights."""
+        separate_states = kernel_set(self.device, self.dtype).SEPARATE_STATES
+        return architectures.state_spec(self.config, self.dtype, self.device, separate_states)
+
+    @torch.no_grad()
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """Logits of `inputs.logit_tokens`, [L, vocab_size] in float32 or wider.
+
+        Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
+        What is not transformers' does not synchronise.
+        """
+        kernels = kernel_set(inputs.token_ids.device, self.dtype)
+        with self._step.running(inputs, kernels):
+            output: Any = self.model(
+                input_ids=inputs.token_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                return_dict=True,
+                logits_to_keep=inputs.logit_tokens,
+            )
+        logits: Tensor = output.logits[0]
+        return logits.to(kernels.compute_dtype(logits.dtype))
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    def _replace_mixers(self) -> None:
+        architecture = architectures.architecture_of(self.config)
+        mixers = self._modules_of(architecture.mixer)
+        for module in self.model.modules():
+            is_convolved = any(isinstance(child, nn.Conv1d) for child in module.children())
+            if is_convolved and type(module).__name__ != architecture.mixer:
+                raise ValueError(
+                    f"the model has a mixer {type(module).__name__}; accepted: "
+                    + ", ".join(sorted({row.mixer for row in architectures.ARCHITECTURES.values()}))
+                )
+        self._check_count(architecture.mixer, mixers, architecture.mixer_layers)
+        for layer, mixer in enumerate(mixers):
+            mixer.forward = architecture.forward(mixer, layer, self._step)
+
+    def _install_attention(self) -> None:
+        architecture = architectures.architecture_of(self.config)
+        if architecture.attention is None:
+            return
+        modules = self._modules_of(architecture.attention)
+        self._check_count(architecture.attention, modules, architecture.attention_layers)
+        for layer, module in enumerate(modules):
+            PagedAttention(layer, self._step).install(module)
+        register_attention()
+        self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def _modules_of(self, name: str) -> list[nn.Module]:
+        return [module for module in self.model.modules() if type(module).__name__ == name]
+
+    def _check_count(self, name: str, modules: list[nn.Module], layer_types: frozenset[str]) -> None:
+        config: Any = self.config
+        num_layers = sum(layer_type in layer_types for layer_type in config.layer_types)
+        if len(modules) != num_layers:
+            raise ValueError(
+                f"the model has {len(modules)} modules {name}; accepted: {num_layers}, as many as "
+                f"config.layer_types names {' or '.join(sorted(layer_types))}"
+            )

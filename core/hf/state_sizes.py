@@ -1,0 +1,118 @@
+"""How large a state is beside the KV of a token, computed from configs alone.
+
+`python -m mambaslots.hf.state_sizes FOLDER_OR_CONFIG.json ...` prints a table.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import architectures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """What one sequence of a model costs in the cache.
+
+    Attributes:
+        name: of the model.
+        model_type: of its text model.
+        dtype: of the weights, the convolution windows and the KV.
+        state_bytes: of one state: all tensors and layers.
+        kv_bytes_per_token: of all attention layers.
+    """
+
+    name: str
+    model_type: str
+    dtype: torch.dtype
+    state_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def num_equal_tokens(self) -> float | None:
+        """The tokens whose KV is as large as one state; None for a model without attention."""
+        return self.state_bytes / self.kv_bytes_per_token if self.kv_bytes_per_token else None
+
+
+def state_sizes(name: str, config: "PreTrainedConfig", dtype: torch.dtype | None = None) -> StateSizes:
+    """The sizes of a model of this config; no weights are made.
+
+    Args:
+        name: of the model.
+        config: of a checkpoint.
+        dtype: of the weights; None takes the config's, and bfloat16 where the config names none.
+
+    Raises:
+        ValueError: the architecture, or something that the config asks for, is not served.
+    """
+    text: Any = architectures.text_config(config)
+    kept = dtype or text.dtype or config.dtype or torch.bfloat16
+    spec = architectures.state_spec(text, kept)
+    return StateSizes(name, text.model_type, kept, spec.state_bytes, spec.kv_block_bytes(1))
+
+
+def read_config(path: str | Path) -> "PreTrainedConfig":
+    """The config in a file, or in the file `config.json` of a folder.
+
+    Raises:
+        ValueError: there is no such file, or it is no config of an architecture that is served.
+    """
+    from transformers import AutoConfig
+
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"{file} is no file; accepted: a config in JSON, or a folder with config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(file), local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"transformers cannot read {file}: {error}") from error
+    return config
+
+
+def table(rows: Sequence[StateSizes]) -> str:
+    """The sizes, one model a line; MB are 10**6 bytes."""
+    width = max(len("model"), *(len(row.name) for row in rows))
+    lines = [
+        f"{'model':{width}}  {'architecture':18}  {'state, MB':>9}  {'KV, bytes/token':>15}  equal tokens"
+    ]
+    for row in rows:
+        tokens = row.num_equal_tokens
+        equal = "no KV" if tokens is None else f"{tokens:,.0f}"
+        lines.append(
+            f"{row.name:{width}}  {row.model_type:18}  {row.state_bytes / 1e6:9.1f}  "
+            f"{row.kv_bytes_per_token:15,}  {equal:>12}"
+        )
+    return "\n".join(lines)
+
+
+def main(paths: Sequence[str]) -> int:
+    """Print the table of the models at `paths`; the exit status."""
+    if not paths:
+        print("usage: python -m mambaslots.hf.state_sizes FOLDER_OR_CONFIG.json ...", file=sys.stderr)
+        return 2
+    try:
+        rows = [state_sizes(_name(path), read_config(path)) for path in paths]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(rows))
+    return 0
+
+
+def _name(path: str) -> str:
+    file = Path(path).resolve()
+    return file.parent.name if file.name == "config.json" else file.name.removesuffix(".json")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
