@@ -84,7 +84,7 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def train(self) -> None:
-        args, progress = self.args, self.progress
+        progress = self.progress
         texts = TokenStream(self.files, self.device)
         print(
             f"{sum(w.numel() for w in self.weights.values()):,} weights; {len(self.files.training):,} files, "
@@ -148,7 +148,9 @@ class Trainer:
             f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s, "
             f"{sum(recent) / max(1, len(recent)):.3f} bits a token"
         )
-        print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+        print(
+            f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True
+        )
 
     def measure(self, texts: list[bytes], rounded: bool = False) -> float:
         """Bits per byte of these files; `rounded`: with the weights as they are saved."""

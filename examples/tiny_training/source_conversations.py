@@ -125,7 +125,7 @@ def _functions(text: bytes) -> list[_Function]:
     ):
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         source = dedent("\n".join(lines[first - 1 : node.end_lineno])) + "\n"
-        if 2 <= source.count("\n") and len(source.encode()) <= MAX_ANSWER:
+        if source.count("\n") >= 2 and len(source.encode()) <= MAX_ANSWER:
             arguments = ast.unparse(node.args)
             docstring = ast.get_docstring(node) or ""
             found.append(

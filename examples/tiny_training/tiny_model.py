@@ -75,7 +75,10 @@ def starting_weights(config: SimpleNamespace, seed: int) -> dict[str, Tensor]:
                 "out_proj": out(inner),
             }
         if kind == "G":
-            heads, values = config.delta_num_value_heads, config.delta_num_value_heads * config.delta_value_dim
+            heads, values = (
+                config.delta_num_value_heads,
+                config.delta_num_value_heads * config.delta_value_dim,
+            )
             conv = 2 * config.delta_num_key_heads * config.delta_key_dim + values
             return {
                 "in_proj": linear(values + conv + 2 * heads, hidden),

@@ -29,10 +29,26 @@ class RecurrentLM:
     def reset(self) -> None:
         """Begin a new sequence."""
         c = self.config
-        mamba, attention = c.pattern.count("M"), c.pattern.count("*")
+        attention = c.pattern.count("*")
         conv_dim = c.mamba_num_heads * c.mamba_head_dim + 2 * c.mamba_num_groups * c.mamba_state_dim
-        self.conv = np.zeros((mamba, conv_dim, c.conv_kernel - 1))
-        self.ssm = np.zeros((mamba, c.mamba_num_heads, c.mamba_head_dim, c.mamba_state_dim))
+        qkv_dim = 2 * c.delta_num_key_heads * c.delta_key_dim + c.delta_num_value_heads * c.delta_value_dim
+        shapes = {
+            "M": {
+                "conv": (conv_dim, c.conv_kernel - 1),
+                "ssm": (c.mamba_num_heads, c.mamba_head_dim, c.mamba_state_dim),
+            },
+            "G": {
+                "gdn_conv": (qkv_dim, c.conv_kernel - 1),
+                "delta": (c.delta_num_value_heads, c.delta_key_dim, c.delta_value_dim),
+            },
+            "C": {"short_conv": (c.hidden_size, c.short_conv_kernel - 1)},
+        }
+        self.states = {
+            name: np.zeros((c.pattern.count(kind), *shape))
+            for kind, by_name in shapes.items()
+            for name, shape in by_name.items()
+            if kind in c.pattern
+        }
         self.keys = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
         self.values = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
         self.position = 0
@@ -41,7 +57,7 @@ class RecurrentLM:
         """Take one token; logits [vocab_size] for the next one."""
         c, w = self.config, self.weights
         hidden = w["embedding"][token]
-        seen = {"M": 0, "*": 0, "-": 0}
+        seen = dict.fromkeys("MGC*-", 0)
         for index, kind in enumerate(c.pattern):
             layer = {
                 name.removeprefix(f"layers.{index}."): value
@@ -49,7 +65,13 @@ class RecurrentLM:
                 if name.startswith(f"layers.{index}.")
             }
             x = rms_norm(hidden, w[f"norms.{index}"], c.norm_eps)
-            block = {"M": self._mamba, "*": self._attention, "-": self._mlp}[kind]
+            block = {
+                "M": self._mamba,
+                "G": self._gated_delta_net,
+                "C": self._short_conv,
+                "*": self._attention,
+                "-": self._mlp,
+            }[kind]
             hidden = hidden + block(layer, seen[kind], x)
             seen[kind] += 1
         self.position += 1
@@ -74,12 +96,16 @@ class RecurrentLM:
                 logits = self.step(token)
         return tokens, log_probs
 
-    def states_after(self, tokens: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Windows of raw inputs [layers, conv_dim, kernel - 1] and SSM states [layers, H, P, N]."""
+    def states_after(self, tokens: Iterable[int]) -> dict[str, Tensor]:
+        """The tensors of the state by name, [layers, ...] each."""
         self.reset()
         for token in tokens:
             self.step(int(token))
-        return torch.from_numpy(self.conv.copy()), torch.from_numpy(self.ssm.copy())
+        return self.states_now()
+
+    def states_now(self) -> dict[str, Tensor]:
+        """Copies of the tensors of the state, as `states_after` returns them."""
+        return {name: torch.from_numpy(state.copy()) for name, state in self.states.items()}
 
     def _mamba(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config
@@ -87,9 +113,7 @@ class RecurrentLM:
         projected = w["in_proj"] @ x
         gate, raw, dt = np.split(projected, [inner, projected.size - c.mamba_num_heads])
 
-        window = np.concatenate([self.conv[layer], raw[:, None]], axis=1)
-        self.conv[layer] = window[:, 1:]
-        xBC = silu((window * w["conv_weight"]).sum(axis=1) + w["conv_bias"])
+        xBC = silu(self._convolve("conv", layer, raw, w["conv_weight"]) + w["conv_bias"])
 
         x_heads = xBC[:inner].reshape(c.mamba_num_heads, c.mamba_head_dim)
         B, C = xBC[inner:].reshape(2, groups, c.mamba_state_dim)
@@ -97,7 +121,7 @@ class RecurrentLM:
         y = np.empty_like(x_heads)
         for head in range(c.mamba_num_heads):
             group = head * groups // c.mamba_num_heads
-            h = self.ssm[layer, head]
+            h = self.states["ssm"][layer, head]
             h *= np.exp(dt[head] * -np.exp(w["A_log"][head]))
             h += dt[head] * np.outer(x_heads[head], B[group])
             y[head] = h @ C[group] + w["D"][head] * x_heads[head]
@@ -105,6 +129,36 @@ class RecurrentLM:
         gated = (y.reshape(-1) * silu(gate)).reshape(groups, -1)
         normed = np.stack([rms_norm(part, np.ones(part.size), c.norm_eps) for part in gated]).reshape(-1)
         return w["out_proj"] @ (normed * w["norm"])
+
+    def _gated_delta_net(self, w: dict[str, Array], layer: int, x: Array) -> Array:
+        c = self.config
+        keys, heads = c.delta_num_key_heads * c.delta_key_dim, c.delta_num_value_heads
+        values = heads * c.delta_value_dim
+        gate, raw, b, a = np.split(w["in_proj"] @ x, np.cumsum([values, 2 * keys + values, heads]))
+        qkv = silu(self._convolve("gdn_conv", layer, raw, w["conv_weight"]))
+        q, k = qkv[: 2 * keys].reshape(2, c.delta_num_key_heads, c.delta_key_dim)
+        v, gate = qkv[2 * keys :].reshape(heads, -1), gate.reshape(heads, -1)
+        q, k = (part / np.sqrt((part**2).sum(axis=1, keepdims=True) + 1e-6) for part in (q, k))
+        out = np.empty_like(v)
+        for head in range(heads):
+            key_head = head * c.delta_num_key_heads // heads
+            S = self.states["delta"][layer, head]
+            S *= np.exp(-np.exp(w["A_log"][head]) * np.logaddexp(0.0, a[head] + w["dt_bias"][head]))
+            error = v[head] - S.T @ k[key_head]
+            S += np.outer(k[key_head], error / (1.0 + np.exp(-b[head])))
+            o = S.T @ q[key_head] / np.sqrt(c.delta_key_dim)
+            out[head] = rms_norm(o, w["norm"], c.norm_eps) * silu(gate[head])
+        return w["out_proj"] @ out.reshape(-1)
+
+    def _short_conv(self, w: dict[str, Array], layer: int, x: Array) -> Array:
+        before, behind, inputs = np.split(w["in_proj"] @ x, 3)
+        convolved = self._convolve("short_conv", layer, before * inputs, w["conv_weight"])
+        return w["out_proj"] @ (behind * convolved)
+
+    def _convolve(self, name: str, layer: int, raw: Array, weight: Array) -> Array:
+        window = np.concatenate([self.states[name][layer], raw[:, None]], axis=1)
+        self.states[name][layer] = window[:, 1:]
+        return (window * weight).sum(axis=1)
 
     def _attention(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config

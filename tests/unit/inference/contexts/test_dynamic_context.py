@@ -158,9 +158,9 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     assert slots is not None
     for depth in range(1, 6):
         slot = slots.get_slot(request.holding.path.blocks[depth - 1])
-        conv, ssm = oracle.states_after(prompt[: depth * BLOCK])
-        torch.testing.assert_close(slots.conv_states[:, slot], torch.as_tensor(conv), rtol=0, atol=1e-10)
-        torch.testing.assert_close(slots.ssm_states[:, slot], torch.as_tensor(ssm), rtol=0, atol=1e-10)
+        states = oracle.states_after(prompt[: depth * BLOCK])
+        torch.testing.assert_close(slots.conv_states[:, slot], states["conv"], rtol=0, atol=1e-10)
+        torch.testing.assert_close(slots.ssm_states[:, slot], states["ssm"], rtol=0, atol=1e-10)
 
 
 def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_from_it() -> None:

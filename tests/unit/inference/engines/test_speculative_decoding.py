@@ -298,14 +298,12 @@ class TestStates:
             for depth, block in enumerate(blocks, start=1):
                 slot = context.mamba_slot_allocator.get_slot(block)
                 if slot >= 0:
-                    conv, ssm = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
+                    states = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
                     index = context.memory.state_pool.durable_index(slot)
-                    torch.testing.assert_close(
-                        context.memory.state_pool["conv"][:, index], conv, rtol=0, atol=1e-9
-                    )
-                    torch.testing.assert_close(
-                        context.memory.state_pool["ssm"][:, index], ssm, rtol=0, atol=1e-9
-                    )
+                    for name, state in states.items():
+                        torch.testing.assert_close(
+                            context.memory.state_pool[name][:, index], state, rtol=0, atol=1e-9
+                        )
                     compared += 1
         assert compared >= 5
         if slots == 40:
