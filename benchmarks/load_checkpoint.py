@@ -54,7 +54,8 @@ def make_checkpoint(folder: str, megabytes: int) -> None:
     config = Qwen3_5MoeTextConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=max(1, megabytes * 10**6 // layer),
         num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-        num_experts=EXPERTS, num_experts_per_tok=4, moe_intermediate_size=EXPERT_WIDTH, shared_expert_intermediate_size=EXPERT_WIDTH,
+        num_experts=EXPERTS, num_experts_per_tok=4,
+        moe_intermediate_size=EXPERT_WIDTH, shared_expert_intermediate_size=EXPERT_WIDTH,
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

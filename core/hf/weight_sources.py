@@ -65,7 +65,7 @@ class WeightSource:
     def _merged(
         self, model: PreTrainedModel, checkpoint: Tensors, device: torch.device, dtype: torch.dtype
     ) -> Tensor | None:
-        """The weight, filled tensor by tensor; None where the conversion does more than stack and concatenate.
+        """The weight, filled tensor by tensor; None where a conversion does more than stack and concatenate.
 
         transformers' own operations hold all tensors and what they make of them at once.
         """
@@ -74,7 +74,7 @@ class WeightSource:
         join = operations.pop(0) if operations and isinstance(operations[0], Concatenate) else None
         if self.converter is None or operations or (join is None and merge is None):
             return None
-        weight = torch.empty(model.state_dict()[self.target].shape, dtype=dtype, device=device)
+        weight = torch.empty(model.get_parameter(self.target).shape, dtype=dtype, device=device)
         begin = 0
         for pattern in self.converter.source_patterns:
             names = [name for name, its in zip(self.names, self.patterns, strict=True) if its == pattern]
