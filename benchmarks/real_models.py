@@ -1,8 +1,8 @@
 """Models of transformers at their full size, with random weights that are drawn on the device.
 
-For each config: a prompt that is computed whole, with a state stored at every block; the same prompt and a new
-turn, which resumes; steps that decode several requests, eager and by CUDA graph. And the logits of a prompt
-beside those of transformers' own forward, in the model's dtype.
+For each config: a prompt that is computed whole, with a state stored at every block; the same prompt and a
+new turn, which resumes; steps that decode several requests, eager and by CUDA graph. And the logits of a
+prompt beside those of transformers' own forward, in the model's dtype.
 
     python benchmarks/real_models.py --json out.json                  (one GPU; Nemotron-H-8B and Qwen3.5-4B)
     python benchmarks/real_models.py --device cpu --layers 4 --narrow   (does it run?)
@@ -234,7 +234,8 @@ def main() -> None:
         print("what                        tokens   resumed         ms   states stored")
         for row in rows:
             print(
-                f"{row['what']:26} {row['tokens']:7,} {row['resumed']:9,} {row['ms']:10.2f} {row['states']:15}"
+                f"{row['what']:26} {row['tokens']:7,} {row['resumed']:9,} {row['ms']:10.2f}"
+                f" {row['states']:15}"
             )
         documents.append(
             {

@@ -84,7 +84,7 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def train(self) -> None:
-        args, progress = self.args, self.progress
+        progress = self.progress
         texts = TokenStream(self.files, self.device)
         print(
             f"{sum(w.numel() for w in self.weights.values()):,} weights; {len(self.files.training):,} files, "

@@ -8,7 +8,7 @@ import torch
 from ..inference.kernels.reference import compute_dtype
 from ..model_shard import ModelShard, Part
 from ..parallel_groups import ParallelGroups
-from ..state_kinds import mamba2_states
+from ..state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from ..state_tensor import StateTensor
 from ..tensor_validation import float_dtype
 from ..validation import INT32_MAX, integer, real, shown
@@ -19,12 +19,18 @@ class HybridConfig:
     """Shape of a `HybridLM`.
 
     Attributes:
-        pattern: one letter a layer: "M" a Mamba-2 mixer, "*" attention, "-" an MLP.
+        pattern: one letter a layer: "M" a Mamba-2 mixer, "G" a gated delta net, "C" a short convolution,
+            "*" attention, "-" an MLP.
         mamba_num_heads, mamba_head_dim, mamba_state_dim: H, P and N of the SSM state [H, P, N].
         mamba_num_groups: groups of heads. The heads of a group share B and C; the gated norm normalises each
             group on its own.
-        conv_kernel: taps of the causal convolution, >= 2.
+        conv_kernel: taps of the causal convolution of "M" and "G", >= 2.
         ssd_chunk_size: tokens of one SSD chunk.
+        delta_num_key_heads, delta_key_dim: heads of q and k of a gated delta net, and their size.
+        delta_num_value_heads, delta_value_dim: heads of v, of which several share a key head, and their size.
+            The state is [value heads, key dim, value dim].
+        delta_chunk_size: tokens of one chunk of a gated delta net.
+        short_conv_kernel: taps of a short convolution, >= 2.
         num_attention_heads, num_kv_heads: query heads, and the key/value heads that they share.
         head_dim: size of an attention head, even.
         dtype: dtype of weights, convolution states and KV. Norms, dt, decays, rotary angles, attention, SSM
@@ -47,23 +53,33 @@ class HybridConfig:
     mlp_hidden_size: int
     rotary_base: float = 10000.0
     norm_eps: float = 1e-5
+    delta_num_key_heads: int = 2
+    delta_key_dim: int = 16
+    delta_num_value_heads: int = 4
+    delta_value_dim: int = 16
+    delta_chunk_size: int = 64
+    short_conv_kernel: int = 3
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         for name in (
             "vocab_size", "hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
             "mamba_state_dim", "ssd_chunk_size", "num_attention_heads", "num_kv_heads", "head_dim",
-            "mlp_hidden_size", "conv_kernel",
+            "mlp_hidden_size", "conv_kernel", "delta_num_key_heads", "delta_key_dim", "delta_num_value_heads",
+            "delta_value_dim", "delta_chunk_size", "short_conv_kernel",
         ):  # fmt: skip
-            minimum = 2 if name == "conv_kernel" else 1
+            minimum = 2 if name.endswith("conv_kernel") else 1
             object.__setattr__(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
         for name, lower_bound in (("rotary_base", 1.0), ("norm_eps", 0.0)):
             object.__setattr__(self, name, real(name, getattr(self, name), lower_bound))
         float_dtype("dtype", self.dtype)
-        if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("M*-"):
-            raise ValueError(f"pattern is {shown(self.pattern)}; accepted: one or more of 'M', '*' and '-'")
+        if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("MGC*-"):
+            raise ValueError(
+                f"pattern is {shown(self.pattern)}; accepted: one or more of 'M', 'G', 'C', '*' and '-'"
+            )
         for name, divisor in (
             ("mamba_num_heads", "mamba_num_groups"),
+            ("delta_num_value_heads", "delta_num_key_heads"),
             ("num_attention_heads", "num_kv_heads"),
         ):
             if getattr(self, name) % getattr(self, divisor):
@@ -76,7 +92,7 @@ class HybridConfig:
 
     @classmethod
     def tiny(cls, dtype: torch.dtype = torch.float32, **overrides: Any) -> "HybridConfig":
-        """Vocabulary 256 (bytes), SSD chunk 16, three Mamba layers, one attention layer; fast on a CPU."""
+        """Vocabulary 256 (bytes), chunks of 16, three Mamba layers, one attention layer; fast on a CPU."""
         sizes: dict[str, Any] = {
             "vocab_size": 256,
             "hidden_size": 64,
@@ -91,6 +107,7 @@ class HybridConfig:
             "num_kv_heads": 2,
             "head_dim": 16,
             "mlp_hidden_size": 128,
+            "delta_chunk_size": 16,
         }
         return cls(dtype=dtype, **(sizes | overrides))
 
@@ -103,6 +120,16 @@ class HybridConfig:
     def conv_dim(self) -> int:
         """Channels of the convolution: x, B and C."""
         return self.inner_dim + 2 * self.mamba_num_groups * self.mamba_state_dim
+
+    @property
+    def delta_inner_dim(self) -> int:
+        """Channels of v of a gated delta net."""
+        return self.delta_num_value_heads * self.delta_value_dim
+
+    @property
+    def delta_conv_dim(self) -> int:
+        """Channels of the convolution of a gated delta net: q, k and v."""
+        return 2 * self.delta_num_key_heads * self.delta_key_dim + self.delta_inner_dim
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -119,13 +146,20 @@ class HybridConfig:
             ValueError: the sizes do not divide.
         """
         size, stages = groups.tensor_size, groups.pipeline_size
-        for name in ("mamba_num_heads", "num_attention_heads", "mlp_hidden_size"):
+        divided = ["mamba_num_heads", "num_attention_heads", "mlp_hidden_size"]
+        shared = ["mamba_num_groups", "num_kv_heads"]
+        if "G" in self.pattern:
+            divided.append("delta_num_value_heads")
+            shared.append("delta_num_key_heads")
+        if "C" in self.pattern:
+            divided.append("hidden_size")
+        for name in divided:
             if getattr(self, name) % size:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; accepted: a multiple of the {size} ranks of the "
                     "tensor group"
                 )
-        for name in ("mamba_num_groups", "num_kv_heads"):
+        for name in shared:
             total = getattr(self, name)
             if total % size and size % total:
                 raise ValueError(
@@ -148,22 +182,42 @@ class HybridConfig:
         return Part(before, before + self.pattern[first:stop].count(kind), self.pattern.count(kind))
 
     def part_of(self, name: str, groups: ParallelGroups) -> Part:
-        """This rank's part of the heads or groups that the field `name` counts."""
+        """This rank's part of the heads, groups or channels that the field `name` counts."""
         return Part.of_rank(getattr(self, name), groups.tensor_rank, groups.tensor_size)
 
     def states(self, groups: ParallelGroups) -> tuple[StateTensor, ...]:
         """The tensors of the state that this rank of `groups` holds."""
-        return mamba2_states(
-            self.layers_of("M", groups),
-            self.part_of("mamba_num_heads", groups),
-            self.mamba_head_dim,
-            self.part_of("mamba_num_groups", groups),
-            self.mamba_state_dim,
-            self.conv_kernel,
-            self.dtype,
-            self.compute_dtype,
-            self.ssd_chunk_size,
-        )
+        states: tuple[StateTensor, ...] = ()
+        if "M" in self.pattern:
+            states += mamba2_states(
+                self.layers_of("M", groups),
+                self.part_of("mamba_num_heads", groups),
+                self.mamba_head_dim,
+                self.part_of("mamba_num_groups", groups),
+                self.mamba_state_dim,
+                self.conv_kernel,
+                self.dtype,
+                self.compute_dtype,
+                self.ssd_chunk_size,
+            )
+        if "G" in self.pattern:
+            states += gated_delta_net_states(
+                self.layers_of("G", groups),
+                self.part_of("delta_num_key_heads", groups),
+                self.delta_key_dim,
+                self.part_of("delta_num_value_heads", groups),
+                self.delta_value_dim,
+                self.conv_kernel,
+                self.dtype,
+                self.compute_dtype,
+                self.delta_chunk_size,
+            )
+        if "C" in self.pattern:
+            channels = self.part_of("hidden_size", groups)
+            states += short_conv_states(
+                self.layers_of("C", groups), channels, self.short_conv_kernel, self.dtype
+            )
+        return states
 
     def stage_layers(self, groups: ParallelGroups) -> tuple[int, int]:
         """This rank's layers, as (first layer, last layer + 1)."""
@@ -180,4 +234,6 @@ class HybridConfig:
             num_attention_heads=self.num_attention_heads // size,
             num_kv_heads=shard.kv_heads.count,
             mlp_hidden_size=self.mlp_hidden_size // size,
+            delta_num_key_heads=self.part_of("delta_num_key_heads", groups).count,
+            delta_num_value_heads=self.part_of("delta_num_value_heads", groups).count,
         )

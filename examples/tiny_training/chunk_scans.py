@@ -128,7 +128,7 @@ def _in_chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _decays(total: Tensor, strict: bool) -> Tensor:
-    """[..., q] sums of log decays -> [..., q, q]: the decay from token j to token i > j (or i >= j), else 0."""
+    """[..., q] sums of log decays -> [..., q, q]: the decay from token j to i > j (or i >= j), else 0."""
     later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device)
     hidden = later.triu(0 if strict else 1)
     return (total[..., :, None] - total[..., None, :]).masked_fill(hidden, float("-inf")).exp()

@@ -128,7 +128,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Depthwise causal convolution of x [batch, L, C] with weight [C, kernel]; the last tap is the present."""
+    """Depthwise causal convolution of x [batch, L, C], weight [C, kernel]; the last tap is the present."""
     length, kernel = x.shape[1], weight.shape[1]
     padded = F.pad(x, (0, 0, kernel - 1, 0))
     out = sum(padded[:, tap : tap + length] * weight[:, tap] for tap in range(kernel))

@@ -1,6 +1,7 @@
 """The source files of Python's standard library: the texts that the small model learns from.
 
-Files are read from the Python that runs, or from a pack: one compressed file, for machines with another Python.
+Files are read from the Python that runs, or from a pack: one compressed file, for machines that have another
+Python.
 """
 
 import hashlib

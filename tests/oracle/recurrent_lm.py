@@ -3,6 +3,7 @@
 Independent of the package: of the model only `config` and `state_dict()` are read.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,6 +18,9 @@ class RecurrentLM:
     """One sequence. `step(token)` advances it and returns the logits after that token.
 
     `logits`, `generate_greedy` and `states_after` begin a new sequence each, and leave the object at its end.
+
+    Attributes:
+        states: by the names that `HybridStateSpec.states` has, [layers, ...]. A window holds raw inputs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,15 +28,30 @@ class RecurrentLM:
         self.weights: dict[str, Array] = {
             name: weight.detach().double().cpu().numpy() for name, weight in model.state_dict().items()
         }
+        self.layers: list[dict[str, Array]] = [{} for _ in self.config.pattern]
+        for name, weight in self.weights.items():
+            if name.startswith("layers."):
+                _, index, own_name = name.split(".", 2)
+                self.layers[int(index)][own_name] = weight
         self.reset()
 
     def reset(self) -> None:
         """Begin a new sequence."""
         c = self.config
-        mamba, attention = c.pattern.count("M"), c.pattern.count("*")
+        layers = Counter(c.pattern)
         conv_dim = c.mamba_num_heads * c.mamba_head_dim + 2 * c.mamba_num_groups * c.mamba_state_dim
-        self.conv = np.zeros((mamba, conv_dim, c.conv_kernel - 1))
-        self.ssm = np.zeros((mamba, c.mamba_num_heads, c.mamba_head_dim, c.mamba_state_dim))
+        keys, values = c.delta_num_key_heads * c.delta_key_dim, c.delta_num_value_heads * c.delta_value_dim
+        shapes = {
+            "conv": ("M", conv_dim, c.conv_kernel - 1),
+            "ssm": ("M", c.mamba_num_heads, c.mamba_head_dim, c.mamba_state_dim),
+            "gdn_conv": ("G", 2 * keys + values, c.conv_kernel - 1),
+            "delta": ("G", c.delta_num_value_heads, c.delta_key_dim, c.delta_value_dim),
+            "short_conv": ("C", c.hidden_size, c.short_conv_kernel - 1),
+        }
+        self.states = {
+            name: np.zeros((layers[kind], *shape)) for name, (kind, *shape) in shapes.items() if layers[kind]
+        }
+        attention = layers["*"]
         self.keys = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
         self.values = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
         self.position = 0
@@ -41,16 +60,17 @@ class RecurrentLM:
         """Take one token; logits [vocab_size] for the next one."""
         c, w = self.config, self.weights
         hidden = w["embedding"][token]
-        seen = {"M": 0, "*": 0, "-": 0}
+        seen: Counter[str] = Counter()
+        blocks = {
+            "M": self._mamba,
+            "G": self._gated_delta_net,
+            "C": self._short_conv,
+            "*": self._attention,
+            "-": self._mlp,
+        }
         for index, kind in enumerate(c.pattern):
-            layer = {
-                name.removeprefix(f"layers.{index}."): value
-                for name, value in w.items()
-                if name.startswith(f"layers.{index}.")
-            }
             x = rms_norm(hidden, w[f"norms.{index}"], c.norm_eps)
-            block = {"M": self._mamba, "*": self._attention, "-": self._mlp}[kind]
-            hidden = hidden + block(layer, seen[kind], x)
+            hidden = hidden + blocks[kind](self.layers[index], seen[kind], x)
             seen[kind] += 1
         self.position += 1
         return w["lm_head"] @ rms_norm(hidden, w["final_norm"], c.norm_eps)
@@ -74,12 +94,22 @@ class RecurrentLM:
                 logits = self.step(token)
         return tokens, log_probs
 
-    def states_after(self, tokens: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Windows of raw inputs [layers, conv_dim, kernel - 1] and SSM states [layers, H, P, N]."""
+    def states_after(self, tokens: Iterable[int]) -> dict[str, Tensor]:
+        """Copies of `states`."""
         self.reset()
         for token in tokens:
             self.step(int(token))
-        return torch.from_numpy(self.conv.copy()), torch.from_numpy(self.ssm.copy())
+        return self.states_now()
+
+    def states_now(self) -> dict[str, Tensor]:
+        """Copies of `states`."""
+        return {name: torch.from_numpy(states.copy()) for name, states in self.states.items()}
+
+    def _convolve(self, name: str, layer: int, raw: Array, weight: Array) -> Array:
+        """The newest output of a depthwise convolution, whose window moves on by `raw`."""
+        window = np.concatenate([self.states[name][layer], raw[:, None]], axis=1)
+        self.states[name][layer] = window[:, 1:]
+        return (window * weight).sum(axis=1)
 
     def _mamba(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config
@@ -87,9 +117,7 @@ class RecurrentLM:
         projected = w["in_proj"] @ x
         gate, raw, dt = np.split(projected, [inner, projected.size - c.mamba_num_heads])
 
-        window = np.concatenate([self.conv[layer], raw[:, None]], axis=1)
-        self.conv[layer] = window[:, 1:]
-        xBC = silu((window * w["conv_weight"]).sum(axis=1) + w["conv_bias"])
+        xBC = silu(self._convolve("conv", layer, raw, w["conv_weight"]) + w["conv_bias"])
 
         x_heads = xBC[:inner].reshape(c.mamba_num_heads, c.mamba_head_dim)
         B, C = xBC[inner:].reshape(2, groups, c.mamba_state_dim)
@@ -97,7 +125,7 @@ class RecurrentLM:
         y = np.empty_like(x_heads)
         for head in range(c.mamba_num_heads):
             group = head * groups // c.mamba_num_heads
-            h = self.ssm[layer, head]
+            h = self.states["ssm"][layer, head]
             h *= np.exp(dt[head] * -np.exp(w["A_log"][head]))
             h += dt[head] * np.outer(x_heads[head], B[group])
             y[head] = h @ C[group] + w["D"][head] * x_heads[head]
@@ -105,6 +133,30 @@ class RecurrentLM:
         gated = (y.reshape(-1) * silu(gate)).reshape(groups, -1)
         normed = np.stack([rms_norm(part, np.ones(part.size), c.norm_eps) for part in gated]).reshape(-1)
         return w["out_proj"] @ (normed * w["norm"])
+
+    def _gated_delta_net(self, w: dict[str, Array], layer: int, x: Array) -> Array:
+        c = self.config
+        keys, heads = c.delta_num_key_heads * c.delta_key_dim, c.delta_num_value_heads
+        values = heads * c.delta_value_dim
+        gate, raw, b, a = np.split(w["in_proj"] @ x, np.cumsum([values, 2 * keys + values, heads]))
+        q, k, v = np.split(silu(self._convolve("gdn_conv", layer, raw, w["conv_weight"])), [keys, 2 * keys])
+        q, k = (unit_rows(part.reshape(c.delta_num_key_heads, c.delta_key_dim)) for part in (q, k))
+        q = q / np.sqrt(c.delta_key_dim)
+        v = v.reshape(heads, c.delta_value_dim)
+        decay = np.exp(-np.exp(w["A_log"]) * np.logaddexp(0.0, a + w["dt_bias"]))
+        beta = 1.0 / (1.0 + np.exp(-b))
+        o = np.empty_like(v)
+        for head in range(heads):
+            key_head = head * c.delta_num_key_heads // heads
+            S = self.states["delta"][layer, head]
+            S *= decay[head]
+            S += np.outer(k[key_head], beta[head] * (v[head] - k[key_head] @ S))
+            o[head] = rms_norm(q[key_head] @ S, w["norm"], c.norm_eps)
+        return w["out_proj"] @ (o.reshape(-1) * silu(gate))
+
+    def _short_conv(self, w: dict[str, Array], layer: int, x: Array) -> Array:
+        before, behind, x = np.split(w["in_proj"] @ x, 3)
+        return w["out_proj"] @ (behind * self._convolve("short_conv", layer, before * x, w["conv_weight"]))
 
     def _attention(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config
@@ -133,6 +185,10 @@ class RecurrentLM:
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x / np.sqrt(np.mean(x**2) + eps) * weight
+
+
+def unit_rows(x: Array) -> Array:
+    return x / np.sqrt((x**2).sum(axis=1, keepdims=True) + 1e-6)
 
 
 def silu(x: Array) -> Array:

@@ -26,7 +26,7 @@ from mambaslots.distributed.transfer.link import PairLink
 from mambaslots.distributed.transfer.rendezvous import Rendezvous
 from mambaslots.model_shard import Part
 from oracle.serving import random_tokens, serve_checked
-from oracle.transfers import engine_of, maps_of
+from oracle.transfers import KINDS, assert_answer, engine_of, maps_of, model_of
 
 PROMPTS = [random_tokens(40, 1), random_tokens(30, 2)]
 MINUTE = timedelta(seconds=60)
@@ -62,15 +62,20 @@ def both(
         return sent.result(), received.result()
 
 
-def test_a_warm_replica_fills_a_cold_one(host: Any, source: ms.DynamicInferenceEngine) -> None:
-    target = engine_of()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_replica_fills_a_cold_one(host: Any, kind: str) -> None:
+    source, target = engine_of(model_of(kind)), engine_of(model_of(kind))
+    params = ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+    source.generate(PROMPTS, params)
     sent, received = both(host, source, target)
     assert (sent.failure, received.failure) == ("", "")
     assert (sent.prefixes, sent.states) == (received.imported.prefixes, received.imported.states)
     assert sent.receivers == 1
     assert sent.bytes > 0
     target.context.check_integrity()
-    assert min(result.num_resumed_tokens for result in serve_checked(target, PROMPTS)) > 0
+    for prompt, result in zip(PROMPTS, target.generate(PROMPTS, params), strict=True):
+        assert_answer(target.model, prompt, result)
+        assert result.num_resumed_tokens > 0
     assert left_over(host) == []
 
 

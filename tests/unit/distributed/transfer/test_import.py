@@ -28,8 +28,8 @@ from mambaslots.distributed.transfer.placement import Placement
 from mambaslots.inference.contexts.durable_slots import DurableSlots
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from oracle.budget import costly
-from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
-from oracle.transfers import engine_of, maps_of, tensors_of
+from oracle.serving import random_tokens, run_checked, serve_checked, small_model
+from oracle.transfers import KINDS, assert_answer, engine_of, maps_of, model_of, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SYSTEM = random_tokens(21, 0)
@@ -48,13 +48,13 @@ def serve(engine: ms.DynamicInferenceEngine, prompts: Any = None, salts: Any = N
     for prompt, salt in zip(prompts, salts, strict=True):
         result = engine.generate([prompt], params, cache_salt=salt)[0]
         engine.context.check_integrity()
-        assert_answers(prompt, result)
+        assert_answer(engine.model, prompt, result)
         resumed.append(result.num_resumed_tokens)
     return resumed
 
 
-def warm_engine(**overrides: Any) -> ms.DynamicInferenceEngine:
-    engine = engine_of(**overrides)
+def warm_engine(model: Any = None, **overrides: Any) -> ms.DynamicInferenceEngine:
+    engine = engine_of(model, **overrides)
     serve(engine)
     return engine
 
@@ -83,8 +83,9 @@ def expected_counts(engine: ms.DynamicInferenceEngine) -> PrefixCounts:
     return PrefixCounts(len(forest.leaves), len(forest), len(forest.states), 8 * len(forest))
 
 
-def test_a_fresh_engine_resumes_where_the_source_would(source: ms.DynamicInferenceEngine) -> None:
-    target, twin = engine_of(), warm_engine()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_engine_resumes_where_the_source_would(kind: str) -> None:
+    source, target, twin = warm_engine(model_of(kind)), engine_of(model_of(kind)), warm_engine(model_of(kind))
     before = maps_of(source)
     report = moved(source, target)
     assert report == ImportReport(imported=expected_counts(source))
@@ -93,8 +94,9 @@ def test_a_fresh_engine_resumes_where_the_source_would(source: ms.DynamicInferen
     assert min(serve(target)) > 0
 
 
-def test_everything_is_where_it_was_and_as_recent(source: ms.DynamicInferenceEngine) -> None:
-    target = engine_of()
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_where_it_was_and_as_recent(kind: str) -> None:
+    source, target = warm_engine(model_of(kind)), engine_of(model_of(kind))
     moved(source, target)
     one, other = export_prefixes(source), export_prefixes(target)
     assert other.forest.digest == one.forest.digest
@@ -102,9 +104,11 @@ def test_everything_is_where_it_was_and_as_recent(source: ms.DynamicInferenceEng
         assert torch.equal(tensor, other.tensors[name])
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("there", "here"), [(0, 2), (2, 0), (3, 3)])
-def test_engines_that_draft(there: int, here: int) -> None:
-    source, target = (engine_of(num_speculative_tokens=drafts) for drafts in (there, here))
+def test_engines_that_draft(kind: str, there: int, here: int) -> None:
+    model = model_of(kind)
+    source, target = (engine_of(model, num_speculative_tokens=drafts) for drafts in (there, here))
     prompts = [[7, 8, 9] * 12, PROMPTS[0]]
     serve(source, prompts, [None, None])
     report = moved(source, target)
@@ -298,7 +302,7 @@ def test_while_requests_run_in_both() -> None:
     report = moved(source, target)
     assert report.known.blocks > 0
     for engine, request in ((source, here), (target, there)):
-        assert_answers(PROMPTS[0], run_checked(engine)[request])
+        assert_answer(engine.model, PROMPTS[0], run_checked(engine)[request])
     assert min(serve(target)) > 0
 
 
@@ -306,8 +310,9 @@ def test_while_requests_run_in_both() -> None:
 @given(st.data())
 def test_random_traffic_between_two_engines(data: st.DataObject) -> None:
     """Small pools, prompts of a few families, imports in both directions in between."""
+    model = model_of(data.draw(st.sampled_from(list(KINDS))))
     sizes = {"num_kv_blocks": data.draw(st.integers(8, 24)), "num_mamba_slots": data.draw(st.integers(1, 8))}
-    engines = [engine_of(**sizes), engine_of(num_kv_blocks=20, num_mamba_slots=6)]
+    engines = [engine_of(model, **sizes), engine_of(model, num_kv_blocks=20, num_mamba_slots=6)]
     prompts = [SYSTEM[:n] + random_tokens(m, seed) for n in (0, 9, 21) for m, seed in ((4, 5), (20, 6))]
     for _ in range(data.draw(st.integers(2, 8))):
         i = data.draw(st.integers(0, 1))
@@ -586,8 +591,8 @@ def test_not_from_inside_a_step(source: ms.DynamicInferenceEngine) -> None:
                     raised.append(str(error))
             return small_model()(inputs)
 
-    engine = engine_of(Curious())  # type: ignore[arg-type]
-    serve(engine, PROMPTS[3:], SALTS[3:])
+    engine = engine_of(Curious())
+    engine.generate(PROMPTS[3:])
     assert raised
     assert all("from inside a step" in text for text in raised)
 
