@@ -157,6 +157,23 @@ def test_files_from_any_split_to_any_other(world: World, folder: Path, source: S
     check_files(world, folder, "Mamba-2", source, target)
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "target"),
+    [
+        pytest.param("gated delta net", (2, 1), (1, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("gated delta net", (2, 1), (4, 1), marks=pytest.mark.ranks(4)),
+        pytest.param("short convolution", (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("mix", (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("mix", (4, 1), (1, 4), marks=pytest.mark.ranks(4)),
+        pytest.param("mix", (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
+    ],
+)
+def test_files_of_other_kinds_of_state(
+    world: World, folder: Path, kind: str, source: Split, target: Split
+) -> None:
+    check_files(world, folder, kind, source, target)
+
+
 def check_files(world: World, folder: Path, kind: str, source: Split, target: Split) -> None:
     """What one split has saved, another loads to the bit, and both serve the answers of the recurrence."""
     sizes = [prod(source), prod(target)]
