@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import models
+from . import models, text
 from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
 from .config import InferenceConfig
 from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
@@ -29,6 +29,7 @@ from .inference.engines.token_stream import TokenStream
 from .inference.kernels.kernel_set import KernelSet, kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.prefix_hash import PrefixHashChain
+from .loaded_model import LoadedModel, load
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
 from .request import FinishReason, RequestResult
@@ -36,8 +37,10 @@ from .sampling_params import SamplingParams
 from .state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from .state_spec import HybridStateSpec
 from .state_tensor import StateSegment, StateSplit, StateTensor
+from .text import TextCodec
 
 if TYPE_CHECKING:
+    from . import hf as hf
     from . import testing
 
 __version__ = "0.1.0"
@@ -48,6 +51,7 @@ __all__ = [
     "RequestResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport", "PinnedPrefix",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "Drafter", "NgramDrafter",
+    "load", "LoadedModel", "TextCodec", "text",
     # the parts
     "DynamicInferenceContext", "DynamicInferenceRequest", "RequestStep", "Step", "StepObserver",
     "PrefixCache", "PrefixMatch", "PrefixHashChain", "CachedPath", "KVBlockAllocator", "MambaSlotAllocator",
@@ -63,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`testing` is imported when it is first asked for: a server needs none of it."""
-    if name == "testing":
-        return import_module(f"{__name__}.testing")
+    """`testing` and `hf` are imported when they are first asked for: few servers need them."""
+    if name in ("testing", "hf"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

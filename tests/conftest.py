@@ -1,10 +1,12 @@
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 from oracle.budget import mark_long
+from oracle.model_kinds import KINDS, kind_of_model
 
 if not torch.cuda.is_available():  # read by triton, and by megatron-core's kernels, when they are imported
     os.environ["TRITON_INTERPRET"] = "1"
@@ -40,3 +42,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for what, count in sorted(cases.items()):
             terminalreporter.line(f"{count:7d}  {what}")
         terminalreporter.line(f"{cases.total():7d}  in all")
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs with each kind of model: `oracle.serving.small_model()` is of this one."""
+    with kind_of_model(request.param):
+        yield request.param

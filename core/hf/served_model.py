@@ -40,6 +40,9 @@ class ServedModel:
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.config = architectures.text_config(model.config)
+        accepted = architectures.architecture_of(self.config).causal_lm
+        if type(model).__name__ != accepted:
+            raise ValueError(f"model is a {type(model).__name__}; accepted: a {accepted}")
         self.model = model.eval().requires_grad_(False)
         self._step = CurrentStep()
         self._replace_mixers()

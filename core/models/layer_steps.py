@@ -19,6 +19,7 @@ def convolve(
     inputs: StepInputs,
     kernels: KernelSet,
     activation: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A causal depthwise convolution, then SiLU where `activation`.
 
@@ -27,8 +28,9 @@ def convolve(
         weight: [channels, taps].
         bias: [channels], or None.
         conv_states: [slots, channels, taps - 1]. Written.
+        out_dtype: of the result; None is the compute dtype.
 
-    Returns: [T, channels] in the compute dtype.
+    Returns: [T, channels].
     """
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
@@ -36,7 +38,7 @@ def convolve(
         sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
         rows = torch.unflatten(raw[:decoded], 0, destinations.shape)
         convolved = kernels.causal_conv1d_update(
-            rows, weight, bias, conv_states, sources, destinations, activation=activation
+            rows, weight, bias, conv_states, sources, destinations, activation=activation, out_dtype=out_dtype
         )
         outputs.append(convolved.flatten(0, 1))
     if inputs.num_prefills:
@@ -46,7 +48,8 @@ def convolve(
                 raw[decoded:], weight, bias, conv_states,
                 inputs.state_sources[decodes:], inputs.prefill_destinations,
                 chunks.query_start_loc, chunks.token_rows,
-                checkpoints.rows, checkpoints.token_ends, checkpoints.destinations, activation=activation,
+                checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
+                activation=activation, out_dtype=out_dtype,
             )
         )  # fmt: skip
     return _joined(outputs)

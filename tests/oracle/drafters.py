@@ -15,8 +15,8 @@ FAR = 24
 
 
 @cache
-def _continuation(tokens: tuple[int, ...]) -> list[int]:
-    return RecurrentLM(serving.small_model()).generate_greedy(tokens, FAR)[0]
+def _continuation(model: ms.models.HybridLM, tokens: tuple[int, ...]) -> list[int]:
+    return RecurrentLM(model).generate_greedy(tokens, FAR)[0]
 
 
 class RightDrafter:
@@ -36,7 +36,7 @@ class RightDrafter:
                 and back < FAR
             ):
                 return follows[back:]
-        self._known[sequence] = _continuation(sequence)
+        self._known[sequence] = _continuation(serving.small_model(), sequence)
         return self._known[sequence]
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:

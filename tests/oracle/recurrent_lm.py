@@ -3,6 +3,7 @@
 Independent of the package: of the model only `config` and `state_dict()` are read.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,6 +18,9 @@ class RecurrentLM:
     """One sequence. `step(token)` advances it and returns the logits after that token.
 
     `logits`, `generate_greedy` and `states_after` begin a new sequence each, and leave the object at its end.
+
+    Attributes:
+        states: by the names that `HybridStateSpec.states` has, [layers, ...]. A window holds raw inputs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,31 +28,30 @@ class RecurrentLM:
         self.weights: dict[str, Array] = {
             name: weight.detach().double().cpu().numpy() for name, weight in model.state_dict().items()
         }
+        self.layers: list[dict[str, Array]] = [{} for _ in self.config.pattern]
+        for name, weight in self.weights.items():
+            if name.startswith("layers."):
+                _, index, own_name = name.split(".", 2)
+                self.layers[int(index)][own_name] = weight
         self.reset()
 
     def reset(self) -> None:
         """Begin a new sequence."""
         c = self.config
-        attention = c.pattern.count("*")
+        layers = Counter(c.pattern)
         conv_dim = c.mamba_num_heads * c.mamba_head_dim + 2 * c.mamba_num_groups * c.mamba_state_dim
-        qkv_dim = 2 * c.delta_num_key_heads * c.delta_key_dim + c.delta_num_value_heads * c.delta_value_dim
+        keys, values = c.delta_num_key_heads * c.delta_key_dim, c.delta_num_value_heads * c.delta_value_dim
         shapes = {
-            "M": {
-                "conv": (conv_dim, c.conv_kernel - 1),
-                "ssm": (c.mamba_num_heads, c.mamba_head_dim, c.mamba_state_dim),
-            },
-            "G": {
-                "gdn_conv": (qkv_dim, c.conv_kernel - 1),
-                "delta": (c.delta_num_value_heads, c.delta_key_dim, c.delta_value_dim),
-            },
-            "C": {"short_conv": (c.hidden_size, c.short_conv_kernel - 1)},
+            "conv": ("M", conv_dim, c.conv_kernel - 1),
+            "ssm": ("M", c.mamba_num_heads, c.mamba_head_dim, c.mamba_state_dim),
+            "gdn_conv": ("G", 2 * keys + values, c.conv_kernel - 1),
+            "delta": ("G", c.delta_num_value_heads, c.delta_key_dim, c.delta_value_dim),
+            "short_conv": ("C", c.hidden_size, c.short_conv_kernel - 1),
         }
         self.states = {
-            name: np.zeros((c.pattern.count(kind), *shape))
-            for kind, by_name in shapes.items()
-            for name, shape in by_name.items()
-            if kind in c.pattern
+            name: np.zeros((layers[kind], *shape)) for name, (kind, *shape) in shapes.items() if layers[kind]
         }
+        attention = layers["*"]
         self.keys = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
         self.values = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in range(attention)]
         self.position = 0
@@ -57,22 +60,17 @@ class RecurrentLM:
         """Take one token; logits [vocab_size] for the next one."""
         c, w = self.config, self.weights
         hidden = w["embedding"][token]
-        seen = dict.fromkeys("MGC*-", 0)
+        seen: Counter[str] = Counter()
+        blocks = {
+            "M": self._mamba,
+            "G": self._gated_delta_net,
+            "C": self._short_conv,
+            "*": self._attention,
+            "-": self._mlp,
+        }
         for index, kind in enumerate(c.pattern):
-            layer = {
-                name.removeprefix(f"layers.{index}."): value
-                for name, value in w.items()
-                if name.startswith(f"layers.{index}.")
-            }
             x = rms_norm(hidden, w[f"norms.{index}"], c.norm_eps)
-            block = {
-                "M": self._mamba,
-                "G": self._gated_delta_net,
-                "C": self._short_conv,
-                "*": self._attention,
-                "-": self._mlp,
-            }[kind]
-            hidden = hidden + block(layer, seen[kind], x)
+            hidden = hidden + blocks[kind](self.layers[index], seen[kind], x)
             seen[kind] += 1
         self.position += 1
         return w["lm_head"] @ rms_norm(hidden, w["final_norm"], c.norm_eps)
@@ -97,15 +95,21 @@ class RecurrentLM:
         return tokens, log_probs
 
     def states_after(self, tokens: Iterable[int]) -> dict[str, Tensor]:
-        """The tensors of the state by name, [layers, ...] each."""
+        """Copies of `states`."""
         self.reset()
         for token in tokens:
             self.step(int(token))
         return self.states_now()
 
     def states_now(self) -> dict[str, Tensor]:
-        """Copies of the tensors of the state, as `states_after` returns them."""
-        return {name: torch.from_numpy(state.copy()) for name, state in self.states.items()}
+        """Copies of `states`."""
+        return {name: torch.from_numpy(states.copy()) for name, states in self.states.items()}
+
+    def _convolve(self, name: str, layer: int, raw: Array, weight: Array) -> Array:
+        """The newest output of a depthwise convolution, whose window moves on by `raw`."""
+        window = np.concatenate([self.states[name][layer], raw[:, None]], axis=1)
+        self.states[name][layer] = window[:, 1:]
+        return (window * weight).sum(axis=1)
 
     def _mamba(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config
@@ -135,30 +139,24 @@ class RecurrentLM:
         keys, heads = c.delta_num_key_heads * c.delta_key_dim, c.delta_num_value_heads
         values = heads * c.delta_value_dim
         gate, raw, b, a = np.split(w["in_proj"] @ x, np.cumsum([values, 2 * keys + values, heads]))
-        qkv = silu(self._convolve("gdn_conv", layer, raw, w["conv_weight"]))
-        q, k = qkv[: 2 * keys].reshape(2, c.delta_num_key_heads, c.delta_key_dim)
-        v, gate = qkv[2 * keys :].reshape(heads, -1), gate.reshape(heads, -1)
-        q, k = (part / np.sqrt((part**2).sum(axis=1, keepdims=True) + 1e-6) for part in (q, k))
-        out = np.empty_like(v)
+        q, k, v = np.split(silu(self._convolve("gdn_conv", layer, raw, w["conv_weight"])), [keys, 2 * keys])
+        q, k = (unit_rows(part.reshape(c.delta_num_key_heads, c.delta_key_dim)) for part in (q, k))
+        q = q / np.sqrt(c.delta_key_dim)
+        v = v.reshape(heads, c.delta_value_dim)
+        decay = np.exp(-np.exp(w["A_log"]) * np.logaddexp(0.0, a + w["dt_bias"]))
+        beta = 1.0 / (1.0 + np.exp(-b))
+        o = np.empty_like(v)
         for head in range(heads):
             key_head = head * c.delta_num_key_heads // heads
             S = self.states["delta"][layer, head]
-            S *= np.exp(-np.exp(w["A_log"][head]) * np.logaddexp(0.0, a[head] + w["dt_bias"][head]))
-            error = v[head] - S.T @ k[key_head]
-            S += np.outer(k[key_head], error / (1.0 + np.exp(-b[head])))
-            o = S.T @ q[key_head] / np.sqrt(c.delta_key_dim)
-            out[head] = rms_norm(o, w["norm"], c.norm_eps) * silu(gate[head])
-        return w["out_proj"] @ out.reshape(-1)
+            S *= decay[head]
+            S += np.outer(k[key_head], beta[head] * (v[head] - k[key_head] @ S))
+            o[head] = rms_norm(q[key_head] @ S, w["norm"], c.norm_eps)
+        return w["out_proj"] @ (o.reshape(-1) * silu(gate))
 
     def _short_conv(self, w: dict[str, Array], layer: int, x: Array) -> Array:
-        before, behind, inputs = np.split(w["in_proj"] @ x, 3)
-        convolved = self._convolve("short_conv", layer, before * inputs, w["conv_weight"])
-        return w["out_proj"] @ (behind * convolved)
-
-    def _convolve(self, name: str, layer: int, raw: Array, weight: Array) -> Array:
-        window = np.concatenate([self.states[name][layer], raw[:, None]], axis=1)
-        self.states[name][layer] = window[:, 1:]
-        return (window * weight).sum(axis=1)
+        before, behind, x = np.split(w["in_proj"] @ x, 3)
+        return w["out_proj"] @ (behind * self._convolve("short_conv", layer, before * x, w["conv_weight"]))
 
     def _attention(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config
@@ -187,6 +185,10 @@ class RecurrentLM:
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x / np.sqrt(np.mean(x**2) + eps) * weight
+
+
+def unit_rows(x: Array) -> Array:
+    return x / np.sqrt((x**2).sum(axis=1, keepdims=True) + 1e-6)
 
 
 def silu(x: Array) -> Array:

@@ -7,26 +7,40 @@ import mambaslots as ms
 import numpy as np
 import torch
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from oracle.model_kinds import KINDS, kind_of_model, present_kind
 from oracle.recurrent_lm import RecurrentLM
 
 TOLERANCE = 1e-9  # of log-probs, float64
 
 
-@cache
-def small_model(ssd_chunk_size: int = 4, dtype: torch.dtype = torch.float64) -> ms.models.HybridLM:
-    """A float64 model with short SSD chunks, so that short prompts cross many boundaries."""
-    return ms.models.HybridLM(small_config(ssd_chunk_size, dtype), seed=SEED)
-
-
 SEED = 3
 
 
+def small_model(chunk_size: int | None = None, dtype: torch.dtype = torch.float64) -> ms.models.HybridLM:
+    """A float64 model with short chunks, so that short prompts cross many boundaries.
+
+    The model is of the present kind. `chunk_size` takes the place of the kind's chunks of every scan.
+    """
+    return _model(present_kind(), chunk_size, dtype)
+
+
+@cache
+def _model(kind: str, chunk_size: int | None, dtype: torch.dtype) -> ms.models.HybridLM:
+    with kind_of_model(kind):
+        return ms.models.HybridLM(small_config(chunk_size, dtype), seed=SEED)
+
+
 def small_config(
-    ssd_chunk_size: int = 4, dtype: torch.dtype = torch.float64, pattern: str = "M*-M"
+    chunk_size: int | None = None, dtype: torch.dtype = torch.float64, pattern: str | None = None
 ) -> ms.models.HybridConfig:
+    """The shape of `small_model`, or of one with other layers."""
+    kind = KINDS[present_kind()]
     return ms.models.HybridConfig.tiny(
         dtype=dtype, hidden_size=32, mamba_num_heads=4, mamba_num_groups=2, mamba_state_dim=8,
-        mamba_head_dim=8, mlp_hidden_size=32, pattern=pattern, ssd_chunk_size=ssd_chunk_size,
+        mamba_head_dim=8, mlp_hidden_size=32, pattern=pattern or kind.pattern,
+        ssd_chunk_size=chunk_size or kind.ssd_chunk_size,
+        delta_chunk_size=chunk_size or kind.delta_chunk_size,
+        delta_num_key_heads=2, delta_key_dim=8, delta_num_value_heads=4, delta_value_dim=8,
     )  # fmt: skip
 
 
@@ -60,10 +74,16 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     return ms.DynamicInferenceEngine(model, config, drafter=make_drafter and make_drafter())
 
 
-@cache
 def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:
     """Greedy tokens and log-probs of the recurrence, token by token, in float64."""
-    tokens, log_probs = RecurrentLM(small_model()).generate_greedy(list(prompt), length)
+    return _expected_answer(small_model(), prompt, length)
+
+
+@cache
+def _expected_answer(
+    model: ms.models.HybridLM, prompt: tuple[int, ...], length: int
+) -> tuple[list[int], list[float]]:
+    tokens, log_probs = RecurrentLM(model).generate_greedy(list(prompt), length)
     return list(map(int, tokens)), list(map(float, log_probs))
 
 

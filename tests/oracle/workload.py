@@ -58,15 +58,18 @@ requests = st.builds(
 )
 
 
-@cache
 def answer(prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
     """The longest answer; shorter ones are its heads."""
     return expected_answer(prompt, LONGEST_ANSWER)
 
 
-@cache
 def prompt_log_probs(prompt: tuple[int, ...]) -> list[float]:
-    logits = RecurrentLM(small_model()).logits(prompt)
+    return _prompt_log_probs(small_model(), prompt)
+
+
+@cache
+def _prompt_log_probs(model: ms.models.HybridLM, prompt: tuple[int, ...]) -> list[float]:
+    logits = RecurrentLM(model).logits(prompt)
     return torch.log_softmax(logits, dim=-1)[range(len(prompt) - 1), prompt[1:]].tolist()
 
 
@@ -133,11 +136,10 @@ class Client:
 
 def assert_idle(engine: ms.DynamicInferenceEngine, pinned_blocks: int = 0) -> None:
     """Nothing is held any more but what is pinned."""
-    context, slots = engine.context, engine.context.mamba_slot_allocator
+    context, slots = engine.context, engine.context.prefix_cache.slots
     context.check_integrity()
-    assert slots is not None
     assert context.kv_block_allocator.held_count == pinned_blocks
-    assert slots.reserved_count == 0
+    assert slots.reserved == {}
     assert pinned_blocks or slots.pins == {}
     assert context.requests == []
 

@@ -14,13 +14,16 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
 # From the top down; a room imports only from itself and from those after it. Files count as rooms.
 ROOMS = (
-    "__init__", "testing", "mcore", "vllm", "replay", "distributed", "models", "inference.engines",
-    "inference.contexts", "inference.kernels", "request", "pool_sizes", "config", "state_spec",
-    "state_kinds", "state_tensor", "sampling_params", "cache_stats", "inference.policies", "model_shard", "parallel_groups",
-    "cuda_device", "tensor_validation", "errors", "validation",
+    "__init__", "testing", "mcore", "vllm", "replay", "distributed", "loaded_model", "hf", "models",
+    "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
+    "state_spec", "state_kinds", "state_tensor", "text", "sampling_params", "cache_stats",
+    "inference.policies", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
+    "checkpoint_files", "errors", "validation",
 )  # fmt: skip
 
-PUBLIC_PACKAGES = {f"mambaslots.{name}" for name in ("mcore", "vllm", "distributed", "models", "testing")}
+PUBLIC_PACKAGES = {
+    f"mambaslots.{name}" for name in ("mcore", "vllm", "distributed", "hf", "models", "testing", "text")
+}
 
 
 def room_of(module: str) -> str:

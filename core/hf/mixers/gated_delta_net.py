@@ -39,6 +39,7 @@ class GatedDeltaNetForward:
             pool["gdn_conv"][self._layer],
             inputs,
             kernels,
+            out_dtype=raw.dtype,  # as transformers rounds; tensor cores multiply in this dtype
         )
         q, k, v = torch.split(qkv, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
         decay = F.softplus(a.to(compute_dtype) + mixer.dt_bias.to(compute_dtype))

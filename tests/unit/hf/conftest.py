@@ -1,4 +1,4 @@
-"""The errors of served models of transformers, in a table at the end."""
+"""The errors of served models of transformers, in tables at the end."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 PARITY = "parity"
-"""The property of a test: (architecture, column, error)."""
+"""The property of a test: (precision, architecture, column, error)."""
 
-Record = Callable[[str, str, float], None]
+Record = Callable[[str, str, str, float], None]
 
 
 @pytest.fixture
 def record_error(record_property: Callable[[str, object], None]) -> Record:
-    """Record an error of an architecture, for the table."""
+    """Record an error of an architecture in a column of the table of a precision."""
 
-    def record(architecture: str, column: str, error: float) -> None:
-        record_property(PARITY, (architecture, column, error))
+    def record(precision: str, architecture: str, column: str, error: float) -> None:
+        record_property(PARITY, (precision, architecture, column, error))
 
     return record
 
@@ -32,22 +32,21 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The largest error of each architecture, by column."""
-    largest: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    """The largest error of each architecture, one table a precision."""
+    tables: defaultdict[str, defaultdict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for reports in terminalreporter.stats.values():
         for report in reports:
             if getattr(report, "when", None) == "teardown":  # the last of a test, with all its properties
                 for name, value in report.user_properties:
                     if name == PARITY:
-                        architecture, column, error = value
-                        row = largest[architecture]
+                        precision, architecture, column, error = value
+                        row = tables[precision][architecture]
                         row[column] = max(error, row.get(column, 0.0))
-    if not largest:
-        return
-    columns = list(dict.fromkeys(column for row in largest.values() for column in row))
-    width = max(map(len, largest))
-    terminalreporter.section("largest errors beside transformers")
-    terminalreporter.line(" " * width + "".join(f"{column:>12}" for column in columns))
-    for architecture, row in sorted(largest.items()):
-        cells = (f"{row[column]:12.1e}" if column in row else " " * 12 for column in columns)
-        terminalreporter.line(f"{architecture:{width}}" + "".join(cells))
+    for precision, rows in tables.items():
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        width = max(map(len, rows))
+        terminalreporter.section(f"largest errors beside transformers, {precision}")
+        terminalreporter.line(" " * width + "".join(f"{column:>10}" for column in columns))
+        for architecture, row in sorted(rows.items()):
+            cells = (f"{row[column]:10.1e}" if column in row else " " * 10 for column in columns)
+            terminalreporter.line(f"{architecture:{width}}" + "".join(cells))

@@ -112,6 +112,12 @@ def test_another_class_of_attention_is_refused() -> None:
         ServedModel(model)
 
 
+def test_another_head_is_refused() -> None:
+    model = architectures.skeleton(tiny_config("bamba"), torch.float32)
+    with pytest.raises(ValueError, match="model is a BambaModel; accepted: a BambaForCausalLM"):
+        ServedModel(model.model)
+
+
 def test_an_unknown_buffer_is_refused_by_name() -> None:
     model = architectures.skeleton(tiny_config("bamba"), torch.float32)
     model.model.register_buffer("table", torch.empty(2, device="meta"), persistent=False)

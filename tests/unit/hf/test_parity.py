@@ -20,7 +20,7 @@ from oracle.float64_casts import Float64Casts
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, served_model
 from oracle.hf_steps import step_errors, texts
 
-Record = Callable[[str, str, float], None]
+Record = Callable[[str, str, str, float], None]
 Mode = Callable[[], AbstractContextManager[Any]]
 
 CASES = list(CONFIGS)
@@ -37,26 +37,28 @@ TIE = 1e-4
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, record_error: Record) -> None:
     """Of whole prompts, prompts in parts, beside others, from a checkpoint, and token by token."""
-    _check_steps(case, torch.float32, nullcontext, FLOAT32, "", record_error)
+    _check_steps(case, torch.float32, nullcontext, FLOAT32, "float32", record_error)
 
 
 @ONE_OF_EACH_KIND
 @pytest.mark.parametrize("case", CASES)
 def test_logits_in_float64(case: str, record_error: Record) -> None:
-    _check_steps(case, torch.float64, Float64Casts, FLOAT64, "64 ", record_error)
+    _check_steps(case, torch.float64, Float64Casts, FLOAT64, "float64", record_error)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_logits_in_float64_with_the_casts_of_transformers(case: str, record_error: Record) -> None:
-    _check_steps(case, torch.float64, nullcontext, FLOAT64_WITH_CASTS, "cast ", record_error)
+    _check_steps(
+        case, torch.float64, nullcontext, FLOAT64_WITH_CASTS, "float64 with casts to float32", record_error
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_logits_in_half_precision(case: str, record_error: Record) -> None:
     """Beside transformers' in float16: the dtypes within a model, and what is rounded where."""
-    _check_steps(case, torch.float16, nullcontext, FLOAT16, "16 ", record_error)
+    _check_steps(case, torch.float16, nullcontext, FLOAT16, "float16", record_error)
 
 
 @pytest.mark.long
@@ -72,25 +74,25 @@ def test_the_rules_of_steps(case: str) -> None:
 def test_greedy_answers(case: str, record_error: Record) -> None:
     """The engine's tokens and log-probs, 64 a request, and again in a second turn, which resumes."""
     error = _check_engine(case, torch.float32, nullcontext, FLOAT32)
-    record_error(case, "engine", error)
+    record_error("float32", case, "engine", error)
 
 
 @pytest.mark.sampled(case=("nemotron_h MoE", "qwen3_5_moe"))
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_in_float64(case: str, record_error: Record) -> None:
     error = _check_engine(case, torch.float64, Float64Casts, FLOAT64)
-    record_error(case, "64 engine", error)
+    record_error("float64", case, "engine", error)
 
 
 def _check_steps(
-    case: str, dtype: torch.dtype, mode: Mode, tolerance: float, prefix: str, record_error: Record
+    case: str, dtype: torch.dtype, mode: Mode, tolerance: float, precision: str, record_error: Record
 ) -> None:
     with mode():
         both = texts(VOCABULARY)
         expected = tuple(reference_logits(case, text, dtype) for text in both)
         errors, without_state = step_errors(served_model(case, dtype), both, expected)
     for column, error in errors.items():
-        record_error(case, prefix + column, error)
+        record_error(precision, case, column, error)
     assert max(errors.values()) < tolerance, errors
     assert without_state > 1e-3, "the state does not matter: the test sees nothing"
 

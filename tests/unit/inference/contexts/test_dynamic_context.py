@@ -118,8 +118,7 @@ def test_a_resumed_request_reads_its_durable_slot_which_stays_pinned_until_the_s
     prefill(context, make_request(prompt))
     request = make_request(prompt)
     chunk = schedule(context, request)
-    slots = context.mamba_slot_allocator
-    assert slots is not None
+    slots = context.prefix_cache.slots
     slot = request.holding.path.state_slot
     assert slots.pins == {slot: 1}
     inputs = context.begin_step([chunk]).inputs
@@ -154,13 +153,11 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     context, prompt = make_context(), random_tokens(40, seed=1)
     request = make_request(prompt, ms.CheckpointPlan(prefill_interval=BLOCK))
     prefill(context, request)
-    slots, oracle = context.mamba_slot_allocator, RecurrentLM(small_model())
-    assert slots is not None
+    pool, oracle = context.memory.state_pool, RecurrentLM(small_model())
     for depth in range(1, 6):
-        slot = slots.get_slot(request.holding.path.blocks[depth - 1])
-        states = oracle.states_after(prompt[: depth * BLOCK])
-        torch.testing.assert_close(slots.conv_states[:, slot], states["conv"], rtol=0, atol=1e-10)
-        torch.testing.assert_close(slots.ssm_states[:, slot], states["ssm"], rtol=0, atol=1e-10)
+        slot = context.prefix_cache.slots.map.slot_of(request.holding.path.blocks[depth - 1])
+        for name, expected in oracle.states_after(prompt[: depth * BLOCK]).items():
+            torch.testing.assert_close(pool.durable(name)[:, slot], expected, rtol=0, atol=1e-10)
 
 
 def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_from_it() -> None:
@@ -170,9 +167,8 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_f
             run(context, schedule(context, request))
 
     def depths_with_state(context: DynamicInferenceContext, request: DynamicInferenceRequest) -> list[int]:
-        slots = context.mamba_slot_allocator
-        assert slots is not None
-        return [i + 1 for i, block in enumerate(request.holding.path.blocks) if slots.has_state(block)]
+        slots = context.prefix_cache.slots
+        return [i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.map]
 
     context = make_context()
     request = make_request(random_tokens(12, seed=1))
@@ -193,9 +189,8 @@ def test_a_cap_on_states_of_a_path_keeps_the_deepest(cap: int) -> None:
         random_tokens(44, seed=1), ms.CheckpointPlan(prefill_interval=BLOCK, max_states_per_path=cap)
     )
     prefill(context, request, budget=16)
-    slots = context.mamba_slot_allocator
-    assert slots is not None
-    with_state = [i + 1 for i, block in enumerate(request.holding.path.blocks) if slots.has_state(block)]
+    slots = context.prefix_cache.slots
+    with_state = [i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.map]
     assert with_state == list(range(6 - cap, 6))
 
 

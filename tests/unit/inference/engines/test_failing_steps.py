@@ -17,6 +17,8 @@ from oracle.faults import POINTS, InjectedError, Interrupted, failing
 from oracle.serving import assert_answers, random_tokens, serve_checked, small_engine
 from oracle.workload import HEADS, Asked, Client, assert_idle, engine_settings, pressed_engine, requests
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 # Where an interrupted call leaves what no one can give back, the cache is forgotten; elsewhere it stays.
 MAY_LOSE_TRACK = {
     "block table", "KV allocation", "KV references", "KV release", "slot pin", "slot unpin", "resume",

@@ -14,6 +14,8 @@ from mambaslots.inference.engines.model_runner import ModelRunner
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 BUCKETS = GraphBuckets(max_requests=24, table_blocks=11, max_prefill_tokens=100, chunk_size=4, block_size=8)
 
 

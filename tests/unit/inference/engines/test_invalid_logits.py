@@ -10,6 +10,8 @@ import torch
 from oracle.serving import random_tokens, small_engine
 from oracle.workload import HEADS, Asked, Client, assert_idle
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 Spoil = Callable[[torch.Tensor, int], None]
 
 SPOILS: dict[str, Spoil] = {

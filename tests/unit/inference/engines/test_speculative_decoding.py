@@ -33,6 +33,8 @@ from oracle.serving import (
     small_model,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 BLOCK = 8
 
 
@@ -296,14 +298,13 @@ class TestStates:
             context = engine.context
             blocks = request.holding.path.blocks if request.holding else []
             for depth, block in enumerate(blocks, start=1):
-                slot = context.mamba_slot_allocator.get_slot(block)
+                slot = context.prefix_cache.slots.map.slot_of(block)
                 if slot >= 0:
-                    states = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
-                    index = context.memory.state_pool.durable_index(slot)
-                    for name, state in states.items():
-                        torch.testing.assert_close(
-                            context.memory.state_pool[name][:, index], state, rtol=0, atol=1e-9
-                        )
+                    pool = context.memory.state_pool
+                    expected = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
+                    for name, states in expected.items():
+                        stored = pool[name][:, pool.durable_index(slot)]
+                        torch.testing.assert_close(stored, states, rtol=0, atol=1e-9)
                     compared += 1
         assert compared >= 5
         if slots == 40:
@@ -322,14 +323,14 @@ class TestStates:
             engine = speculating(drafter, most=7, num_mamba_slots=2)
             for seed in (1, 2):
                 engine.generate([random_tokens(9, seed)], ms.SamplingParams(num_tokens_to_generate=1))
-            slots = engine.context.mamba_slot_allocator
-            assert slots.free_count == 0
+            slots = engine.context.prefix_cache.slots
+            assert slots.free == []
             prompt = random_tokens(5, seed=3)
             engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=5))
             evicted = []
             while engine.has_unfinished_requests():
                 engine.step()
-                evicted.append(slots.evicted_total)
+                evicted.append(slots.counts.evicted_total)
             # Token 8, the last of a block, is computed in step 4 of plain decoding, and in step 2 by drafts.
             assert evicted == ([0, 0, 0, 1, 1] if drafter is WrongDrafter else [0, 1])
             assert resumable(engine.context, prompt + expected_answer(tuple(prompt), 5)[0]) == 8
@@ -368,9 +369,9 @@ class TestStates:
         engine.generate([random_tokens(9, seed=9)], ms.SamplingParams(num_tokens_to_generate=1))
         prompt = random_tokens(5, seed=4)
         serve_checked(engine, [prompt, prompt], length=40)
-        slots = engine.context.mamba_slot_allocator
-        assert slots.evicted_total == 0  # one state of another's, and the two's rolling one
-        assert slots.committed_count == 2
+        slots = engine.context.prefix_cache.slots
+        assert slots.counts.evicted_total == 0  # one state of another's, and the two's rolling one
+        assert len(slots.map) == 2
 
     def test_after_a_reset_of_the_cache_requests_go_on_from_their_own_states(self):
         engine = speculating(most=3)

@@ -1,0 +1,139 @@
+"""The tensors of a folder's safetensors files, read one at a time."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..checkpoint_files import CheckpointError, read_object
+
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_SUFFIX = ".safetensors"
+_PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class Tensors(Protocol):
+    """Named tensors on disk."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor on `device`. Floating point becomes `dtype`; integers stay what they are."""
+
+
+class Checkpoint:
+    """The safetensors files of a folder. Nothing is read but their headers until `read` is called.
+
+    Args:
+        folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or corrupt, or the folder has only pickle files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._open_files = ExitStack()
+        self._files: dict[str, tuple[Path, Any]] = {}
+        try:
+            self._open(folder)
+        except BaseException:
+            self._open_files.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+        self._open_files.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._files)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors on disk."""
+        sizes = (torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize for name in self._files)
+        return sum(sizes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        code = self._slice(name).get_dtype()
+        if code not in _DTYPES:
+            raise CheckpointError(f"{name} has the dtype {code}; accepted: {', '.join(_DTYPES)}")
+        return _DTYPES[code]
+
+    def read(self, name: str, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+        """A new tensor on `device`. Floating point becomes `dtype`, where that is not None."""
+        path, file = self._files[name]
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    def _slice(self, name: str) -> Any:
+        return self._files[name][1].get_slice(name)
+
+    def _open(self, folder: Path) -> None:
+        index = _weight_map(folder) if (folder / _INDEX).is_file() else None
+        if index is None and not (folder / _WHOLE).is_file():
+            raise CheckpointError(_no_safetensors(folder))
+        for file_name in [_WHOLE] if index is None else sorted(set(index.values())):
+            path = folder / file_name
+            if not path.is_file():
+                raise CheckpointError(f"{folder / _INDEX} names {file_name}, which is missing")
+            try:
+                # `pread` leaves no pages of the file in this process; a map counts them as its memory.
+                file = self._open_files.enter_context(safe_open(path, framework="pt", backend="pread"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
+            for name in file.offset_keys():
+                if index is None or index.get(name, file_name) == file_name:
+                    self._files[name] = path, file
+        for name, file_name in (index or {}).items():
+            if name not in self._files:
+                raise CheckpointError(f"{folder / _INDEX} names {name}, which {file_name} has not")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index says; only names of files within the folder are accepted."""
+    path = folder / _INDEX
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{path} has no weight_map; accepted: an object, tensor to file")
+    for name, file in files.items():
+        if not isinstance(file, str) or file != Path(file).name or "\\" in file or not file.endswith(_SUFFIX):
+            raise CheckpointError(
+                f"{path}: weight_map has {file!r} for {name}; accepted: the name of a .safetensors file in "
+                "the folder"
+            )
+    return files
+
+
+def _no_safetensors(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} has weights only as {pickles[0]}, a pickle file, which can run any code when it is "
+            "read. Where you trust it, convert it once: transformers.AutoModelForCausalLM.from_pretrained("
+            "folder).save_pretrained(new_folder), and load new_folder"
+        )
+    return f"{folder} has neither {_WHOLE} nor {_INDEX}"

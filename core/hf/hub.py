@@ -1,0 +1,52 @@
+"""Where the files of a checkpoint are: in a folder here, or on the hub."""
+
+import re
+from pathlib import Path
+
+from ..checkpoint_files import CheckpointError
+from ..validation import shown
+
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_SUBFOLDERS = ["*/*"]
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+def checkpoint_folder(path_or_name: str | Path) -> Path:
+    """The folder of a checkpoint, which is downloaded where `path_or_name` is a name on the hub.
+
+    Args:
+        path_or_name: a folder, or a name like "organisation/model". A folder of that name comes first.
+
+    Raises:
+        CheckpointError: there is no such folder, and no such name on the hub.
+        ConnectionError: the name has not been downloaded, and the hub cannot be reached.
+    """
+    if not isinstance(path_or_name, (str, Path)) or not str(path_or_name):
+        raise CheckpointError(
+            f"path_or_name is {shown(path_or_name)}; accepted: a folder, or a name on the hub"
+        )
+    folder = Path(path_or_name).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(path_or_name)
+    if not isinstance(path_or_name, str) or not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{name!r} is no folder; accepted: a folder, or 'organisation/model' of the hub"
+        )
+    return _downloaded(name)
+
+
+def _downloaded(name: str) -> Path:
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_SUBFOLDERS))
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        message = f"{name!r} is no folder here, and no model on the hub that can be read without an account"
+        raise CheckpointError(message) from error
+    except Exception as error:  # the HTTP client has errors of its own
+        raise ConnectionError(
+            f"{name!r} is no folder here and has not been downloaded, and there is no network to the hub, or "
+            f"the hub does not answer: {error}; accepted without a network: a folder"
+        ) from error

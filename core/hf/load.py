@@ -1,0 +1,65 @@
+"""A served model from a checkpoint of transformers."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from .. import tensor_validation
+from ..checkpoint_files import CONFIG, CheckpointError, read_object
+from .architectures import restore_buffers, skeleton
+from .float8 import block_size
+from .hub import checkpoint_folder
+from .served_model import ServedModel
+from .weights import load_weights
+
+
+def load(
+    path_or_name: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> ServedModel:
+    """A model that an engine can serve, from a checkpoint of transformers. Only its text part is loaded.
+
+    Weights are read shard by shard, straight to `device`. At no time more is allocated than the weights, and
+    once more the largest tensor that is made of several.
+
+    Args:
+        path_or_name: a folder with `config.json` and safetensors files, or a name on the hub.
+        device: where the weights go.
+        dtype: of the weights; None for the dtype that the checkpoint names. Block-scaled FP8 weights become
+            this dtype.
+
+    Raises:
+        CheckpointError: a ValueError that names the file or the weight that is missing, superfluous,
+            truncated, of another shape or quantised in a way that is not served.
+        ConnectionError: the name has not been downloaded, and the hub cannot be reached.
+        ValueError: the architecture is not served, or an argument is none that is accepted.
+    """
+    target = tensor_validation.device("device", device)
+    if dtype is not None:
+        tensor_validation.float_dtype("dtype", dtype)
+    folder = checkpoint_folder(path_or_name)
+    stored_config = read_object(folder / CONFIG)
+    blocks = block_size(folder, stored_config)
+    config = _transformers_config(folder)
+    kept_dtype = dtype or _named_dtype(config)
+    model = skeleton(config, kept_dtype)
+    load_weights(model, folder, blocks, target)
+    restore_buffers(model, target)
+    return ServedModel(model)
+
+
+def _transformers_config(folder: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        return config
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
+
+
+def _named_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that a config names, its text part first; float32 where it names none."""
+    named = config.get_text_config().dtype or config.dtype or torch.float32
+    return tensor_validation.float_dtype("the config's dtype", named)

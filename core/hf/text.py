@@ -1,0 +1,71 @@
+"""A checkpoint's own tokenizer and chat template, as transformers reads them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..checkpoint_files import CheckpointError
+from ..text import TextCodec
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+)
+
+
+class CheckpointTokenizer:
+    """A transformers tokenizer, as a `Tokenizer` and a chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text of a chat, from the checkpoint's template in transformers' sandbox.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except Exception as error:  # a template is code
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return str(text)
+
+
+def load_text(folder: Path) -> TextCodec | None:
+    """The tokenizer and chat template in `folder`; None where it has no file of a tokenizer.
+
+    Raises:
+        CheckpointError: transformers cannot read the tokenizer.
+    """
+    if not any(found for pattern in _FILES for found in folder.glob(pattern)):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raise plain Exceptions
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    both = CheckpointTokenizer(tokenizer)
+    return TextCodec(both, both if tokenizer.chat_template else None)

@@ -1,0 +1,196 @@
+"""Which tensors of a checkpoint make which weights of a transformers model, by transformers' own rules."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ..checkpoint_files import CheckpointError
+from .checkpoint import Tensors
+
+_META = torch.device("meta")
+_MAX_SHOWN = 20
+
+
+@dataclass
+class WeightSource:
+    """Tensors of a checkpoint that make one weight of the model, or several by one conversion.
+
+    Attributes:
+        target: name of the weight, or of the first of them.
+        converter: transformers' conversion; None where one tensor is the weight.
+        names: the tensors, as the checkpoint names them, in the order of their layers and experts.
+        patterns: for each tensor, which of the converter's source patterns it matched.
+    """
+
+    target: str
+    converter: WeightConverter | None
+    names: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+
+    def weights(
+        self, model: PreTrainedModel, checkpoint: Tensors, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The model's weights, name to new tensor; on the device "meta" nothing is read."""
+
+        def read(name: str) -> Tensor:
+            if device == _META:
+                return torch.empty(checkpoint.shape(name), dtype=dtype, device=device)
+            return checkpoint.read(name, device, dtype)
+
+        if self.converter is None:
+            return {self.target: read(self.names[0])}
+        converter = deepcopy(self.converter)
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            converter.add_tensor(self.target, name, pattern, partial(read, name))
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+@dataclass(frozen=True)
+class WeightSources:
+    """Where each weight of a model comes from.
+
+    Attributes:
+        sources: one for each weight, or for weights that one conversion makes; checked against the model.
+        ignored: tensors of the checkpoint that transformers ignores for this class of models, too.
+        missing: weights that are no tensor of the checkpoint and are tied to another weight.
+    """
+
+    sources: tuple[WeightSource, ...]
+    ignored: tuple[str, ...]
+    missing: frozenset[str]
+
+    @classmethod
+    def find(cls, model: PreTrainedModel, checkpoint: Tensors) -> "WeightSources":
+        """Sources of all weights of `model`, whose tensors may be on the device "meta".
+
+        Raises:
+            CheckpointError: a weight is missing, is not of the model's shape, or has no place in the model.
+        """
+        wanted, kind = model.state_dict(), type(model).__name__
+        by_target, strange = _match(model, wanted, checkpoint.names)
+        ignored = _ignored(model, strange)
+        if superfluous := [name for name in strange if name not in ignored]:
+            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {_listed(superfluous)}")
+        made: set[str] = set()
+        for source in by_target.values():
+            _check_merged(source, wanted[source.target].shape)
+            made.update(_checked_shapes(source, model, wanted, checkpoint))
+        missing = wanted.keys() - made
+        if absent := sorted(missing - _tied_to_present(model, made), key=dot_natural_key):
+            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {_listed(absent)}")
+        return cls(tuple(by_target.values()), tuple(ignored), frozenset(missing))
+
+
+def _match(
+    model: PreTrainedModel, wanted: dict[str, Tensor], names: Iterable[str]
+) -> tuple[dict[str, WeightSource], list[str]]:
+    """Sources by target, and the names that have no place in the model."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    by_target: dict[str, WeightSource] = {}
+    strange = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target not in wanted:
+            strange.append(name)
+            continue
+        converter = None if pattern is None else by_pattern[pattern]
+        source = by_target.setdefault(target, WeightSource(target, converter))
+        if source.names and pattern is None:
+            raise CheckpointError(f"{source.names[0]} and {name} of the checkpoint are both {target}")
+        source.names.append(name)
+        source.patterns.append(pattern or name)
+    return by_target, strange
+
+
+def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Names that transformers does not expect to find a place for in this class of models."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+
+    def is_ignored(name: str) -> bool:
+        renamed, _ = rename_source_key(name, renamings, [])
+        return any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
+
+    return [name for name in names if is_ignored(name)]
+
+
+def _check_merged(source: WeightSource, shape: torch.Size) -> None:
+    """Raise a CheckpointError that names the experts that a merged weight lacks."""
+    if source.converter is None:
+        return
+    merges = [each for each in source.converter.operations if isinstance(each, MergeModulelist)]
+    for dim in [merge.dim for merge in merges][:1]:
+        found: dict[str, set[int]] = {pattern: set() for pattern in source.converter.source_patterns}
+        templates = {}
+        for name, pattern in zip(source.names, source.patterns, strict=True):
+            before, index, after = _split_at_index(name, pattern)
+            found[pattern].add(index)
+            templates[pattern] = before, after
+        for pattern, indices in found.items():
+            if pattern not in templates:
+                raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
+            before, after = templates[pattern]
+            if absent := [f"{before}{i}{after}" for i in range(shape[dim]) if i not in indices]:
+                raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {_listed(absent)}")
+
+
+def _split_at_index(name: str, pattern: str) -> tuple[str, int, str]:
+    """What stands before and behind the number that "*" stands for in `pattern`, and that number."""
+    before, _, after = pattern.partition("*")
+    found = re.search(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
+    if found is None:
+        raise CheckpointError(f"{name} has no number where {pattern!r} has its '*'")
+    return name[: found.start(1)], int(found[1]), name[found.end(1) :]
+
+
+def _checked_shapes(
+    source: WeightSource, model: PreTrainedModel, wanted: dict[str, Tensor], checkpoint: Tensors
+) -> Iterator[str]:
+    """The weights that `source` makes."""
+    names = f"{source.names[0]} to {source.names[-1]}" if len(source.names) > 1 else source.names[0]
+    try:
+        weights = source.weights(model, checkpoint, _META, torch.float32)
+    except Exception as error:  # an operation of transformers', on shapes that do not fit
+        raise CheckpointError(f"{source.target} cannot be made of {names}: {error}") from error
+    for name, weight in weights.items():
+        if name not in wanted:
+            raise CheckpointError(f"{names}: transformers makes {name} of it, which the model has not")
+        if weight.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{names} of the checkpoint has the shape {tuple(weight.shape)}; accepted for {name}: "
+                f"{tuple(wanted[name].shape)}"
+            )
+        yield name
+
+
+def _tied_to_present(model: PreTrainedModel, made: Collection[str]) -> set[str]:
+    """Weights that are another name of a weight that is there."""
+    ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
+    return set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = list(names)[:_MAX_SHOWN]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

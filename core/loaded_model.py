@@ -1,0 +1,104 @@
+"""A model with its text and its defaults, from a folder or a name on the hub."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint_files import CONFIG, read_object
+from .inference.engines.model import Model
+from .models import HybridLM
+from .sampling_params import SamplingParams
+from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, TextCodec
+
+_HYBRID_LM = "mambaslots_hybrid_lm"
+_TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a checkpoint holds.
+
+    Attributes:
+        model: for `DynamicInferenceEngine`.
+        text: tokenizer and chat template; None where the checkpoint has no tokenizer.
+        generation: how answers are chosen, and where they end, unless a request says otherwise.
+        folder: where the files are.
+    """
+
+    model: Model
+    text: TextCodec | None
+    generation: GenerationDefaults
+    folder: Path
+
+    def sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
+        return self.generation.sampling_params(**overrides)
+
+    def encode(self, text: str) -> list[int]:
+        """As `TextCodec.encode`. Raises a ValueError where the checkpoint has no tokenizer."""
+        return self._codec().encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """As `TextCodec.decode`. Raises a ValueError where the checkpoint has no tokenizer."""
+        return self._codec().decode(token_ids)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """As `TextCodec.encode_chat`. Raises a ValueError where the checkpoint has no tokenizer."""
+        return self._codec().encode_chat(messages, add_generation_prompt, **variables)
+
+    def detokenizer(self) -> Detokenizer:
+        """As `TextCodec.detokenizer`. Raises a ValueError where the checkpoint has no tokenizer."""
+        return self._codec().detokenizer()
+
+    def _codec(self) -> TextCodec:
+        if self.text is None:
+            raise ValueError(f"{self.folder} has no tokenizer; accepted: token ids in place of text")
+        return self.text
+
+
+def load(
+    folder_or_name: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> LoadedModel:
+    """Load a `HybridLM`, or a checkpoint of transformers, which needs the extra `mambaslots[hf]`.
+
+    Args:
+        folder_or_name: a folder with `config.json`, or a name on the hub. A `HybridLM` has the `model_type`
+            "mambaslots_hybrid_lm".
+        device: where the weights go.
+        dtype: of the weights; None for the dtype that the checkpoint names.
+
+    Raises:
+        ValueError: the folder holds no checkpoint that can be loaded; the message names the file or weight.
+        ImportError: the folder is one of transformers, which is not installed.
+    """
+    folder = Path(folder_or_name).expanduser()
+    if not folder.is_dir():
+        from .hf import checkpoint_folder
+
+        folder = checkpoint_folder(folder_or_name)
+    config = read_object(folder / CONFIG)
+    model: Model
+    if config.get("model_type") == _HYBRID_LM:
+        hybrid_lm: Any = HybridLM
+        model = hybrid_lm.from_pretrained(folder, device=device, dtype=dtype)
+        text = _byte_text(folder, config)
+    else:
+        from . import hf
+
+        model = hf.load(folder, device, dtype)
+        text = hf.load_text(folder)
+    return LoadedModel(model, text, GenerationDefaults.read(folder, config), folder)
+
+
+def _byte_text(folder: Path, config: Mapping[str, Any]) -> TextCodec | None:
+    """The text of a `HybridLM`, without transformers."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer, template = ByteTokenizer.from_folder(folder), folder / _TEMPLATE
+    chat = ChatTemplate(template.read_text("utf-8")) if template.is_file() else None
+    return TextCodec(tokenizer, chat)

@@ -1,0 +1,140 @@
+"""`ms.load` and `hf.load` of checkpoints of transformers, from folders and from names on the hub."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import mambaslots as ms
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import huggingface_hub
+from huggingface_hub import errors
+from mambaslots import hf
+from oracle.hf_checkpoints import change_config, save_checkpoint
+from oracle.hf_models import reference_logits
+
+CASE = "bamba"
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def save_with_text(folder: Path) -> None:
+    """The checkpoint of `CASE`, whose tokens are ASCII, with all files of text."""
+    save_checkpoint(CASE, folder)
+    ids = [byte - 32 if 32 <= byte < 127 else 200 + byte for byte in range(256)]
+    tokenizer = ms.text.ByteTokenizer({"<|end|>": 95, "<|begin|>": 96}, ids)
+    tokenizer.save(folder)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [95, 1], "max_new_tokens": 7}')
+
+
+def test_a_checkpoint_with_its_text_answers_as_transformers(tmp_path: Path) -> None:
+    save_with_text(tmp_path)
+    loaded = ms.load(tmp_path)
+    assert isinstance(loaded.model, hf.ServedModel)
+    config = ms.InferenceConfig(block_size_tokens=16, max_tokens=64, num_kv_blocks=64, num_mamba_slots=16)
+    engine = ms.DynamicInferenceEngine(loaded.model, config)
+    prompt = list(range(3, 40))
+    (result,) = engine.generate([prompt], loaded.sampling_params(stop_token_ids=()))
+    expected = list(prompt)
+    for _ in range(7):
+        expected.append(int(reference_logits(CASE, expected)[-1].argmax()))
+    assert result.tokens == expected[len(prompt) :]
+    assert loaded.sampling_params().stop_token_ids == (95, 1)
+    assert loaded.text is not None
+    assert loaded.decode(loaded.encode_chat(CHAT)) == "Hello"
+
+
+def test_a_checkpoint_without_text(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    loaded = ms.load(str(tmp_path), dtype=torch.bfloat16)
+    assert loaded.model.state_spec().kv_dtype == torch.bfloat16
+    assert loaded.text is None
+    with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer"):
+        loaded.encode("Hello")
+
+
+def test_an_architecture_that_is_not_served_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    change_config(tmp_path, model_type="llama", layer_types=None)
+    with pytest.raises(ValueError, match=r"model_type is 'llama'; accepted: bamba, falcon_h1"):
+        hf.load(tmp_path)
+    change_config(tmp_path, model_type="gpt9")
+    with pytest.raises(ValueError, match=r"transformers cannot read .*config.json: .*gpt9"):
+        hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path_or_name": "no/such/folder"}, "'no/such/folder' is no folder; accepted: a folder, or 'org"),
+        ({"path_or_name": Path("no/folder")}, "'no/folder' is no folder"),
+        ({"path_or_name": "../model"}, "'../model' is no folder"),
+        ({"path_or_name": ""}, "path_or_name is ''"),
+        ({"path_or_name": 3}, "path_or_name is 3"),
+        ({"path_or_name": ".", "device": "meta"}, "device is 'meta'"),
+        ({"path_or_name": ".", "device": "tpu9"}, "device is 'tpu9'"),
+        ({"path_or_name": ".", "dtype": "bfloat16"}, "dtype is 'bfloat16'; accepted: torch.float16"),
+        ({"path_or_name": ".", "dtype": torch.int8}, "dtype is torch.int8"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf.load(**arguments)
+
+
+# ---- names on the hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Sets what a download does."""
+
+    def answer(download: Callable[..., object]) -> None:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+    return answer
+
+
+@pytest.mark.parametrize("load", [hf.load, ms.load])
+def test_a_name_is_downloaded(load: Callable[[str], Any], hub: Any, tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    asked = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    hub(download)
+    load("some-organisation/model_1.5")
+    ((name, options),) = asked
+    assert name == "some-organisation/model_1.5"
+    assert "*.safetensors" in options["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in options["allow_patterns"])
+
+
+def raising(error: Exception) -> Callable[..., object]:
+    def download(*_: Any, **__: Any) -> object:
+        raise error
+
+    return download
+
+
+def test_a_name_that_cannot_be_downloaded_is_named(hub: Any) -> None:
+    for failure in (
+        errors.LocalEntryNotFoundError("offline"),
+        RuntimeError("client has been closed"),
+        TimeoutError(),
+    ):
+        hub(raising(failure))
+        with pytest.raises(ConnectionError, match=r"'a/b' is no folder here .* there is no network"):
+            hf.load("a/b")
+    hub(raising(errors.RepositoryNotFoundError("404", response=Mock())))
+    with pytest.raises(hf.CheckpointError, match="'a/b' is no folder here, and no model on the hub"):
+        ms.load("a/b")

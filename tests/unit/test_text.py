@@ -1,0 +1,224 @@
+"""Text in and out: bytes and special tokens, chat templates, characters that come in parts, and defaults."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mambaslots as ms
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.checkpoint_files import CheckpointError
+from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, TextCodec
+
+SPECIALS = {"<|user|>": 256, "<|end|>": 257, "<|end|>!": 258}
+TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role not in ('user', 'assistant') %}
+        {{- raise_exception('no role ' ~ message.role) }}
+    {%- endif %}
+<|{{ message.role }}|>{{ message.content }}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{{ hint | default('') }}{% endif %}
+"""
+CHAT = [{"role": "user", "content": "<b>é</b>"}, {"role": "assistant", "content": "fine"}]
+
+
+def codec() -> TextCodec:
+    return TextCodec(ByteTokenizer(SPECIALS), ChatTemplate(TEMPLATE))
+
+
+# ---- bytes
+
+
+def test_bytes_are_ids_and_special_tokens_are_found_longest_first() -> None:
+    ids = codec().encode("é<|end|>!<|end|>a")
+    assert ids == [0xC3, 0xA9, 258, 257, ord("a")]
+    assert codec().decode(ids) == "éa"
+    assert codec().decode([0xC3, 257, 0xFF, 300]) == "\ufffd\ufffd"
+    assert ByteTokenizer({}).encode("") == []
+
+
+@given(st.text())
+def test_every_text_comes_back(text: str) -> None:
+    tokenizer = ByteTokenizer({}, byte_ids=range(255, -1, -1))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
+    saved = ByteTokenizer(SPECIALS, byte_ids=[*range(3, 256), 0, 1, 2])
+    saved.save(tmp_path)
+    loaded = ByteTokenizer.from_folder(tmp_path)
+    text = "a\x00\x7f\xad é<|user|>\U0001f600"
+    assert loaded.encode(text) == saved.encode(text)
+    assert loaded.special_tokens == SPECIALS
+
+
+def test_ids_that_stand_for_two_things_are_refused() -> None:
+    with pytest.raises(ValueError, match="name an id twice"):
+        ByteTokenizer({"<|end|>": 255})
+    with pytest.raises(ValueError, match="name an id twice"):
+        ByteTokenizer({}, byte_ids=range(255))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("model"), "'model'"),
+        (lambda content: content["model"].update(type="WordPiece"), "a BPE without merges"),
+        (lambda content: content["model"].update(merges=["a b"]), "a BPE without merges"),
+        (lambda content: content["model"]["vocab"].pop("Ġ"), "'Ġ'"),
+        (lambda content: content["added_tokens"][0].update(id=3), "name an id twice"),
+        (lambda content: content.update(added_tokens=None), "NoneType"),
+    ],
+)
+def test_a_tokenizer_of_something_else_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    ByteTokenizer(SPECIALS).save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text("utf-8"))
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=rf"tokenizer.json has no tokenizer of bytes: .*{message}.*; acc"
+    ):
+        ByteTokenizer.from_folder(tmp_path)
+
+
+# ---- chats
+
+
+def test_a_chat_is_the_template_s_text() -> None:
+    expected = "<|user|><b>é</b><|end|>\n<|assistant|>fine<|end|>\n<|assistant|>"
+    assert codec().encode_chat(CHAT) == codec().encode(expected)
+    assert codec().encode_chat(CHAT, hint="So") == codec().encode(expected + "So")
+    assert codec().encode_chat(CHAT, add_generation_prompt=False) == codec().encode(
+        expected[: -len("<|assistant|>")]
+    )
+
+
+def test_what_a_template_can_use() -> None:
+    source = (
+        "{%- for n in [1, 2, 3] %}{% if n == 2 %}{% continue %}{% endif %}{{ n }}{% endfor %}"
+        "{{ messages[0] | tojson }}{{ strftime_now('%Y') | length }}{{ bos_token }}"
+    )
+    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render([{"role": "user", "content": "<é>"}])
+    assert rendered == '13{"role": "user", "content": "<é>"}4<s>'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ (1).__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ messages.__len__.__self__.append(1) }}",
+        "{% for _ in range(10 ** 9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('refused') }}",
+    ],
+)
+def test_a_template_runs_in_a_sandbox(source: str) -> None:
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
+        ChatTemplate(source).render(CHAT)
+
+
+def test_bad_templates_and_messages() -> None:
+    with pytest.raises(ValueError, match="is no Jinja template"):
+        ChatTemplate("{% if %}")
+    with pytest.raises(ValueError, match="refuses the messages: no role tool"):
+        codec().encode_chat([{"role": "tool", "content": ""}])
+    for messages in ("Hello", {"role": "user"}, ["Hello"], 3, None):
+        with pytest.raises(ValueError, match=r"messages is .*; accepted: a list of"):
+            codec().encode_chat(messages)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be given to a template"):
+        codec().encode_chat([{"role": "user", "content": object()}])
+    with pytest.raises(ValueError, match="no chat template; accepted: `encode` with a text"):
+        TextCodec(ByteTokenizer({})).encode_chat(CHAT)
+    with pytest.raises(ValueError, match="add_generation_prompt is 1"):
+        codec().encode_chat(CHAT, add_generation_prompt=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="text is 3"):
+        codec().encode(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="token_ids is 'ab'"):
+        codec().decode("ab")  # type: ignore[arg-type]
+
+
+# ---- pieces
+
+
+def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+@given(st.text())
+def test_pieces_are_whole_characters_as_soon_as_they_can_be(text: str) -> None:
+    detokenizer = codec().detokenizer()
+    text = text.replace("\ufffd", "")
+    got = pieces(detokenizer, ByteTokenizer({}).encode(text))
+    assert [piece for piece in got if piece] == list(text)
+
+
+@given(st.binary())
+def test_pieces_of_any_bytes_are_the_text_of_all(data: bytes) -> None:
+    detokenizer = codec().detokenizer()
+    assert "".join(pieces(detokenizer, list(data))) == data.decode(errors="replace")
+
+
+def test_the_replacement_character_itself_is_text() -> None:
+    detokenizer = codec().detokenizer()
+    assert pieces(detokenizer, list("\ufffd!".encode())) == ["", "", "", "\ufffd!", ""]
+    assert pieces(detokenizer, [0xE2, 0x82]) == ["", "", "\ufffd"]
+    assert detokenizer.push(0xE2, 0x82, 0xAC, 257) == "€"
+
+
+# ---- defaults
+
+
+def defaults(folder: Path, config: dict[str, Any] | None = None, **said: Any) -> GenerationDefaults:
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    return GenerationDefaults.read(folder, config or {})
+
+
+def test_defaults_of_a_checkpoint_that_draws(tmp_path: Path) -> None:
+    found = defaults(tmp_path, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, eos_token_id=[7, 9])
+    assert found.sampling_params() == ms.SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, stop_token_ids=(7, 9)
+    )
+    changed = found.sampling_params(temperature=0, num_tokens_to_generate=5, stop_token_ids=())
+    assert changed.greedy
+    assert (changed.num_tokens_to_generate, changed.stop_token_ids) == (5, ())
+
+
+def test_defaults_of_a_checkpoint_that_does_not_draw(tmp_path: Path) -> None:
+    for said in ({"do_sample": False}, {}):
+        found = defaults(tmp_path, temperature=0.6, top_k=20, top_p=0.9, max_new_tokens=64, **said)
+        assert found.sampling_params() == ms.SamplingParams(num_tokens_to_generate=64)
+        assert found.sampling_params().greedy
+    assert defaults(tmp_path, do_sample=True).sampling_params() == ms.SamplingParams(temperature=1.0)
+
+
+def test_stop_tokens_may_stand_in_the_config(tmp_path: Path) -> None:
+    config = {"eos_token_id": 3, "text_config": {"eos_token_id": 4}}
+    assert defaults(tmp_path, config, eos_token_id=5).stop_token_ids == (5,)
+    assert defaults(tmp_path, config).stop_token_ids == (4,)
+    assert defaults(tmp_path, {"eos_token_id": 3}).stop_token_ids == (3,)
+    (tmp_path / "generation_config.json").unlink()
+    assert GenerationDefaults.read(tmp_path, config).stop_token_ids == (4,)
+    assert GenerationDefaults.read(tmp_path, {}) == GenerationDefaults()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"do_sample": True, "top_p": 1.5}, "top_p is 1.5"),
+        ({"do_sample": True, "temperature": "hot"}, "temperature is 'hot'"),
+        ({"eos_token_id": "</s>"}, "stop_token_ids"),
+        ({"eos_token_id": [-1]}, "stop_token_ids"),
+        ({"max_new_tokens": 0}, "num_tokens_to_generate is 0"),
+    ],
+)
+def test_defaults_that_nobody_accepts_are_refused_at_once(
+    said: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {message}"):
+        defaults(tmp_path, **said)
