@@ -99,6 +99,10 @@ class RecurrentLM:
         self.reset()
         for token in tokens:
             self.step(int(token))
+        return self.states_now()
+
+    def states_now(self) -> dict[str, Tensor]:
+        """Copies of `states`."""
         return {name: torch.from_numpy(states.copy()) for name, states in self.states.items()}
 
     def _convolve(self, name: str, layer: int, raw: Array, weight: Array) -> Array:

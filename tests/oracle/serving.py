@@ -38,7 +38,8 @@ def small_config(
     return ms.models.HybridConfig.tiny(
         dtype=dtype, hidden_size=32, mamba_num_heads=4, mamba_num_groups=2, mamba_state_dim=8,
         mamba_head_dim=8, mlp_hidden_size=32, pattern=pattern or kind.pattern,
-        ssd_chunk_size=chunk_size or kind.ssd_chunk_size, delta_chunk_size=chunk_size or kind.delta_chunk_size,
+        ssd_chunk_size=chunk_size or kind.ssd_chunk_size,
+        delta_chunk_size=chunk_size or kind.delta_chunk_size,
         delta_num_key_heads=2, delta_key_dim=8, delta_num_value_heads=4, delta_value_dim=8,
     )  # fmt: skip
 

@@ -160,8 +160,7 @@ class TestAgainstTheRecurrence:
         for i, row in enumerate(rows):
             expected = oracle.logits(histories[i])[row.start :]
             torch.testing.assert_close(out[i], expected, rtol=0, atol=1e-11)
-            states = {name: torch.from_numpy(states) for name, states in oracle.states.items()}
-            assert_states(server.pool, 5 + i, states)
+            assert_states(server.pool, 5 + i, oracle.states_now())
         for name, tensor in all_states(server.pool).items():
             torch.testing.assert_close(tensor[:, :5], sources[name], rtol=0, atol=0, equal_nan=True)
 
