@@ -13,8 +13,8 @@ from itertools import pairwise
 import mambaslots as ms
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from mambaslots.state_tensor import StateTensor
+from numpy.typing import NDArray
 from torch import Tensor
 
 VOCABULARY, DIM, TAPS = 31, 6, 3
@@ -149,7 +149,10 @@ class ToyLM:
         if self._in_place:
             assert max(sources) < pool.num_live, "a kernel that updates in place reads a durable state"
         begins = [
-            [states[source].copy() if source >= 0 else np.zeros(states.shape[1:]) for states in (windows, *sums)]
+            [
+                states[source].copy() if source >= 0 else np.zeros(states.shape[1:])
+                for states in (windows, *sums)
+            ]
             for source in sources
         ]
         out, after_windows = np.empty_like(x), np.empty((len(x), TAPS - 1, DIM))
