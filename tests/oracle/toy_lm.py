@@ -116,7 +116,8 @@ class ToyLM:
                 ),
             ),
             num_attention_layers=int(self.kind.attention), num_kv_heads=1, head_dim=DIM,
-            kv_dtype=torch.float64, vocab_size=VOCABULARY, device=torch.device("cpu"), separate_states=not self._in_place,
+            kv_dtype=torch.float64,
+            vocab_size=VOCABULARY, device=torch.device("cpu"), separate_states=not self._in_place,
         )  # fmt: skip
 
     def __call__(self, inputs: ms.StepInputs) -> Tensor:

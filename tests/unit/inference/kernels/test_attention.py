@@ -17,7 +17,8 @@ from mambaslots.inference.kernels import attention_flash, attention_torch
 from mambaslots.inference.kernels import reference as ref
 from torch import Tensor
 
-HEADS, KV_HEADS, DIM = 4, 2, 8
+SIZES = (4, 2, 8)
+"""Heads, KV heads and head dim of most tests."""
 repeatable = settings(derandomize=True)
 
 
@@ -26,9 +27,10 @@ class Batch:
 
     def __init__(
         self, rows: list[tuple[int, int]], block: int, dtype: torch.dtype, device: str = "cpu",
-        padding: tuple[int, int, int] = (0, 0, 0),
+        padding: tuple[int, int, int] = (0, 0, 0), sizes: tuple[int, int, int] = SIZES,
     ) -> None:  # fmt: skip
-        """`padding`: rows, tokens and columns of the block table."""
+        """`padding`: rows, tokens and columns of the block table; `sizes`: heads, KV heads and head dim."""
+        heads, kv_heads, head_dim = sizes
         generator = torch.Generator().manual_seed(sum(a + b for a, b in rows))
 
         def randn(*shape: int) -> Tensor:
@@ -38,32 +40,57 @@ class Batch:
         counts = [-(-length // block) for length in lengths]
         free = torch.randperm(sum(counts) + 1, generator=generator).tolist()
         self.spare = free.pop()
-        cache = torch.full((2, sum(counts) + 1, block, KV_HEADS, DIM), math.nan, dtype=dtype)
+        cache = torch.full((2, sum(counts) + 1, block, kv_heads, head_dim), math.nan, dtype=dtype)
         table = torch.zeros(len(rows) + padding[0], max(counts, default=0) + padding[2], dtype=torch.int64)
         for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             blocks = [free.pop() for _ in range(count)]
             table[row, :count] = torch.tensor(blocks, dtype=torch.int64)
             for position in range(length):
-                cache[:, blocks[position // block], position % block] = randn(2, KV_HEADS, DIM)
+                cache[:, blocks[position // block], position % block] = randn(2, kv_heads, head_dim)
         news = [new for _, new in rows]
         starts = [sum(news[:row]) for row in range(len(rows) + 1)]
         self.tokens = sum(news)
-        query = torch.cat([randn(self.tokens, HEADS, DIM), torch.full((padding[1], HEADS, DIM), math.nan)])
+        query = torch.cat([
+            randn(self.tokens, heads, head_dim), torch.full((padding[1], heads, head_dim), math.nan)
+        ])  # fmt: skip
         self.max_query_tokens = max(news, default=0)
         self.cache, self.table, self.query = cache.to(device), table.to(device), query.to(device, dtype)
         self.starts = torch.tensor([*starts, *[starts[-1]] * padding[0]], device=device)
         self.lengths = torch.tensor([*lengths, *[0] * padding[0]], device=device)
 
-    def prefill(self, function: Any, max_query_tokens: int | None = None) -> Tensor:
+    def prefill(self, function: Any, max_query_tokens: int | None = None, **options: Any) -> Tensor:
         longest = self.max_query_tokens if max_query_tokens is None else max_query_tokens
-        out: Tensor = function(self.query, self.cache, self.table, self.starts, self.lengths, longest)
+        out: Tensor = function(
+            self.query, self.cache, self.table, self.starts, self.lengths, longest, **options
+        )
         assert out.shape == self.query.shape
         return out[: self.tokens]
 
-    def decode(self, function: Any) -> Tensor:
+    def decode(self, function: Any, **options: Any) -> Tensor:
         """One query a row: as many rows as queries."""
-        out: Tensor = function(self.query, self.cache, self.table, self.lengths)
+        out: Tensor = function(self.query, self.cache, self.table, self.lengths, **options)
         return out[: self.tokens]
+
+    def naive(self, scale: float | None) -> Tensor:
+        """Query by query and head by head, in float64."""
+        _, heads, head_dim = self.query.shape
+        scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        out = torch.zeros(self.tokens, heads, head_dim, dtype=torch.float64)
+        block, kv_heads = self.cache.shape[2:4]
+        starts, lengths = self.starts.tolist(), self.lengths.tolist()
+        for row, table in enumerate(self.table.tolist()):
+            for token in range(starts[row], starts[row + 1]):
+                position = lengths[row] - (starts[row + 1] - token)
+                places = [(table[at // block], at % block) for at in range(position + 1)]
+                for head in range(heads):
+                    kv_head = head * kv_heads // heads
+                    keys, values = (
+                        torch.stack([part[where][kv_head] for where in places]).cpu().double()
+                        for part in self.cache
+                    )
+                    scores = keys @ self.query[token, head].cpu().double() * scale
+                    out[token, head] = scores.softmax(0) @ values
+        return out
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -138,6 +165,36 @@ class TestStaticShapes:
         assert out[9:].count_nonzero() == 0
 
 
+class TestHeads:
+    """Heads of 64 to 256 numbers; each has its own KV, several share one, or all share one."""
+
+    ROWS = ((9, 3), (0, 5), (4, 1))
+
+    @pytest.mark.sampled
+    @pytest.mark.parametrize("kernels", [ref, attention_torch], ids=["reference", "torch"])
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+    @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+    @pytest.mark.parametrize("scale", [None, 0.03])
+    def test_every_kernel_is_the_definition(self, device, kernels, head_dim, heads, scale):
+        batch = Batch(list(self.ROWS), 4, torch.float32, device, sizes=(*heads, head_dim))
+        expected = batch.naive(scale)
+        out = batch.prefill(kernels.paged_attention_prefill, scale=scale)
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+        decodes = Batch([(9, 1), (4, 1)], 4, torch.float32, device, sizes=(*heads, head_dim))
+        out = decodes.decode(kernels.paged_attention_decode, scale=scale)
+        torch.testing.assert_close(out.cpu().double(), decodes.naive(scale), rtol=1e-5, atol=1e-5)
+
+        drafts = Batch([(9, 3), (2, 3)], 4, torch.float32, device, sizes=(*heads, head_dim))
+        positions = torch.tensor([[9, 10, 11], [2, 3, 4]], device=device)
+        out = kernels.paged_attention_verify(
+            drafts.query.unflatten(0, (2, 3)), drafts.cache, drafts.table, drafts.lengths, positions,
+            scale=scale,
+        )  # fmt: skip
+        expected = drafts.naive(scale)
+        torch.testing.assert_close(out.flatten(0, 1).cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
 class FlashAttn(SimpleNamespace):
     """Has flash_attn's names and signatures (2.8), and checks what it demands; computes by the reference."""
 
@@ -159,10 +216,12 @@ class FlashAttn(SimpleNamespace):
     ):  # fmt: skip
         self._check(q, k_cache, v_cache, block_table)
         assert cache_seqlens.dtype == torch.int32
-        assert (k, v, softmax_scale) == (None, None, None)
+        assert (k, v) == (None, None)
         assert causal or q.shape[1] == 1
         cache = torch.stack([k_cache, v_cache])
-        out = ref.paged_attention_decode(q[:, 0], cache, block_table.long(), cache_seqlens.long())
+        out = ref.paged_attention_decode(
+            q[:, 0], cache, block_table.long(), cache_seqlens.long(), scale=softmax_scale
+        )
         return out.to(q.dtype)[:, None]
 
     def flash_attn_varlen_func(
@@ -178,7 +237,9 @@ class FlashAttn(SimpleNamespace):
         assert cu_seqlens_k.diff().max() <= max_seqlen_k
         cache = torch.stack([k, v])
         starts, lengths = cu_seqlens_q.long(), cu_seqlens_k.diff().long()
-        out = ref.paged_attention_prefill(q, cache, block_table.long(), starts, lengths, max_seqlen_q)
+        out = ref.paged_attention_prefill(
+            q, cache, block_table.long(), starts, lengths, max_seqlen_q, scale=softmax_scale
+        )
         return out.to(q.dtype)
 
 
@@ -198,6 +259,18 @@ class TestFlashAttn:
         out = decodes.decode(attention_flash.paged_attention_decode)
         expected = decodes.decode(ref.paged_attention_decode)
         torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+        assert flash.calls == 2
+
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+    def test_a_scale_and_the_widths_that_it_takes(self, flash, head_dim):
+        batch = Batch([(20, 3)], 256, torch.bfloat16, sizes=(4, 1, head_dim))
+        out = batch.prefill(attention_flash.paged_attention_prefill, scale=0.03)
+        torch.testing.assert_close(out.double(), batch.naive(0.03), rtol=1e-2, atol=1e-2)
+        positions = torch.tensor([[20, 21, 22]])
+        out = attention_flash.paged_attention_verify(
+            batch.query[None], batch.cache, batch.table, batch.lengths, positions, scale=0.03
+        )
+        torch.testing.assert_close(out[0].double(), batch.naive(0.03), rtol=1e-2, atol=1e-2)
         assert flash.calls == 2
 
     def test_queries_in_float32_are_rounded_to_the_cache(self, flash):
