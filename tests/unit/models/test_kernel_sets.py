@@ -148,7 +148,8 @@ def test_padding_changes_nothing_on_the_reference_kernels():
     Scenario(torch.float64, True, reference).assert_same_as(Scenario(torch.float64, False, reference), 1e-11)
 
 
-@pytest.mark.usefixtures("kind")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.sampled(padded=(True,))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
@@ -198,7 +199,8 @@ class Counted(Scenario):
         return logits
 
 
-@pytest.mark.usefixtures("kind")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 def test_whole_steps_move_each_state_once():
     """Of resumed rows, of chunks with states inside, and of decodes: no copy before, between or after."""
     counted = Counted(padded=True)
@@ -219,7 +221,7 @@ def test_whole_steps_move_each_state_once():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("kind")
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
     from mambaslots.inference.kernels import gpu_kernels

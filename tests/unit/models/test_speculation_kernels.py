@@ -80,7 +80,8 @@ def test_padding_changes_nothing_on_the_reference_kernels():
     ours.assert_same_as(theirs, 1e-11)
 
 
-@pytest.mark.usefixtures("kind")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.sampled(padded=(False,))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
@@ -92,7 +93,7 @@ def test_the_gpus_kernels_compute_the_same(padded):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("kind")
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
     from mambaslots.inference.kernels import gpu_kernels
