@@ -84,8 +84,7 @@ def load(
     config = read_object(folder / CONFIG)
     model: Model
     if config.get("model_type") == _HYBRID_LM:
-        hybrid_lm: Any = HybridLM
-        model = hybrid_lm.from_pretrained(folder, device=device, dtype=dtype)
+        model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
         text = _byte_text(folder, config)
     else:
         from . import hf

@@ -4,7 +4,7 @@
     python examples/train_tiny.py --output out/tiny --minutes 100     # on two cores
     python examples/train_tiny.py --output out/tiny --minutes 7 --device cuda --data stdlib.tar.xz
 
-The output folder gets config.json, model.safetensors, log.json with all figures, loss.png, and a checkpoint
+The output folder gets the model as `ms.load` reads it, log.json with all figures, loss.png, and a checkpoint
 that `--resume` goes on from. The learning rate follows the budget, minutes or steps: a cosine to zero.
 """
 
@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mambaslots as ms
 import numpy as np
 import torch
 import torch.nn.functional as F
 from arguments import add_count, add_device, check_device, new_file
-from safetensors.torch import save_file
 from tiny_training.bits_per_byte import bits_per_byte
 from tiny_training.parallel_forward import ParallelForward
 from tiny_training.source_files import SourceFiles
-from tiny_training.tiny_model import SIZES, make_config, starting_weights
+from tiny_training.special_tokens import write_text_files
+from tiny_training.tiny_model import starting_model
 from tiny_training.token_stream import TokenStream
 from torch import Tensor
 
@@ -36,7 +37,6 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 MAX_SKIPPED = 20
-WIDE = ("dt_bias", "A_log", "D")  # stored in float32
 LN2 = math.log(2)
 
 
@@ -57,11 +57,8 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, files: SourceFiles) -> None:
         self.args, self.files, self.device = args, files, torch.device(args.device)
-        self.config = make_config()
-        self.weights = {
-            name: weight.to(self.device).requires_grad_()
-            for name, weight in starting_weights(self.config, args.seed).items()
-        }
+        self.model = starting_model(args.seed).to(self.device)
+        self.weights = dict(self.model.named_parameters())
         matrices = [w for name, w in self.weights.items() if w.dim() == 2 and "conv" not in name]
         others = [w for w in self.weights.values() if not any(w is matrix for matrix in matrices)]
         self.optimizer = torch.optim.AdamW(
@@ -71,7 +68,7 @@ class Trainer:
             fused=True,
         )
         on_gpu = self.device.type == "cuda"
-        self.forward = ParallelForward(self.config, torch.bfloat16 if on_gpu else None)
+        self.forward = ParallelForward(self.model.config, torch.bfloat16 if on_gpu else None)
         self.loss = torch.compile(self._loss) if args.compile else self._loss
         self.random = np.random.default_rng(args.seed)
         self.progress = Progress()
@@ -97,7 +94,7 @@ class Trainer:
             loss = self._step(texts, done)
             now = time.perf_counter()
             progress.seconds = before + now - started
-            if progress.step % 20 == 0:
+            if progress.step % 20 == 1:
                 progress.history.append((progress.step, progress.seconds, float(loss) / LN2))
             if now - shown > (1 if sys.stdout.isatty() else 10):
                 shown = now
@@ -153,12 +150,11 @@ class Trainer:
         )
 
     def measure(self, texts: list[bytes], rounded: bool = False) -> float:
-        """Bits per byte of these files; `rounded`: with the weights as they are saved."""
-        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        """Bits per byte of these files; `rounded`: with the weights as they were saved."""
+        model = self.model
         if rounded:
-            weights = {
-                name: weight.to(self.device, torch.float32) for name, weight in self._to_save().items()
-            }
+            model = ms.models.HybridLM.from_pretrained(self.args.output, self.device, torch.float32)
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
         batch = 16 if self.device.type == "cuda" else 2
         return bits_per_byte(lambda tokens: self.forward(weights, tokens), texts, self.device, batch)
 
@@ -166,14 +162,6 @@ class Trainer:
         beginnings = [text[:4096] for text in self.files.held_out.values()][:16]
         bits = self.measure(beginnings)
         self.progress.held_out.append((self.progress.step, self.progress.seconds, bits))
-
-    def _to_save(self) -> dict[str, Tensor]:
-        return {
-            name: weight.detach()
-            .to("cpu", torch.float32 if name.endswith(WIDE) else torch.float16)
-            .contiguous()
-            for name, weight in self.weights.items()
-        }
 
     def _save(self) -> None:
         """The checkpoint and the model, each as a whole or not at all."""
@@ -187,11 +175,8 @@ class Trainer:
         beside = self.checkpoint.with_suffix(".part")
         torch.save(state, beside)
         os.replace(beside, self.checkpoint)
-        weights = self.args.output / "model.safetensors"
-        save_file(self._to_save(), weights.with_suffix(".part"), metadata={"format": "pt"})
-        os.replace(weights.with_suffix(".part"), weights)
-        config = {"model_type": "mambaslots_hybrid_lm", "dtype": "float16", **SIZES}
-        (self.args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self.model.save_pretrained(self.args.output, torch.float16)
+        write_text_files(self.args.output)
 
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=False)

@@ -1,5 +1,8 @@
 """A small real language model of recurrent mixers, attention and MLPs."""
 
+from pathlib import Path
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +12,9 @@ from ..inference.kernels.kernel_set import kernel_set
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
 from ..tensor_validation import device as checked_device
+from ..tensor_validation import float_dtype
 from ..validation import instance, integer
+from .hybrid_checkpoint import SavedWeights, read_config, write
 from .hybrid_config import HybridConfig
 from .mixers import MIXERS
 from .model_weights import ModelWeights, RandomWeights, WeightSource
@@ -46,7 +51,7 @@ class HybridLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = instance("config", config, HybridConfig)
-        self.seed = integer("seed", seed, 0, (1 << 63) - 1)
+        self.seed: int | None = integer("seed", seed, 0, (1 << 63) - 1)
         self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
         device = checked_device("device", device)
         self._make_layers(RandomWeights(self.seed, device), device)
@@ -78,6 +83,52 @@ class HybridLM(nn.Module):
             self.final_norm = final_norm
             self.lm_head = lm_head
         self.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        groups: ParallelGroups | None = None,
+    ) -> Self:
+        """The model that `save_pretrained` wrote.
+
+        Args:
+            folder: has `config.json` and `model.safetensors`.
+            device: where the weights go.
+            dtype: of the model; None for the dtype that it was saved in.
+            groups: the ranks that the model is split over; None for one rank.
+
+        Raises:
+            ValueError: a file is missing or wrong, or a weight is missing, superfluous or of another shape.
+                The message names it.
+        """
+        folder = Path(folder)
+        model = cls.__new__(cls)
+        nn.Module.__init__(model)
+        model.config = read_config(folder, dtype)
+        model.seed = None
+        model.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
+        source = SavedWeights(folder)
+        model._make_layers(source, checked_device("device", device))
+        source.check_all_taken()
+        return model
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write `config.json` and `model.safetensors` into `folder`, which is made if it is not there.
+
+        Args:
+            dtype: in which weights are stored; None for the model's. Decays and time steps are stored in
+                float32 or wider.
+
+        Raises:
+            ValueError: this rank holds a part of the model only.
+        """
+        if self.groups.size > 1:
+            raise ValueError(f"the model is split over {self.groups.size} ranks; accepted: a whole model")
+        dtype = self.config.dtype if dtype is None else float_dtype("dtype", dtype)
+        write(Path(folder), self.config, self.state_dict(), dtype)
 
     def state_spec(self) -> HybridStateSpec:
         """What a context allocates for this model, on the device of the weights."""

@@ -1,43 +1,48 @@
 """The shape of the small model, and the weights that its training starts from."""
 
 import math
-from types import SimpleNamespace
 
 import torch
+from mambaslots.models import HybridConfig, HybridLM
 from torch import Tensor
 
 from .special_tokens import VOCAB_SIZE
 
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "pattern": "M-G-*-M-G-*-",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 64,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 32,
-    "conv_kernel": 4,
-    "ssd_chunk_size": 32,
-    "delta_num_key_heads": 4,
-    "delta_key_dim": 32,
-    "delta_num_value_heads": 8,
-    "delta_value_dim": 64,
-    "delta_chunk_size": 32,
-    "num_attention_heads": 8,
-    "num_kv_heads": 2,
-    "head_dim": 32,
-    "mlp_hidden_size": 512,
-    "rotary_base": 10000.0,
-    "norm_eps": 1e-5,
-}
+CONFIG = HybridConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=256,
+    pattern="M-G-*-M-G-*-",
+    mamba_num_heads=8,
+    mamba_head_dim=64,
+    mamba_num_groups=2,
+    mamba_state_dim=32,
+    conv_kernel=4,
+    ssd_chunk_size=32,
+    delta_num_key_heads=4,
+    delta_key_dim=32,
+    delta_num_value_heads=8,
+    delta_value_dim=64,
+    delta_chunk_size=32,
+    num_attention_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    mlp_hidden_size=512,
+    rotary_base=10000.0,
+    norm_eps=1e-5,
+)
 
 
-def make_config(**overrides: object) -> SimpleNamespace:
-    return SimpleNamespace(**SIZES | overrides)
+def starting_model(seed: int, config: HybridConfig = CONFIG) -> HybridLM:
+    """A model in float32 on the CPU whose weights can be trained."""
+    model = HybridLM(config)
+    with torch.no_grad():
+        for name, weight in _starting_weights(config, seed).items():
+            model.get_parameter(name).copy_(weight)
+    return model.requires_grad_()
 
 
-def starting_weights(config: SimpleNamespace, seed: int) -> dict[str, Tensor]:
-    """Random float32 weights on the CPU by `HybridLM`'s names.
+def _starting_weights(config: HybridConfig, seed: int) -> dict[str, Tensor]:
+    """Random weights by `HybridLM`'s names.
 
     Projections into the residual stream are small, and the head is zero: the first loss is log(vocab_size).
     Decays and time steps are those of the Mamba-2 paper's code: A from 1 to 16, time steps from 0.001 to 0.1.

@@ -57,7 +57,8 @@ class GatedDeltaNet(nn.Module):
         softplus = torch.logaddexp(a + self.dt_bias, self.dt_bias.new_zeros(()))
         g, beta = -self.A_log.exp() * softplus, b.to(config.compute_dtype).sigmoid()
         conv_states, states = pool["gdn_conv"][self.layer_index], pool["delta"][self.layer_index]
-        qkv = convolve(raw, self.conv_weight, None, conv_states, inputs, kernels)
+        # The scan multiplies in the dtype of v.
+        qkv = convolve(raw, self.conv_weight, None, conv_states, inputs, kernels, out_dtype=config.dtype)
         keys = (config.delta_conv_dim - values) // 2
         q, k, v = torch.split(qkv, [keys, keys, values], dim=-1)
         q, k = (torch.unflatten(part, -1, (config.delta_num_key_heads, -1)) for part in (q, k))

@@ -74,8 +74,9 @@ def expected(oracle, tokens) -> Tensor:
 
 
 def assert_states(pool, slot: int, states: dict[str, Tensor]) -> None:
-    for name, state in states.items():
-        torch.testing.assert_close(pool[name][:, slot], state, rtol=0, atol=1e-11)
+    assert all_states(pool).keys() == states.keys()
+    for name, expected in states.items():
+        torch.testing.assert_close(pool[name][:, slot], expected, rtol=0, atol=1e-11)
 
 
 def all_states(pool) -> dict[str, Tensor]:

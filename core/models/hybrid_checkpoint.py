@@ -1,0 +1,130 @@
+"""A `HybridLM` in a folder: `config.json` and `model.safetensors`."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from ..checkpoint_files import CONFIG, CheckpointError, read_object
+from .hybrid_config import HybridConfig
+
+MODEL_TYPE = "mambaslots_hybrid_lm"
+WEIGHTS = "model.safetensors"
+# What other libraries write into a config, and what says nothing about the shape.
+_IGNORED = {
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+
+
+def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
+    """The shape in `config.json`; `dtype` takes the place of the one that it names.
+
+    Raises:
+        CheckpointError: the file is missing, or describes no `HybridLM`.
+    """
+    path = folder / CONFIG
+    content = read_object(path)
+    if content.get("model_type") != MODEL_TYPE:
+        raise CheckpointError(
+            f"model_type of {path} is {content.get('model_type')!r}; accepted: {MODEL_TYPE!r}"
+        )
+    names = {field.name: field.default is MISSING for field in fields(HybridConfig)}
+    if strange := sorted(content.keys() - names.keys() - _IGNORED):
+        raise CheckpointError(f"{path} has {', '.join(strange)}; accepted: {', '.join(names)}")
+    if missing := [name for name, required in names.items() if required and name not in content]:
+        raise CheckpointError(f"{path} has no {', '.join(missing)}")
+    values = {name: value for name, value in content.items() if name in names}
+    if "dtype" in values and values["dtype"] not in _DTYPES:
+        raise CheckpointError(f"dtype of {path} is {values['dtype']!r}; accepted: {', '.join(_DTYPES)}")
+    values["dtype"] = dtype or _DTYPES[values.get("dtype", "float32")]
+    try:
+        return HybridConfig(**values)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Write both files. Weights of the model's dtype are stored in `dtype`, wider ones in float32 or wider.
+
+    The weights are replaced at once, so that an interrupted call leaves the old ones.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    wide = torch.promote_types(dtype, torch.float32)
+    stored = {
+        name: weight.detach().to("cpu", wide if is_wide(name) else dtype).contiguous()
+        for name, weight in weights.items()
+    }
+    part = folder / f"{WEIGHTS}.part"
+    save_file(stored, part, metadata={"format": "pt"})
+    os.replace(part, folder / WEIGHTS)
+    values: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(config)}
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    content = {"model_type": MODEL_TYPE, **values}
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def is_wide(name: str) -> bool:
+    """Whether this parameter is kept in float32 or wider: time steps, decays, and what skips the SSM."""
+    return name.rpartition(".")[2] in ("dt_bias", "A_log", "D")
+
+
+class SavedWeights:
+    """The parameters in `model.safetensors` of a folder; the source of a loaded model's weights.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or corrupt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / WEIGHTS
+        try:
+            content = self._path.read_bytes()
+            self._tensors = load(content)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder} has no {WEIGHTS}") from error
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
+        self.name = f"weights {hashlib.sha256(content).hexdigest()[:16]}"
+
+    def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+        return self._take(name, shape)
+
+    def constant(self, name: str, values: Tensor) -> Tensor:
+        return self._take(name, tuple(values.shape))
+
+    def check_all_taken(self) -> None:
+        """Raise a CheckpointError where the file has tensors that the model did not ask for."""
+        if self._tensors:
+            names = ", ".join(sorted(self._tensors))
+            raise CheckpointError(f"{self._path} has weights that the model has not: {names}")
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors.pop(name, None)
+        if tensor is None:
+            raise CheckpointError(f"{self._path} has no {name}")
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{name} of {self._path} has the shape {list(tensor.shape)}; accepted: {list(shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{name} of {self._path} has the dtype {tensor.dtype}; accepted: a float dtype"
+            )
+        return tensor
