@@ -4,7 +4,7 @@ A synthetic checkpoint of a mixture of experts, bfloat16, in several shards, one
 on the CPU in processes of their own. What is printed is the largest resident memory during the load, over
 that before it, and its ratio to the floor: all weights, and once more the largest tensor that is merged of
 several. Two figures a load: all resident pages, and anonymous ones alone, because a file that is mapped is
-resident, too, though the system may take its pages back. The last is sampled each millisecond.
+resident, too, though the system may take its pages back. The latter are sampled each millisecond.
 
     python benchmarks/load_checkpoint.py --megabytes 1024 --json out.json
 

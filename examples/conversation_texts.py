@@ -1,62 +1,142 @@
-"""What the users of `serve_conversations.py` say, under which system prompts, and when.
+"""What the users of `serve_conversations.py` ask for, under which system prompts, and when.
 
-Everything is drawn with `random.Random` from the sentences below: a seed gives the same text everywhere.
+Each user writes a Python module with the model's help. Everything is drawn with `random.Random` from the
+texts below: a seed gives the same conversations everywhere.
 """
 
 from dataclasses import dataclass
 from random import Random
 
-SYSTEM_PROMPTS = (
-    "You are the night librarian of a small harbour town. Readers write to you when the desk is closed. "
-    "Answer briefly and warmly, name a book when one comes to mind, and say plainly when you do not know. "
-    "The library has three rooms: the reading room, the map room, and the cellar with the old newspapers. "
-    "Loans run for four weeks; nobody pays a fine who brings back a book dry. Never give away what another "
-    "reader has borrowed. If somebody asks for legal or medical advice, send them to a person who gives it.",
-    "You help the members of a community garden. The garden has forty beds, two rain barrels, a compost heap "
-    "and one wheelbarrow that everybody wants on Saturdays. Give one piece of advice at a time. Ask about "
-    "soil and light before you recommend a plant. The winters are wet and mild, the last frost comes in the "
-    "middle of April. We do not use poison, and we do not argue about slugs.",
-    "You are the assistant of a repair workshop for bicycles. Describe the fault back to the customer in one "
-    "sentence, then list what to check, cheapest first. Mention the tool that each check needs. If brakes, "
-    "fork or frame may be damaged, say so first and tell the customer not to ride. Prices are given only for "
-    "parts, never for work. The workshop is open from Tuesday to Saturday; in March it is always full, and a "
-    "customer who leaves the bicycle overnight gets it back in the order in which the bicycles came in.",
-    "You tutor adults who learn to read sheet music. Assume no earlier lessons. Use everyday words first and "
-    "the musical term after it, once. Every answer ends with a small exercise of at most four bars. Praise "
-    "what is right before you correct what is wrong.",
-)  # fmt: skip
+MODULES = {
+    '''"""Queues of lines that outlive the process.
 
-OPENINGS = (
-    "Good evening! Is somebody there at this hour?",
-    "Hello, I am new here. Where should I begin?",
-    "A friend sent me to you. Can you help me with a small question?",
-    "Could you explain to me how this works?",
-    "I tried it on my own yesterday and it went wrong.",
-    "What would you recommend to a complete beginner?",
-)
+A queue is a file. Readers take lines from its beginning, writers add lines to its end. Every change is
+written to disk before the call returns.
+"""
 
-TOPICS = (
-    "the old map of the harbour", "tomatoes under a glass roof", "a squeaking rear brake", "the bass clef",
-    "letters from the lighthouse keeper", "beans that climb a string", "a chain that jumps under load",
-    "a waltz in three quarters", "newspapers from the year of the flood", "compost that smells of vinegar",
-    "a wheel that is no longer round", "the dot behind a note", "stories about the winter sea",
-    "roses in a shady corner", "gears that change by themselves", "the difference between sharp and flat",
-    "a cookbook without any meat", "mint that takes over the whole bed", "a light that fails in the rain",
-    "rests at the beginning of a bar", "the history of the ferry", "apples that fall too early",
-    "a saddle that slowly sinks", "singing in two voices",
-)  # fmt: skip
+import json
+import os
+import threading
 
-FOLLOW_UPS = (
-    "Please tell me more about {}.",
-    "And what about {}? I have wondered for years.",
-    "My neighbour insists that {} is the real problem. Is that so?",
-    "How long does it take to get used to {}?",
-    "I have read two opinions on {}, and they contradict each other. Which one would you trust, and why?",
-    "Thanks. If I had only ten minutes a day for {}, what should I do with them?",
-    "Is {} something that I can manage alone, or do I need a second pair of hands?",
-    "Let us leave that for now. What do people usually get wrong about {}?",
-    "You mentioned it before, but I did not follow. What has that to do with {}?",
-    "Could you sum up in three short lines what you said, and add a word on {}?",
+__all__ = ["LineQueue", "Empty"]
+
+
+class Empty(Exception):
+    """Raised by LineQueue.get() if there is no line."""
+
+
+class LineQueue:
+    """A queue of lines in the file `path`, which is made if it does not exist."""
+
+    def __init__(self, path, maxsize=0):
+        self.path = path
+        self.maxsize = maxsize
+        self._lock = threading.Lock()
+        self._lines = []
+''': (
+        "put(self, line)", "get(self, block=True, timeout=None)", "close(self)", "empty(self)",
+        "qsize(self)", "__len__(self)", "__iter__(self)", "_load(self)", "_save(self, lines)",
+        "join(self)", "clear(self)", "__enter__(self)", "__exit__(self, *args)", "put_nowait(self, line)",
+    ),
+    '''"""Read and write tables whose cells are separated by a character.
+
+    for row in Table(file, sep=';'):
+        print(row['name'])
+"""
+
+import io
+import re
+from collections import OrderedDict
+
+_quoted = re.compile(r'"((?:[^"]|"")*)"')
+_default_sep = ','
+
+
+class Error(Exception):
+    """A row has too many cells, or too few."""
+
+
+class Table:
+    def __init__(self, file, sep=_default_sep, header=True):
+        self.file = file
+        self.sep = sep
+        self.names = None
+        self.line_num = 0
+        if header:
+            self.names = self.read_row()
+''': (
+        "read_row(self)", "write_row(self, row)", "parse_line(line, sep)", "quote(text)",
+        "unquote(text)", "__next__(self)", "__repr__(self)", "columns(self)", "sort(self, key=None)",
+        "to_string(self)", "split_cells(line, sep)", "main()", "join(rows, sep=',')", "is_number(text)",
+    ),
+    '''import unittest
+import tempfile
+import os
+from test import support
+
+from intervals import Interval, IntervalSet, merge
+
+
+class IntervalTestCase(unittest.TestCase):
+    """Intervals have a start and an end; the end does not belong to them."""
+
+    def setUp(self):
+        self.empty = IntervalSet()
+        self.one = IntervalSet([Interval(1, 4)])
+        self.two = IntervalSet([Interval(1, 4), Interval(6, 9)])
+
+    def test_len(self):
+        self.assertEqual(len(self.empty), 0)
+        self.assertEqual(len(self.one), 3)
+        self.assertEqual(len(self.two), 6)
+''': (
+        "test_contains(self)", "test_merge(self)", "test_repr(self)", "test_add(self)",
+        "test_equal(self)", "test_iter(self)", "test_hash(self)", "test_bad_arguments(self)",
+        "test_pickle(self)", "test_copy(self)", "tearDown(self)", "test_remove(self)", "test_bool(self)",
+        "check(self, start, end)",
+    ),
+    '''"""Find files that changed since the last run.
+
+The names, sizes and times of all files below a folder are kept in a small database. A file whose size or time
+differs is read, and its digest decides.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+
+BLOCKSIZE = 65536
+verbose = False
+
+
+def digest(path):
+    """Return the hex digest of the file."""
+    h = hashlib.sha256()
+    with open(path, 'rb') as f:
+        while block := f.read(BLOCKSIZE):
+            h.update(block)
+    return h.hexdigest()
+''': (
+        "walk(top, followlinks=False)", "load(path)", "save(path, entries)", "compare(old, new)",
+        "main(argv=None)", "usage(code, msg='')", "report(changed, file=None)", "is_hidden(name)",
+        "mtime(path)", "parse_args(args)", "remove(path)", "log(msg, *args)", "copy_file(src, dst)",
+        "relative(path, start)",
+    ),
+}  # fmt: skip
+SYSTEM_PROMPTS = tuple(f"You write Python. The module begins like this:\n\n{head}" for head in MODULES)
+
+ASKS = (
+    "Write the function `{signature}`.",
+    "Please write `{signature}`.",
+    "Now write `{signature}`.",
+    "I need a function `{signature}`.",
+    "How would you write `{signature}`?",
+    "Next is `{signature}`.",
+    "Continue this function:\n\ndef {signature}:\n",
+    "Complete this code:\n\ndef {signature}:\n",
+    'Please finish this:\n\ndef {signature}:\n    """',
 )
 
 
@@ -86,24 +166,26 @@ class Conversation:
 def conversations(count: int, turns: int, seed: int = 0) -> list[Conversation]:
     """Users who arrive one after the other; the same arguments give the same conversations."""
     rng = Random(seed)
-    return [
-        Conversation(
-            system_prompt=rng.choice(SYSTEM_PROMPTS),
-            start_step=60 * index + rng.randrange(30),
-            turns=tuple(_turn(number, rng) for number in range(turns)),
+    users = []
+    for index in range(count):
+        prompt, signatures = rng.choice(list(zip(SYSTEM_PROMPTS, MODULES.values(), strict=True)))
+        users.append(
+            Conversation(
+                system_prompt=prompt,
+                start_step=30 * index + rng.randrange(15),
+                turns=tuple(_turn(number, rng.choice(signatures), rng) for number in range(turns)),
+            )
         )
-        for index in range(count)
-    ]
+    return users
 
 
-def _turn(number: int, rng: Random) -> Turn:
-    asks = rng.choice(FOLLOW_UPS).format(rng.choice(TOPICS))
+def _turn(number: int, signature: str, rng: Random) -> Turn:
     return Turn(
-        text=rng.choice(OPENINGS) if number == 0 else asks,
-        answer_tokens=rng.randrange(20, 61),
-        temperature=rng.choice((None, 0.7, 1.0)),
+        text=rng.choice(ASKS).format(signature=signature),
+        answer_tokens=rng.randrange(60, 141),
+        temperature=rng.choice((None, 0.6, 0.8)),
         seed=rng.randrange(1 << 31),
-        think_steps=0 if number == 0 else rng.randrange(10, 90),
+        think_steps=0 if number == 0 else rng.randrange(5, 40),
     )
 
 

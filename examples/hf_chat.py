@@ -52,8 +52,8 @@ class Chat:
     def __init__(self, loaded: ms.LoadedModel, max_tokens: int, max_context: int) -> None:
         self._loaded = loaded
         self._params = loaded.sampling_params(num_tokens_to_generate=max_tokens)
-        chunk = loaded.model.state_spec().chunk_size or 1
-        block = -(-MIN_BLOCK // chunk) * chunk
+        grid = loaded.model.state_spec().grid
+        block = -(-MIN_BLOCK // grid) * grid
         config = ms.InferenceConfig(
             block_size_tokens=block,
             max_requests=1,

@@ -114,14 +114,14 @@ class WeightSources:
         by_target, strange = _match(model, wanted, checkpoint.names)
         ignored = _ignored(model, strange)
         if superfluous := [name for name in strange if name not in ignored]:
-            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {_listed(superfluous)}")
+            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
         made: set[str] = set()
         for source in by_target.values():
             _check_merged(source, wanted[source.target].shape)
             made.update(_checked_shapes(source, model, wanted, checkpoint))
         missing = wanted.keys() - made
         if absent := sorted(missing - _tied_to_present(model, made), key=dot_natural_key):
-            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {_listed(absent)}")
+            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {listed(absent)}")
         return cls(tuple(by_target.values()), tuple(ignored), frozenset(missing))
 
 
@@ -181,7 +181,7 @@ def _check_merged(source: WeightSource, shape: torch.Size) -> None:
                 raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
             before, after = templates[pattern]
             if absent := [f"{before}{i}{after}" for i in range(shape[dim]) if i not in indices]:
-                raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {_listed(absent)}")
+                raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {listed(absent)}")
 
 
 def _split_at_index(name: str, pattern: str) -> tuple[str, int, str]:
@@ -219,7 +219,8 @@ def _tied_to_present(model: PreTrainedModel, made: Collection[str]) -> set[str]:
     return set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
 
 
-def _listed(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
     shown = list(names)[:_MAX_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from ..checkpoint_files import CONFIG, CheckpointError, read_object
@@ -95,14 +95,13 @@ class SavedWeights:
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS
         try:
-            self._tensors = load_file(self._path)
-            with self._path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            content = self._path.read_bytes()
+            self._tensors = load(content)
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder} has no {WEIGHTS}") from error
         except SafetensorError as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
-        self.name = f"weights {digest[:16]}"
+        self.name = f"weights {hashlib.sha256(content).hexdigest()[:16]}"
 
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         return self._take(name, shape)

@@ -1,5 +1,6 @@
 """The main job, small, as a user starts it; and the oracle that it measures the cache with."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def test_a_small_run(plan: str, tmp_path: Path) -> None:
     lines = run.stdout.splitlines()
     assert lines[0].startswith("mambaslots: live states")
     assert lines[-1] == "outputs identical: yes"
+    assert any(line.startswith("def ") for line in answers(lines)), run.stdout
     assert plot_path.read_bytes().startswith(PNG_SIGNATURE)
 
     figures = json.loads(figures_path.read_text())
@@ -48,6 +50,12 @@ def test_a_small_run(plan: str, tmp_path: Path) -> None:
     assert 0 < 0.92 * figures["ideal_resumed_tokens"] <= figures["num_resumed_tokens"]
     for run_name in ("without_cache", "with_cache"):
         assert figures["ttft_ms"][run_name]["mean"] > 0
+
+
+def answers(lines: list[str]) -> list[str]:
+    """The lines of answers in the conversation that is shown."""
+    starts = [number + 1 for number, line in enumerate(lines) if line.startswith("[answer")]
+    return [line for start in starts for line in itertools.takewhile(bool, lines[start:])]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +169,16 @@ def test_the_oracle_agrees_with_the_engine() -> None:
         assert engine.generate([longer])[0].num_resumed_tokens == oracle.ideal(longer) > 0
 
 
+def make_small_model() -> ms.models.HybridLM:
+    """A random model with the vocabulary of the demo's."""
+    return ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float32, vocab_size=264))
+
+
 @pytest.fixture(scope="module")
 def served() -> tuple[ms.DynamicInferenceEngine, Run]:
     users = conversations(2, 3, seed=1)
     users = [replace(u, turns=tuple(replace(t, temperature=None) for t in u.turns)) for u in users]
-    engine = make_engine(ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float32)), users, None)
+    engine = make_engine(make_small_model(), users, None)
     return engine, Server("CPU", engine, users).serve(progress=False)
 
 

@@ -6,7 +6,10 @@ import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
+from oracle.model_kinds import PLAIN
 from oracle.serving import random_tokens, small_model
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 def test_a_later_chunk_jumps_ahead_to_a_state_that_another_request_committed_meanwhile() -> None:
@@ -37,9 +40,8 @@ def test_a_later_chunk_does_not_skip_on_a_kv_match_without_a_state() -> None:
     assert (first.start, first.stop) == (56, 57)
     context.begin_step([first])
     context.abort_step()
-    assert context.mamba_slot_allocator is not None
     state_block = context.match(request).blocks[6]
-    context.mamba_slot_allocator.invalidate_block(state_block)
+    context.prefix_cache.slots.forget([state_block])
 
     first = schedule(context, request, budget=16)
     run(context, first)
@@ -194,7 +196,8 @@ def test_a_cap_on_states_of_a_path_keeps_the_deepest(cap: int) -> None:
     assert with_state == list(range(6 - cap, 6))
 
 
-def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["Mamba-2"], indirect=True)
+def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused(kind: str) -> None:
     """Fault 20 of the stock context: no hit would ever be possible."""
     with pytest.raises(ValueError, match="block_size_tokens is 6; accepted: a multiple of 4, because"):
         make_context(block_size_tokens=6)
@@ -222,8 +225,9 @@ def test_reset_drops_requests_prefixes_and_counts() -> None:
     assert context.requests == []
 
 
+@pytest.mark.parametrize("kind", [PLAIN], indirect=True)
 @pytest.mark.parametrize("call", ["reset", "reset_prefix_cache", "suspend"])
-def test_what_a_host_has_planned_through_the_facade_is_forgotten(call: str) -> None:
+def test_what_a_host_has_planned_through_the_facade_is_forgotten(kind: str, call: str) -> None:
     context = make_context()
     slots = context.mamba_slot_allocator
     assert slots is not None

@@ -13,6 +13,7 @@ from oracle.serving import (
     random_tokens,
     run_checked,
     serve_checked,
+    small_config,
     small_engine,
     small_model,
 )
@@ -133,7 +134,7 @@ def test_it_is_off_unless_asked_for() -> None:
 @pytest.mark.parametrize("graphs", [None, 16])
 def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(graphs: int | None) -> None:
     def serve(poison: bool) -> list[list[int]]:
-        model = small_model(16, torch.float32).to("cuda")
+        model = ms.models.HybridLM(small_config(16, torch.float32), seed=3).to("cuda")
         engine = small_engine(
             model=model, block_size_tokens=16, poison_free_memory=poison, num_cuda_graphs=graphs
         )

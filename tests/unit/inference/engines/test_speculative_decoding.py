@@ -33,8 +33,6 @@ from oracle.serving import (
     small_model,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("kind")
-
 BLOCK = 8
 
 
@@ -151,6 +149,7 @@ class TestAcceptance:
         assert drafter is not RightDrafter or engine.stats().speculation.num_accepted > 5
 
 
+@pytest.mark.usefixtures("kind")
 class TestAnswers:
     @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 20])
     def test_right_drafts_save_steps(self, most):
@@ -278,6 +277,7 @@ class TestDrafters:
             small_engine(num_speculative_tokens=most)
 
 
+@pytest.mark.usefixtures("kind")
 class TestStates:
     @pytest.mark.sampled
     @pytest.mark.parametrize("in_place", [False, True], ids=["separate", "in place"])
@@ -424,6 +424,7 @@ class TestStates:
             replace(small_model().state_spec(), separate_states=value)
 
 
+@pytest.mark.usefixtures("kind")
 class TestOthers:
     def test_drafts_take_only_blocks_that_nobody_holds_and_give_back_what_was_wrong(self):
         engine = speculating(WrongDrafter, most=20, num_kv_blocks=4, max_sequence_length=32)
@@ -485,6 +486,7 @@ class TestOthers:
 TIGHT = {"num_kv_blocks": 12, "max_requests": 4, "max_tokens": 24}
 
 
+@pytest.mark.usefixtures("kind")
 class TestContext:
     def started(self) -> tuple[ms.DynamicInferenceEngine, RequestStep]:
         engine = speculating(lambda: Noted(), most=3)
@@ -530,6 +532,7 @@ class Recorded:
         return self._model(self._inputs)
 
 
+@pytest.mark.usefixtures("kind")
 class TestGraphs:
     def test_drafted_steps_run_by_graph_padded_to_all_the_drafts_there_may_be(self, monkeypatch):
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
