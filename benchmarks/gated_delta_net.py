@@ -31,7 +31,7 @@ KEY_HEADS, VALUE_HEADS, DIM, TAPS = 16, 32, 128, 4
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM
 SPLIT = [KEY_HEADS * DIM, KEY_HEADS * DIM, VALUE_HEADS * DIM]
 CHUNK, STORED_EVERY = 64, 256
-PREFILLS = ((1, 4096), (8, 512), (64, 64))
+PREFILLS = ((1, 4096), (8, 512))
 DECODES = (1, 8, 64)
 MOST = 1.3
 LARGEST_DIFFERENCE = 2e-2
@@ -338,32 +338,43 @@ def main() -> int:
         print("nothing measured: this needs a GPU")
         return 0
     bench = Bench()
-    rows = [prefill(bench, *shape) for shape in PREFILLS] + [decode(bench, count) for count in DECODES]
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    lines = [machine, "", *table(rows)]
-    faults = []
+    print(f"{machine}; the first calls compile and tune, for minutes", flush=True)
+    rows: list[Figures] = []
+    # What is required comes first. Every row is written at once: tuning may outlast a machine's time.
+    cases = [partial(prefill, bench, *PREFILLS[0]), *(partial(decode, bench, count) for count in DECODES)]
+    cases += [partial(prefill, bench, *shape) for shape in PREFILLS[1:]]
+    for case in cases:
+        rows.append(case())
+        print(table(rows[-1:])[2], flush=True)
+        lines = [machine, "", *table(rows), "", verdict(rows)]
+        if arguments.json is not None:
+            document = {
+                "benchmark": "gated_delta_net",
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "machine": machine,
+                "rows": [asdict(row) | {"ratio": row.ratio, "graph_ratio": row.graph_ratio} for row in rows],
+            }
+            arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+        if arguments.markdown is not None:
+            arguments.markdown.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return lines[-1].startswith("NOT MET")
+
+
+def verdict(rows: list[Figures]) -> str:
     first = rows[0]
-    for what, ratio in (("calls", first.ratio), ("a graph", first.graph_ratio)):
-        if not ratio <= MOST:
-            faults.append(f"{first.name} by {what}: {ratio:.2f} times fla's, at most {MOST}")
+    faults = [
+        f"{first.name} by {what}: {ratio:.2f} times fla's, at most {MOST}"
+        for what, ratio in (("calls", first.ratio), ("a graph", first.graph_ratio))
+        if not ratio <= MOST
+    ]
     faults += [
         f"{row.name}: differs by {row.difference:.1e}"
         for row in rows
         if not row.difference <= LARGEST_DIFFERENCE
     ]
-    lines += ["", "NOT MET " + "; ".join(faults) if faults else f"met: at most {MOST} times fla's time"]
-    print("\n".join(lines))
-    if arguments.json is not None:
-        document = {
-            "benchmark": "gated_delta_net",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": machine,
-            "rows": [asdict(row) | {"ratio": row.ratio, "graph_ratio": row.graph_ratio} for row in rows],
-        }
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text("\n".join(lines) + "\n")
-    return bool(faults)
+    return "NOT MET " + "; ".join(faults) if faults else f"met: at most {MOST} times fla's time"
 
 
 if __name__ == "__main__":

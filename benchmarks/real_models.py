@@ -2,7 +2,7 @@
 
 For each config: a prompt that is computed whole, with a state stored at every block; the same prompt and a
 new turn, which resumes; steps that decode several requests, eager and by CUDA graph. And the logits of a
-prompt beside those of transformers' own forward, in the model's dtype.
+prompt beside those of transformers' own forward, in bfloat16 and in float32.
 
     python benchmarks/real_models.py --json out.json                  (one GPU; Nemotron-H-8B and Qwen3.5-4B)
     python benchmarks/real_models.py --device cpu --layers 4 --narrow   (does it run?)
@@ -82,7 +82,7 @@ def logits_of_transformers(model: Any, tokens: list[int], device: torch.device) 
 class Bench:
     """One served model."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
+    def __init__(self, name: str, args: argparse.Namespace, dtype: torch.dtype) -> None:
         from mambaslots.hf.served_model import ServedModel
 
         self.name = name
@@ -90,12 +90,11 @@ class Bench:
         self.length = args.tokens
         self.repeats = args.repeats
         self._draw = random.Random(0)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         config = config_of(name, args.layers, args.narrow)
         model = random_model(config, dtype, self.device)
         self._vocabulary = model.config.vocab_size
-        self._probe = self.tokens(min(512, args.tokens))
-        self._theirs = logits_of_transformers(model, self._probe, self.device)
+        self.probe = self.tokens(min(512, args.tokens))
+        self._theirs = logits_of_transformers(model, self.probe, self.device)
         self.model = ServedModel(model)
         self.weights_gb = sum(p.numel() * p.itemsize for p in model.parameters()) / 2**30
         self.spec = self.model.state_spec()
@@ -131,7 +130,7 @@ class Bench:
 
         engine = self.engine(1, self.length + BLOCK, None)
         noting = ms.DynamicInferenceEngine(Noted(), engine.config)
-        noting.generate([self._probe], ms.SamplingParams(num_tokens_to_generate=1))
+        noting.generate([self.probe], ms.SamplingParams(num_tokens_to_generate=1))
         difference = (logits[-1][0].float() - self._theirs).abs().max() / self._theirs.abs().max()
         return float(difference)
 
@@ -203,6 +202,15 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
+def parity_in_float32(name: str, args: argparse.Namespace) -> float:
+    """`Bench.parity` of the model in float32, whose memory is free afterwards."""
+    error = Bench(name, args, torch.float32).parity()
+    gc.collect()
+    if args.device != "cpu":
+        torch.cuda.empty_cache()
+    return error
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which (default: all)")
@@ -222,14 +230,18 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}")
     documents = []
     for model_name in args.models:
-        bench = Bench(model_name, args)
+        wide = parity_in_float32(model_name, args)
+        bench = Bench(model_name, args, torch.bfloat16 if device.type == "cuda" else torch.float32)
         spec, layers = bench.spec, bench.model.config.num_hidden_layers
         print(
             f"\n{model_name}: {layers} layers, weights {bench.weights_gb:.1f} GB, a state "
             f"{spec.state_bytes / 1e6:.1f} MB, KV {spec.kv_block_bytes(1) / 1e3:.0f} kB a token"
         )
         error = bench.parity()
-        print(f"logits beside transformers' own, {len(bench._probe)} tokens: {error:.1e} of the largest")
+        print(
+            f"largest difference from transformers' logits, {len(bench.probe)} tokens, relative to the "
+            f"largest: {error:.1e}; in float32 {wide:.1e}"
+        )
         rows = bench.prefill() + bench.decode(1) + bench.decode(32)
         print("what                        tokens   resumed         ms   states stored")
         for row in rows:
@@ -243,6 +255,7 @@ def main() -> None:
                 "layers": layers,
                 "state_bytes": spec.state_bytes,
                 "parity": error,
+                "parity_float32": wide,
                 "rows": rows,
             }
         )

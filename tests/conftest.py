@@ -49,3 +49,12 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs with each kind of model: `oracle.serving.small_model()` is of this one."""
     with kind_of_model(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def one_fla_configuration() -> Iterator[None]:
+    """See `oracle.fla_stages`, which imports fla-core."""
+    from oracle.fla_stages import one_configuration
+
+    with one_configuration():
+        yield

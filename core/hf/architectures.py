@@ -274,7 +274,7 @@ def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel
     from transformers import AutoModelForCausalLM
 
     text = text_config(config)
-    state_spec(text, dtype)
+    state_spec(text, dtype)  # raises for a dtype of states that is not served
     register_attention()
     register_experts()
     with torch.device("meta"):

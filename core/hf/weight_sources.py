@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
@@ -53,11 +54,39 @@ class WeightSource:
 
         if self.converter is None:
             return {self.target: read(self.names[0])}
+        if device != _META and (merged := self._merged(model, checkpoint, device, dtype)) is not None:
+            return {self.target: merged}
         converter = deepcopy(self.converter)
         for name, pattern in zip(self.names, self.patterns, strict=True):
             converter.add_tensor(self.target, name, pattern, partial(read, name))
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+    def _merged(
+        self, model: PreTrainedModel, checkpoint: Tensors, device: torch.device, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The weight, filled tensor by tensor; None where a conversion does more than stack and concatenate.
+
+        transformers' own operations hold all tensors and what they make of them at once.
+        """
+        operations = [] if self.converter is None else list(self.converter.operations)
+        merge = operations.pop(0) if operations and isinstance(operations[0], MergeModulelist) else None
+        join = operations.pop(0) if operations and isinstance(operations[0], Concatenate) else None
+        if self.converter is None or operations or (join is None and merge is None):
+            return None
+        weight = torch.empty(model.get_parameter(self.target).shape, dtype=dtype, device=device)
+        begin = 0
+        for pattern in self.converter.source_patterns:
+            names = [name for name, its in zip(self.names, self.patterns, strict=True) if its == pattern]
+            for group in [names] if merge else [[name] for name in names]:
+                shape = list(checkpoint.shape(group[0]))
+                if merge:
+                    shape.insert(merge.dim, len(group))
+                part = weight.narrow(join.dim, begin, shape[join.dim]) if join else weight
+                for place, name in zip(part.unbind(merge.dim) if merge else [part], group, strict=True):
+                    place.copy_(checkpoint.read(name, device, dtype))
+                begin += shape[join.dim] if join else 0
+        return weight
 
 
 @dataclass(frozen=True)
@@ -85,14 +114,14 @@ class WeightSources:
         by_target, strange = _match(model, wanted, checkpoint.names)
         ignored = _ignored(model, strange)
         if superfluous := [name for name in strange if name not in ignored]:
-            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {_listed(superfluous)}")
+            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
         made: set[str] = set()
         for source in by_target.values():
             _check_merged(source, wanted[source.target].shape)
             made.update(_checked_shapes(source, model, wanted, checkpoint))
         missing = wanted.keys() - made
         if absent := sorted(missing - _tied_to_present(model, made), key=dot_natural_key):
-            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {_listed(absent)}")
+            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {listed(absent)}")
         return cls(tuple(by_target.values()), tuple(ignored), frozenset(missing))
 
 
@@ -152,7 +181,7 @@ def _check_merged(source: WeightSource, shape: torch.Size) -> None:
                 raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
             before, after = templates[pattern]
             if absent := [f"{before}{i}{after}" for i in range(shape[dim]) if i not in indices]:
-                raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {_listed(absent)}")
+                raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {listed(absent)}")
 
 
 def _split_at_index(name: str, pattern: str) -> tuple[str, int, str]:
@@ -190,7 +219,8 @@ def _tied_to_present(model: PreTrainedModel, made: Collection[str]) -> set[str]:
     return set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
 
 
-def _listed(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
     shown = list(names)[:_MAX_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

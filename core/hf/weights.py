@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .checkpoint import Checkpoint, Tensors
 from .float8 import Float8Checkpoint
-from .weight_sources import WeightSources
+from .weight_sources import WeightSources, listed
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def load_weights(
         checkpoint: Tensors = stored if blocks is None else Float8Checkpoint(stored, blocks)
         sources = WeightSources.find(model, checkpoint)
         if sources.ignored:
-            logger.info("%s: not loaded, not of the text model: %s", folder, ", ".join(sources.ignored))
+            logger.info("%s: not loaded, not of the text model: %s", folder, listed(sources.ignored))
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for source in sources.sources:
             weights = source.weights(model, checkpoint, device, dtypes[source.target])

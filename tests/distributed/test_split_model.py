@@ -94,6 +94,7 @@ class Traffic:
 
 
 @pytest.mark.sampled
+@pytest.mark.usefixtures("kind")
 @every_split
 @pytest.mark.parametrize("mode", ["plain", "mixed", "in place"])
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferen
     return engine.context
 
 
+@pytest.mark.usefixtures("kind")
 @every_split
 def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: World, split: str) -> None:
     prompt = random_tokens(45, seed=1)
@@ -148,8 +150,8 @@ def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: Wor
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("pattern", ["MM**", "**MM", "M-M*-*", "MMM*"])
-def test_a_stage_without_mamba_or_attention_layers_makes_the_same_skips(world: World, pattern: str) -> None:
+@pytest.mark.parametrize("pattern", ["MM**", "**MM", "M-M*-*", "MMM*", "GM*C", "CCG*"])
+def test_a_stage_without_states_or_attention_layers_makes_the_same_skips(world: World, pattern: str) -> None:
     engines = [
         small_engine(model=world.model(split, pattern), num_mamba_slots=4, num_kv_blocks=24)
         for split in ("pp 2", None)
@@ -167,14 +169,14 @@ def budget(world: World, pattern: str, **overrides: object) -> ms.DynamicInferen
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("pattern", ["MM**", "MMM*", "M-M*-*", "**MM"])
+@pytest.mark.parametrize("pattern", ["MM**", "MMM*", "M-M*-*", "**MM", "GM*C", "CCG*"])
 def test_fault_15_pools_are_as_large_as_the_poorest_stage_can_afford(world: World, pattern: str) -> None:
     mamba, kv = 40_000 / GIGABYTE, 100_000 / GIGABYTE
     context = budget(world, pattern, prefix_caching_mamba_gb=mamba, buffer_size_gb=kv)
     spec = context.spec
     alone = [
         unit and int(size * GIGABYTE) // unit
-        for size, unit in ((mamba, spec.state_bytes), (kv, spec.kv_block_bytes(8)))
+        for size, unit in ((mamba, spec.slot_bytes), (kv, spec.kv_block_bytes(8)))
     ]
     affordable = world.gathered(alone)
     slots, blocks = (min(rank[i] for rank in affordable if rank[i]) for i in range(2))
@@ -189,6 +191,24 @@ def test_a_budget_that_buys_nothing_on_one_stage_is_refused_by_all(world: World,
     settings = {"prefix_caching_mamba_gb": 0.01, "buffer_size_gb": 0.01}
     with pytest.raises(ValueError, match=f"{name} is"):
         budget(world, "MMM*", **settings | {name: 1e-7})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_budget_for_kv_of_no_bytes_buys_names_for_all_states(world: World, caching: bool) -> None:
+    """No stage has attention: KV blocks name the prefixes of all requests and, four times, of all slots."""
+    slots = 30 + world.rank if caching else None
+    context = budget(world, "MGC-", num_mamba_slots=slots, buffer_size_gb=0.01, enable_prefix_caching=caching)
+    assert context.memory.kv_cache.nbytes == 0
+    assert context.kv_block_allocator.total_count == 4 * 14 + (4 * 30 * 14 if caching else 0)
+    engines = [
+        small_engine(
+            model=world.model(split, "MGC-"), max_sequence_length=112, num_kv_blocks=None,
+            buffer_size_gb=0.01, enable_prefix_caching=caching,
+        )
+        for split in ("pp 2", None)
+    ]  # fmt: skip
+    Traffic(*engines, seed=5).run(requests=8)
 
 
 @pytest.mark.ranks(2)

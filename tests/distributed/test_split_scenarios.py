@@ -16,10 +16,13 @@ NOT_SPLIT = {
     # a split model's engine is broken by a failed step, which other ranks may have made
     "test_a_failing_forward_costs_time_and_no_tokens",
 }
-pytestmark = pytest.mark.sampled(_split=("tp 2", "pp 2", "tp 2, pp 2"))
+pytestmark = [
+    pytest.mark.sampled(_split=("tp 2", "pp 2", "tp 2, pp 2")),
+    pytest.mark.usefixtures("kind"),
+]
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in NOT_SPLIT})
 
 
 @pytest.fixture(autouse=True, params=splits())
-def _split(world: World, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _split(kind: str, world: World, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(serving.DEFAULTS, "model", world.model(request.param))

@@ -157,6 +157,23 @@ def test_files_from_any_split_to_any_other(world: World, folder: Path, source: S
     check_files(world, folder, "Mamba-2", source, target)
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "target"),
+    [
+        pytest.param("gated delta net", (2, 1), (1, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("gated delta net", (2, 1), (4, 1), marks=pytest.mark.ranks(4)),
+        pytest.param("short convolution", (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("mix", (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("mix", (4, 1), (1, 4), marks=pytest.mark.ranks(4)),
+        pytest.param("mix", (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
+    ],
+)
+def test_files_of_other_kinds_of_state(
+    world: World, folder: Path, kind: str, source: Split, target: Split
+) -> None:
+    check_files(world, folder, kind, source, target)
+
+
 def check_files(world: World, folder: Path, kind: str, source: Split, target: Split) -> None:
     """What one split has saved, another loads to the bit, and both serve the answers of the recurrence."""
     sizes = [prod(source), prod(target)]
@@ -450,16 +467,17 @@ HANDOVERS: list[tuple[int, Split, Split]] = [
 class Parties:
     """The first replica of one split gives, the last one of another takes; ranks of neither watch."""
 
-    def __init__(self, world: World, source: Split, target: Split) -> None:
+    def __init__(self, world: World, source: Split, target: Split, kind: str = "Mamba-2") -> None:
         self.world = world
-        self.engines = [engine_at(world, source), engine_at(world, target)]
+        self.kind = kind
+        self.engines = [engine_at(world, source, kind), engine_at(world, target, kind)]
         self.givers, self.takers = source[0] * source[1], target[0] * target[1]
         self.gives = world.rank < self.givers
         self.takes = world.rank >= world.size - self.takers
-        self.whole = whole_of(world, self._warm(), self.givers)
+        self.whole = whole_of(world, self._warm(), self.givers, kind)
 
     def _warm(self) -> PrefixShard:
-        serve(self.engines[0])
+        serve(self.engines[0], self.kind)
         return export_prefixes(self.engines[0])
 
     @property
@@ -504,7 +522,16 @@ def handovers(*sizes: int) -> list[Any]:
 
 @pytest.mark.parametrize(("source", "target"), handovers())
 def test_hand_over(world: World, source: Split, target: Split) -> None:
-    parties = Parties(world, source, target)
+    check_hand_over(world, source, target, "Mamba-2")
+
+
+@pytest.mark.ranks(4)
+def test_hand_over_of_a_mix(world: World) -> None:
+    check_hand_over(world, (2, 1), (1, 2), "mix")
+
+
+def check_hand_over(world: World, source: Split, target: Split, kind: str) -> None:
+    parties = Parties(world, source, target, kind)
     report, took = parties.hand_over(f"to {target} from {source}")
     if parties.takes:
         assert report.failure == ""
@@ -512,13 +539,13 @@ def test_hand_over(world: World, source: Split, target: Split) -> None:
         assert report.imported.states == len(parties.whole.forest.states)
         place = (world.rank - (world.size - parties.takers)) % (target[0] * target[1])
         shard = (place % target[0], target[0]), (place // target[0], target[1])
-        assert same(pooled(parties.taker, parties.whole), sliced(parties.whole, *shard))
+        assert same(pooled(parties.taker, parties.whole), sliced(parties.whole, *shard, kind))
         parties.taker.context.check_integrity()
     sent = world.gathered(report.bytes if parties.gives else 0)
     world.gathered(None)
     if not parties.takes:
         parties.taker.reset()
-    resumed = world.gathered(serve(parties.taker)[0])
+    resumed = world.gathered(serve(parties.taker, kind)[0])
     assert min(resumed[-1]) > 0
     if world.rank == 0:
         print(f"{source} to {target}: {sum(sent)} bytes in {took:.3f} s; resumed {resumed[-1]}; {report}")

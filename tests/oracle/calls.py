@@ -9,7 +9,7 @@ import mambaslots as ms
 
 from .ledger import Entry, Ledger
 from .toy_answers import Ask, answer
-from .toy_lm import ToyLM
+from .toy_lm import TOYS, ToyKind, ToyLM
 
 # Token ids that any wrong state or block would betray: one text, and its forks.
 TEXT = [(7 * i * i + 3 * i) % 29 for i in range(40)]
@@ -32,14 +32,15 @@ Engine = ms.DynamicInferenceEngine
 class HalfRightDrafter:
     """Knows the answers of one version; every third draft is wrong."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], kind: ToyKind) -> None:
         self._prompts = [tuple(prompt) for prompt in prompts]
+        self._kind = kind
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         for prompt in self._prompts:
             done = len(tokens) - len(prompt)
             if done > 0 and tuple(tokens[: len(prompt)]) == prompt:
-                right = answer(Ask(prompt, 40)).tokens[done : done + max_drafts]
+                right = answer(Ask(prompt, 40, kind=self._kind)).tokens[done : done + max_drafts]
                 return [(token + ((done + i) % 3 == 2)) % 29 for i, token in enumerate(right)]
         return []
 
@@ -54,11 +55,15 @@ class Stage(Ledger):
     """
 
     def __init__(self, bystander_length: int | None = None, **settings: Any) -> None:
-        """`bystander_length`: a stream of so many tokens runs beside the call; None for no stream."""
-        in_place = settings.pop("in_place", False)
+        """Settings are the engine's; also the toy's `in_place` and `toy`, one of `TOYS`.
+
+        Args:
+            bystander_length: a stream of so many tokens runs beside the call; None for no stream.
+        """
+        in_place, kind = settings.pop("in_place", False), TOYS[settings.pop("toy", "one sum")]
         drafts = settings.get("num_speculative_tokens", 0)
-        model = ToyLM(in_place)
-        drafter = HalfRightDrafter([TEXT[:14], TEXT[:18], FORK, OTHER[:10]]) if drafts else None
+        model = ToyLM(in_place, kind)
+        drafter = HalfRightDrafter([TEXT[:14], TEXT[:18], FORK, OTHER[:10]], kind) if drafts else None
         config = ms.InferenceConfig(**(SETTINGS | settings))
         super().__init__(ms.DynamicInferenceEngine(model, config, drafter=drafter), model)
         self.bystanders: list[ms.TokenStream] = []
@@ -74,7 +79,7 @@ class Stage(Ledger):
             self.step()
 
     def entry(self, prompt: Sequence[int], length: int = 3, **options: Any) -> Entry:
-        return Entry(Ask(tuple(prompt), length, self.model.version), **options)
+        return Entry(Ask(tuple(prompt), length, self.model.version, kind=self.model.kind), **options)
 
     def serve(self, *prompts: Sequence[int], length: int = 2, **options: Any) -> None:
         """Serve prompts at once, with the model's present weights, and check the answers."""

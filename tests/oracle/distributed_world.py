@@ -13,8 +13,8 @@ from oracle.serving import SEED, small_config
 SPLITS = {"tp 2": (2, 1), "tp 4": (4, 1), "pp 2": (1, 2), "tp 2, pp 2": (2, 2)}
 """The sizes of the tensor group and of the pipeline group.
 
-Of `small_model`, with tp 4 two ranks each hold the same KV head, and the same B and C; with pp 2 the second
-stage has no attention.
+With tp 4 two ranks each hold the same KV head, the same B and C, and the same key head of a delta net. With
+pp 2 the second stage of the Mamba-2 model has no attention.
 """
 
 
@@ -53,16 +53,18 @@ class World:
                 pipeline = group if self.rank in members else pipeline
         return ParallelGroups(tensor, pipeline)
 
-    @cache  # noqa: B019
     def model(
         self,
         split: str | None,
-        pattern: str = "M*-M",
+        pattern: str | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> ms.models.HybridLM:
         """`small_model`, or one of other layers, split over the ranks; None: all of it on each."""
+        return self._model(split, small_config(dtype=dtype, pattern=pattern))
+
+    @cache  # noqa: B019
+    def _model(self, split: str | None, config: ms.models.HybridConfig) -> ms.models.HybridLM:
         groups = None if split is None else self.groups(*SPLITS[split])
-        config = small_config(dtype=dtype, pattern=pattern)
         return ms.models.HybridLM(config, SEED, groups=groups).to(self.device)
 
     def gathered(self, value: object) -> list[Any]:

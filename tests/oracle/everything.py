@@ -156,7 +156,9 @@ class Fuzzer(Ledger):
         stops = tuple(random.sample(range(ALPHABET), random.choice([0, 0, 0, 2])))
         prompt = self._prompt() if prompt is None else prompt
         seed = random.randrange(1 << 40)
-        entry = Entry(Ask(tuple(prompt), length, self.model.version, **draws, seed=seed, stops=stops))
+        model = self.model
+        ask = Ask(tuple(prompt), length, model.version, **draws, seed=seed, stops=stops, kind=model.kind)
+        entry = Entry(ask)
         entry.salt = random.choice([None, None, None, b"tenant"])
         entry.prompt_log_probs = random.random() < 0.1
         entry.may_be_cut = bool(self.counts["pins"])  # pins may leave too little memory for it

@@ -273,14 +273,16 @@ def interrupt_call(
     *,
     again: bool,
     then: int = 0,
+    toy: str = "one sum",
 ) -> Tally:
     """Raise `error` at chosen places of a call, each time in a new engine.
 
     Args:
         again: whether the user makes the call once more.
         then: how many places later the error is raised a second time; 0 for once.
+        toy: the kind of model, one of `TOYS`.
     """
-    trial, tally = Trial(call, new_places), Tally()
+    trial, tally = Trial(call, new_places, toy=toy), Tally()
     tally.num_places = trial.num_places(None)
     for number in choice(tally.num_places):
         where = [number, number + then] if then else [number]
@@ -290,13 +292,19 @@ def interrupt_call(
 
 
 def drop_in_call(
-    call: Call, drop: Callable[[Stage], Action], new_places: Callable[[], Places], choice: Choice, policy: str
+    call: Call,
+    drop: Callable[[Stage], Action],
+    new_places: Callable[[], Places],
+    choice: Choice,
+    policy: str,
+    toy: str = "one sum",
 ) -> Tally:
     """Drop a stream at chosen places of a call: in turn one that runs on, and one that ends in the call.
 
-    `policy`: the cache's eviction policy.
+    `policy`: the cache's eviction policy. `toy`: the kind of model, one of `TOYS`.
     """
-    trial, tally = Trial(call, new_places, bystanders=True, prefix_caching_eviction_policy=policy), Tally()
+    settings = {"prefix_caching_eviction_policy": policy, "toy": toy}
+    trial, tally = Trial(call, new_places, bystanders=True, **settings), Tally()
     for number, length in enumerate(trial.lengths):
         num_places = trial.num_places(length)
         tally.num_places = max(num_places, tally.num_places)

@@ -92,7 +92,7 @@ class Entry:
         ):
             raise LeftWrongError("counts", f"prompt tokens are not accounted for: {result}")
         if self.prompt_log_probs and not cut:
-            wanted = prompt_log_probs(self.ask.prompt, self.ask.version)
+            wanted = prompt_log_probs(self.ask.prompt, self.ask.version, self.ask.kind)
             if not _close(result.prompt_log_probs, wanted):
                 raise LeftWrongError("answer", f"prompt log-probs {result.prompt_log_probs}, not {wanted}")
 
@@ -302,7 +302,7 @@ class Ledger:
         """Nothing is held: no block, slot, row or request."""
         engine, stats, context = self.engine, self.engine.stats(), self.engine.context
         self.check_integrity()
-        metadata, slots = context.mamba_metadata, context.mamba_slot_allocator
+        metadata = context.mamba_metadata
         left = {
             "requests": len(engine._books.requests),
             "running requests": stats.num_running,
@@ -312,7 +312,7 @@ class Ledger:
             "live slots": metadata.num_live_slots - metadata.free_count,
             "KV blocks": stats.cache.num_held_kv_blocks,
             "reserved slots": stats.cache.num_reserved_slots,
-            "slot pins": len(slots.pins) if slots is not None else 0,
+            "slot pins": len(context.prefix_cache.slots.pins),
         }
         if any(left.values()):
             raise LeftWrongError(

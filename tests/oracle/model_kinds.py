@@ -2,12 +2,14 @@
 
 A test that asks for the fixture `kind` runs once with each: `oracle.serving.small_model()` is a model of this
 kind while it runs. `make test` runs each of its cases on one kind, every other one on the mix; see
-`oracle.budget`.
+`oracle.budget`. State machines draw a kind.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from hypothesis import strategies as st
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,17 @@ KINDS = {
     "windows alone": ModelKind("C-C"),
 }
 """Of short convolutions alone, a prefill's chunks are its KV blocks. Without attention, KV has no bytes."""
+WITH_ATTENTION = [name for name, kind in KINDS.items() if "*" in kind.pattern]
 MIX = "mix of all"
 PLAIN = "Mamba-2"
 """What runs where no kind is asked for."""
 
+kinds = st.sampled_from(list(KINDS))
 _present = [PLAIN]
 
 
 def present_kind() -> str:
     return _present[-1]
-
-
-def choose_kind(name: str) -> None:
-    """From now on; for state machines, whose examples may end anywhere."""
-    _present[-1] = name
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import mambaslots as ms
 
 from .ledger import Entry
 from .toy_answers import answer
-from .toy_lm import ToyLM
+from .toy_lm import TOYS, ToyLM
 
 LONGEST = 96  # tokens of a prompt and its answer
 LONGEST_PROMPT = 66
@@ -78,7 +78,8 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
         checkpoint_plan=random_plan(random, block),
         num_speculative_tokens=drafts,
     )
-    model, drafter = ToyLM(in_place=random.random() < 0.3), None
+    model = ToyLM(random.random() < 0.3, random.choice(list(TOYS.values())))
+    drafter = None
     kind = random.choice(["right", "wrong", "mixed", "n-grams"])
     if drafts and kind != "n-grams":
         drafter = KnowingDrafter(random, kind)

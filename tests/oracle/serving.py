@@ -44,6 +44,16 @@ def small_config(
     )  # fmt: skip
 
 
+def tiny_model(dtype: torch.dtype, device: torch.device | str = "cpu") -> ms.models.HybridLM:
+    """A model of the present kind with chunks of 16 and 32 tokens, as kernels of GPUs take; on `device`."""
+    kind = KINDS[present_kind()]
+    config = ms.models.HybridConfig.tiny(
+        dtype, pattern=kind.pattern, ssd_chunk_size=4 * kind.ssd_chunk_size,
+        delta_chunk_size=4 * kind.delta_chunk_size,
+    )  # fmt: skip
+    return ms.models.HybridLM(config, seed=SEED).to(device)
+
+
 DEFAULTS: dict[str, object] = {}
 """What `small_engine` takes for given; see `oracle.drafters.speculating`."""
 

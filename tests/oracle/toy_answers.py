@@ -11,12 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from .toy_lm import DIM, TAPS, Array, Weights, weights_of
+from .toy_lm import DIM, TAPS, TOYS, Array, ToyKind, Weights, weights_of
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks: its prompt, how its tokens are drawn, what ends it, and the weights."""
+    """What a request asks: its prompt, how its tokens are drawn, what ends it, and the model."""
 
     prompt: tuple[int, ...]
     length: int
@@ -26,6 +26,7 @@ class Ask:
     top_p: float | None = None
     seed: int = 0
     stops: tuple[int, ...] = ()
+    kind: ToyKind = TOYS["one sum"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class Answer:
 class Sequence:
     """One sequence; `step` takes a token and gives the logits behind it."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, kind: ToyKind) -> None:
         self._weights = weights
+        self._kind = kind
         self._window = [np.zeros(DIM) for _ in range(TAPS - 1)]
-        self._sum = np.zeros(DIM)
+        self._sums = [np.zeros(DIM) for _ in kind.grids]
         self._keys: list[Array] = []
         self._values: list[Array] = []
 
@@ -51,9 +53,13 @@ class Sequence:
         w = self._weights
         x = w.embedding[token]
         seen = [*self._window, x]
-        self._sum = w.decay * self._sum + sum(tap * part for tap, part in zip(w.taps, seen, strict=True))
+        mixed = sum(tap * part for tap, part in zip(w.taps, seen, strict=True))
         self._window = seen[1:]
-        x = x + np.tanh(self._sum)
+        for number, old in enumerate(self._sums):
+            self._sums[number] = w.decay ** (number + 1) * old + mixed
+        x = x + np.tanh(sum(self._sums) if self._sums else mixed)
+        if not self._kind.attention:
+            return np.asarray(x @ w.head)
         turn = math.cos(0.3 * len(self._keys))
         self._keys.append(x @ w.key * turn)
         self._values.append(x @ w.value)
@@ -66,7 +72,7 @@ class Sequence:
 @lru_cache(maxsize=4096)
 def answer(ask: Ask) -> Answer:
     """The whole answer."""
-    sequence = Sequence(weights_of(ask.version))
+    sequence = Sequence(weights_of(ask.version), ask.kind)
     for token in ask.prompt:
         logits = sequence.step(token)
     tokens: list[int] = []
@@ -83,9 +89,9 @@ def answer(ask: Ask) -> Answer:
 
 
 @lru_cache(maxsize=4096)
-def prompt_log_probs(prompt: tuple[int, ...], version: int) -> tuple[float, ...]:
+def prompt_log_probs(prompt: tuple[int, ...], version: int, kind: ToyKind) -> tuple[float, ...]:
     """The log-probs of prompt tokens 1 .. N-1."""
-    sequence = Sequence(weights_of(version))
+    sequence = Sequence(weights_of(version), kind)
     rows = [log_softmax(sequence.step(token)) for token in prompt[:-1]]
     return tuple(float(row[token]) for row, token in zip(rows, prompt[1:], strict=True))
 

@@ -1,7 +1,8 @@
 """A tiny hybrid model whose weights change, which fails when asked to, and whose logits can be NaN.
 
-A recurrent layer (a short convolution and a decaying sum), then one attention layer, in numpy and float64.
-The model computes one row of a step after the other. `oracle.toy_answers` says what the model must answer.
+A recurrent layer (a short convolution, and decaying sums of what it gives), then one attention layer, in
+numpy and float64; a `ToyKind` may lack the sums or the attention. The model computes one row of a step after
+the other. `oracle.toy_answers` says what the model must answer.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from itertools import pairwise
 import mambaslots as ms
 import numpy as np
 import torch
+from mambaslots.state_tensor import StateTensor
 from numpy.typing import NDArray
-from oracle.state_tensors import conv_and_ssm
 from torch import Tensor
 
 VOCABULARY, DIM, TAPS = 31, 6, 3
@@ -22,6 +23,28 @@ Array = NDArray[np.float64]
 
 class ForwardError(Exception):
     """What a failing forward raises."""
+
+
+@dataclass(frozen=True)
+class ToyKind:
+    """What a toy remembers of a sequence, beside the convolution's window.
+
+    Attributes:
+        grids: of its decaying sums: inside a prefill, each exists at multiples of its number alone.
+        attention: whether it has keys and values.
+    """
+
+    grids: tuple[int, ...] = (4,)
+    attention: bool = True
+
+
+TOYS = {
+    "one sum": ToyKind(),
+    "two sums": ToyKind((4, 2)),
+    "window": ToyKind(()),
+    "sums alone": ToyKind((2, 4), attention=False),
+    "window alone": ToyKind((), attention=False),
+}
 
 
 @dataclass(frozen=True)
@@ -55,10 +78,16 @@ def weights_of(version: int) -> Weights:
     return Weights.of(version)
 
 
+def decays_of(weights: Weights, kind: ToyKind) -> list[Array]:
+    """Of each sum: [DIM]."""
+    return [weights.decay ** (1 + number) for number, _ in enumerate(kind.grids)]
+
+
 class ToyLM:
     """What an engine under test serves.
 
     Attributes:
+        kind: what the model remembers.
         version: which weights the model has now; may be set between two steps.
         fails: "before" or "after" makes the next forward raise a `ForwardError` there; "" makes none.
         spoils: the next forward makes the logits, stored states, keys and values of one row NaN: of the row
@@ -67,9 +96,10 @@ class ToyLM:
         num_spoiled: how many forwards were spoiled.
     """
 
-    def __init__(self, in_place: bool = False) -> None:
+    def __init__(self, in_place: bool = False, kind: ToyKind = TOYS["one sum"]) -> None:
         """`in_place`: whether kernels update states where they lie, and read no state elsewhere."""
         self._in_place = in_place
+        self.kind = kind
         self.version = 0
         self.fails = ""
         self.spoils: int | None = None
@@ -78,8 +108,15 @@ class ToyLM:
 
     def state_spec(self) -> ms.HybridStateSpec:
         return ms.HybridStateSpec(
-            states=conv_and_ssm(1, (TAPS - 1, DIM), (DIM,), torch.float64, torch.float64),
-            num_attention_layers=1, num_kv_heads=1, head_dim=DIM, kv_dtype=torch.float64,
+            states=(
+                StateTensor("window", 1, (TAPS - 1, DIM), torch.float64),
+                *(
+                    StateTensor(f"sum_{number}", 1, (DIM,), torch.float64, grid)
+                    for number, grid in enumerate(self.kind.grids)
+                ),
+            ),
+            num_attention_layers=int(self.kind.attention), num_kv_heads=1, head_dim=DIM,
+            kv_dtype=torch.float64,
             vocab_size=VOCABULARY, device=torch.device("cpu"), separate_states=not self._in_place,
         )  # fmt: skip
 
@@ -94,7 +131,8 @@ class ToyLM:
         spans = _spans(inputs)
         x = weights.embedding[inputs.token_ids.numpy()]
         x = x + self._recur(weights, x, spans, inputs)
-        x = x + _attend(weights, x, spans, inputs)
+        if self.kind.attention:
+            x = x + _attend(weights, x, spans, inputs)
         logits = x[inputs.logit_tokens.numpy()] @ weights.head
         if self.spoils is not None:
             self._spoil(self.spoils, logits, spans, inputs)
@@ -106,28 +144,38 @@ class ToyLM:
         self, weights: Weights, x: Array, spans: list[tuple[int, int]], inputs: ms.StepInputs
     ) -> Array:
         pool = inputs.state_pool
-        windows, sums = pool["conv"][0].numpy(), pool["ssm"][0].numpy()
+        windows, *sums = (states[0].numpy() for states in pool.tensors)
+        decays = decays_of(weights, self.kind)
         sources = inputs.state_sources.tolist()
         if self._in_place:
             assert max(sources) < pool.num_live, "a kernel that updates in place reads a durable state"
         begins = [
-            (windows[source].copy(), sums[source].copy())
-            if source >= 0
-            else (np.zeros((TAPS - 1, DIM)), np.zeros(DIM))
+            [
+                states[source].copy() if source >= 0 else np.zeros(states.shape[1:])
+                for states in (windows, *sums)
+            ]
             for source in sources
         ]
-        after_windows, after = np.empty((len(x), TAPS - 1, DIM)), np.empty_like(x)
-        for (first, stop), (window, state) in zip(spans, begins, strict=True):
+        out, after_windows = np.empty_like(x), np.empty((len(x), TAPS - 1, DIM))
+        after = np.empty((len(x), len(sums), DIM))
+        for (first, stop), (window, *state) in zip(spans, begins, strict=True):
             seen = np.concatenate([window, x[first:stop]])
             for token in range(first, stop):
                 taken = seen[token - first : token - first + TAPS]
-                state = weights.decay * state + (taken * weights.taps).sum(0)
-                after_windows[token], after[token] = taken[1:], state
+                mixed = (taken * weights.taps).sum(0)
+                state = [decay * old + mixed for decay, old in zip(decays, state, strict=True)]
+                out[token] = sum(state) if state else mixed
+                after_windows[token] = taken[1:]
+                after[token] = np.reshape(state, (len(sums), DIM))
         for tokens, places in _stores_of_windows(inputs, spans):
             windows[places] = after_windows[tokens]
-        for tokens, places in _stores_of_sums(inputs, spans):
-            sums[places] = after[tokens]
-        return np.tanh(after)
+        for number, grid in enumerate(self.kind.grids):
+            ends, inside = _stores_of_sums(inputs, spans)
+            positions = inputs.positions.numpy()[inside[0]] + 1
+            assert not (positions % grid).any(), "a state is wanted where it does not exist"
+            for tokens, places in (ends, inside):
+                sums[number][places] = after[tokens, number]
+        return np.tanh(out)
 
     def _spoil(self, number: int, logits: Array, spans: list[tuple[int, int]], inputs: ms.StepInputs) -> None:
         tokens = inputs.logit_tokens.numpy()
@@ -136,15 +184,15 @@ class ToyLM:
             return
         first, stop = spans[rows[number % len(rows)]]
         logits[(first <= tokens) & (tokens < stop)] = np.nan
-        pool = inputs.state_pool
+        windows, *sums = (states[0].numpy() for states in inputs.state_pool.tensors)
         for states, stores in (
-            (pool["conv"][0].numpy(), _stores_of_windows(inputs, spans)),
-            (pool["ssm"][0].numpy(), _stores_of_sums(inputs, spans)),
+            (windows, _stores_of_windows(inputs, spans)),
+            *((states, _stores_of_sums(inputs, spans)) for states in sums),
         ):
             for stored, places in stores:
                 states[places[(first <= stored) & (stored < stop)]] = np.nan
         written, places = _kept(inputs.kv_write_tokens.numpy(), inputs.kv_write_positions.numpy())
-        for part in inputs.kv_cache[0].numpy():
+        for part in inputs.kv_cache[:1].flatten(0, 1).numpy():
             part.reshape(-1, DIM)[places[(first <= written) & (written < stop)]] = np.nan
         self.spoils = None
         self.num_spoiled += 1

@@ -25,15 +25,17 @@ SALT_KEY = SaltKey(b"the key of tests")
 ROOTS = PUBLIC_ROOT, SALT_KEY.root(b"x")
 
 
-KINDS = {"Mamba-2": "M*-M"}
+KINDS = {"Mamba-2": "M*-M", "gated delta net": "G*-G", "short convolution": "C*-C", "mix": "GM*C"}
 """Patterns of layers, by the kinds of state that they have."""
 
 
 @cache
 def model_of(kind: str) -> ms.models.HybridLM:
     """`small_model` with the layers of this kind."""
-    same = KINDS[kind] == small_model().config.pattern
-    return small_model() if same else ms.models.HybridLM(small_config(pattern=KINDS[kind]), seed=SEED)
+    if KINDS[kind] == small_model().config.pattern:
+        return small_model()
+    sizes = {"delta_key_dim": 8, "delta_value_dim": 4, "delta_chunk_size": 8}
+    return ms.models.HybridLM(replace(small_config(pattern=KINDS[kind]), **sizes), seed=SEED)
 
 
 @cache

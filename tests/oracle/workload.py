@@ -136,11 +136,10 @@ class Client:
 
 def assert_idle(engine: ms.DynamicInferenceEngine, pinned_blocks: int = 0) -> None:
     """Nothing is held any more but what is pinned."""
-    context, slots = engine.context, engine.context.mamba_slot_allocator
+    context, slots = engine.context, engine.context.prefix_cache.slots
     context.check_integrity()
-    assert slots is not None
     assert context.kv_block_allocator.held_count == pinned_blocks
-    assert slots.reserved_count == 0
+    assert slots.reserved == {}
     assert pinned_blocks or slots.pins == {}
     assert context.requests == []
 

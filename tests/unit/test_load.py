@@ -1,14 +1,64 @@
 """`ms.load` chooses the kind of model, and brings its text and its defaults along."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mambaslots as ms
 import pytest
+import torch
 from mambaslots.checkpoint_files import CheckpointError
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
+
+
+def save_hybrid_lm(folder: Path) -> ms.models.HybridLM:
+    """A `HybridLM` with the files of a checkpoint, as `examples/train_tiny.py` writes them."""
+    model = ms.models.HybridLM(ms.models.HybridConfig.tiny(vocab_size=258), seed=0)
+    model.save_pretrained(folder)
+    ms.text.ByteTokenizer({"<|end|>": 256, "<|begin|>": 257}).save(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 256}')
+    return model
+
+
+def config() -> ms.InferenceConfig:
+    return ms.InferenceConfig(block_size_tokens=16, max_tokens=64, num_kv_blocks=64, num_mamba_slots=16)
+
+
+def test_a_hybrid_lm_with_its_text(tmp_path: Path) -> None:
+    saved = save_hybrid_lm(tmp_path)
+    loaded = ms.load(tmp_path)
+    assert isinstance(loaded, ms.LoadedModel)
+    assert isinstance(loaded.model, ms.models.HybridLM)
+    assert loaded.encode_chat([{"role": "user", "content": "é"}]) == [0xC3, 0xA9, 256]
+    assert loaded.decode(loaded.encode("é<|begin|>")) == "é"
+    assert loaded.detokenizer().push(0x41) == "A"
+    params = loaded.sampling_params(num_tokens_to_generate=4)
+    assert params == ms.SamplingParams(num_tokens_to_generate=4, stop_token_ids=(256,))
+    prompts = [loaded.encode("What a day.")]
+    expected = ms.DynamicInferenceEngine(saved, config()).generate(prompts, params)[0].tokens
+    assert ms.DynamicInferenceEngine(loaded.model, config()).generate(prompts, params)[0].tokens == expected
+
+
+def test_a_hybrid_lm_in_another_dtype(tmp_path: Path) -> None:
+    save_hybrid_lm(tmp_path)
+    loaded = ms.load(str(tmp_path), device="cpu", dtype=torch.float64)
+    assert loaded.model.state_spec().kv_dtype == torch.float64
+
+
+def test_a_hybrid_lm_needs_no_transformers(tmp_path: Path) -> None:
+    save_hybrid_lm(tmp_path)
+    code = (
+        "import sys, mambaslots as ms\n"
+        "for name in ('transformers', 'tokenizers', 'huggingface_hub'): sys.modules[name] = None\n"
+        f"loaded = ms.load({str(tmp_path)!r})\n"
+        "print(loaded.encode('a'), loaded.encode_chat([{'role': 'user', 'content': 'b'}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[97] [98, 256]\n"
 
 
 def test_a_checkpoint_of_transformers_without_transformers(tmp_path: Path) -> None:
@@ -23,6 +73,23 @@ def test_a_checkpoint_of_transformers_without_transformers(tmp_path: Path) -> No
     assert done.stdout == "mambaslots.hf needs transformers: pip install 'mambaslots[hf]'\n"
 
 
+def test_a_model_without_text_says_so_when_text_is_asked(tmp_path: Path) -> None:
+    save_hybrid_lm(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    loaded = ms.load(tmp_path)
+    assert loaded.text is None
+    assert loaded.sampling_params().stop_token_ids == (256,)
+    calls: list[Any] = [
+        lambda: loaded.encode("a"),
+        lambda: loaded.decode([1]),
+        lambda: loaded.encode_chat([{"role": "user", "content": "a"}]),
+        loaded.detokenizer,
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer; accepted: token ids in place of"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -35,4 +102,14 @@ def test_a_folder_that_is_no_checkpoint(content: str | None, message: str, tmp_p
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
+        ms.load(tmp_path)
+
+
+def test_a_spoilt_text_is_named(tmp_path: Path) -> None:
+    save_hybrid_lm(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
+    with pytest.raises(CheckpointError, match=r"generation_config.json: stop_token_ids"):
+        ms.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json has no tokenizer of bytes"):
         ms.load(tmp_path)

@@ -80,7 +80,8 @@ def block_sizes(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[dict[
         "BLOCK_V": max(16, min(32, triton.next_power_of_2(value_dim))),
         "SLICE": 16 if wide else 0,
     }
-    return blocks, 1 if wide else 2
+    # Bounds are loaded two chunks ahead, and what they bound one chunk ahead.
+    return blocks, 1 if wide else 3
 
 
 @triton.jit
@@ -144,11 +145,11 @@ def delta_state_passing_kernel(
         state = initial.to(tl.float32)
         state_size: tl.constexpr = heads * key_dim * value_dim
         entry = entering + first.to(tl.int64) * state_size
-        start = tl.load(cu_chunk_seqlens + first).to(tl.int64)
-        following = tl.load(cu_chunk_seqlens + first + 1).to(tl.int64)
         for chunk in range(first, end):
-            # The bounds are read one chunk ahead, so that the chunk's loads do not wait for them.
-            after = tl.load(cu_chunk_seqlens + chunk + 2, mask=chunk + 1 < end, other=0).to(tl.int64)
+            # Triton loads ahead in a loop that carries no value of the chunk before the last: the bounds are
+            # read anew.
+            start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
+            following = tl.load(cu_chunk_seqlens + chunk + 1).to(tl.int64)
             checkpoint = tl.load(chunk_destinations + chunk)
             state = _chunk(
                 state, keys, read_keys, written, log_decays, entry, new_values, start, following, p,
@@ -157,8 +158,6 @@ def delta_state_passing_kernel(
             if checkpoint >= 0:
                 tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
             entry += state_size
-            start = following
-            following = after
         if destination >= 0:
             tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
 

@@ -1,7 +1,7 @@
 """Whatever happens at whatever line of a public call: no token is wrong or lost, and nothing is left.
 
 `make test` tries some lines of each call, `make test-long` all of them; `python -m
-tests.oracle.interrupt_report` prints what came of it.
+tests.oracle.interrupt_report` prints what came of it. Each call meets another kind of state in each test.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from oracle.interrupts import (
 )
 from oracle.ledger import check_objects, objects
 from oracle.places import Allocations, Monitor, monitored
+from oracle.toy_lm import TOYS
 
 NAMES = [name for name, call in CALLS.items() if not call.absent]
 ALL = "every place"
@@ -46,13 +47,20 @@ def chosen(extent: str, count: int, number: int, ways: int) -> Choice:
     return every(ways, 1 + number) if extent == ALL else some(count, 3 + 17 * number)
 
 
+def toy_for(name: str, test: int) -> str:
+    """The kind of model that a test, by its number, makes the call of this name on: each in turn."""
+    return list(TOYS)[(NAMES.index(name) + test) % len(TOYS)]
+
+
 @extents
 @names
 def test_an_exception_at_any_line_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
     tally = Tally()
     for again in (False, True):
-        choice = chosen(extent, 2, int(again), 2)
-        tally.add_all(interrupt_call(CALLS[name], KeyboardInterrupt, monitor.lines, choice, again=again))
+        choice, toy = chosen(extent, 2, int(again), 2), toy_for(name, 0)
+        tally.add_all(
+            interrupt_call(CALLS[name], KeyboardInterrupt, monitor.lines, choice, again=again, toy=toy)
+        )
     assert_right(tally)
 
 
@@ -61,7 +69,8 @@ def test_an_exception_at_any_line_leaves_nothing_wrong(name: str, extent: str, m
 def test_an_exception_behind_any_call_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
     """A builtin function has returned, and its value is lost."""
     choice = every() if extent == ALL else some(1, 7)
-    assert_right(interrupt_call(CALLS[name], KeyboardInterrupt, monitor.returns, choice, again=True))
+    toy = toy_for(name, 1)
+    assert_right(interrupt_call(CALLS[name], KeyboardInterrupt, monitor.returns, choice, again=True, toy=toy))
 
 
 @extents
@@ -72,7 +81,8 @@ def test_an_error_at_any_line_leaves_nothing_wrong(name: str, extent: str, monit
     errors = ["MemoryError", "AlarmError"]
     for number, error in enumerate(errors if extent == ALL else errors[NAMES.index(name) % 2 :][:1]):
         choice = every(6, 1 + 3 * number) if extent == ALL else some(1, 11)
-        tally.add_all(interrupt_call(CALLS[name], ERRORS[error], monitor.lines, choice, again=True))
+        toy = toy_for(name, 2)
+        tally.add_all(interrupt_call(CALLS[name], ERRORS[error], monitor.lines, choice, again=True, toy=toy))
     assert_right(tally)
 
 
@@ -84,7 +94,11 @@ def test_an_exception_while_another_one_is_handled_leaves_nothing_wrong(
     tally, call = Tally(), CALLS[name]
     for number, then in enumerate((1, 4, 11, 35, 120) if extent == ALL else (9,)):
         choice = every(10, 1 + 2 * number) if extent == ALL else some(2, 40)
-        tally.add_all(interrupt_call(call, KeyboardInterrupt, monitor.lines, choice, again=True, then=then))
+        tally.add_all(
+            interrupt_call(
+                call, KeyboardInterrupt, monitor.lines, choice, again=True, then=then, toy=toy_for(name, 3)
+            )
+        )
     assert_right(tally)
 
 
@@ -95,7 +109,8 @@ def test_a_stream_that_goes_at_any_line_leaves_nothing(name: str, extent: str, m
     for number, (policy, drop) in enumerate(ways):
         if extent == ALL or number == NAMES.index(name) % len(ways):
             choice = chosen(extent, 2, number, len(ways))
-            tally.add_all(drop_in_call(CALLS[name], drop, monitor.lines, choice, policy))
+            toy = toy_for(name, 4)
+            tally.add_all(drop_in_call(CALLS[name], drop, monitor.lines, choice, policy, toy))
     assert_right(tally)
 
 
@@ -106,7 +121,8 @@ def test_memory_that_runs_out_at_any_allocation_leaves_nothing_wrong(name: str, 
     tally = Tally()
     for number, error in enumerate((torch.OutOfMemoryError, MemoryError)):
         choice = every() if extent == ALL else some(2, 1 + number)
-        tally.add_all(interrupt_call(CALLS[name], error, Allocations, choice, again=bool(number)))
+        toy, again = toy_for(name, 1 + number), bool(number)
+        tally.add_all(interrupt_call(CALLS[name], error, Allocations, choice, again=again, toy=toy))
     if tally.num_places:
         assert_right(tally)
 

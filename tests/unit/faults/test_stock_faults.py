@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # ---- wrong output
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_fault_01_a_repeat_of_length_1_mod_block_resumes_from_a_boundary_that_has_a_state(
     blocks: int,
@@ -36,6 +37,7 @@ def test_fault_01_a_repeat_of_length_1_mod_block_resumes_from_a_boundary_that_ha
     assert again.num_resumed_tokens == blocks * BLOCK
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_02_a_continuation_chunk_skips_no_token_on_a_kv_match_alone() -> None:
     context, prompt = make_context(), random_tokens(60, seed=1)
     tail_only = ms.CheckpointPlan(chunk_ends=False, branch=False)
@@ -47,6 +49,7 @@ def test_fault_02_a_continuation_chunk_skips_no_token_on_a_kv_match_alone() -> N
     assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 16), (16, 32), (32, 48), (48, 50)]
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("suffix", [1, 2, 3])
 def test_fault_03_a_suffix_shorter_than_the_convolution_carries_the_window_before_it(suffix: int) -> None:
     engine, prompt = small_engine(), random_tokens(4 * BLOCK, seed=1)
@@ -55,20 +58,20 @@ def test_fault_03_a_suffix_shorter_than_the_convolution_carries_the_window_befor
     assert resumed.num_resumed_tokens == 4 * BLOCK  # the tokens are held against the recurrence
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_04_a_state_that_left_since_it_was_matched_is_not_resumed_from() -> None:
     context, prompt = make_context(), random_tokens(41, seed=1)
     expected = prefill(context, make_request(prompt))
     request = make_request(prompt)
     match = context.match(request)
-    slots = context.mamba_slot_allocator
-    assert slots is not None
-    slots.invalidate_block(match.blocks[4])
+    context.prefix_cache.slots.forget([match.blocks[4]])
     chunk = context.schedule(request, 64)
     assert chunk is not None
     assert chunk.start == 0
     torch.testing.assert_close(run(context, chunk), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_05_a_prefix_registered_twice_keeps_naming_the_block_that_has_the_state() -> None:
     context, prompt = make_context(), random_tokens(17, seed=1)
     first, twin = make_request(prompt), make_request(prompt)
@@ -80,14 +83,14 @@ def test_fault_05_a_prefix_registered_twice_keeps_naming_the_block_that_has_the_
     assert context.match(make_request(prompt)).blocks == tuple(first.holding.path.blocks[:2])
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_06_forgetting_the_kv_prefixes_forgets_the_states() -> None:
     context, prompt = make_context(), random_tokens(41, seed=1)
     prefill(context, make_request(prompt))
     context.reset_prefix_cache()
-    slots = context.mamba_slot_allocator
-    assert slots is not None
-    assert slots.hash_to_block_id == {}
-    assert slots.committed_count == 0
+    states = context.prefix_cache.slots.map
+    assert states.hash_to_block_id == {}
+    assert len(states) == 0
     assert context.match(make_request(prompt)).resume_tokens == 0
 
 
@@ -222,6 +225,7 @@ def test_fault_12_a_pool_smaller_than_the_steps_checkpoints_costs_states_and_not
     serve_checked(engine, [random_tokens(60, seed=1), random_tokens(60, seed=2)])
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behind() -> None:
     context = make_context(num_kv_blocks=10)
     finished = make_request(random_tokens(24, seed=1))
@@ -255,6 +259,7 @@ def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one(
 # ---- lost hits
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_16_a_boundary_that_is_a_chunk_end_is_captured() -> None:
     context, prompt = make_context(), random_tokens(44, seed=1)
     prefill(context, make_request(prompt, ms.CheckpointPlan(tail=False, branch=False)), budget=16)
@@ -271,6 +276,7 @@ def test_fault_17_the_divergence_counts_the_blocks_of_earlier_chunks() -> None:
     assert slots._intermediate_offsets_cpu[0, 0] == 8
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_18_what_an_answer_computed_is_there_for_the_next_turn() -> None:
     engine, prompt = small_engine(), random_tokens(12, seed=1)
     (first,) = serve_checked(engine, [prompt], length=30)
@@ -279,6 +285,7 @@ def test_fault_18_what_an_answer_computed_is_there_for_the_next_turn() -> None:
     assert second.num_resumed_tokens == (len(history) - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_19_a_kv_match_refreshes_no_state_that_was_not_consumed() -> None:
     context = make_context(num_mamba_slots=2, max_requests=8)
     plan = ms.CheckpointPlan(chunk_ends=False, branch=False, decode="off")
@@ -322,6 +329,7 @@ def count_ops(call: Callable[[], object]) -> Counter[str]:
     return mode.counts
 
 
+@pytest.mark.usefixtures("kind")
 def test_fault_21_resuming_and_committing_copy_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     original = state_copy.copy_states

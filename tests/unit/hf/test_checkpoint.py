@@ -121,6 +121,31 @@ def test_a_checkpoint_without_its_embeddings_may_have_the_head_that_they_are_tie
     assert_equal(hf.load(tmp_path).model, reference_model("granitemoehybrid dense"))
 
 
+def test_a_conversion_of_another_kind_is_transformers_own(tmp_path: Path) -> None:
+    from mambaslots.hf.checkpoint import Checkpoint
+    from mambaslots.hf.weight_sources import WeightSource
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    stored = save_checkpoint("lfm2", tmp_path)
+    name = "model.layers.0.feed_forward.w1.weight"
+    converter = WeightConverter("feed_forward.w1.weight", "feed_forward.w1.weight", [Transpose()])
+    source = WeightSource(name, converter, [name], ["feed_forward.w1.weight"])
+    with Checkpoint(tmp_path) as checkpoint:
+        made = source.weights(reference_model("lfm2"), checkpoint, torch.device("cpu"), torch.float64)
+    assert made.keys() == {name}
+    assert torch.equal(made[name], stored[name].T.double())
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    save_checkpoint("lfm2", tmp_path)
+    (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")
+    change_config(tmp_path, auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"})
+    assert_equal(hf.load(tmp_path).model, reference_model("lfm2"))
+    change_config(tmp_path, model_type="of_its_own")
+    with pytest.raises(hf.CheckpointError, match=r"transformers cannot read .*config.json"):
+        hf.load(tmp_path)
+
+
 # ---- what is refused
 
 
@@ -164,6 +189,16 @@ def test_weights_that_do_not_fit(change: Callable[[Tensors], None], message: str
     save_checkpoint(MOE, tmp_path)
     rewrite(tmp_path, change)
     with pytest.raises(hf.CheckpointError, match=message):
+        hf.load(tmp_path)
+
+
+def test_two_tensors_that_are_one_weight(tmp_path: Path) -> None:
+    save_checkpoint("qwen3_5", tmp_path)
+    other = "model.language_model.norm.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({other: tensors["model.norm.weight"].clone()}))
+    with pytest.raises(
+        hf.CheckpointError, match=f"{other} and model.norm.weight of the checkpoint are both mod"
+    ):
         hf.load(tmp_path)
 
 

@@ -20,6 +20,7 @@ PUBLISHED = {
     "Nemotron-3-Super-120B-A12B": (170, 20_780),
     "Qwen3-Next-80B-A3B": (77, 3_144),
     "Qwen3.5-35B-A3B": (64, 3_144),
+    "Qwen3.5-4B": (52, 1_572),
 }
 """MB of a state in float32, and the tokens whose KV in bfloat16 is as large."""
 

@@ -16,7 +16,7 @@ from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels.kernel_set import KernelSet, kernel_set
 from mambaslots.models import hybrid_lm
 from oracle.context_driver import make_request
-from oracle.serving import random_tokens
+from oracle.serving import random_tokens, small_config
 from oracle.traffic import traffic_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,11 +87,7 @@ class Scenario:
     def __init__(self, dtype: torch.dtype, padded: bool, kernels: ModuleType, device: str = "cpu") -> None:
         self._padding = padding if padded else None
         self._kernels = kernels
-        config = ms.models.HybridConfig.tiny(
-            dtype, hidden_size=32, mamba_num_heads=4, mamba_state_dim=8, mamba_head_dim=8,
-            mlp_hidden_size=32, pattern="M*-M", ssd_chunk_size=16,
-        )  # fmt: skip
-        self.model = ms.models.HybridLM(config, seed=3).to(device)
+        self.model = ms.models.HybridLM(small_config(16, dtype), seed=3).to(device)
         settings = ms.InferenceConfig(
             block_size_tokens=16, max_requests=6, max_tokens=128, max_sequence_length=160,
             num_kv_blocks=60, num_mamba_slots=20,
@@ -137,10 +133,9 @@ class Scenario:
         close = {"rtol": tolerance, "atol": tolerance}
         for ours, theirs in zip(self.run(), other.run(), strict=True):
             torch.testing.assert_close(ours, theirs, **close)
-        for ours, theirs in (
-            (self.context.memory.state_pool["conv"], other.context.memory.state_pool["conv"]),
-            (self.context.memory.state_pool["ssm"], other.context.memory.state_pool["ssm"]),
-            (self.context.memory.kv_cache, other.context.memory.kv_cache),
+        memories = self.context.memory, other.context.memory
+        for ours, theirs in zip(
+            *((*memory.state_pool.tensors, memory.kv_cache) for memory in memories), strict=True
         ):
             torch.testing.assert_close(ours.cpu(), theirs.cpu(), **close)
             assert torch.equal(ours.cpu() == 0, theirs.cpu() == 0), "a slot that nobody named was written"
@@ -148,10 +143,13 @@ class Scenario:
         assert self.context.cache_stats().num_states_committed > 6
 
 
+@pytest.mark.usefixtures("kind")
 def test_padding_changes_nothing_on_the_reference_kernels():
     Scenario(torch.float64, True, reference).assert_same_as(Scenario(torch.float64, False, reference), 1e-11)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.sampled(padded=(True,))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
@@ -201,6 +199,8 @@ class Counted(Scenario):
         return logits
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 def test_whole_steps_move_each_state_once():
     """Of resumed rows, of chunks with states inside, and of decodes: no copy before, between or after."""
     counted = Counted(padded=True)
@@ -221,6 +221,7 @@ def test_whole_steps_move_each_state_once():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
     from mambaslots.inference.kernels import gpu_kernels
@@ -230,6 +231,7 @@ def test_they_do_on_a_gpu(padded):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kind")
 def test_float64_on_a_gpu_is_exact():
     ours = Scenario(torch.float64, True, reference, "cuda")
     ours.assert_same_as(Scenario(torch.float64, False, reference), 1e-9)

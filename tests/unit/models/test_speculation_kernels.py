@@ -74,11 +74,14 @@ class DraftedScenario(kernel_sets.Scenario):
         context.check_integrity()
 
 
+@pytest.mark.usefixtures("kind")
 def test_padding_changes_nothing_on_the_reference_kernels():
     ours, theirs = (DraftedScenario(torch.float64, padded, reference) for padded in (True, False))
     ours.assert_same_as(theirs, 1e-11)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.sampled(padded=(False,))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
@@ -90,6 +93,7 @@ def test_the_gpus_kernels_compute_the_same(padded):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
     from mambaslots.inference.kernels import gpu_kernels

@@ -194,15 +194,21 @@ def test_twice_imports_nothing_new(source: ms.DynamicInferenceEngine) -> None:
     assert all(map(torch.equal, tensors, tensors_of(target)))
 
 
-@pytest.mark.parametrize("known", [[0], [1], [2, 3], [0, 1, 2, 3]])
-def test_into_a_half_warm_engine(source: ms.DynamicInferenceEngine, known: list[int]) -> None:
-    target = engine_of()
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        *(("Mamba-2", known) for known in ([0], [1], [2, 3], [0, 1, 2, 3])),
+        ("gated delta net", [0]), ("short convolution", [1]), ("mix", [2, 3]),
+    ],
+)  # fmt: skip
+def test_into_a_half_warm_engine(kind: str, known: list[int]) -> None:
+    source, target = warm_engine(model_of(kind)), engine_of(model_of(kind))
     serve(target, [PROMPTS[i] for i in known], [SALTS[i] for i in known])
     report = moved(source, target)
     assert total(report) == expected_counts(source)
     assert report.left_out == NONE
     assert report.known.blocks >= 24 // 8
-    assert serve(target) == serve(warm_engine())
+    assert serve(target) == serve(warm_engine(model_of(kind)))
 
 
 def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) -> None:
@@ -527,14 +533,18 @@ def test_weights_versions_of_another_type_differ(found: Any, own: Any) -> None:
     "change",
     [
         {"mamba_num_heads": 8}, {"mamba_num_groups": 1}, {"mamba_state_dim": 16}, {"mamba_head_dim": 4},
-        {"num_kv_heads": 1}, {"head_dim": 8}, {"pattern": "M*-MM"}, {"pattern": "M**-M"}, {"conv_kernel": 3},
-        {"vocab_size": 128}, {"ssd_chunk_size": 8}, {"dtype": torch.float32},
+        {"ssd_chunk_size": 8}, {"delta_num_key_heads": 1}, {"delta_num_value_heads": 2}, {"delta_key_dim": 4},
+        {"delta_value_dim": 8}, {"delta_chunk_size": 4}, {"short_conv_kernel": 2}, {"hidden_size": 16},
+        {"num_kv_heads": 1}, {"head_dim": 8}, {"conv_kernel": 3}, {"vocab_size": 128},
+        {"dtype": torch.float32}, {"pattern": "GM*CC"}, {"pattern": "GM**C"}, {"pattern": "GM*"},
+        {"pattern": "M*C"}, {"pattern": "G*C"},
     ],
 )  # fmt: skip
 def test_exports_of_other_models(change: dict[str, Any]) -> None:
-    other = engine_of(ms.models.HybridLM(replace(small_model().config, **change), seed=3))
+    model = model_of("mix")
+    other = engine_of(ms.models.HybridLM(replace(model.config, **change), seed=3))
     other.generate([[5] * 30], ms.SamplingParams(num_tokens_to_generate=1))
-    data, target = encode_prefixes(export_prefixes(other)), engine_of()
+    data, target = encode_prefixes(export_prefixes(other)), engine_of(model)
     assert "the export does not fit" in unchanged(
         target, lambda: import_prefixes(target, decode_prefixes(data))
     )

@@ -6,7 +6,10 @@ import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
+from oracle.model_kinds import PLAIN
 from oracle.serving import random_tokens, small_model
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 def test_a_later_chunk_jumps_ahead_to_a_state_that_another_request_committed_meanwhile() -> None:
@@ -37,9 +40,8 @@ def test_a_later_chunk_does_not_skip_on_a_kv_match_without_a_state() -> None:
     assert (first.start, first.stop) == (56, 57)
     context.begin_step([first])
     context.abort_step()
-    assert context.mamba_slot_allocator is not None
     state_block = context.match(request).blocks[6]
-    context.mamba_slot_allocator.invalidate_block(state_block)
+    context.prefix_cache.slots.forget([state_block])
 
     first = schedule(context, request, budget=16)
     run(context, first)
@@ -118,8 +120,7 @@ def test_a_resumed_request_reads_its_durable_slot_which_stays_pinned_until_the_s
     prefill(context, make_request(prompt))
     request = make_request(prompt)
     chunk = schedule(context, request)
-    slots = context.mamba_slot_allocator
-    assert slots is not None
+    slots = context.prefix_cache.slots
     slot = request.holding.path.state_slot
     assert slots.pins == {slot: 1}
     inputs = context.begin_step([chunk]).inputs
@@ -154,13 +155,11 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     context, prompt = make_context(), random_tokens(40, seed=1)
     request = make_request(prompt, ms.CheckpointPlan(prefill_interval=BLOCK))
     prefill(context, request)
-    slots, oracle = context.mamba_slot_allocator, RecurrentLM(small_model())
-    assert slots is not None
+    pool, oracle = context.memory.state_pool, RecurrentLM(small_model())
     for depth in range(1, 6):
-        slot = slots.get_slot(request.holding.path.blocks[depth - 1])
-        states = oracle.states_after(prompt[: depth * BLOCK])
-        torch.testing.assert_close(slots.conv_states[:, slot], states["conv"], rtol=0, atol=1e-10)
-        torch.testing.assert_close(slots.ssm_states[:, slot], states["ssm"], rtol=0, atol=1e-10)
+        slot = context.prefix_cache.slots.map.slot_of(request.holding.path.blocks[depth - 1])
+        for name, expected in oracle.states_after(prompt[: depth * BLOCK]).items():
+            torch.testing.assert_close(pool.durable(name)[:, slot], expected, rtol=0, atol=1e-10)
 
 
 def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_from_it() -> None:
@@ -170,9 +169,8 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_f
             run(context, schedule(context, request))
 
     def depths_with_state(context: DynamicInferenceContext, request: DynamicInferenceRequest) -> list[int]:
-        slots = context.mamba_slot_allocator
-        assert slots is not None
-        return [i + 1 for i, block in enumerate(request.holding.path.blocks) if slots.has_state(block)]
+        slots = context.prefix_cache.slots
+        return [i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.map]
 
     context = make_context()
     request = make_request(random_tokens(12, seed=1))
@@ -193,13 +191,13 @@ def test_a_cap_on_states_of_a_path_keeps_the_deepest(cap: int) -> None:
         random_tokens(44, seed=1), ms.CheckpointPlan(prefill_interval=BLOCK, max_states_per_path=cap)
     )
     prefill(context, request, budget=16)
-    slots = context.mamba_slot_allocator
-    assert slots is not None
-    with_state = [i + 1 for i, block in enumerate(request.holding.path.blocks) if slots.has_state(block)]
+    slots = context.prefix_cache.slots
+    with_state = [i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.map]
     assert with_state == list(range(6 - cap, 6))
 
 
-def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["Mamba-2"], indirect=True)
+def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused(kind: str) -> None:
     """Fault 20 of the stock context: no hit would ever be possible."""
     with pytest.raises(ValueError, match="block_size_tokens is 6; accepted: a multiple of 4, because"):
         make_context(block_size_tokens=6)
@@ -227,8 +225,9 @@ def test_reset_drops_requests_prefixes_and_counts() -> None:
     assert context.requests == []
 
 
+@pytest.mark.parametrize("kind", [PLAIN], indirect=True)
 @pytest.mark.parametrize("call", ["reset", "reset_prefix_cache", "suspend"])
-def test_what_a_host_has_planned_through_the_facade_is_forgotten(call: str) -> None:
+def test_what_a_host_has_planned_through_the_facade_is_forgotten(kind: str, call: str) -> None:
     context = make_context()
     slots = context.mamba_slot_allocator
     assert slots is not None

@@ -7,9 +7,9 @@ from mambaslots.inference.engines.graph_runner import CapturedForward, GraphBuck
 from mambaslots.inference.engines.model_runner import ModelRunner
 from oracle.context_driver import make_request
 from oracle.float32_rule import Comparison
-from oracle.serving import random_tokens
+from oracle.serving import random_tokens, tiny_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kind", "one_fla_configuration")]
 BLOCK = 32
 GREEDY = ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)
 SHARED = random_tokens(70, 1)
@@ -20,7 +20,7 @@ PROMPTS = [
 
 
 def model_on(device: str, dtype: torch.dtype = torch.float32) -> ms.models.HybridLM:
-    return ms.models.HybridLM(ms.models.HybridConfig.tiny(dtype), seed=3).to(device)
+    return tiny_model(dtype, device)
 
 
 def engine_of(model: ms.models.HybridLM, **overrides: object) -> ms.DynamicInferenceEngine:
@@ -60,11 +60,7 @@ class TestBits:
 
     def _both_ways(self, model, context, inputs) -> None:
         assert GraphBuckets.of(context).smallest(inputs.shape) == inputs.shape
-        pools = (
-            context.memory.state_pool["conv"],
-            context.memory.state_pool["ssm"],
-            context.memory.kv_cache,
-        )
+        pools = (*context.memory.state_pool.tensors, context.memory.kv_cache)
         before = [pool.clone() for pool in pools]
         logits = model(inputs)[: inputs.num_logits].clone()
         eager = [pool.clone() for pool in pools]
@@ -91,12 +87,12 @@ class TestBits:
         for indices in (inputs.state_sources, inputs.state_destinations, inputs.chunks.destinations,
                         inputs.checkpoints.destinations, inputs.kv_write_positions):  # fmt: skip
             indices.fill_(-1)
-        for pool in (context.memory.state_pool["conv"], context.memory.state_pool["ssm"]):
-            pool.fill_(float("nan"))
+        pool = context.memory.state_pool
+        for states in pool.tensors:
+            states.fill_(float("nan"))
         with torch.inference_mode():
             model(inputs)
-        assert context.memory.state_pool["conv"].isnan().all()
-        assert context.memory.state_pool["ssm"].isnan().all()
+        assert all(states.isnan().all() for states in pool.tensors)
         assert context.memory.kv_cache.count_nonzero() == 0
 
 

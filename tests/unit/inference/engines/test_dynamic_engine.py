@@ -57,11 +57,10 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
     engine, shared = small_engine(), random_tokens(40, seed=1)
     for seed in (2, 3):
         serve_checked(engine, [shared + random_tokens(20, seed)])
-    slots, kv = engine.context.mamba_slot_allocator, engine.context.kv_block_allocator
-    assert slots is not None
+    states, kv = engine.context.prefix_cache.slots.map, engine.context.kv_block_allocator
     sibling = shared + random_tokens(20, seed=3)
     match = engine.context.match(_request_like(engine, sibling))
-    depths = [i + 1 for i, block in enumerate(match.blocks) if slots.has_state(block)]
+    depths = [i + 1 for i, block in enumerate(match.blocks) if block in states]
     assert depths == [5, 7]
     assert kv.tree.num_children(match.blocks[4]) == 2
 

@@ -1,9 +1,12 @@
 """Any sequence of requests, steps and cancellations gives the recurrence's tokens and leaks nothing."""
 
+from contextlib import ExitStack
+
 import mambaslots as ms
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from oracle.budget import costly
+from oracle.model_kinds import kind_of_model, kinds
 from oracle.serving import assert_answers, random_tokens, small_engine
 from oracle.workload import plans
 
@@ -15,6 +18,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Prompts are heads of a few texts, of earlier sequences, or forks of them; the pools are small."""
 
     @initialize(
+        kind=kinds,
         slots=st.sampled_from([1, 2, 3, 40]),
         kv_blocks=st.sampled_from([13, 20, 100]),
         max_tokens=st.sampled_from([8, 13, 32]),
@@ -22,8 +26,10 @@ class EngineMachine(RuleBasedStateMachine):
         plan=plans,
     )
     def start(
-        self, slots: int, kv_blocks: int, max_tokens: int, policy: str, plan: ms.CheckpointPlan
+        self, kind: str, slots: int, kv_blocks: int, max_tokens: int, policy: str, plan: ms.CheckpointPlan
     ) -> None:
+        self.scope = ExitStack()
+        self.scope.enter_context(kind_of_model(kind))
         self.engine = small_engine(
             num_mamba_slots=slots, num_kv_blocks=kv_blocks, max_tokens=max_tokens, max_requests=3,
             max_sequence_length=100, prefix_caching_eviction_policy=policy, checkpoint_plan=plan,
@@ -100,10 +106,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_prompt_tokens == stats.num_resumed_tokens + stats.num_computed_tokens
 
     def teardown(self) -> None:
-        while self.engine.has_unfinished_requests():
-            self.step(1)
-        assert self.engine.context.kv_block_allocator.held_count == 0
-        assert self.engine.context.requests == []
+        with self.scope:
+            while self.engine.has_unfinished_requests():
+                self.step(1)
+            assert self.engine.context.kv_block_allocator.held_count == 0
+            assert self.engine.context.requests == []
 
 
 EngineMachine.TestCase.settings = costly()

@@ -14,8 +14,6 @@ from mambaslots.inference.engines.model_runner import ModelRunner
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("kind")
-
 BUCKETS = GraphBuckets(max_requests=24, table_blocks=11, max_prefill_tokens=100, chunk_size=4, block_size=8)
 
 
@@ -112,6 +110,7 @@ def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInfer
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((37, 5, 64, 20, 41, 33))]
 
 
+@pytest.mark.usefixtures("kind")
 class TestEngine:
     def test_answers_are_the_oracles(self, recorded):
         engine = graphed_engine()

@@ -7,11 +7,13 @@ from mambaslots.inference.engines.memory_poison import free_memory
 from mambaslots.testing.step_memory import StepMemory
 from oracle import drafters
 from oracle.ema_lm import EmaLM
+from oracle.model_kinds import WITH_ATTENTION
 from oracle.serving import (
     assert_answers,
     random_tokens,
     run_checked,
     serve_checked,
+    small_config,
     small_engine,
     small_model,
 )
@@ -46,7 +48,8 @@ class Watched:
         return self.model(inputs)
 
 
-def test_everything_free_is_nan_and_nothing_else() -> None:
+@pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)
+def test_everything_free_is_nan_and_nothing_else(kind: str) -> None:
     model = Watched()
     engine = small_engine(model=model, poison_free_memory=True, num_kv_blocks=32, num_mamba_slots=8)
     prompts = [random_tokens(length, seed=length) for length in (20, 33)]
@@ -123,15 +126,15 @@ def test_a_model_that_reads_free_memory_fails_loudly_and_only_then() -> None:
 def test_it_is_off_unless_asked_for() -> None:
     engine = small_engine()
     serve_checked(engine, [random_tokens(20, seed=6)])
-    pool = engine.context.memory.state_pool
-    assert not any(t.isnan().any() for t in (pool["conv"], pool["ssm"], engine.context.memory.kv_cache))
+    memory = engine.context.memory
+    assert not any(t.isnan().any() for t in (*memory.state_pool.tensors, memory.kv_cache))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [None, 16])
 def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(graphs: int | None) -> None:
     def serve(poison: bool) -> list[list[int]]:
-        model = small_model(16, torch.float32).to("cuda")
+        model = ms.models.HybridLM(small_config(16, torch.float32), seed=3).to("cuda")
         engine = small_engine(
             model=model, block_size_tokens=16, poison_free_memory=poison, num_cuda_graphs=graphs
         )

@@ -3,15 +3,17 @@
 import mambaslots as ms
 import pytest
 import torch
-from oracle.serving import random_tokens
+from oracle.serving import random_tokens, tiny_model
 from oracle.synchronisation import no_synchronisation
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_fla_configuration")]
 BLOCK = 32
 
 
-def cuda_engine(graphs: int | None, **overrides: object) -> ms.DynamicInferenceEngine:
-    model = ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float32), seed=3).to("cuda")
+def cuda_engine(
+    graphs: int | None, dtype: torch.dtype = torch.float32, **overrides: object
+) -> ms.DynamicInferenceEngine:
+    model = tiny_model(dtype, "cuda")
     settings: dict[str, object] = {
         "block_size_tokens": BLOCK, "max_requests": 6, "max_tokens": 192, "max_sequence_length": 400,
         "num_kv_blocks": 100, "num_mamba_slots": 50, "num_cuda_graphs": graphs,
@@ -50,9 +52,11 @@ def test_the_guard_sees_a_synchronisation():
         value.item()
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("graphs", [None, 32], ids=["eager", "graphs"])
-def test_whole_steps_of_every_kind(graphs):
-    engine = cuda_engine(graphs)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_steps_of_every_kind(dtype, graphs):
+    engine = cuda_engine(graphs, dtype)
     first = serve(engine)  # compiles, tunes, captures
     engine.reset_prefix_cache()
     captured = engine._runner.shapes
@@ -63,6 +67,7 @@ def test_whole_steps_of_every_kind(graphs):
     assert engine.context.cache_stats().num_resumed_tokens > 0
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("graphs", [None, 32], ids=["eager", "graphs"])
 def test_one_copy_there_and_one_back(graphs):
     engine = cuda_engine(graphs)
@@ -81,6 +86,7 @@ def test_one_copy_there_and_one_back(graphs):
     assert sum("Memcpy DtoH" in name for name in names) == 1
 
 
+@pytest.mark.usefixtures("kind")
 def test_a_step_that_samples_nothing_waits_for_nothing():
     """The chunks of a long prompt can all be launched while the device is still busy with the first."""
     engine = cuda_engine(None, max_tokens=64, num_kv_blocks=40)

@@ -1,7 +1,7 @@
 """Any sequence of requests, steps, failures, cancellations and operations keeps every invariant and token."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
 from mambaslots.inference.engines.token_stream import TokenStream
 from oracle.budget import costly
 from oracle.faults import InjectedError, Interrupted, failing
+from oracle.model_kinds import kind_of_model, kinds
 from oracle.serving import resumable, small_engine
 from oracle.workload import BLOCK, FORKS, HEADS, Asked, Client, answer, engine_settings, plans, requests
 
@@ -22,8 +23,10 @@ prompts = st.sampled_from(HEADS + FORKS)
 class OperationsMachine(RuleBasedStateMachine):
     """One client that steps by hand, streams beside it, and an operator who does what he likes."""
 
-    @initialize(sizes=engine_settings)
-    def start(self, sizes: dict[str, Any]) -> None:
+    @initialize(kind=kinds, sizes=engine_settings)
+    def start(self, kind: str, sizes: dict[str, Any]) -> None:
+        self.scope = ExitStack()
+        self.scope.enter_context(kind_of_model(kind))
         self.client = Client(small_engine(**sizes))
         self.engine = self.client.engine
         self.pins: list[tuple[PinnedPrefix, list[int], str | None]] = []
@@ -155,14 +158,15 @@ class OperationsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "client"):
             return
-        for pin, _, _ in self.pins:
-            self.engine.unpin(pin)
-        self.engine.resume()
-        self.streams.clear()
-        self.client.finish()
-        assert self.engine.context.kv_block_allocator.held_count == 0
-        assert self.engine.context.requests == []
-        assert not self.engine._books.unclaimed
+        with self.scope:
+            for pin, _, _ in self.pins:
+                self.engine.unpin(pin)
+            self.engine.resume()
+            self.streams.clear()
+            self.client.finish()
+            assert self.engine.context.kv_block_allocator.held_count == 0
+            assert self.engine.context.requests == []
+            assert not self.engine._books.unclaimed
 
 
 OperationsMachine.TestCase.settings = costly()

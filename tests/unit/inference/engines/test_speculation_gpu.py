@@ -3,10 +3,10 @@
 import mambaslots as ms
 import pytest
 import torch
-from oracle.serving import random_tokens
+from oracle.serving import random_tokens, tiny_model
 from oracle.synchronisation import no_synchronisation
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kind", "one_fla_configuration")]
 PROMPTS = [random_tokens(length, length) for length in (33, 100, 64, 5)]
 
 
@@ -30,8 +30,7 @@ def test_drafted_steps_do_not_synchronise_and_repeat_themselves(graphs):
         block_size_tokens=32, max_requests=4, max_tokens=192, max_sequence_length=400, num_kv_blocks=100,
         num_mamba_slots=50, num_cuda_graphs=graphs, num_speculative_tokens=3,
     )  # fmt: skip
-    model = ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float32), seed=3).to("cuda")
-    engine = ms.DynamicInferenceEngine(model, config, drafter=memory)
+    engine = ms.DynamicInferenceEngine(tiny_model(torch.float32, "cuda"), config, drafter=memory)
     params = ms.SamplingParams(num_tokens_to_generate=70)
 
     def answers() -> list[list[int]]:

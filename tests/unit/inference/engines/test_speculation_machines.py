@@ -14,6 +14,7 @@ from hypothesis.stateful import initialize
 from oracle.budget import costly
 from oracle.drafters import MODES, speculating
 from oracle.faults import POINTS, InjectedError
+from oracle.model_kinds import kind_of_model, kinds
 from oracle.serving import small_engine
 from oracle.workload import Asked, Client, assert_idle, engine_settings, plans, requests
 
@@ -36,6 +37,7 @@ modes = st.sampled_from(list(MODES))
 class SpeculatingEngine(engine_machine.EngineMachine):
     @initialize(
         mode=modes,
+        kind=kinds,
         slots=st.sampled_from([1, 2, 3, 40]),
         kv_blocks=st.sampled_from([13, 20, 100]),
         max_tokens=st.sampled_from([8, 13, 32]),
@@ -48,10 +50,10 @@ class SpeculatingEngine(engine_machine.EngineMachine):
 
 
 class SpeculatingOperations(operations_machine.OperationsMachine):
-    @initialize(mode=modes, sizes=engine_settings)
-    def start(self, mode: str, sizes: dict[str, Any]) -> None:
+    @initialize(mode=modes, kind=kinds, sizes=engine_settings)
+    def start(self, mode: str, kind: str, sizes: dict[str, Any]) -> None:
         with speculating(mode):
-            super().start(sizes)
+            super().start(kind, sizes)
 
 
 SpeculatingEngine.TestCase.settings = costly()
@@ -61,18 +63,22 @@ TestSpeculatingOperations = SpeculatingOperations.TestCase
 
 
 @costly()
-@given(mode=modes, sizes=engine_settings, asked=st.lists(requests, min_size=1, max_size=5))
-def test_answers_are_those_of_plain_decoding(mode: str, sizes: dict[str, Any], asked: list[Asked]) -> None:
-    with speculating(mode):
-        client = Client(small_engine(**sizes))
-    for _ in range(2):
-        for one in asked:
-            client.ask(one)
-        client.finish()
-    assert_idle(client.engine)
+@given(mode=modes, kind=kinds, sizes=engine_settings, asked=st.lists(requests, min_size=1, max_size=5))
+def test_answers_are_those_of_plain_decoding(
+    mode: str, kind: str, sizes: dict[str, Any], asked: list[Asked]
+) -> None:
+    with kind_of_model(kind):
+        with speculating(mode):
+            client = Client(small_engine(**sizes))
+        for _ in range(2):
+            for one in asked:
+                client.ask(one)
+            client.finish()
+        assert_idle(client.engine)
 
 
 @pytest.mark.sampled(point=("row", "slot reservation", "forward", "commit", "advance", "sampled", "leaving"))
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_failure_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
     tally = Counter[str]()

@@ -10,11 +10,14 @@ COUNTS_STEPS = {
     "test_an_evicted_request_restarts_from_its_last_checkpoint",
     "test_float32_is_equal_or_nearly_tied",  # makes its engines itself
 }
-pytestmark = pytest.mark.sampled(mode=("right", "mixed", "over two blocks", "in place"))
+pytestmark = [
+    pytest.mark.sampled(mode=("right", "mixed", "over two blocks", "in place")),
+    pytest.mark.usefixtures("kind"),
+]
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in COUNTS_STEPS})
 
 
 @pytest.fixture(autouse=True, params=list(MODES))
-def mode(request: pytest.FixtureRequest):
+def mode(kind: str, request: pytest.FixtureRequest):
     with speculating(request.param):
         yield request.param

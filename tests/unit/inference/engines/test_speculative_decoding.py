@@ -33,8 +33,6 @@ from oracle.serving import (
     small_model,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("kind")
-
 BLOCK = 8
 
 
@@ -151,6 +149,7 @@ class TestAcceptance:
         assert drafter is not RightDrafter or engine.stats().speculation.num_accepted > 5
 
 
+@pytest.mark.usefixtures("kind")
 class TestAnswers:
     @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 20])
     def test_right_drafts_save_steps(self, most):
@@ -278,6 +277,7 @@ class TestDrafters:
             small_engine(num_speculative_tokens=most)
 
 
+@pytest.mark.usefixtures("kind")
 class TestStates:
     @pytest.mark.sampled
     @pytest.mark.parametrize("in_place", [False, True], ids=["separate", "in place"])
@@ -298,7 +298,7 @@ class TestStates:
             context = engine.context
             blocks = request.holding.path.blocks if request.holding else []
             for depth, block in enumerate(blocks, start=1):
-                slot = context.mamba_slot_allocator.get_slot(block)
+                slot = context.prefix_cache.slots.map.slot_of(block)
                 if slot >= 0:
                     pool = context.memory.state_pool
                     expected = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
@@ -323,14 +323,14 @@ class TestStates:
             engine = speculating(drafter, most=7, num_mamba_slots=2)
             for seed in (1, 2):
                 engine.generate([random_tokens(9, seed)], ms.SamplingParams(num_tokens_to_generate=1))
-            slots = engine.context.mamba_slot_allocator
-            assert slots.free_count == 0
+            slots = engine.context.prefix_cache.slots
+            assert slots.free == []
             prompt = random_tokens(5, seed=3)
             engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=5))
             evicted = []
             while engine.has_unfinished_requests():
                 engine.step()
-                evicted.append(slots.evicted_total)
+                evicted.append(slots.counts.evicted_total)
             # Token 8, the last of a block, is computed in step 4 of plain decoding, and in step 2 by drafts.
             assert evicted == ([0, 0, 0, 1, 1] if drafter is WrongDrafter else [0, 1])
             assert resumable(engine.context, prompt + expected_answer(tuple(prompt), 5)[0]) == 8
@@ -369,9 +369,9 @@ class TestStates:
         engine.generate([random_tokens(9, seed=9)], ms.SamplingParams(num_tokens_to_generate=1))
         prompt = random_tokens(5, seed=4)
         serve_checked(engine, [prompt, prompt], length=40)
-        slots = engine.context.mamba_slot_allocator
-        assert slots.evicted_total == 0  # one state of another's, and the two's rolling one
-        assert slots.committed_count == 2
+        slots = engine.context.prefix_cache.slots
+        assert slots.counts.evicted_total == 0  # one state of another's, and the two's rolling one
+        assert len(slots.map) == 2
 
     def test_after_a_reset_of_the_cache_requests_go_on_from_their_own_states(self):
         engine = speculating(most=3)
@@ -424,6 +424,7 @@ class TestStates:
             replace(small_model().state_spec(), separate_states=value)
 
 
+@pytest.mark.usefixtures("kind")
 class TestOthers:
     def test_drafts_take_only_blocks_that_nobody_holds_and_give_back_what_was_wrong(self):
         engine = speculating(WrongDrafter, most=20, num_kv_blocks=4, max_sequence_length=32)
@@ -485,6 +486,7 @@ class TestOthers:
 TIGHT = {"num_kv_blocks": 12, "max_requests": 4, "max_tokens": 24}
 
 
+@pytest.mark.usefixtures("kind")
 class TestContext:
     def started(self) -> tuple[ms.DynamicInferenceEngine, RequestStep]:
         engine = speculating(lambda: Noted(), most=3)
@@ -530,6 +532,7 @@ class Recorded:
         return self._model(self._inputs)
 
 
+@pytest.mark.usefixtures("kind")
 class TestGraphs:
     def test_drafted_steps_run_by_graph_padded_to_all_the_drafts_there_may_be(self, monkeypatch):
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)

@@ -3,7 +3,6 @@
 On the CPU in Triton's interpreter, fla-core's stages included; the same cases on CUDA under the gpu mark.
 """
 
-import contextlib
 import subprocess
 import sys
 
@@ -18,6 +17,7 @@ from mambaslots.inference.kernels.delta_state_passing import delta_state_passing
 from mambaslots.inference.kernels.gated_delta_rule import gated_delta_rule_scan
 from mambaslots.inference.kernels.gated_delta_rule_update import gated_delta_rule_update
 from oracle.budget import dear
+from oracle.fla_stages import one_configuration
 from oracle.gated_delta import Batch, Layer, Row, decode_inputs, error
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
 from oracle.synchronisation import no_synchronisation
@@ -39,19 +39,8 @@ def device(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _interpreted_stages():
-    """fla-core's launchers enter the device of their tensors, and time their kernels, which a CPU cannot."""
-    pytest.importorskip("fla", exc_type=ImportError)
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-            module.stages()
-            for name, owner in list(sys.modules.items()):
-                if name.startswith("fla.ops."):
-                    for kernel in vars(owner).values():
-                        tuner = getattr(kernel, "fn", None)
-                        if hasattr(tuner, "configs"):
-                            patch.setattr(tuner, "configs", tuner.configs[:1])
+def _one_configuration():
+    with one_configuration():
         yield
 
 

@@ -1,0 +1,85 @@
+"""The chat with a checkpoint, as a user starts it, with a script in place of a terminal."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import hf_chat
+import mambaslots as ms
+import pytest
+
+pytest.importorskip("transformers")
+
+from oracle.hf_models import tiny_config, without_kernel_packages
+
+TEMPLATE = """\
+{% for message in messages %}<{{ message.role }}>{{ message.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def save(folder: Path) -> None:
+    """A hybrid with random weights whose tokens are bytes, and the end of an answer."""
+    from transformers import AutoModelForCausalLM
+
+    with without_kernel_packages():
+        AutoModelForCausalLM.from_config(tiny_config("bamba", vocab_size=257)).save_pretrained(folder)
+    ms.text.ByteTokenizer({"<|end|>": 256}).save(folder)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 256}')
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the script in this process, which has imported transformers already."""
+
+    def run(folder: Path, *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["hf_chat.py", str(folder), "--max-tokens", "40", *arguments])
+        return hf_chat.main()
+
+    return run
+
+
+def test_later_turns_resume(
+    chat: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path)
+    script, figures = tmp_path / "script", tmp_path / "figures.json"
+    script.write_text(
+        "What a long question this is, so that it fills a block of tokens and more.\nAnd then?\n\nÄh.\n"
+    )
+    assert chat(tmp_path, "--script", str(script), "--json", str(figures)) == 0
+    printed = capsys.readouterr().out
+    turns = json.loads(figures.read_text())
+    assert [turn["question"] for turn in turns] == [line for line in script.read_text().splitlines() if line]
+    assert turns[0]["num_resumed_tokens"] == 0
+    assert turns[0]["num_states_stored"] > 0
+    for turn, following in pairwise(turns):
+        deepest_boundary = (turn["num_prompt_tokens"] - 1) // 64 * 64
+        assert following["num_resumed_tokens"] >= deepest_boundary > 0
+    for turn in turns:
+        told = f"[resumed {turn['num_resumed_tokens']} of {turn['num_prompt_tokens']} prompt tokens; "
+        assert f"you> {turn['question']}\nmodel> {turn['answer']}\n{told}" in printed
+
+
+def test_the_terminal_ends_a_conversation(
+    chat: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nnever asked\n"))
+    assert chat(tmp_path, "--dtype", "float64") == 0
+    assert capsys.readouterr().out.count("model> ") == 1
+
+
+def test_what_cannot_be_loaded_is_said(
+    chat: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(tmp_path) == 1
+    assert capsys.readouterr().err.strip() == f"{tmp_path}: {tmp_path} has no config.json"
