@@ -10,6 +10,9 @@ GIGABYTE = 1 << 30
 _UNLIMITED = INT32_MAX + 2
 """What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
 
+_MOST_NAMES = 1 << 20
+"""KV blocks without bytes that a context makes by itself for cached prefixes, at most."""
+
 
 @dataclass(frozen=True)
 class PoolSizes:
@@ -46,11 +49,13 @@ class PoolSizes:
 def _blocks_without_bytes(config: InferenceConfig, num_slots: int) -> int:
     """KV blocks of a model without attention where no number is given: they are names of prefixes only.
 
-    A slot names the block at its boundary. Four times as many leave room for boundaries without a state;
-    running requests have room in any case.
+    Running requests have room in any case. Beside them there are four times the blocks of the longest prefixes
+    that the slots can name, so that a state is lost for want of a slot and not for want of a name; but at
+    most `_MOST_NAMES`, because the host's books of a block take some hundred bytes.
     """
     blocks_per_sequence = -(-config.max_sequence_length // config.block_size_tokens)
-    return min(max(4 * num_slots, config.max_requests * blocks_per_sequence), INT32_MAX)
+    names = min(4 * num_slots * blocks_per_sequence, _MOST_NAMES)
+    return min(config.max_requests * blocks_per_sequence + names, INT32_MAX)
 
 
 def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":

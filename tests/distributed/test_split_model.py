@@ -196,11 +196,11 @@ def test_a_budget_that_buys_nothing_on_one_stage_is_refused_by_all(world: World,
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_budget_for_kv_of_no_bytes_buys_names_for_all_states(world: World, caching: bool) -> None:
-    """No stage has attention: KV blocks name prefixes, four for each slot or enough for all requests."""
+    """No stage has attention: KV blocks name the prefixes of all requests and, four times, of all slots."""
     slots = 30 + world.rank if caching else None
     context = budget(world, "MGC-", num_mamba_slots=slots, buffer_size_gb=0.01, enable_prefix_caching=caching)
     assert context.memory.kv_cache.nbytes == 0
-    assert context.kv_block_allocator.total_count == (4 * 30 if caching else 4 * 112 // 8)
+    assert context.kv_block_allocator.total_count == 4 * 14 + (4 * 30 * 14 if caching else 0)
     engines = [
         small_engine(
             model=world.model(split, "MGC-"), max_sequence_length=112, num_kv_blocks=None,

@@ -65,7 +65,7 @@ def _on_one_kind(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     repeated: defaultdict[str, dict[str, Any]] = defaultdict(dict)  # a case's name without its kind
     for item in items:
         kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
-        if kind is None:
+        if kind is None or kind not in item.callspec._idlist:
             chosen.append(item)
         else:
             name = " ".join([item.nodeid.partition("[")[0], *sorted(f"{i} {name}" for i, name in _ids(item))])
@@ -97,7 +97,7 @@ def _ids(case: Any) -> set[tuple[int, str]]:
     Without the kind of model: of each case only one is left.
     """
     ids = list(case.callspec._idlist)
-    if "kind" in case.callspec.params:
+    if case.callspec.params.get("kind") in ids:
         ids.remove(case.callspec.params["kind"])
     return set(enumerate(ids))
 

@@ -22,12 +22,12 @@ def engine_of_gigabytes(**settings: object) -> ms.DynamicInferenceEngine:
 @pytest.mark.parametrize(
     ("settings", "num_blocks"),
     [
-        ({"num_mamba_slots": 40}, 160),
-        ({"num_mamba_slots": 3}, 4 * 256 // BLOCK),
-        ({"num_mamba_slots": 1, "max_requests": 1, "max_sequence_length": 30}, 4),
-        ({"enable_prefix_caching": False}, 4 * 256 // BLOCK),
+        ({"num_mamba_slots": 40}, 4 * 32 + 4 * 40 * 32),
+        ({"num_mamba_slots": 3}, 4 * 32 + 4 * 3 * 32),
+        ({"num_mamba_slots": 1, "max_requests": 1, "max_sequence_length": 30}, 4 + 4 * 4),
+        ({"enable_prefix_caching": False}, 4 * 32),
     ],
-    ids=["four a slot", "all requests", "one request", "no cache"],
+    ids=["many slots", "few slots", "one request", "no cache"],
 )
 def test_a_budget_of_bytes_buys_names_for_all_slots_and_requests(
     kind: str, settings: dict[str, object], num_blocks: int
@@ -40,6 +40,14 @@ def test_a_budget_of_bytes_buys_names_for_all_slots_and_requests(
 
 def test_a_number_of_blocks_is_taken_as_it_is_given(kind: str) -> None:
     assert small_engine(num_kv_blocks=77).context.kv_block_allocator.total_count == 77
+
+
+def test_no_state_is_lost_for_want_of_names(kind: str) -> None:
+    """Long prefixes, whose blocks are many more than their states."""
+    engine = engine_of_gigabytes(num_mamba_slots=64, max_requests=1, max_sequence_length=128)
+    prompts = [random_tokens(120, seed) for seed in range(8)]
+    serve_checked(engine, prompts, length=2)
+    assert serve_checked(engine, prompts[:1], length=2)[0].num_resumed_tokens == 112
 
 
 @pytest.mark.parametrize("slots", [1, 3, 40])
