@@ -106,10 +106,8 @@ class TokenStream(Iterator[GeneratedToken]):
             self._make_step()
         if not self._has_token():
             raise StopIteration
-        try:
-            return self._arrived[self._num_read]
-        finally:
-            self._num_read += 1  # no call, which a signal could interrupt, comes between this and the return
+        # One line: nothing can be raised between the count and the return, which would lose the token.
+        self._num_read += 1; return self._arrived[self._num_read - 1]  # fmt: skip  # noqa: E702
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -122,10 +120,7 @@ class TokenStream(Iterator[GeneratedToken]):
             await asyncio.sleep(0)
         if not self._has_token():
             raise StopAsyncIteration
-        try:
-            return self._arrived[self._num_read]
-        finally:
-            self._num_read += 1
+        self._num_read += 1; return self._arrived[self._num_read - 1]  # fmt: skip  # noqa: E702
 
     def close(self) -> None:
         """Cancel a request that has not ended, and drop its unread tokens. `result` stays readable."""

@@ -64,6 +64,19 @@ def test_an_exception_at_any_line_leaves_nothing_wrong(name: str, extent: str, m
     assert_right(tally)
 
 
+@pytest.mark.parametrize("name", ["next(stream)", "async for"])
+def test_a_token_is_not_lost_where_a_stream_returns_it(name: str, monitor: Monitor) -> None:
+    """At the last lines of the call."""
+    last = interrupt_call(
+        CALLS[name],
+        KeyboardInterrupt,
+        monitor.lines,
+        lambda places: range(places - 5, places + 1),
+        again=True,
+    )
+    assert_right(last)
+
+
 @extents
 @names
 def test_an_exception_behind_any_call_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
