@@ -126,9 +126,14 @@ def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferen
 
 @pytest.mark.usefixtures("kind")
 @every_split
-def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: World, split: str) -> None:
+@pytest.mark.parametrize("pattern", [None, "GC*M"])
+def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(
+    world: World, split: str, pattern: str | None
+) -> None:
     prompt = random_tokens(45, seed=1)
-    whole, part = (states_of(prompt, model) for model in (world.model(None), world.model(split)))
+    whole, part = (
+        states_of(prompt, model) for model in (world.model(None, pattern), world.model(split, pattern))
+    )
     for state in part.spec.states:
         segments, layers = state.parts.segments, list(state.parts.layers.indices)
         sizes = [segment.part.total * segment.width for segment in segments]
