@@ -43,8 +43,8 @@ def test_a_number_of_blocks_is_taken_as_it_is_given(kind: str) -> None:
 
 
 def test_no_state_is_lost_for_want_of_names(kind: str) -> None:
-    """Prefixes of the greatest length, one for each slot."""
-    engine = engine_of_gigabytes(num_mamba_slots=16, max_requests=1, max_sequence_length=128)
+    """Long prefixes, whose blocks are many more than their states."""
+    engine = engine_of_gigabytes(num_mamba_slots=64, max_requests=1, max_sequence_length=128)
     prompts = [random_tokens(120, seed) for seed in range(8)]
     serve_checked(engine, prompts, length=2)
     assert serve_checked(engine, prompts[:1], length=2)[0].num_resumed_tokens == 112
