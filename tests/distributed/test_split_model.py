@@ -161,7 +161,7 @@ def test_a_saved_model_is_loaded_in_parts(world: World, split: str, tmp_path: Pa
     assert loaded.state_dict().keys() == expected.state_dict().keys()
     for name, weight in expected.state_dict().items():
         assert torch.equal(loaded.get_parameter(name), weight), name
-    with pytest.raises(ValueError, match="the model is split over .* ranks; accepted: a whole model"):
+    with pytest.raises(ValueError, match=r"the model is split over .* ranks; accepted: a whole model"):
         loaded.save_pretrained(tmp_path)
 
 
