@@ -248,12 +248,14 @@ def state_spec(
 
 
 def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+    """The first field that is set; at least float64 in a float64 model."""
     for field in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
-        name = str(getattr(config, field, None) or "float32").removeprefix("torch.")
-        if name not in STATE_DTYPES:
-            raise ValueError(f"{field} is {name!r}; accepted: {', '.join(STATE_DTYPES)}")
-        if name != "float32":
-            return STATE_DTYPES[name]
+        value = getattr(config, field, None)
+        if value is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in STATE_DTYPES:
+                raise ValueError(f"{field} is {name!r}; accepted: {', '.join(STATE_DTYPES)}")
+            return torch.float64 if dtype == torch.float64 else STATE_DTYPES[name]
     return torch.promote_types(dtype, torch.float32)
 
 

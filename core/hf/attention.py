@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..models.layer_steps import attend
+from ..validation import shown
 from .current_step import CurrentStep
 
 ATTENTION_NAME = "mambaslots"
@@ -44,6 +45,10 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
@@ -55,8 +60,19 @@ def attention_forward(
         attention_mask: None; the step says what a token sees.
         scaling: the factor of the scores.
 
+        sliding_window, softcap, s_aux: what other attention would need; None.
+
     Returns: the output, [1, T, heads, D] in the dtype of `query`, and no weights.
+
+    Raises:
+        ValueError: the model asks for attention that is not served.
     """
+    unserved: dict[str, object] = {
+        "attention_mask": attention_mask, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux,
+    }  # fmt: skip
+    for name, value in unserved.items():
+        if value is not None:
+            raise ValueError(f"{name} of {type(module).__name__} is {shown(value)}; accepted: None")
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged(queries, keys, values, scaling).to(query.dtype)[None], None
