@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint_files import CONFIG, read_object
+from .checkpoint_files import CONFIG, CheckpointError, existing_folder, read_object
 from .inference.engines.model import Model
 from .models import HybridLM
 from .sampling_params import SamplingParams
@@ -76,8 +76,8 @@ def load(
         ValueError: the folder holds no checkpoint that can be loaded; the message names the file or weight.
         ImportError: the folder is one of transformers, which is not installed.
     """
-    folder = Path(folder_or_name).expanduser()
-    if not folder.is_dir():
+    folder = existing_folder("folder_or_name", folder_or_name)
+    if folder is None:
         from .hf import checkpoint_folder
 
         folder = checkpoint_folder(folder_or_name)
@@ -99,5 +99,8 @@ def _byte_text(folder: Path, config: Mapping[str, Any]) -> TextCodec | None:
     if not (folder / "tokenizer.json").is_file():
         return None
     tokenizer, template = ByteTokenizer.from_folder(folder), folder / _TEMPLATE
-    chat = ChatTemplate(template.read_text("utf-8")) if template.is_file() else None
+    try:
+        chat = ChatTemplate(template.read_text("utf-8")) if template.is_file() else None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{template}: {error}") from error
     return TextCodec(tokenizer, chat)

@@ -53,8 +53,8 @@ class HybridStateSpec:
             instance(f"states[{index}]", tensor, StateTensor)
         if self._grids and math.gcd(*self._grids) < min(self._grids):
             raise ValueError(
-                f"states have the grids {', '.join(map(str, self._grids))}; accepted: grids that are multiples "
-                "of the smallest, because a prefill is cut into chunks at its multiples"
+                f"states have the grids {', '.join(map(str, self._grids))}; accepted: multiples of the "
+                "smallest, because a prefill is cut into chunks at its multiples"
             )
         names = [tensor.name for tensor in self.states]
         if len(set(names)) < len(names):

@@ -67,15 +67,18 @@ def attention_forward(
     Raises:
         ValueError: the model asks for attention that is not served.
     """
-    unserved: dict[str, object] = {
-        "attention_mask": attention_mask, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux,
-    }  # fmt: skip
-    for name, value in unserved.items():
-        if value is not None:
-            raise ValueError(f"{name} of {type(module).__name__} is {shown(value)}; accepted: None")
+    _check_served(
+        module, attention_mask=attention_mask, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
+    )
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged(queries, keys, values, scaling).to(query.dtype)[None], None
+
+
+def _check_served(module: nn.Module, **unserved: object) -> None:
+    for name, value in unserved.items():
+        if value is not None:
+            raise ValueError(f"{name} of {type(module).__name__} is {shown(value)}; accepted: None")
 
 
 def register_attention() -> None:

@@ -29,6 +29,9 @@ class Tensors(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the values: float32 for elements that are stored beside scales."""
+
     def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor on `device`. Floating point becomes `dtype`; integers stay what they are."""
 

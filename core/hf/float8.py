@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint_files import CheckpointError, read_optional_object
+from ..checkpoint_files import CONFIG, CheckpointError, read_optional_object, section
 from .checkpoint import Checkpoint
 
 _SCALE = "_scale_inv"
@@ -29,13 +29,14 @@ def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
         config: its `config.json`.
 
     Raises:
-        CheckpointError: the checkpoint is quantised in another way.
+        CheckpointError: the checkpoint is quantised in another way, or a file does not say how.
     """
-    text_config = config.get("text_config") or {}
-    found = config.get("quantization_config") or text_config.get("quantization_config")
-    found = found or config.get("compression_config")
-    if not found and (exported := read_optional_object(folder / "hf_quant_config.json")):
-        found = {"quant_method": "modelopt"} | (exported.get("quantization") or {})
+    file, export = folder / CONFIG, folder / "hf_quant_config.json"
+    found = section(file, config, "quantization_config")
+    found = found or section(file, section(file, config, "text_config"), "quantization_config")
+    found = found or section(file, config, "compression_config")
+    if not found and (exported := read_optional_object(export)):
+        found = {"quant_method": "modelopt"} | section(export, exported, "quantization")
     if not found:
         return None
     method = found.get("quant_method")
@@ -80,7 +81,9 @@ class Float8Checkpoint:
                 raise CheckpointError(f"{name} is stored in float8_e4m3fn, and {name + _SCALE} is missing")
             if name in self._scaled and not is_float8:
                 dtype = checkpoint.dtype(name)
-                raise CheckpointError(f"{name} is stored in {dtype} beside {name + _SCALE}; accepted: FP8")
+                raise CheckpointError(
+                    f"{name} is stored in {dtype} beside {name + _SCALE}; accepted: torch.float8_e4m3fn"
+                )
         for name in scales:
             self._check_scale(name)
 
@@ -90,6 +93,9 @@ class Float8Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._scaled else self._checkpoint.dtype(name)
 
     def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._scaled:

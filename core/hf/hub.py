@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from ..checkpoint_files import CheckpointError
-from ..validation import shown
+from ..checkpoint_files import CheckpointError, existing_folder
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _SUBFOLDERS = ["*/*"]
@@ -21,12 +20,7 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
         CheckpointError: there is no such folder, and no such name on the hub.
         ConnectionError: the name has not been downloaded, and the hub cannot be reached.
     """
-    if not isinstance(path_or_name, (str, Path)) or not str(path_or_name):
-        raise CheckpointError(
-            f"path_or_name is {shown(path_or_name)}; accepted: a folder, or a name on the hub"
-        )
-    folder = Path(path_or_name).expanduser()
-    if folder.is_dir():
+    if folder := existing_folder("path_or_name", path_or_name):
         return folder
     name = str(path_or_name)
     if not isinstance(path_or_name, str) or not _HUB_NAME.fullmatch(name):

@@ -42,7 +42,12 @@ def load(
     blocks = block_size(folder, stored_config)
     config = _transformers_config(folder)
     kept_dtype = dtype or _named_dtype(config)
-    model = skeleton(config, kept_dtype)
+    try:
+        model = skeleton(config, kept_dtype)
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:  # transformers' modules, built of sizes that do not fit
+        raise CheckpointError(f"{folder / CONFIG} describes no model: {error}") from error
     load_weights(model, folder, blocks, target)
     restore_buffers(model, target)
     return ServedModel(model)
@@ -54,7 +59,7 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
             folder, local_files_only=True, trust_remote_code=False
         )
         return config
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # each class of configs checks its values in its own way
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
 

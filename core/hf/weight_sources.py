@@ -24,6 +24,7 @@ from .checkpoint import Tensors
 
 _META = torch.device("meta")
 _MAX_SHOWN = 20
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass
@@ -117,6 +118,7 @@ class WeightSources:
             raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
         made: set[str] = set()
         for source in by_target.values():
+            _check_dtypes(source, checkpoint)
             _check_merged(source, wanted[source.target].shape)
             made.update(_checked_shapes(source, model, wanted, checkpoint))
         missing = wanted.keys() - made
@@ -162,6 +164,18 @@ def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
         return any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
 
     return [name for name in names if is_ignored(name)]
+
+
+def _check_dtypes(source: WeightSource, checkpoint: Tensors) -> None:
+    """Raise a CheckpointError that names a tensor whose elements cannot be weights.
+
+    Integers and floating point of 8 bits are elements of a quantisation that the config does not name.
+    """
+    for name in source.names:
+        if (dtype := checkpoint.dtype(name)) not in _DTYPES:
+            raise CheckpointError(
+                f"{name} of the checkpoint has the dtype {dtype}; accepted: {', '.join(map(str, _DTYPES))}"
+            )
 
 
 def _check_merged(source: WeightSource, shape: torch.Size) -> None:

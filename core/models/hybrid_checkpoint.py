@@ -14,6 +14,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from ..checkpoint_files import CONFIG, CheckpointError, read_object
+from ..validation import shown
 from .hybrid_config import HybridConfig
 
 MODEL_TYPE = "mambaslots_hybrid_lm"
@@ -51,9 +52,10 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
     if missing := [name for name, required in names.items() if required and name not in content]:
         raise CheckpointError(f"{path} has no {', '.join(missing)}")
     values = {name: value for name, value in content.items() if name in names}
-    if "dtype" in values and values["dtype"] not in _DTYPES:
-        raise CheckpointError(f"dtype of {path} is {values['dtype']!r}; accepted: {', '.join(_DTYPES)}")
-    values["dtype"] = dtype or _DTYPES[values.get("dtype", "float32")]
+    stored_dtype = values.get("dtype", "float32")
+    if not isinstance(stored_dtype, str) or stored_dtype not in _DTYPES:
+        raise CheckpointError(f"dtype of {path} is {shown(stored_dtype)}; accepted: {', '.join(_DTYPES)}")
+    values["dtype"] = dtype or _DTYPES[stored_dtype]
     try:
         return HybridConfig(**values)
     except ValueError as error:
@@ -99,7 +101,7 @@ class SavedWeights:
             self._tensors = load(content)
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder} has no {WEIGHTS}") from error
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -123,8 +125,8 @@ class SavedWeights:
             raise CheckpointError(
                 f"{name} of {self._path} has the shape {list(tensor.shape)}; accepted: {list(shape)}"
             )
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _DTYPES.values():
             raise CheckpointError(
-                f"{name} of {self._path} has the dtype {tensor.dtype}; accepted: a float dtype"
+                f"{name} of {self._path} has the dtype {tensor.dtype}; accepted: {', '.join(_DTYPES)}"
             )
         return tensor

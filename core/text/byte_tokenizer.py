@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint_files import CheckpointError, read_object
+from ..validation import integers
 
 _FILE = "tokenizer.json"
 
@@ -24,6 +25,9 @@ class ByteTokenizer:
     def __init__(self, special_tokens: Mapping[str, int], byte_ids: Sequence[int] = range(256)) -> None:
         if len(byte_ids) != 256 or len({*byte_ids, *special_tokens.values()}) != 256 + len(special_tokens):
             raise ValueError("byte_ids and special_tokens name an id twice; accepted: 256 ids and others")
+        integers("byte_ids and special_tokens", [*byte_ids, *special_tokens.values()], 0)
+        if not all(isinstance(name, str) and name for name in special_tokens):
+            raise ValueError(f"special_tokens is {special_tokens!r}; accepted: names that are not empty")
         self.special_tokens = dict(special_tokens)
         self._byte_ids = tuple(byte_ids)
         self._bytes = {token: bytes([byte]) for byte, token in enumerate(byte_ids)}

@@ -31,7 +31,7 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template is no Jinja template: {error}") from error
         self._variables = dict(variables or {})
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import CheckpointError, read_optional_object
+from ..checkpoint_files import CONFIG, CheckpointError, read_optional_object, section
 from ..sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
@@ -37,7 +37,7 @@ class GenerationDefaults:
             CheckpointError: a value is none that `SamplingParams` accepts.
         """
         said = read_optional_object(folder / _FILE)
-        text_config = config.get("text_config") or {}
+        text_config = section(folder / CONFIG, config, "text_config")
         stops = _first(said.get("eos_token_id"), text_config.get("eos_token_id"), config.get("eos_token_id"))
         drawn: dict[str, Any] = (
             {name: said.get(name) for name in ("top_k", "top_p")} if said.get("do_sample") else {}

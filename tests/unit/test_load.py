@@ -96,6 +96,7 @@ def test_a_model_without_text_says_so_when_text_is_asked(tmp_path: Path) -> None
         (None, "has no config.json"),
         ("{", "config.json is no JSON"),
         ("3", "config.json holds a JSON int; accepted: an object"),
+        ("[" * 200_000, "config.json is no JSON"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint(content: str | None, message: str, tmp_path: Path) -> None:
@@ -105,10 +106,34 @@ def test_a_folder_that_is_no_checkpoint(content: str | None, message: str, tmp_p
         ms.load(tmp_path)
 
 
+@pytest.mark.parametrize("name", [3, None, "", b"model", "~no_such_user/model", "a" * 5000, "a\0b"])
+def test_a_folder_or_name_that_is_none(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"folder_or_name is |is no folder"):
+        ms.load(name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_odd_json_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    for content in ("[" * 200_000, "[]", "\udcff", '{"eos_token_id": {}, "model": [3]}'):
+        save_hybrid_lm(tmp_path)
+        path.write_text(content, errors="surrogateescape")
+        with pytest.raises(CheckpointError, match=name):
+            ms.load(tmp_path)
+    path.unlink()
+    path.mkdir()
+    if name == "config.json":
+        with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+            ms.load(tmp_path)
+
+
 def test_a_spoilt_text_is_named(tmp_path: Path) -> None:
     save_hybrid_lm(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
     with pytest.raises(CheckpointError, match=r"generation_config.json: stop_token_ids"):
+        ms.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for")
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja: the chat template is no Jinja"):
         ms.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer.json has no tokenizer of bytes"):

@@ -70,6 +70,9 @@ def test_ids_that_stand_for_two_things_are_refused() -> None:
         (lambda content: content["model"]["vocab"].pop("Ġ"), "'Ġ'"),
         (lambda content: content["added_tokens"][0].update(id=3), "name an id twice"),
         (lambda content: content.update(added_tokens=None), "NoneType"),
+        (lambda content: content["added_tokens"][0].update(id="x"), "byte_ids and special_tokens.*'x'"),
+        (lambda content: content["added_tokens"][0].update(content=""), "special_tokens is {''.*"),
+        (lambda content: content["model"]["vocab"].update({"Ġ": -1}), "byte_ids and special_tokens.*-1"),
     ],
 )
 def test_a_tokenizer_of_something_else_is_refused(change: Any, message: str, tmp_path: Path) -> None:

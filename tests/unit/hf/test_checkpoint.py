@@ -310,6 +310,25 @@ def test_pickle_files_are_refused(tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=lambda dtype: str(dtype),
+)
+def test_elements_of_a_quantisation_that_the_config_does_not_name_are_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_checkpoint(MOE, tmp_path)
+    for name in (NORM, EXPERT):
+        stored = stored_tensors(tmp_path)[name]
+        rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))  # noqa: B023
+        message = f"{name} of the checkpoint has the dtype {dtype}; accepted: torch.float16, "
+        with pytest.raises(hf.CheckpointError, match=message):
+            hf.load(tmp_path)
+        rewrite(tmp_path, lambda tensors: tensors.update({name: stored}))  # noqa: B023
+    assert_equal(hf.load(tmp_path).model, reference_model(MOE))
+
+
 def test_dtypes_that_are_no_numbers_of_a_model_are_refused(tmp_path: Path) -> None:
     save_checkpoint("lfm2", tmp_path)
     rewrite(

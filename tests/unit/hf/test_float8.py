@@ -134,6 +134,10 @@ def test_scales_may_be_powers_of_two() -> None:
             rf"{PROJECTION} is stored in torch.float32 beside {PROJECTION}_scale_inv",
         ),
         (
+            lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.float8_e5m2)}),
+            rf"{HEAD} of the checkpoint has the dtype torch.float8_e5m2; accepted: torch.float16, ",
+        ),
+        (
             lambda tensors: tensors.update({PROJECTION + "_scale_inv": torch.ones(2, 2)}),
             rf"{PROJECTION}_scale_inv is torch.float32, \(2, 2\); accepted for {PROJECTION}",
         ),
@@ -150,7 +154,7 @@ def test_scales_may_be_powers_of_two() -> None:
             rf"{HEAD}_scale_inv is torch.float32, \(1,\)",
         ),
     ],
-    ids=["no scales", "no weight", "no FP8", "shape", "dtype", "vector"],
+    ids=["no scales", "no weight", "no FP8", "other FP8", "shape", "dtype", "vector"],
 )  # fmt: skip
 def test_scales_that_do_not_fit(change: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
     save_float8(tmp_path)
@@ -175,11 +179,13 @@ def test_scales_that_do_not_fit(change: Callable[[Tensors], object], message: st
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, r"weight_block_size is \[0, 1\]"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "expert_dtype": "fp4"}, "experts in 'fp4'"),
+        ("fp8", "config.json: quantization_config is 'fp8'; accepted: an object"),
+        ([], r"config.json: quantization_config is \[\]; accepted: an object"),
     ],
 )
 @pytest.mark.parametrize("place", ["config", "text_config"])
 def test_other_quantisations_are_refused_by_name(
-    quantization: dict[str, Any], message: str, place: str, tmp_path: Path
+    quantization: object, message: str, place: str, tmp_path: Path
 ) -> None:
     save_checkpoint("lfm2", tmp_path)
     found = {"quantization_config": quantization}
@@ -194,6 +200,15 @@ def test_a_quantisation_in_a_file_of_its_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
     with pytest.raises(
         hf.CheckpointError, match="quantised by 'modelopt FP8'; accepted: no quantisation, or"
+    ):
+        hf.load(tmp_path)
+
+
+def test_a_file_that_does_not_say_how_it_is_quantised_is_refused(tmp_path: Path) -> None:
+    save_checkpoint("lfm2", tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(
+        hf.CheckpointError, match=r"hf_quant_config.json: quantization is 'FP8'; accepted: an object"
     ):
         hf.load(tmp_path)
 

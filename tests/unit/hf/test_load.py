@@ -71,6 +71,28 @@ def test_an_architecture_that_is_not_served_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["mamba"]}, "transformers cannot read .*config.json"),
+        ({"layer_types": 3}, "transformers cannot read .*config.json"),
+        ({"dtype": "banana"}, "transformers cannot read .*config.json"),
+        ({"intermediate_size": -1}, "config.json describes no model: .*-1"),
+        ({"hidden_act": "banana"}, "banana"),
+        ({"text_config": "x"}, "config.json: text_config is 'x'; accepted: an object"),
+        ({"compression_config": 3}, "config.json: compression_config is 3; accepted: an object"),
+    ],
+)
+@pytest.mark.parametrize("load", [hf.load, ms.load])
+def test_an_odd_config_is_named(
+    load: Callable[[Path], Any], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_checkpoint(CASE, tmp_path)
+    change_config(tmp_path, **change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"path_or_name": "no/such/folder"}, "'no/such/folder' is no folder; accepted: a folder, or 'org"),

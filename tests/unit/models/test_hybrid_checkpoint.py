@@ -84,6 +84,7 @@ def test_other_weights_have_another_name(folder: Path) -> None:
         ({"pattern": "MX"}, "config.json: pattern is 'MX'; accepted: "),
         ({"heads": 3}, "config.json has heads; accepted: vocab_size, "),
         ({"dtype": "int8"}, "dtype of .*config.json is 'int8'; accepted: float16, "),
+        ({"dtype": []}, r"dtype of .*config.json is \[\]; accepted: float16, "),
         ({"mlp_hidden_size": 64}, r"layers.2.up_proj of .* has the shape \[128, 64\]; accepted: \[64, 64\]"),
         ({"pattern": "MG-C*-"}, "model.safetensors has no layers.5.up_proj"),
         ({"pattern": "MG-C"}, "has weights that the model has not: layers.4.k_proj, layers.4.o_proj"),
@@ -103,9 +104,11 @@ def test_wrong_files_are_named(folder: Path) -> None:
         path.write_bytes(wrong)
         with pytest.raises(ValueError, match=r"model.safetensors is truncated or corrupt"):
             HybridLM.from_pretrained(folder)
-    save_file({**tensors, "final_norm": tensors["final_norm"].int()}, path)
-    with pytest.raises(ValueError, match=r"final_norm of .* has the dtype torch.int32; accepted: a float"):
-        HybridLM.from_pretrained(folder)
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        save_file({**tensors, "final_norm": tensors["final_norm"].to(dtype)}, path)
+        message = rf"final_norm of .* has the dtype {dtype}; accepted: float16, "
+        with pytest.raises(ValueError, match=message):
+            HybridLM.from_pretrained(folder)
     path.unlink()
     with pytest.raises(ValueError, match=r"has no model.safetensors"):
         HybridLM.from_pretrained(folder)

@@ -268,5 +268,11 @@ def test_the_gpus_kernels_keep_all_rules_in_the_interpreter(monkeypatch: pytest.
     assert check_model(ms.models.HybridLM(config)).passed
 
 
+@pytest.mark.parametrize("pattern", ["G*", "C*", "GM*", "G", "C"])
+def test_every_kind_of_state_keeps_all_rules(pattern: str) -> None:
+    config = ms.models.HybridConfig.tiny(dtype=torch.float64, hidden_size=32, pattern=pattern)
+    assert check_model(ms.models.HybridLM(config)).passed
+
+
 def test_numpy_integers_are_integers() -> None:
     assert check_model(EmaLM(), seed=np.int64(3), num_tokens=np.int64(32), padded_shapes=False).passed
