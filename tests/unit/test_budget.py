@@ -73,6 +73,28 @@ def test_a_sample_is_what_the_marks_leave(pytester: pytest.Pytester) -> None:
     ]
 
 
+KINDS = """
+import pytest
+
+@pytest.mark.parametrize("kind", ["Mamba-2", "mix of all", "delta net"])
+@pytest.mark.parametrize("size", range(40))
+def test_sizes(size, kind):
+    pass
+"""
+
+
+def test_each_case_is_on_one_kind_of_model_and_about_half_on_the_mix(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = gpu\n  long\n  sampled")
+    pytester.makepyfile(KINDS)
+    pytester.makeconftest(CONFTEST)
+    run = pytester.runpytest("--collect-only", "-q", "-m", "not long", "-p", "no:cacheprovider")
+    cases = [line.rpartition("[")[2].rstrip("]").split("-", 1) for line in run.outlines if "::" in line]
+    assert [int(size) for size, _ in cases] == list(range(40))
+    kinds = [kind for _, kind in cases]
+    assert {kinds.count(kind) > 3 for kind in ("Mamba-2", "delta net")} == {True}
+    assert 12 < kinds.count("mix of all") < 28
+
+
 @pytest.mark.parametrize("sizes", [(1,), (4,), (3, 3), (2, 5, 3)])
 def test_a_sample_has_each_value_in_few_cases(sizes: tuple[int, ...]) -> None:
     cases = [set(enumerate(case)) for case in product(*map(range, sizes))]
