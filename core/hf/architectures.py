@@ -217,8 +217,9 @@ def state_spec(
 ) -> HybridStateSpec:
     """What a context allocates for a model of this config, computed from the config alone.
 
-    Recurrent states are float32, or what the config says as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`;
-    float64 in a float64 model. Convolution windows, keys and values have the model's dtype.
+    Recurrent states are float64 in a float64 model. In others they have the first other dtype than float32
+    that the config names as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`, else float32. Convolution windows,
+    keys and values have the model's dtype.
 
     Args:
         text: what `text_config` returned.
@@ -248,13 +249,14 @@ def state_spec(
 
 
 def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+    named = torch.float32
     for field in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
         name = str(getattr(config, field, None) or "float32").removeprefix("torch.")
         if name not in STATE_DTYPES:
             raise ValueError(f"{field} is {name!r}; accepted: {', '.join(STATE_DTYPES)}")
-        if name != "float32":
-            return STATE_DTYPES[name]
-    return torch.promote_types(dtype, torch.float32)
+        if named == torch.float32:
+            named = STATE_DTYPES[name]
+    return torch.float64 if dtype == torch.float64 else named
 
 
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":

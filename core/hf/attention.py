@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from ..models.layer_steps import attend
 from .current_step import CurrentStep
 
+_CHANGES = ("sliding_window", "softcap", "s_aux", "attention_mask")
+"""Arguments that change what a token sees or how scores become weights."""
+
 ATTENTION_NAME = "mambaslots"
 """The `attn_implementation` of served models."""
 
@@ -44,7 +47,7 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
 
@@ -54,9 +57,17 @@ def attention_forward(
             does it.
         attention_mask: None; the step says what a token sees.
         scaling: the factor of the scores.
+        options: of the attention of other models; those that change the result must be None.
 
     Returns: the output, [1, T, heads, D] in the dtype of `query`, and no weights.
+
+    Raises:
+        ValueError: transformers asks for another attention.
     """
+    options["attention_mask"] = attention_mask
+    for name in _CHANGES:
+        if options.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} has the argument {name}; accepted: causal attention")
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged(queries, keys, values, scaling).to(query.dtype)[None], None

@@ -57,6 +57,7 @@ def test_a_config_says_the_dtype_of_recurrent_states(field: str) -> None:
     setattr(text, field, "bfloat16")
     conv, ssm = architectures.state_spec(text, torch.float16).states
     assert (conv.dtype, ssm.dtype) == (torch.float16, torch.bfloat16)
+    assert {state.dtype for state in architectures.state_spec(text, torch.float64).states} == {torch.float64}
     setattr(text, field, "int8")
     with pytest.raises(ValueError, match=f"{field} is 'int8'; accepted: float32"):
         architectures.state_spec(text, torch.float32)
