@@ -399,16 +399,14 @@ class StockSteps(Steps):
 class OurSteps(Steps):
     def _build(self, sizes: ContextSizes) -> None:
         spec = HybridStateSpec(
-            num_mamba_layers=1,
-            conv_states_shape=sizes.conv_states_shape,
-            ssm_states_shape=sizes.ssm_states_shape,
-            conv_states_dtype=torch.float32,
-            ssm_states_dtype=torch.float32,
+            states=(
+                ms.StateTensor("conv", 1, sizes.conv_states_shape, torch.float32),
+                ms.StateTensor("ssm", 1, sizes.ssm_states_shape, torch.float32, sizes.ssd_chunk_size),
+            ),
             num_attention_layers=1,
             num_kv_heads=sizes.num_heads,
             head_dim=sizes.head_dim,
             kv_dtype=torch.float32,
-            ssd_chunk_size=sizes.ssd_chunk_size,
             vocab_size=1000,
             device=torch.device("cpu"),
         )

@@ -112,20 +112,22 @@ def measured(precision: str, device: str) -> dict[str, Any]:
 
     two = dict(large, chunk_destinations=large["chunk_destinations"].clone())
     two["chunk_destinations"][0], two["chunk_destinations"][1] = 2, 3
-    log_decays, dt = module._chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], of["cu_chunk_seqlens"])
-    updates = module._chunk_state_fwd(
+    log_decays, dt = module.stages().chunk_cumsum_fwd(
+        of["dt"], of["A"], of["chunk_size"], of["cu_chunk_seqlens"]
+    )
+    updates = module.stages().chunk_state_fwd(
         of["B"], of["x"], dt, log_decays, of["cu_chunk_seqlens"], states_in_fp32=True
     )
-    CB = module._bmm_chunk_fwd(
+    CB = module.stages().bmm_chunk_fwd(
         of["C"], of["B"], of["chunk_size"], of["cu_chunk_seqlens"], output_dtype=torch.float32
     )
     ends = of["cu_chunk_seqlens"]
     calls: dict[str, Callable[[], object]] = {
-        "sums of dt A": lambda: module._chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], ends),
-        "chunk states": lambda: module._chunk_state_fwd(
+        "sums of dt A": lambda: module.stages().chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], ends),
+        "chunk states": lambda: module.stages().chunk_state_fwd(
             of["B"], of["x"], dt, log_decays, ends, states_in_fp32=True
         ),
-        "C B": lambda: module._bmm_chunk_fwd(
+        "C B": lambda: module.stages().bmm_chunk_fwd(
             of["C"], of["B"], of["chunk_size"], ends, output_dtype=torch.float32
         ),
         "state_passing": lambda: state_passing(

@@ -1,4 +1,4 @@
-"""mambaslots: the prefix cache for hybrid Mamba/attention language models."""
+"""mambaslots: the prefix cache for hybrid language models."""
 
 from importlib import import_module
 from types import ModuleType

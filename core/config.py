@@ -26,7 +26,7 @@ class InferenceConfig:
     """Sizes and switches of a `DynamicInferenceContext`. Lengths are counted in tokens.
 
     Attributes:
-        block_size_tokens: tokens of one KV block; with prefix caching a multiple of the SSD chunk.
+        block_size_tokens: tokens of one KV block; with prefix caching a multiple of the model's grid.
         max_requests: requests that run at once: rows of a step, and owners of live state slots.
         max_tokens: tokens computed in one step; at least `max_requests`, and at least one block.
         max_sequence_length: longest prompt plus answer.

@@ -49,9 +49,9 @@ class PoolSizes:
 def _blocks_without_bytes(config: InferenceConfig, num_slots: int) -> int:
     """KV blocks of a model without attention where no number is given: they are names of prefixes only.
 
-    Running requests have room in any case. Beside them there are four times the blocks of the longest prefixes
-    that the slots can name, so that a state is lost for want of a slot and not for want of a name; but at
-    most `_MOST_NAMES`, because the host's books of a block take some hundred bytes.
+    Running requests have room in any case. Beside them there are four times the blocks of the longest
+    prefixes that the slots can name, so that a state is lost for want of a slot and not for want of a name;
+    but at most `_MOST_NAMES`, because the host's books of a block take some hundred bytes.
     """
     blocks_per_sequence = -(-config.max_sequence_length // config.block_size_tokens)
     names = min(4 * num_slots * blocks_per_sequence, _MOST_NAMES)

@@ -51,6 +51,11 @@ class HybridStateSpec:
         set_field(self, "states", tuple(self.states))
         for index, tensor in enumerate(self.states):
             instance(f"states[{index}]", tensor, StateTensor)
+        if self._grids and math.gcd(*self._grids) < min(self._grids):
+            raise ValueError(
+                f"states have the grids {', '.join(map(str, self._grids))}; accepted: multiples of the "
+                "smallest, because a prefill is cut into chunks at its multiples"
+            )
         names = [tensor.name for tensor in self.states]
         if len(set(names)) < len(names):
             raise ValueError(f"states have the names {', '.join(names)}; accepted: each name once")
@@ -78,15 +83,15 @@ class HybridStateSpec:
 
     @property
     def chunk_size(self) -> int | None:
-        """Tokens of one chunk of a prefill, the largest that divides every grid; None: no tensor has a grid.
+        """Tokens of one chunk of a prefill: the smallest grid, which divides every other; None: no grid.
 
-        Prefills are cut into chunks at multiples of this, so that every tensor exists at every boundary.
+        Prefills are cut into chunks at its multiples, for all kinds of layer alike.
         """
-        return math.gcd(*self._grids) or None
+        return min(self._grids, default=None)
 
     @property
     def grid(self) -> int:
-        """The positions inside a prefill where all tensors exist are multiples of this."""
+        """A KV block is a multiple of this, and so of every grid; 1 where no tensor has a grid."""
         return math.lcm(*self._grids)
 
     @property

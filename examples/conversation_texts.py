@@ -163,8 +163,11 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def conversations(count: int, turns: int, seed: int = 0) -> list[Conversation]:
-    """Users who arrive one after the other; the same arguments give the same conversations."""
+def conversations(count: int, turns: int, seed: int = 0, longest_answer: int = 140) -> list[Conversation]:
+    """Users who arrive one after the other; the same arguments give the same conversations.
+
+    Answers have at most three to seven sevenths of `longest_answer` tokens.
+    """
     rng = Random(seed)
     users = []
     for index in range(count):
@@ -173,16 +176,18 @@ def conversations(count: int, turns: int, seed: int = 0) -> list[Conversation]:
             Conversation(
                 system_prompt=prompt,
                 start_step=30 * index + rng.randrange(15),
-                turns=tuple(_turn(number, rng.choice(signatures), rng) for number in range(turns)),
+                turns=tuple(
+                    _turn(number, rng.choice(signatures), longest_answer, rng) for number in range(turns)
+                ),
             )
         )
     return users
 
 
-def _turn(number: int, signature: str, rng: Random) -> Turn:
+def _turn(number: int, signature: str, longest_answer: int, rng: Random) -> Turn:
     return Turn(
         text=rng.choice(ASKS).format(signature=signature),
-        answer_tokens=rng.randrange(60, 141),
+        answer_tokens=rng.randrange(max(1, 3 * longest_answer // 7), longest_answer + 1),
         temperature=rng.choice((None, 0.6, 0.8)),
         seed=rng.randrange(1 << 31),
         think_steps=0 if number == 0 else rng.randrange(5, 40),

@@ -1,6 +1,7 @@
 """A conversation in a terminal with a model of a folder or of the hub, and what each turn resumed.
 
-The model is a checkpoint of transformers, which needs `pip install 'mambaslots[hf]'`, or a saved `HybridLM`.
+The model is a checkpoint of transformers, which needs `pip install 'mambaslots[hf]'` (on a
+GPU `[hf,megatron,fla]`), or a saved `HybridLM`.
 Every turn sends the whole conversation. The prefix cache resumes from the deepest state that it holds of it,
 so that little more than the new words is computed. A line after each answer says how many of the prompt's
 tokens were resumed, and how many states were stored on the way.

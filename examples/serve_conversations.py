@@ -168,7 +168,7 @@ def make_model(args: argparse.Namespace) -> ms.models.HybridLM:
 
 
 def make_users(args: argparse.Namespace) -> list[Conversation]:
-    users = conversations(args.conversations, args.turns, args.seed)
+    users = conversations(args.conversations, args.turns, args.seed, args.answer_tokens)
     if args.device == "cpu":
         return users
     return [
@@ -179,8 +179,9 @@ def make_users(args: argparse.Namespace) -> list[Conversation]:
 def serve_both_ways(args: argparse.Namespace) -> tuple[Run, Run]:
     """Run the schedule without the cache and with it."""
     model, users = make_model(args).to(args.device), make_users(args)
+    first = [replace(users[0], turns=users[0].turns[:1])]
     for plan in (None, args.plan):  # a process's first steps are slow: neither run shall pay for them
-        Server("warm-up", make_engine(model, users[:1], plan), users[:1]).serve(progress=False)
+        Server("warm-up", make_engine(model, first, plan), first).serve(progress=False)
     engine = make_engine(model, users, args.plan)
     print(engine.memory_summary())
     without = Server("without cache", make_engine(model, users, None), users).serve()
@@ -242,6 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_count(parser, "--conversations", 8, "conversations in all")
     add_count(parser, "--turns", 6, "turns of each conversation")
+    add_count(parser, "--answer-tokens", 140, "tokens of the longest answers")
     add_device(parser, "cpu")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the model (default: float64 on a CPU, float32 on a GPU)"

@@ -179,7 +179,7 @@ class Trainer:
         write_text_files(self.args.output)
 
     def _load(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=False)
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         if state["digest"] != self.files.digest:
             raise ValueError(
                 f"--resume: the files' digest is {self.files.digest}; the checkpoint's is {state['digest']}"

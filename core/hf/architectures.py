@@ -217,9 +217,8 @@ def state_spec(
 ) -> HybridStateSpec:
     """What a context allocates for a model of this config, computed from the config alone.
 
-    Recurrent states are float64 in a float64 model. In others they have the first other dtype than float32
-    that the config names as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`, else float32. Convolution windows,
-    keys and values have the model's dtype.
+    Recurrent states are float32, or what the config says as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`;
+    float64 in a float64 model. Convolution windows, keys and values have the model's dtype.
 
     Args:
         text: what `text_config` returned.
@@ -249,14 +248,15 @@ def state_spec(
 
 
 def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
-    named = torch.float32
+    """The first field that is set; at least float64 in a float64 model."""
     for field in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
-        name = str(getattr(config, field, None) or "float32").removeprefix("torch.")
-        if name not in STATE_DTYPES:
-            raise ValueError(f"{field} is {name!r}; accepted: {', '.join(STATE_DTYPES)}")
-        if named == torch.float32:
-            named = STATE_DTYPES[name]
-    return torch.float64 if dtype == torch.float64 else named
+        value = getattr(config, field, None)
+        if value is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in STATE_DTYPES:
+                raise ValueError(f"{field} is {name!r}; accepted: {', '.join(STATE_DTYPES)}")
+            return torch.float64 if dtype == torch.float64 else STATE_DTYPES[name]
+    return torch.promote_types(dtype, torch.float32)
 
 
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":

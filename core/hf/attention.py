@@ -6,10 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..models.layer_steps import attend
+from ..validation import shown
 from .current_step import CurrentStep
-
-_CHANGES = ("sliding_window", "softcap", "s_aux", "attention_mask")
-"""Arguments that change what a token sees or how scores become weights."""
 
 ATTENTION_NAME = "mambaslots"
 """The `attn_implementation` of served models."""
@@ -47,7 +45,11 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    **options: Any,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
 
@@ -57,20 +59,26 @@ def attention_forward(
             does it.
         attention_mask: None; the step says what a token sees.
         scaling: the factor of the scores.
-        options: of the attention of other models; those that change the result must be None.
+
+        sliding_window, softcap, s_aux: what other attention would need; None.
 
     Returns: the output, [1, T, heads, D] in the dtype of `query`, and no weights.
 
     Raises:
-        ValueError: transformers asks for another attention.
+        ValueError: the model asks for attention that is not served.
     """
-    options["attention_mask"] = attention_mask
-    for name in _CHANGES:
-        if options.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} has the argument {name}; accepted: causal attention")
+    _check_served(
+        module, attention_mask=attention_mask, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
+    )
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged(queries, keys, values, scaling).to(query.dtype)[None], None
+
+
+def _check_served(module: nn.Module, **unserved: object) -> None:
+    for name, value in unserved.items():
+        if value is not None:
+            raise ValueError(f"{name} of {type(module).__name__} is {shown(value)}; accepted: None")
 
 
 def register_attention() -> None:

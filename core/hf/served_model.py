@@ -62,9 +62,16 @@ class ServedModel:
         return self._embedding.device
 
     def state_spec(self) -> HybridStateSpec:
-        """What a context allocates for this model, on the device of the weights."""
-        separate_states = kernel_set(self.device, self.dtype).SEPARATE_STATES
-        return architectures.state_spec(self.config, self.dtype, self.device, separate_states)
+        """What a context allocates for this model, on the device of the weights.
+
+        Raises:
+            ImportError: the device's kernels need a package that is not installed.
+            ValueError: the device's kernels cannot compute these states.
+        """
+        kernels = kernel_set(self.device, self.dtype)
+        spec = architectures.state_spec(self.config, self.dtype, self.device, kernels.SEPARATE_STATES)
+        kernels.check_states(spec)
+        return spec
 
     @torch.no_grad()
     def __call__(self, inputs: StepInputs) -> Tensor:

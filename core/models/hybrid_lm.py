@@ -131,9 +131,15 @@ class HybridLM(nn.Module):
         write(Path(folder), self.config, self.state_dict(), dtype)
 
     def state_spec(self) -> HybridStateSpec:
-        """What a context allocates for this model, on the device of the weights."""
+        """What a context allocates for this model, on the device of the weights.
+
+        Raises:
+            ImportError: the device's kernels need a package that is not installed.
+            ValueError: the device's kernels cannot compute these states.
+        """
         config, shard, device = self.config, self.shard, self.norms[0].device
-        return HybridStateSpec(
+        kernels = kernel_set(device, config.dtype)
+        spec = HybridStateSpec(
             states=config.states(self.groups),
             num_attention_layers=shard.attention_layers.count,
             num_kv_heads=shard.kv_heads.count,
@@ -141,11 +147,13 @@ class HybridLM(nn.Module):
             kv_dtype=config.dtype,
             vocab_size=config.vocab_size,
             device=device,
-            separate_states=kernel_set(device, config.dtype).SEPARATE_STATES,
+            separate_states=kernels.SEPARATE_STATES,
             shard=shard,
             groups=self.groups,
             model=f"{config}, {self.weights_name}",
         )
+        kernels.check_states(spec)
+        return spec
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of `inputs.logit_tokens`, [L, vocab_size] in float32 or wider.

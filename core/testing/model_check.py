@@ -53,7 +53,7 @@ def check_model(
             float16 or bfloat16.
         vocabulary: token ids that the texts are drawn from, at least three different ones; by default all.
         num_tokens: tokens of the longest text; by default four KV blocks, each of at least 8 tokens and of
-            whole SSD chunks.
+            whole chunks.
         num_speculative_tokens: most drafts a decode row; 0 for a model that is never to decode with drafts.
         padded_shapes: whether to check padded steps, which CUDA graphs need.
         seed: of the texts and of the contents of scratch memory.

@@ -17,7 +17,7 @@ class Texts:
         scripts: three texts that differ from their first token on where the vocabulary allows.
         num_tokens: tokens of the longest prompt.
         block: tokens of a KV block.
-        chunk: tokens of an SSD chunk.
+        chunk: tokens of a chunk.
         num_speculative_tokens: most drafts a request and step.
     """
 
@@ -74,7 +74,7 @@ def serve_token_by_token(texts: Texts, audit: ModelAudit) -> None:
 
 
 def serve_in_cuts(texts: Texts, audit: ModelAudit) -> None:
-    """Prompts computed in several steps, cut on the SSD grid and beside it."""
+    """Prompts computed in several steps, cut on the grid of chunks and beside it."""
     x, y, _ = texts.scripts
     chunk, end = texts.chunk, texts.num_tokens
     beside = max(2, chunk // 3)

@@ -66,7 +66,7 @@ class SourceFiles:
     @property
     def digest(self) -> str:
         """SHA-256 of the list of files: a line with the SHA-256 of the content and the path for each."""
-        lines = (f"{hashlib.sha256(text).hexdigest()}  {name}\n" for name, text in self.texts.items())
+        lines = (f"{hashlib.sha256(text).hexdigest()}  {name}\n" for name, text in sorted(self.texts.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     @property

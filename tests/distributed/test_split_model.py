@@ -1,5 +1,7 @@
 """A model split over ranks does, step by step, what the whole one does in one process."""
 
+from pathlib import Path
+
 import mambaslots as ms
 import numpy as np
 import pytest
@@ -126,9 +128,14 @@ def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferen
 
 @pytest.mark.usefixtures("kind")
 @every_split
-def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: World, split: str) -> None:
+@pytest.mark.parametrize("pattern", [None, "GC*M"])
+def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(
+    world: World, split: str, pattern: str | None
+) -> None:
     prompt = random_tokens(45, seed=1)
-    whole, part = (states_of(prompt, model) for model in (world.model(None), world.model(split)))
+    whole, part = (
+        states_of(prompt, model) for model in (world.model(None, pattern), world.model(split, pattern))
+    )
     for state in part.spec.states:
         segments, layers = state.parts.segments, list(state.parts.layers.indices)
         sizes = [segment.part.total * segment.width for segment in segments]
@@ -144,6 +151,18 @@ def test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv(world: Wor
     layers, kv_heads = list(shard.attention_layers.indices), list(shard.kv_heads.indices)
     kv = whole.memory.kv_cache[layers][..., kv_heads, :]
     torch.testing.assert_close(part.memory.kv_cache, kv, rtol=0, atol=TOLERANCE)
+
+
+@every_split
+def test_a_saved_model_is_loaded_in_parts(world: World, split: str, tmp_path: Path) -> None:
+    world.model(None, "GC*M-").save_pretrained(tmp_path)
+    expected = world.model(split, "GC*M-")
+    loaded = ms.models.HybridLM.from_pretrained(tmp_path, world.device, groups=expected.groups)
+    assert loaded.state_dict().keys() == expected.state_dict().keys()
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), weight), name
+    with pytest.raises(ValueError, match=r"the model is split over .* ranks; accepted: a whole model"):
+        loaded.save_pretrained(tmp_path)
 
 
 # ---- pipeline stages

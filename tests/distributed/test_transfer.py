@@ -35,8 +35,9 @@ from mambaslots.distributed.transfer.parts import shard_of
 from mambaslots.distributed.transfer.placement import Placement
 from mambaslots.distributed.transfer.shard import join
 from oracle.distributed_world import World
-from oracle.serving import SEED, random_tokens
-from oracle.transfers import assert_answer, dense, engine_of, maps_of, model_of, shard_of_rank
+from oracle.model_kinds import MIX, kind_of_model, present_kind
+from oracle.serving import SEED, TOLERANCE, expected_answer, random_tokens, small_model
+from oracle.transfers import dense, engine_of, maps_of, shard_of_rank
 
 Split = tuple[int, int]
 """The sizes of the tensor group and of the pipeline group."""
@@ -54,22 +55,23 @@ def folder(world: World) -> Iterator[Path]:
         world.gathered(None)
 
 
-def engine_at(
-    world: World, split: Split, kind: str = "Mamba-2", **overrides: Any
-) -> ms.DynamicInferenceEngine:
+def engine_at(world: World, split: Split, **overrides: Any) -> ms.DynamicInferenceEngine:
     """All ranks as replicas of this split; the first ones are the first replica."""
     groups = world.groups(*split)
-    model = ms.models.HybridLM(model_of(kind).config, seed=SEED, groups=groups)
+    model = ms.models.HybridLM(small_model().config, seed=SEED, groups=groups)
     return engine_of(model.to(world.device), **overrides)
 
 
-def serve(engine: ms.DynamicInferenceEngine, kind: str = "Mamba-2") -> tuple[list[int], float]:
+def serve(engine: ms.DynamicInferenceEngine) -> tuple[list[int], float]:
     """Resumed tokens of each prompt, and the largest log-prob error against the recurrence."""
     params = ms.SamplingParams(num_tokens_to_generate=ANSWER, return_log_probs=True)
     resumed, error = [], 0.0
     for prompt in PROMPTS:
         result = engine.generate([prompt], params)[0]
-        error = max(error, assert_answer(model_of(kind), prompt, result))
+        tokens, log_probs = expected_answer(tuple(prompt), ANSWER)
+        assert result.tokens == tokens
+        error = max(error, *(abs(a - b) for a, b in zip(result.log_probs or [], log_probs, strict=True)))
+        assert error < TOLERANCE
         resumed.append(result.num_resumed_tokens)
         engine.context.check_integrity()
     return resumed, error
@@ -87,11 +89,9 @@ HEADS = {"conv": "ssm.0", "ssm": "ssm.0", "gdn_conv": "delta.0", "delta": "delta
 """State tensor -> what counts the heads of its layers, which share other units."""
 
 
-def sliced(
-    whole: PrefixShard, tensor: tuple[int, int], pipeline: tuple[int, int], kind: str = "Mamba-2"
-) -> dict[str, torch.Tensor]:
+def sliced(whole: PrefixShard, tensor: tuple[int, int], pipeline: tuple[int, int]) -> dict[str, torch.Tensor]:
     """What a rank holds of the whole, by what it computes: its layers and heads, and what those use."""
-    config, (rank, size), (stage, stages) = model_of(kind).config, tensor, pipeline
+    config, (rank, size), (stage, stages) = small_model().config, tensor, pipeline
     length = len(config.pattern)
     here = range(length * stage // stages, length * (stage + 1) // stages)
     result = {}
@@ -123,10 +123,10 @@ def pooled(engine: ms.DynamicInferenceEngine, whole: PrefixShard) -> dict[str, t
     return {"kv": memory.kv_cache[:, :, blocks].cpu()} | states
 
 
-def whole_of(world: World, export: PrefixShard, ranks: int, kind: str = "Mamba-2") -> PrefixShard:
+def whole_of(world: World, export: PrefixShard, ranks: int) -> PrefixShard:
     """The parts of the first replica, put together."""
     pieces = [decode_prefixes(data) for data in world.gathered(encode_prefixes(export))[:ranks]]
-    return join(pieces, shard_of_rank(model_of(kind).config))
+    return join(pieces, shard_of_rank(small_model().config))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -154,47 +154,48 @@ def resplits() -> list[Any]:
 @pytest.mark.sampled(target=((1, 2), (4, 1)))
 @pytest.mark.parametrize(("source", "target"), resplits())
 def test_files_from_any_split_to_any_other(world: World, folder: Path, source: Split, target: Split) -> None:
-    check_files(world, folder, "Mamba-2", source, target)
+    check_files(world, folder, source, target)
 
 
 @pytest.mark.parametrize(
-    ("kind", "source", "target"),
+    ("of_kind", "source", "target"),
     [
-        pytest.param("gated delta net", (2, 1), (1, 1), marks=pytest.mark.ranks(2)),
-        pytest.param("gated delta net", (2, 1), (4, 1), marks=pytest.mark.ranks(4)),
+        pytest.param("delta net", (2, 1), (1, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("delta net", (2, 1), (4, 1), marks=pytest.mark.ranks(4)),
         pytest.param("short convolution", (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
-        pytest.param("mix", (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
-        pytest.param("mix", (4, 1), (1, 4), marks=pytest.mark.ranks(4)),
-        pytest.param("mix", (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
+        pytest.param(MIX, (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
+        pytest.param(MIX, (4, 1), (1, 4), marks=pytest.mark.ranks(4)),
+        pytest.param(MIX, (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
     ],
 )
 def test_files_of_other_kinds_of_state(
-    world: World, folder: Path, kind: str, source: Split, target: Split
+    world: World, folder: Path, of_kind: str, source: Split, target: Split
 ) -> None:
-    check_files(world, folder, kind, source, target)
+    with kind_of_model(of_kind):
+        check_files(world, folder, source, target)
 
 
-def check_files(world: World, folder: Path, kind: str, source: Split, target: Split) -> None:
+def check_files(world: World, folder: Path, source: Split, target: Split) -> None:
     """What one split has saved, another loads to the bit, and both serve the answers of the recurrence."""
     sizes = [prod(source), prod(target)]
-    giver = engine_at(world, source, kind)
-    serve(giver, kind)
-    again, _ = serve(giver, kind)
+    giver = engine_at(world, source)
+    serve(giver)
+    again, _ = serve(giver)
     export = export_prefixes(giver)
-    whole = whole_of(world, export, sizes[0], kind)
-    assert same(pooled(giver, whole), sliced(whole, *rank_in(world, source), kind))
+    whole = whole_of(world, export, sizes[0])
+    assert same(pooled(giver, whole), sliced(whole, *rank_in(world, source)))
 
     saved = save_prefixes(giver, folder / str(world.rank // sizes[0]))
     assert len(saved.files) == sizes[0]
     world.gathered(None)
-    taker = engine_at(world, target, kind)
+    taker = engine_at(world, target)
     report = load_prefixes(taker, folder / "0")
     assert (report.imported.blocks, report.imported.states) == (saved.blocks, saved.states)
     assert (report.known.blocks, report.left_out.blocks) == (0, 0)
     taker.context.check_integrity()
     mine = pooled(taker, whole)
-    assert same(mine, sliced(whole, *rank_in(world, target), kind))
-    resumed, error = serve(taker, kind)
+    assert same(mine, sliced(whole, *rank_in(world, target)))
+    resumed, error = serve(taker)
     assert resumed == again
     assert min(resumed) > 0
     parts = "; ".join(
@@ -205,8 +206,8 @@ def check_files(world: World, folder: Path, kind: str, source: Split, target: Sp
     line = f"rank {world.rank}: {parts}: equal to the bit: {numbers}; resumed {resumed}; error {error:.0e}"
     lines = world.gathered(line)
     print(
-        f"{kind}, export at tp {source[0]} pp {source[1]}, import at tp {target[0]} pp {target[1]}: "
-        f"{report.imported.blocks} blocks, {report.imported.states} states"
+        f"{present_kind()}, export at tp {source[0]} pp {source[1]}, import at tp {target[0]} pp "
+        f"{target[1]}: {report.imported.blocks} blocks, {report.imported.states} states"
     )
     print("\n".join(lines[: sizes[1]]))
 
@@ -467,17 +468,16 @@ HANDOVERS: list[tuple[int, Split, Split]] = [
 class Parties:
     """The first replica of one split gives, the last one of another takes; ranks of neither watch."""
 
-    def __init__(self, world: World, source: Split, target: Split, kind: str = "Mamba-2") -> None:
+    def __init__(self, world: World, source: Split, target: Split) -> None:
         self.world = world
-        self.kind = kind
-        self.engines = [engine_at(world, source, kind), engine_at(world, target, kind)]
+        self.engines = [engine_at(world, source), engine_at(world, target)]
         self.givers, self.takers = source[0] * source[1], target[0] * target[1]
         self.gives = world.rank < self.givers
         self.takes = world.rank >= world.size - self.takers
-        self.whole = whole_of(world, self._warm(), self.givers, kind)
+        self.whole = whole_of(world, self._warm(), self.givers)
 
     def _warm(self) -> PrefixShard:
-        serve(self.engines[0], self.kind)
+        serve(self.engines[0])
         return export_prefixes(self.engines[0])
 
     @property
@@ -522,16 +522,17 @@ def handovers(*sizes: int) -> list[Any]:
 
 @pytest.mark.parametrize(("source", "target"), handovers())
 def test_hand_over(world: World, source: Split, target: Split) -> None:
-    check_hand_over(world, source, target, "Mamba-2")
+    check_hand_over(world, source, target)
 
 
 @pytest.mark.ranks(4)
 def test_hand_over_of_a_mix(world: World) -> None:
-    check_hand_over(world, (2, 1), (1, 2), "mix")
+    with kind_of_model(MIX):
+        check_hand_over(world, (2, 1), (1, 2))
 
 
-def check_hand_over(world: World, source: Split, target: Split, kind: str) -> None:
-    parties = Parties(world, source, target, kind)
+def check_hand_over(world: World, source: Split, target: Split) -> None:
+    parties = Parties(world, source, target)
     report, took = parties.hand_over(f"to {target} from {source}")
     if parties.takes:
         assert report.failure == ""
@@ -539,13 +540,13 @@ def check_hand_over(world: World, source: Split, target: Split, kind: str) -> No
         assert report.imported.states == len(parties.whole.forest.states)
         place = (world.rank - (world.size - parties.takers)) % (target[0] * target[1])
         shard = (place % target[0], target[0]), (place // target[0], target[1])
-        assert same(pooled(parties.taker, parties.whole), sliced(parties.whole, *shard, kind))
+        assert same(pooled(parties.taker, parties.whole), sliced(parties.whole, *shard))
         parties.taker.context.check_integrity()
     sent = world.gathered(report.bytes if parties.gives else 0)
     world.gathered(None)
     if not parties.takes:
         parties.taker.reset()
-    resumed = world.gathered(serve(parties.taker, kind)[0])
+    resumed = world.gathered(serve(parties.taker)[0])
     assert min(resumed[-1]) > 0
     if world.rank == 0:
         print(f"{source} to {target}: {sum(sent)} bytes in {took:.3f} s; resumed {resumed[-1]}; {report}")

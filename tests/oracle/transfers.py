@@ -1,8 +1,6 @@
 """Exports made by hand, engines to move prefixes between, and what an engine's cache is at a moment."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,41 +15,11 @@ from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT
 from mambaslots.inference.policies.salt_key import SaltKey
 from mambaslots.model_shard import ModelShard, Part
 from mambaslots.state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
-from oracle.recurrent_lm import RecurrentLM
-from oracle.serving import SEED, TOLERANCE, small_config, small_model
+from oracle.serving import small_model
 
 VERSION = "weights 1"
 SALT_KEY = SaltKey(b"the key of tests")
 ROOTS = PUBLIC_ROOT, SALT_KEY.root(b"x")
-
-
-KINDS = {"Mamba-2": "M*-M", "gated delta net": "G*-G", "short convolution": "C*-C", "mix": "GM*C"}
-"""Patterns of layers, by the kinds of state that they have."""
-
-
-@cache
-def model_of(kind: str) -> ms.models.HybridLM:
-    """`small_model` with the layers of this kind."""
-    if KINDS[kind] == small_model().config.pattern:
-        return small_model()
-    sizes = {"delta_key_dim": 8, "delta_value_dim": 4, "delta_chunk_size": 8}
-    return ms.models.HybridLM(replace(small_config(pattern=KINDS[kind]), **sizes), seed=SEED)
-
-
-@cache
-def answer_of(model: Any, prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens and log-probs of the recurrence, token by token, in float64."""
-    return RecurrentLM(model).generate_greedy(list(prompt), length)
-
-
-def assert_answer(model: Any, prompt: Sequence[int], result: ms.RequestResult) -> float:
-    """The greedy result is that of the recurrence; returns the largest error of a log-prob."""
-    tokens, log_probs = answer_of(model, tuple(prompt), len(result.tokens))
-    assert result.tokens == tokens
-    assert result.log_probs is not None
-    error = max(abs(a - b) for a, b in zip(result.log_probs, log_probs, strict=True))
-    assert error < TOLERANCE
-    return error
 
 
 def engine_of(model: Any = None, **overrides: Any) -> ms.DynamicInferenceEngine:

@@ -84,7 +84,8 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
     check_version(_integer(metadata["mambaslots_prefixes"]))
     _check_checksum(data, metadata["sha256"])
     try:
-        tensors = safetensors.torch.load(data)
+        with torch.device("cpu"):  # safetensors makes empty tensors where torch's default device is
+            tensors = safetensors.torch.load(data)
         shard = _shard(json.loads(metadata["export"]), tensors)
     except TransferError:
         raise

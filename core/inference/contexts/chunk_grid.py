@@ -1,4 +1,4 @@
-"""Where the SSD kernels cut a step's packed tokens into chunks: closed forms in numpy.
+"""Where the kernels of scans cut a step's packed tokens into chunks: closed forms in numpy.
 
 With C the chunk size, a row that has c tokens behind it and brings n new ones, packed from q on, is cut
 at every multiple of C strictly inside (c, c + n). Its chunk 0 starts at q and its chunk j >= 1 at
@@ -62,7 +62,7 @@ def chunk_grid(
     Args:
         computed: [rows] tokens of each sequence before this step.
         lengths: [rows] new tokens of each row, 0 allowed.
-        chunk_size: tokens of one SSD chunk.
+        chunk_size: tokens of one chunk.
         checkpoint_rows, checkpoint_positions: [checkpoints] the row and the absolute token position of
             each state to store, in any order.
 

@@ -48,6 +48,7 @@ class DynamicInferenceContext:
         config: sizes and switches.
         prefix_cache: KV blocks, durable states, and the index over both.
         memory: the tensors: `memory.kv_cache` and `memory.state_pool`.
+        chunk_size: tokens of a chunk of a prefill: the spec's, or a block where the spec has none.
         mamba_metadata: who owns which live slot.
     """
 
@@ -58,9 +59,9 @@ class DynamicInferenceContext:
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
             raise ValueError(
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
-                "because inside a prefill the model's states exist at multiples of it only"
+                "because a state is taken at the end of a block, and must exist there"
             )
-        self._chunk_size = spec.chunk_size or config.block_size_tokens
+        self.chunk_size = spec.chunk_size or config.block_size_tokens
         sizes = PoolSizes.of(config, spec)
         num_live_slots = config.max_requests * (1 + config.num_speculative_tokens)
         self.memory = DeviceMemory(
@@ -78,10 +79,10 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
-            self.request_to_kv_block_ids.shape[1], self._chunk_size,
+            self.request_to_kv_block_ids.shape[1], self.chunk_size,
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
-        self._builder = StepBuilder(self._buffer, config.block_size_tokens, self._chunk_size)
+        self._builder = StepBuilder(self._buffer, config.block_size_tokens, self.chunk_size)
         self._steps: tuple[RequestStep, ...] = ()
         self._observers: list[StepObserver] = []
         self._ledger = TokenLedger()
@@ -97,7 +98,7 @@ class DynamicInferenceContext:
         self._rows = RequestRows(
             config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row
         )
-        self._admission = Admission(config, self._chunk_size, cache, self._rows, self._states)
+        self._admission = Admission(config, self.chunk_size, cache, self._rows, self._states)
 
     # ---- what hosts and observers read
 
@@ -123,10 +124,10 @@ class DynamicInferenceContext:
     @cached_property
     def _slot_allocator(self) -> MambaSlotAllocator:
         tensors = {tensor.name: tensor for tensor in self.spec.states}
-        if tensors.keys() != {"conv", "ssm"}:
+        if tensors.keys() != {"conv", "ssm"} or len({tensor.num_layers for tensor in self.spec.states}) > 1:
             raise RuntimeError(
-                f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm', all "
-                "that megatron-core has names for"
+                f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm' of "
+                "the same layers, all that megatron-core has names for"
             )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(

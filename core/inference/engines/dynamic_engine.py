@@ -95,7 +95,8 @@ class DynamicInferenceEngine:
     def _new_runner(self) -> ModelRunner:
         spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
         inspect = MemoryPoison(self.context).check if self.config.poison_free_memory else None
-        synchronises = spec.device.type != "cuda" or any(t.dtype == torch.float64 for t in spec.states)
+        dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
+        synchronises = spec.device.type != "cuda" or torch.float64 in dtypes
         if max_graphs is None or synchronises:
             return ModelRunner(spec, inspect)
         return GraphRunner(spec, GraphBuckets.of(self.context), max_graphs, inspect)

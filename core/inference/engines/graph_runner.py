@@ -45,7 +45,7 @@ class GraphBuckets:
             max_requests=config.max_requests,
             table_blocks=context.request_to_kv_block_ids.shape[1],
             max_prefill_tokens=prefill_tokens if config.use_cuda_graphs_for_non_decode_steps else 0,
-            chunk_size=context.spec.chunk_size or config.block_size_tokens,
+            chunk_size=context.chunk_size,
             block_size=config.block_size_tokens,
             decode_tokens=1 + config.num_speculative_tokens,
         )

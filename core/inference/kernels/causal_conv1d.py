@@ -1,4 +1,4 @@
-"""The causal convolution of Mamba mixers in Triton: packed prefill, and decode of one or several tokens.
+"""The causal convolution of mixers in Triton: packed prefill, and decode of one or several tokens.
 
 The references are the functions of the same names in `reference`. Both kernels compute in float32. Every
 output is the same chain of fused multiply-adds over the same taps in both kernels, wherever its row was cut

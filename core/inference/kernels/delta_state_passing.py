@@ -80,7 +80,8 @@ def block_sizes(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[dict[
         "BLOCK_V": max(16, min(32, triton.next_power_of_2(value_dim))),
         "SLICE": 16 if wide else 0,
     }
-    # Bounds are loaded two chunks ahead, and what they bound one chunk ahead.
+    # Bounds are loaded two chunks ahead, and what they bound one chunk ahead: two programs fit a
+    # multiprocessor of an H100. Five stages, one chunk more ahead, would leave room for one program.
     return blocks, 1 if wide else 3
 
 
@@ -145,18 +146,20 @@ def delta_state_passing_kernel(
         state = initial.to(tl.float32)
         state_size: tl.constexpr = heads * key_dim * value_dim
         entry = entering + first.to(tl.int64) * state_size
+        checkpoint = tl.load(chunk_destinations + first)
         for chunk in range(first, end):
             # Triton loads ahead in a loop that carries no value of the chunk before the last: the bounds are
             # read anew.
             start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
             following = tl.load(cu_chunk_seqlens + chunk + 1).to(tl.int64)
-            checkpoint = tl.load(chunk_destinations + chunk)
+            next_checkpoint = tl.load(chunk_destinations + chunk + 1, mask=chunk + 1 < end, other=-1)
             state = _chunk(
                 state, keys, read_keys, written, log_decays, entry, new_values, start, following, p,
                 heads, heads // heads_of_key, key_dim, value_dim, chunk_size, BLOCK_K, BLOCK_V, SLICE,
             )  # fmt: skip
             if checkpoint >= 0:
                 tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
+            checkpoint = next_checkpoint
             entry += state_size
         if destination >= 0:
             tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)

@@ -85,11 +85,8 @@ def gated_delta_rule_scan(
             raise ValueError(
                 f"{name} is float64; accepted: float32 or narrower, because the scan computes in float32"
             )
-    if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size is {chunk_size}; accepted on a GPU: {CHUNK_SIZES}")
     key_dim = k.shape[2]
-    if key_dim > MAX_KEY_DIM:
-        raise ValueError(f"keys have {key_dim} numbers; accepted on a GPU: at most {MAX_KEY_DIM}")
+    check_sizes(chunk_size, key_dim)
     fla = stages()
     chunks = cu_chunk_seqlens.shape[0] - 1
     # Chunk i is chunk 0 of sequence i. A little-endian int64 i is the pair (i, 0) of int32.
@@ -118,6 +115,14 @@ def gated_delta_rule_scan(
         scale=key_dim**-0.5, chunk_size=chunk_size, **cuts,
     )  # fmt: skip
     return o[0]
+
+
+def check_sizes(chunk_size: int, key_dim: int) -> None:
+    """Raise a ValueError where fla-core's stages do not take these sizes."""
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size is {chunk_size}; accepted on a GPU: {CHUNK_SIZES}")
+    if key_dim > MAX_KEY_DIM:
+        raise ValueError(f"keys have {key_dim} numbers; accepted on a GPU: at most {MAX_KEY_DIM}")
 
 
 @cache

@@ -3,6 +3,8 @@
 No function synchronises, and no launch depends on values: a CUDA graph can capture every function.
 """
 
+from ...state_spec import HybridStateSpec
+from . import gated_delta_rule, ssd_scan
 from .attention_flash import paged_attention_decode, paged_attention_prefill, paged_attention_verify
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from .gated_delta_rule import gated_delta_rule_scan
@@ -14,9 +16,26 @@ from .write_kv import write_kv
 
 SEPARATE_STATES = True
 
+
+def check_states(spec: HybridStateSpec) -> None:
+    """Raise where the kernels of a prefill cannot compute these states. Imports what they need.
+
+    Raises:
+        ImportError: megatron-core (for Mamba-2) or fla-core (for gated delta nets) is not installed.
+        ValueError: the chunk size, or the keys of a delta net, are none that the kernels take.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
+    if "ssm" in shapes:
+        ssd_scan.stages()
+    if "delta" in shapes:
+        gated_delta_rule.check_sizes(spec.chunk_size or 0, shapes["delta"][1])
+        gated_delta_rule.stages()
+
+
 __all__ = [
     "SEPARATE_STATES",
     "apply_rotary",
+    "check_states",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
     "compute_dtype",

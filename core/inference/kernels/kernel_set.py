@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...state_spec import HybridStateSpec
 from . import reference
 
 
@@ -22,6 +23,9 @@ class KernelSet(Protocol):
     """Whether a row's destinations may differ from the row's source. Without this, every row is updated in
     place: the source is -1 or the row's first destination, and only checkpoints inside a prefill are written
     to other slots."""
+
+    def check_states(self, spec: HybridStateSpec) -> None:
+        """Raise an ImportError or a ValueError where no kernel here can compute these states."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
@@ -105,11 +109,10 @@ def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:
 
     `reference` serves a CPU, and float64 on any device, which the Triton kernels would narrow to float32. On
     a GPU `reference` synchronises, and a CUDA graph cannot capture it. `gpu_kernels` serves a GPU in all
-    other dtypes. It needs triton and three SSD stages of megatron-core; the first call that returns
-    `gpu_kernels` imports them.
+    other dtypes, and needs triton; `check_states` says what else a model's states need.
 
     Raises:
-        ImportError: triton or megatron-core is not installed.
+        ImportError: triton is not installed.
     """
     if device.type != "cuda" or dtype == torch.float64:
         return reference
@@ -117,6 +120,6 @@ def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:
         from . import gpu_kernels
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"the kernels for {device} need {error.name}; install it with: pip install 'mambaslots[megatron]'"
+            f"the kernels for {device} need {error.name}; install it with: pip install {error.name}"
         ) from error
     return gpu_kernels

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...state_spec import HybridStateSpec
 from .reference_chunks import PaddedChunks, pass_states, read_states, write_states
 from .reference_chunks import compute_dtype as compute_dtype
 from .reference_delta import gated_delta_rule_scan as gated_delta_rule_scan
@@ -25,6 +26,10 @@ from .reference_delta import gated_delta_rule_update as gated_delta_rule_update
 
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""
+
+
+def check_states(spec: HybridStateSpec) -> None:
+    """Does nothing: every state can be computed."""
 
 
 def causal_conv1d_prefill(

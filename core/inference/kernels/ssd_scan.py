@@ -18,6 +18,8 @@ every launch here, and for all products of float32 that this process compiles la
 
 import os
 import warnings
+from functools import cache
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -26,11 +28,6 @@ from .ssd_output import InputPrecision, chunk_scan
 from .state_passing import state_passing
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # megatron-core warns of what is not installed for training
-    from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
-    from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
 
 _MAX_PROGRAMS = 65535  # on the second and third axis of a grid
 
@@ -79,6 +76,7 @@ def ssd_chunk_scan(
     Returns: y, [tokens, H, P] float32; unspecified for padding tokens.
 
     Raises:
+        ImportError: megatron-core is not installed.
         ValueError: x or ssm_states is float64, a tensor's last stride is not 1, or there are more chunks
             times groups, or rows, than a launch can have.
     """
@@ -94,8 +92,33 @@ def ssd_chunk_scan(
             f"{_MAX_PROGRAMS} chunks times groups, and rows, in one step; lower max_tokens"
         )
     x, B, C = x.float(), B.float(), C.float()
-    log_decays, chunk_dt = _chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
-    states: Tensor = _chunk_state_fwd(B, x, chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True)
-    CB = _bmm_chunk_fwd(C, B, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
+    megatron = stages()
+    log_decays, chunk_dt = megatron.chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
+    states: Tensor = megatron.chunk_state_fwd(
+        B, x, chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True
+    )
+    CB = megatron.bmm_chunk_fwd(C, B, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
     state_passing(states, log_decays, ssm_states, sources, destinations, row_chunk_starts, chunk_destinations)
     return chunk_scan(x, chunk_dt, log_decays, C, CB, D, states, cu_chunk_seqlens, input_precision)
+
+
+@cache
+def stages() -> SimpleNamespace:
+    """megatron-core's stages by name; the first call imports megatron-core.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # megatron-core warns of what is not installed for training
+            from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
+            from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"the SSD scan on a GPU needs megatron-core ({error.name} is missing); install it with: "
+            "pip install 'mambaslots[megatron]'"
+        ) from error
+    return SimpleNamespace(
+        bmm_chunk_fwd=_bmm_chunk_fwd, chunk_cumsum_fwd=_chunk_cumsum_fwd, chunk_state_fwd=_chunk_state_fwd
+    )

@@ -11,7 +11,7 @@ Indices = Sequence[int] | Tensor
 
 
 class StateTensors(NamedTuple):
-    """The states of all Mamba layers: conv [layers, slots, ...] and ssm [layers, slots, ...]."""
+    """Two tensors of states, conv [layers, slots, ...] and ssm [layers, slots, ...]; one may be empty."""
 
     conv: Tensor
     ssm: Tensor

@@ -193,6 +193,13 @@ def test_tensors_larger_than_any_memory_are_refused(
     refuse("DynamicInferenceContext", lambda: ms.DynamicInferenceContext(spec, config), named)
 
 
+def test_grids_that_no_chunk_suits_are_refused() -> None:
+    states = [ms.StateTensor(f"grid{grid}", 1, (2,), torch.float32, grid) for grid in (64, 50, 1)]
+    refuse("HybridStateSpec", lambda: ms.HybridStateSpec(**SPEC | {"states": states}), "states")
+    spec = ms.HybridStateSpec(**SPEC | {"states": [states[0], states[2]]})
+    assert (spec.chunk_size, spec.grid) == (64, 64)
+
+
 def test_a_context_is_made_of_a_spec_and_a_config() -> None:
     spec, config = ms.HybridStateSpec(**SPEC), ms.InferenceConfig(**CONFIG)
     target = "DynamicInferenceContext"

@@ -25,7 +25,16 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 def test_a_small_run(plan: str, tmp_path: Path) -> None:
     figures_path, plot_path = tmp_path / "figures.json", tmp_path / "plot.png"
     command = [sys.executable, "examples/serve_conversations.py", "--conversations", "2", "--turns", "2"]
-    command += ["--plan", plan, "--json", str(figures_path), "--plot", str(plot_path)]
+    command += [
+        "--answer-tokens",
+        "40",
+        "--plan",
+        plan,
+        "--json",
+        str(figures_path),
+        "--plot",
+        str(plot_path),
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     assert run.returncode == 0, run.stderr

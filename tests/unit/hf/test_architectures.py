@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from mambaslots.hf import architectures
+from mambaslots.hf.attention import attention_forward
 from mambaslots.hf.served_model import ServedModel
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, served_model, tiny_config
 from oracle.hf_steps import step_errors, texts
@@ -51,9 +52,30 @@ def test_a_model_without_attention_has_no_kv() -> None:
     assert spec.kv_block_bytes(8) == 0
 
 
+def test_attention_that_is_not_served_is_refused_in_the_step() -> None:
+    tensor = torch.zeros(1, 1, 1, 4)
+    for name, value in (
+        ("attention_mask", tensor),
+        ("sliding_window", 8),
+        ("softcap", 30.0),
+        ("s_aux", tensor),
+    ):
+        arguments = {"attention_mask": None, "scaling": 1.0} | {name: value}
+        with pytest.raises(ValueError, match=f"{name} of Linear is .*; accepted: None"):
+            attention_forward(torch.nn.Linear(1, 1), tensor, tensor, tensor, **arguments)
+
+
+def test_the_first_dtype_that_a_config_names_counts() -> None:
+    text = architectures.text_config(tiny_config("nemotron_h dense"))
+    text.mamba_ssm_cache_dtype, text.mamba_ssm_dtype = "float32", "bfloat16"
+    assert architectures.state_spec(text, torch.bfloat16).states[1].dtype == torch.float32
+    assert architectures.state_spec(text, torch.float64).states[1].dtype == torch.float64
+
+
 @pytest.mark.parametrize("field", ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"])
 def test_a_config_says_the_dtype_of_recurrent_states(field: str) -> None:
     text = architectures.text_config(tiny_config("nemotron_h dense"))
+    text.mamba_ssm_cache_dtype = None
     setattr(text, field, "bfloat16")
     conv, ssm = architectures.state_spec(text, torch.float16).states
     assert (conv.dtype, ssm.dtype) == (torch.float16, torch.bfloat16)

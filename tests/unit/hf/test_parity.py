@@ -4,6 +4,7 @@ Errors are relative to the largest logit. float64 runs both sides under `Float64
 order of sums.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("transformers")
 
 from mambaslots.hf.served_model import ServedModel
 from oracle.float64_casts import Float64Casts
-from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, served_model
+from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, served_model
 from oracle.hf_steps import step_errors, texts
 
 Record = Callable[[str, str, str, float], None]
@@ -38,6 +39,20 @@ TIE = 1e-4
 def test_logits(case: str, record_error: Record) -> None:
     """Of whole prompts, prompts in parts, beside others, from a checkpoint, and token by token."""
     _check_steps(case, torch.float32, nullcontext, FLOAT32, "float32", record_error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_logits_on_a_gpu(case: str, record_error: Record) -> None:
+    """Our kernels for a GPU beside transformers' torch path on the CPU."""
+    model = ServedModel(copy.deepcopy(reference_model(case)).to("cuda"))
+    both = texts(VOCABULARY)
+    expected = reference_logits(case, both[0]).cuda(), reference_logits(case, both[1]).cuda()
+    errors, without_state = step_errors(model, both, expected)
+    for column, error in errors.items():
+        record_error("gpu ", case, column, error)
+    assert max(errors.values()) < FLOAT32, errors
+    assert without_state > 1e-3
 
 
 @ONE_OF_EACH_KIND

@@ -101,7 +101,7 @@ CONFIGS = {
         "delta_value_dim": 7, "delta_chunk_size": 5, "conv_kernel": 2,
     },
     "short convolutions": {"pattern": "C*C", "short_conv_kernel": 5},
-    "chunks of two sizes": {"pattern": "GM", "ssd_chunk_size": 12, "delta_chunk_size": 8},
+    "chunks of two sizes": {"pattern": "GM", "ssd_chunk_size": 12, "delta_chunk_size": 6},
 }  # fmt: skip
 
 

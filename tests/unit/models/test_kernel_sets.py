@@ -53,6 +53,45 @@ class TestChoice:
             assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs], name
             assert all(p.default is not Parameter.empty for p in ours[len(theirs) :]), name
 
+    @pytest.mark.parametrize(
+        ("states", "missing"),
+        [
+            (ms.mamba2_states(1, 2, 16, 1, 16, 4, torch.float32, torch.float32, 16), "megatron"),
+            (ms.gated_delta_net_states(1, 1, 16, 2, 16, 4, torch.float32, torch.float32), "fla"),
+            (ms.short_conv_states(1, 16, 3, torch.float32), ""),
+        ],
+        ids=["Mamba-2", "gated delta net", "short convolution"],
+    )
+    def test_a_gpu_asks_only_for_the_packages_of_a_models_layers(self, states, missing, monkeypatch):
+        """When the model is served, not in its first step."""
+        from mambaslots.inference.kernels import gated_delta_rule, gpu_kernels, ssd_scan
+
+        spec = ms.HybridStateSpec(states, 1, 1, 16, torch.float32, 8, CPU)
+        for module in (gated_delta_rule, ssd_scan):
+            monkeypatch.setattr(module, "stages", module.stages.__wrapped__)
+        for name in ("megatron", "fla"):
+            for known in [known for known in sys.modules if known.split(".")[0] == name]:
+                monkeypatch.delitem(sys.modules, known)
+            monkeypatch.setitem(sys.modules, name, None)
+        reference.check_states(spec)
+        if missing:
+            with pytest.raises(ImportError, match=rf"mambaslots\[{missing}\]"):
+                gpu_kernels.check_states(spec)
+        else:
+            gpu_kernels.check_states(spec)
+
+    @pytest.mark.parametrize(
+        ("key_dim", "grid", "named"), [(512, 64, "keys have 512 numbers"), (16, 48, "chunk_size is 48")]
+    )
+    def test_a_gpu_refuses_sizes_that_its_kernels_do_not_take(self, key_dim, grid, named):
+        from mambaslots.inference.kernels import gpu_kernels
+
+        states = ms.gated_delta_net_states(1, 1, key_dim, 2, 16, 4, torch.float32, torch.float32, grid)
+        spec = ms.HybridStateSpec(states, 1, 1, 16, torch.float32, 8, CPU)
+        reference.check_states(spec)
+        with pytest.raises(ValueError, match=named):
+            gpu_kernels.check_states(spec)
+
     def test_asking_for_the_reference_imports_no_triton(self):
         code = (
             "import sys, torch\n"

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mambaslots as ms
@@ -24,12 +25,18 @@ from oracle import bad_values as bad
 from oracle.bad_values import refuse_all
 from oracle.drafters import InPlaceModel, RightDrafter
 from oracle.ema_lm import VOCABULARY, EmaLM
-from oracle.serving import random_tokens, small_engine, small_model
+from oracle.model_kinds import KINDS, MIX, kind_of_model
+from oracle.serving import random_tokens, small_engine, small_model, tiny_model
 from torch import Tensor
 
 
 def hybrid(dtype: torch.dtype) -> ms.models.HybridLM:
     return ms.models.HybridLM(ms.models.HybridConfig.tiny(dtype=dtype), seed=0)
+
+
+def of_kind(name: str) -> ms.models.HybridLM:
+    with kind_of_model(name):
+        return small_model()
 
 
 class Float32EmaLM(EmaLM):
@@ -40,12 +47,13 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "hybrid float64": lambda: hybrid(torch.float64),
     "hybrid float32": lambda: hybrid(torch.float32),
     "hybrid bfloat16": lambda: hybrid(torch.bfloat16),
-    "in place": lambda: InPlaceModel(small_model()),
+    "in place": lambda: InPlaceModel(of_kind(MIX)),
     "long chunks": lambda: small_model(64),
     "chunks of one token": lambda: small_model(1),
     "averages": EmaLM,
     "averages float32": Float32EmaLM,
     "example": lambda: MovingAverageLM(torch.float64),
+    **{name: partial(of_kind, name) for name in KINDS},
 }
 
 
@@ -62,7 +70,10 @@ REACHED = COPIED_IN_PLACE | {
 
 
 FEW = settings(max_examples=5, deadline=None)
-LONG = {"chunks of one token", "long chunks", "averages float32", "averages"}
+LONG = {
+    "chunks of one token", "long chunks", "averages float32", "averages", "hybrid float64",
+    *(name for name in KINDS if name not in (MIX, "windows alone")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -240,10 +251,10 @@ def test_padding_is_that_of_the_contexts_own_builder() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_models_kernels_keep_all_rules_on_a_gpu(dtype: torch.dtype) -> None:
-    model = hybrid(dtype).to("cuda")
-    assert check_model(model).passed
+    assert check_model(tiny_model(dtype, "cuda")).passed
 
 
 @pytest.mark.long
@@ -254,6 +265,12 @@ def test_the_gpus_kernels_keep_all_rules_in_the_interpreter(monkeypatch: pytest.
     monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *args: gpu_kernels)
     small = {"hidden_size": 32, "mamba_num_heads": 2, "mamba_num_groups": 1, "mlp_hidden_size": 32}
     config = ms.models.HybridConfig.tiny(dtype=torch.float32, pattern="M*", **small)
+    assert check_model(ms.models.HybridLM(config)).passed
+
+
+@pytest.mark.parametrize("pattern", ["G*", "C*", "GM*", "G", "C"])
+def test_every_kind_of_state_keeps_all_rules(pattern: str) -> None:
+    config = ms.models.HybridConfig.tiny(dtype=torch.float64, hidden_size=32, pattern=pattern)
     assert check_model(ms.models.HybridLM(config)).passed
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import mambaslots as ms
@@ -19,26 +20,31 @@ from mambaslots.distributed.transfer.format import PrefixFormat, TransferError
 from mambaslots.distributed.transfer.manifest import FileEntry, Manifest
 from mambaslots.distributed.transfer.shard import PrefixShard
 from oracle.serving import random_tokens, serve_checked, small_model
-from oracle.transfers import KINDS, engine_of, maps_of, model_of, shard_of_rank, tensors_of
+from oracle.transfers import engine_of, maps_of, shard_of_rank, tensors_of
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 PROMPTS = [random_tokens(40, 1), random_tokens(30, 2)]
 
 
-@pytest.fixture(scope="module")
-def source() -> ms.DynamicInferenceEngine:
+@cache
+def source_of_kind(kind: str) -> ms.DynamicInferenceEngine:
     engine = engine_of()
     serve_checked(engine, PROMPTS)
     return engine
 
 
-def write_set(
-    folder: Path, export: PrefixShard, tp: int, pp: int = 1, set_id: str = "byhand", kind: str = "Mamba-2"
-) -> list[Path]:
+@pytest.fixture
+def source(kind: str) -> ms.DynamicInferenceEngine:
+    return source_of_kind(kind)
+
+
+def write_set(folder: Path, export: PrefixShard, tp: int, pp: int = 1, set_id: str = "byhand") -> list[Path]:
     """As `save_prefixes` on tp x pp ranks leaves a folder."""
     entries = []
     for p in range(pp):
         for t in range(tp):
-            part = export.cut(shard_of_rank(model_of(kind).config, (t, tp), (p, pp)))
+            part = export.cut(shard_of_rank(small_model().config, (t, tp), (p, pp)))
             data, name = encode_prefixes(part), f"prefixes-{set_id}-tp{t}of{tp}-pp{p}of{pp}.safetensors"
             (folder / name).write_bytes(data)
             entries.append(FileEntry(name, checksum(data), part.shard))
@@ -136,13 +142,10 @@ def test_the_manifest_says_the_format_version(
     assert "format_version is 9; accepted: 3" in refused(engine_of(), tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
-def test_sets_of_any_split_load(tmp_path: Path, kind: str, tp: int, pp: int) -> None:
-    source, target = engine_of(model_of(kind)), engine_of(model_of(kind))
-    source.generate(PROMPTS, ms.SamplingParams(num_tokens_to_generate=5))
-    export = export_prefixes(source)
-    write_set(tmp_path, export, tp, pp, kind=kind)
+def test_sets_of_any_split_load(source: ms.DynamicInferenceEngine, tmp_path: Path, tp: int, pp: int) -> None:
+    export, target = export_prefixes(source), engine_of()
+    write_set(tmp_path, export, tp, min(pp, len(small_model().config.pattern)))
     report = load_prefixes(target, tmp_path)
     assert report.imported.blocks == len(export.forest)
     for name, tensor in export_prefixes(target).tensors.items():
@@ -220,7 +223,7 @@ def edited(change: Callable[[dict], None]) -> Callable[[bytes], bytes]:  # type:
             edited(lambda content: content["files"][0]["shard"]["kv"].__setitem__(1, [0, 1, 9])),
             "shard.kv is of 9 units; accepted: 2",
         ),
-        (edited(lambda content: content["files"][0]["shard"].pop("kv")), "shard is of ['conv.0'"),
+        (edited(lambda content: content["files"][0]["shard"].pop("kv")), "shard is of ['"),
         (edited(lambda content: content["files"][0].update(shard=5)), "shard is 5"),
     ],
 )  # fmt: skip

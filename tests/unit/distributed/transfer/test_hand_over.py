@@ -26,7 +26,7 @@ from mambaslots.distributed.transfer.link import PairLink
 from mambaslots.distributed.transfer.rendezvous import Rendezvous
 from mambaslots.model_shard import Part
 from oracle.serving import random_tokens, serve_checked
-from oracle.transfers import KINDS, assert_answer, engine_of, maps_of, model_of
+from oracle.transfers import engine_of, maps_of
 
 PROMPTS = [random_tokens(40, 1), random_tokens(30, 2)]
 MINUTE = timedelta(seconds=60)
@@ -62,20 +62,17 @@ def both(
         return sent.result(), received.result()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_warm_replica_fills_a_cold_one(host: Any, kind: str) -> None:
-    source, target = engine_of(model_of(kind)), engine_of(model_of(kind))
-    params = ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
-    source.generate(PROMPTS, params)
+@pytest.mark.usefixtures("kind")
+def test_a_warm_replica_fills_a_cold_one(host: Any) -> None:
+    source, target = engine_of(), engine_of()
+    serve_checked(source, PROMPTS)
     sent, received = both(host, source, target)
     assert (sent.failure, received.failure) == ("", "")
     assert (sent.prefixes, sent.states) == (received.imported.prefixes, received.imported.states)
     assert sent.receivers == 1
     assert sent.bytes > 0
     target.context.check_integrity()
-    for prompt, result in zip(PROMPTS, target.generate(PROMPTS, params), strict=True):
-        assert_answer(target.model, prompt, result)
-        assert result.num_resumed_tokens > 0
+    assert min(result.num_resumed_tokens for result in serve_checked(target, PROMPTS)) > 0
     assert left_over(host) == []
 
 
@@ -193,7 +190,7 @@ import torch, torch.distributed as dist
 from mambaslots.distributed import send_prefixes
 from mambaslots.distributed.transfer.link import PairLink
 from oracle.serving import random_tokens, serve_checked
-from oracle.transfers import engine_of
+from oracle.transfers import engine_of, maps_of
 
 def send(link, data):
     link._send(torch.tensor([len(data)]), 0)
@@ -224,7 +221,7 @@ import sys
 sys.path[:0] = sys.argv[2:]
 import torch.distributed as dist
 from mambaslots.distributed import send_prefixes
-from oracle.transfers import engine_of
+from oracle.transfers import engine_of, maps_of
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 send_prefixes(engine_of(), store, "a to b")
 """

@@ -734,4 +734,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCacheInAnyOrder = PrefixCacheMachine.TestCase
-TestPrefixCacheInAnyOrder.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestPrefixCacheInAnyOrder.settings = settings(max_examples=2 * settings.default.max_examples)

@@ -6,6 +6,8 @@ from mambaslots.inference.engines.drafter import Drafter
 from oracle.serving import random_tokens, small_engine
 from oracle.workload import TEXTS, Asked, Client, assert_idle
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 LONG = TEXTS[0]  # 56 tokens, 7 blocks of 8
 SHORT = ms.SamplingParams(num_tokens_to_generate=2)
 

@@ -13,10 +13,17 @@ from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.fake_host import FakeHost
 from oracle.faults import Interrupted
+from oracle.model_kinds import WITH_ATTENTION
 from oracle.serving import random_tokens, serve_checked, small_engine
 
 PROMPTS = [random_tokens(40, seed=1), random_tokens(23, seed=2)]
 NUM_TENSORS = 2  # KV, states
+
+
+def on_each_kind(test: Callable[..., None]) -> Callable[..., None]:
+    """With each kind of state, and attention: both tensors have bytes."""
+    test = pytest.mark.usefixtures("kind")(test)
+    return pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)(test)
 
 
 @contextmanager
@@ -50,6 +57,7 @@ def assert_suspended(engine: ms.DynamicInferenceEngine) -> None:
         engine.step()
 
 
+@on_each_kind
 def test_resuming_allocates_so_many_tensors() -> None:
     engine = suspended_engine()
     with allocations_fail(NUM_TENSORS) as made:
@@ -58,6 +66,7 @@ def test_resuming_allocates_so_many_tensors() -> None:
     assert engine.context.memory.allocated
 
 
+@on_each_kind
 @pytest.mark.parametrize("number", range(NUM_TENSORS))
 def test_a_failed_resume_leaves_a_suspended_engine_that_can_be_resumed(number: int) -> None:
     engine = suspended_engine()
@@ -78,6 +87,7 @@ def test_a_failed_resume_leaves_a_suspended_engine_that_can_be_resumed(number: i
     engine.check_integrity()
 
 
+@on_each_kind
 @pytest.mark.parametrize("number", range(NUM_TENSORS))
 def test_a_failed_resume_can_be_reset(number: int) -> None:
     engine = suspended_engine()
@@ -89,6 +99,7 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
     serve_checked(engine, PROMPTS)
 
 
+@on_each_kind
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name"),
@@ -115,6 +126,7 @@ def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bo
     serve_checked(engine, PROMPTS)
 
 
+@on_each_kind
 @pytest.mark.parametrize(("owner", "name"), [(DeviceMemory, "free"), (StatePool, "free")])
 def test_an_interrupted_suspend_leaves_a_suspended_engine(owner: type, name: str) -> None:
     engine = small_engine()

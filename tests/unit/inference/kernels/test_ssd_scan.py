@@ -307,14 +307,14 @@ class TestMegatronCore:
     @pytest.mark.parametrize(
         ("stage", "passed"),
         [
-            ("_chunk_cumsum_fwd", (["dt", "A", "chunk_size", "cu_chunk_seqlens"], [])),
-            ("_chunk_state_fwd", (["B", "x", "dt", "dA_cumsum", "cu_chunk_seqlens"], ["states_in_fp32"])),
-            ("_bmm_chunk_fwd", (["a", "b", "chunk_size", "cu_chunk_seqlens"], ["output_dtype"])),
+            ("chunk_cumsum_fwd", (["dt", "A", "chunk_size", "cu_chunk_seqlens"], [])),
+            ("chunk_state_fwd", (["B", "x", "dt", "dA_cumsum", "cu_chunk_seqlens"], ["states_in_fp32"])),
+            ("bmm_chunk_fwd", (["a", "b", "chunk_size", "cu_chunk_seqlens"], ["output_dtype"])),
         ],
     )
     def test_its_stages_take_what_they_are_passed(self, stage, passed):
         positional, keywords = passed
-        parameters = inspect.signature(getattr(module, stage)).parameters
+        parameters = inspect.signature(getattr(module.stages(), stage)).parameters
         assert list(parameters)[: len(positional)] == positional
         assert parameters.keys() >= set(keywords)
         required = [p.name for p in parameters.values() if p.default is inspect.Parameter.empty]
@@ -322,7 +322,7 @@ class TestMegatronCore:
 
     def test_its_stages_add_no_bias_and_no_softplus_unasked(self):
         defaults = {
-            p.name: p.default for p in inspect.signature(module._chunk_cumsum_fwd).parameters.values()
+            p.name: p.default for p in inspect.signature(module.stages().chunk_cumsum_fwd).parameters.values()
         }
         assert defaults["dt_bias"] is None
         assert defaults["dt_softplus"] is False
@@ -333,9 +333,11 @@ class TestMegatronCore:
         x, B, dt = (randn(4, 2, 8, seed=seed).float().to(device) for seed in range(3))
         dt = dt[:, :, 0].abs().contiguous()
         with poisoned_allocations():
-            log_decays, chunk_dt = module._chunk_cumsum_fwd(dt, -torch.ones(2, device=device), 16, cuts)
-            states = module._chunk_state_fwd(B, x, chunk_dt, log_decays, cuts, states_in_fp32=True)
-            CB = module._bmm_chunk_fwd(B, B, 16, cuts, output_dtype=torch.float32)
+            log_decays, chunk_dt = module.stages().chunk_cumsum_fwd(
+                dt, -torch.ones(2, device=device), 16, cuts
+            )
+            states = module.stages().chunk_state_fwd(B, x, chunk_dt, log_decays, cuts, states_in_fp32=True)
+            CB = module.stages().bmm_chunk_fwd(B, B, 16, cuts, output_dtype=torch.float32)
         for stage in (log_decays.movedim(1, 0), chunk_dt.movedim(1, 0), states, CB):
             assert stage[[1, 2, 4]].eq(0).all()
             assert stage.isfinite().all()
