@@ -74,6 +74,7 @@ def load(
 
     Raises:
         ValueError: the folder holds no checkpoint that can be loaded; the message names the file or weight.
+        OSError: the hub cannot be reached, or its files cannot be written.
         ImportError: the folder is one of transformers, which is not installed.
     """
     folder = existing_folder("folder_or_name", folder_or_name)
@@ -82,19 +83,20 @@ def load(
 
         folder = checkpoint_folder(folder_or_name)
     config = read_object(folder / CONFIG)
+    generation = GenerationDefaults.read(folder, config)
     model: Model
     if config.get("model_type") == _HYBRID_LM:
+        text = _byte_text(folder)
         model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
-        text = _byte_text(folder, config)
     else:
         from . import hf
 
-        model = hf.load(folder, device, dtype)
         text = hf.load_text(folder)
-    return LoadedModel(model, text, GenerationDefaults.read(folder, config), folder)
+        model = hf.load(folder, device, dtype)
+    return LoadedModel(model, text, generation, folder)
 
 
-def _byte_text(folder: Path, config: Mapping[str, Any]) -> TextCodec | None:
+def _byte_text(folder: Path) -> TextCodec | None:
     """The text of a `HybridLM`, without transformers."""
     if not (folder / "tokenizer.json").is_file():
         return None

@@ -143,7 +143,7 @@ def main() -> int:
     try:
         loaded = ms.load(args.model, args.device, DTYPES.get(args.dtype))
         chat = Chat(loaded, args.max_tokens, args.max_context)
-    except (ValueError, ConnectionError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"{args.model}: {error}", file=sys.stderr)
         return 1
     turns = []

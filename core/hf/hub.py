@@ -1,11 +1,13 @@
 """Where the files of a checkpoint are: in a folder here, or on the hub."""
 
+import errno
 import re
 from pathlib import Path
 
 from ..checkpoint_files import CheckpointError, existing_folder
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _SUBFOLDERS = ["*/*"]
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -19,6 +21,7 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
     Raises:
         CheckpointError: there is no such folder, and no such name on the hub.
         ConnectionError: the name has not been downloaded, and the hub cannot be reached.
+        OSError: the files cannot be written.
     """
     if folder := existing_folder("path_or_name", path_or_name):
         return folder
@@ -39,7 +42,11 @@ def _downloaded(name: str) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         message = f"{name!r} is no folder here, and no model on the hub that can be read without an account"
         raise CheckpointError(message) from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{name!r} is no folder here, and no name on the hub: {error}") from error
     except Exception as error:  # the HTTP client has errors of its own
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            raise
         raise ConnectionError(
             f"{name!r} is no folder here and has not been downloaded, and there is no network to the hub, or "
             f"the hub does not answer: {error}; accepted without a network: a folder"

@@ -20,7 +20,7 @@ def load(
     """A model that an engine can serve, from a checkpoint of transformers. Only its text part is loaded.
 
     Weights are read shard by shard, straight to `device`. At no time more is allocated than the weights, and
-    once more the largest tensor that is made of several.
+    once more the largest tensor that is made of several or stored in another dtype.
 
     Args:
         path_or_name: a folder with `config.json` and safetensors files, or a name on the hub.
@@ -32,6 +32,7 @@ def load(
         CheckpointError: a ValueError that names the file or the weight that is missing, superfluous,
             truncated, of another shape or quantised in a way that is not served.
         ConnectionError: the name has not been downloaded, and the hub cannot be reached.
+        OSError: files of the hub cannot be written.
         ValueError: the architecture is not served, or an argument is none that is accepted.
     """
     target = tensor_validation.device("device", device)

@@ -21,7 +21,8 @@ def load_weights(
     """Give `model` the weights of the checkpoint in `folder`.
 
     All names and shapes are checked before the first weight is read. Weights are read one after another: at
-    no time more is allocated than the weights, and once more the largest tensor that is made of several.
+    no time more is allocated than the weights, and once more the largest tensor that is made of several or
+    stored in another dtype.
 
     Args:
         model: a transformers model whose tensors are on the device "meta"; gets new ones, of the same dtypes.

@@ -65,7 +65,8 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
 def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Write both files. Weights of the model's dtype are stored in `dtype`, wider ones in float32 or wider.
 
-    The weights are replaced at once, so that an interrupted call leaves the old ones.
+    Both files are complete before the first one is replaced: a call that fails while it writes leaves the
+    old ones. The config is replaced last.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
@@ -73,13 +74,13 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
         name: weight.detach().to("cpu", wide if is_wide(name) else dtype).contiguous()
         for name, weight in weights.items()
     }
-    part = folder / f"{WEIGHTS}.part"
-    save_file(stored, part, metadata={"format": "pt"})
-    os.replace(part, folder / WEIGHTS)
+    save_file(stored, folder / f"{WEIGHTS}.part", metadata={"format": "pt"})
     values: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(config)}
     values["dtype"] = str(dtype).removeprefix("torch.")
     content = {"model_type": MODEL_TYPE, **values}
-    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    (folder / f"{CONFIG}.part").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    for name in (WEIGHTS, CONFIG):
+        os.replace(folder / f"{name}.part", folder / name)
 
 
 def is_wide(name: str) -> bool:

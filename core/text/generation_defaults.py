@@ -1,5 +1,6 @@
 """What a checkpoint says about how its answers are chosen and where they end."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,7 +9,17 @@ from typing import Any
 from ..checkpoint_files import CONFIG, CheckpointError, read_optional_object, section
 from ..sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 _FILE = "generation_config.json"
+_NOT_APPLIED = {
+    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+    "no_repeat_ngram_size": 0, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+    "suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {},
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": 0,
+    "stop_strings": [], "num_beams": 1, "penalty_alpha": None,
+}  # fmt: skip
+"""Fields of other libraries that change answers, and the value of each that changes none."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class GenerationDefaults:
     def read(cls, folder: Path, config: Mapping[str, Any]) -> "GenerationDefaults":
         """What `generation_config.json` of `folder` says. Stop tokens may also stand in its `config`.
 
-        Without `do_sample` decoding is greedy, as in transformers.
+        Without `do_sample` decoding is greedy, as in transformers. Without `top_k` all tokens are kept, where
+        transformers keeps the 50 most likely. What the file says and is not applied is named at INFO.
 
         Raises:
             CheckpointError: a value is none that `SamplingParams` accepts.
@@ -39,6 +51,9 @@ class GenerationDefaults:
         said = read_optional_object(folder / _FILE)
         text_config = section(folder / CONFIG, config, "text_config")
         stops = _first(said.get("eos_token_id"), text_config.get("eos_token_id"), config.get("eos_token_id"))
+        ignored = [name for name, none in _NOT_APPLIED.items() if said.get(name) not in (None, none)]
+        if ignored:
+            logger.info("%s: not applied: %s", folder / _FILE, ", ".join(ignored))
         drawn: dict[str, Any] = (
             {name: said.get(name) for name in ("top_k", "top_p")} if said.get("do_sample") else {}
         )

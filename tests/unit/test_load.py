@@ -132,6 +132,7 @@ def test_a_spoilt_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
     with pytest.raises(CheckpointError, match=r"generation_config.json: stop_token_ids"):
         ms.load(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("{% for")
     with pytest.raises(CheckpointError, match=r"chat_template.jinja: the chat template is no Jinja"):
         ms.load(tmp_path)

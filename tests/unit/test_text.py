@@ -1,6 +1,7 @@
 """Text in and out: bytes and special tokens, chat templates, characters that come in parts, and defaults."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,19 @@ def test_defaults_of_a_checkpoint_that_does_not_draw(tmp_path: Path) -> None:
         assert found.sampling_params() == ms.SamplingParams(num_tokens_to_generate=64)
         assert found.sampling_params().greedy
     assert defaults(tmp_path, do_sample=True).sampling_params() == ms.SamplingParams(temperature=1.0)
+
+
+def test_what_a_checkpoint_says_and_is_not_applied_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mambaslots.text"):
+        defaults(tmp_path, repetition_penalty=1.0, min_p=None, suppress_tokens=[], num_beams=1)
+        assert not caplog.records
+        defaults(tmp_path, repetition_penalty=1.5, min_p=0.15, suppress_tokens=[3])
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "generation_config.json: not applied: repetition_penalty, min_p, suppress_tokens"
+    )
 
 
 def test_stop_tokens_may_stand_in_the_config(tmp_path: Path) -> None:

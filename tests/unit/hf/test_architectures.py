@@ -74,11 +74,11 @@ def test_the_first_dtype_that_a_config_names_counts() -> None:
 
 @pytest.mark.parametrize("field", ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"])
 def test_a_config_says_the_dtype_of_recurrent_states(field: str) -> None:
-    text = architectures.text_config(tiny_config("nemotron_h dense"))
-    text.mamba_ssm_cache_dtype = None
+    text = architectures.text_config(tiny_config("bamba"))  # its class has neither field
     setattr(text, field, "bfloat16")
     conv, ssm = architectures.state_spec(text, torch.float16).states
     assert (conv.dtype, ssm.dtype) == (torch.float16, torch.bfloat16)
+    assert {state.dtype for state in architectures.state_spec(text, torch.float64).states} == {torch.float64}
     setattr(text, field, "int8")
     with pytest.raises(ValueError, match=f"{field} is 'int8'; accepted: float32"):
         architectures.state_spec(text, torch.float32)

@@ -1,5 +1,6 @@
 """`ms.load` and `hf.load` of checkpoints of transformers, from folders and from names on the hub."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -160,3 +161,26 @@ def test_a_name_that_cannot_be_downloaded_is_named(hub: Any) -> None:
     hub(raising(errors.RepositoryNotFoundError("404", response=Mock())))
     with pytest.raises(hf.CheckpointError, match="'a/b' is no folder here, and no model on the hub"):
         ms.load("a/b")
+    hub(raising(errors.HFValidationError("two dots")))
+    with pytest.raises(hf.CheckpointError, match=r"'a/b..c' is no folder here, and no name on the hub: two"):
+        ms.load("a/b..c")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_takes_no_files_is_no_missing_network(number: int, hub: Any) -> None:
+    hub(raising(OSError(number, "the disk")))
+    with pytest.raises(OSError, match="the disk") as caught:
+        ms.load("a/b")
+    assert not isinstance(caught.value, ConnectionError)
+
+
+def test_a_wrong_text_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    save_with_text(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 0}')
+    with pytest.raises(hf.CheckpointError, match="num_tokens_to_generate is 0"):
+        ms.load(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(hf.CheckpointError, match=r"the tokenizer in .* cannot be read"):
+        ms.load(tmp_path)

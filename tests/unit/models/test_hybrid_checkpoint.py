@@ -75,6 +75,14 @@ def test_other_weights_have_another_name(folder: Path) -> None:
     assert name() != before
 
 
+def test_a_call_that_fails_while_it_writes_leaves_the_old_files(folder: Path) -> None:
+    before = [(folder / name).read_bytes() for name in ("config.json", "model.safetensors")]
+    (folder / "config.json.part").mkdir()
+    with pytest.raises(OSError, match=r"config.json.part"):
+        HybridLM(HybridConfig.tiny(pattern="MG"), seed=6).save_pretrained(folder)
+    assert [(folder / name).read_bytes() for name in ("config.json", "model.safetensors")] == before
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
