@@ -89,6 +89,10 @@ class HybridStateSpec:
         """
         return min(self._grids, default=None)
 
+    def chunk_tokens(self, block_size_tokens: int) -> int:
+        """`chunk_size`; without one, a KV block: every boundary is then the end of a chunk."""
+        return self.chunk_size or block_size_tokens
+
     @property
     def grid(self) -> int:
         """A KV block is a multiple of this, and so of every grid; 1 where no tensor has a grid."""

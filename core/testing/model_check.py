@@ -136,7 +136,7 @@ def _texts(
     spec: HybridStateSpec, vocabulary: Sequence[int] | None, num_tokens: int | None, drafts: int, seed: int
 ) -> Texts:
     block = -(-_SHORTEST_BLOCK // spec.grid) * spec.grid
-    chunk = spec.chunk_size or block
+    chunk = spec.chunk_tokens(block)
     last = spec.vocab_size - 1
     ids = list(range(spec.vocab_size)) if vocabulary is None else integers("vocabulary", vocabulary, 0, last)
     ids = list(dict.fromkeys(ids))

@@ -48,7 +48,6 @@ class DynamicInferenceContext:
         config: sizes and switches.
         prefix_cache: KV blocks, durable states, and the index over both.
         memory: the tensors: `memory.kv_cache` and `memory.state_pool`.
-        chunk_size: tokens of a chunk of a prefill: the spec's, or a block where the spec has none.
         mamba_metadata: who owns which live slot.
     """
 
@@ -61,7 +60,7 @@ class DynamicInferenceContext:
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
                 "because a state is taken at the end of a block, and must exist there"
             )
-        self.chunk_size = spec.chunk_size or config.block_size_tokens
+        self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
         num_live_slots = config.max_requests * (1 + config.num_speculative_tokens)
         self.memory = DeviceMemory(
@@ -79,10 +78,10 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
-            self.request_to_kv_block_ids.shape[1], self.chunk_size,
+            self.request_to_kv_block_ids.shape[1], self._chunk_size,
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
-        self._builder = StepBuilder(self._buffer, config.block_size_tokens, self.chunk_size)
+        self._builder = StepBuilder(self._buffer, config.block_size_tokens, self._chunk_size)
         self._steps: tuple[RequestStep, ...] = ()
         self._observers: list[StepObserver] = []
         self._ledger = TokenLedger()
@@ -98,7 +97,7 @@ class DynamicInferenceContext:
         self._rows = RequestRows(
             config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row
         )
-        self._admission = Admission(config, self.chunk_size, cache, self._rows, self._states)
+        self._admission = Admission(config, self._chunk_size, cache, self._rows, self._states)
 
     # ---- what hosts and observers read
 

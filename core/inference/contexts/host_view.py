@@ -22,7 +22,6 @@ class _Context(Protocol):
     config: InferenceConfig
     memory: DeviceMemory
     mamba_metadata: MambaMetadata
-    chunk_size: int
 
     @property
     def request_to_kv_block_ids(self) -> Tensor: ...
@@ -42,7 +41,7 @@ class HostView:
     def __init__(self, context: _Context) -> None:
         self._context = context
         self.block_size_tokens = context.config.block_size_tokens
-        self.mamba_chunk_size = context.chunk_size
+        self.mamba_chunk_size = context.spec.chunk_tokens(context.config.block_size_tokens)
         self.max_requests = context.config.max_requests
         self.prefix_caching_eviction_policy = context.config.prefix_caching_eviction_policy
         self.checkpoint_plan: CheckpointPlan = context.config.checkpoint_plan

@@ -45,7 +45,7 @@ class GraphBuckets:
             max_requests=config.max_requests,
             table_blocks=context.request_to_kv_block_ids.shape[1],
             max_prefill_tokens=prefill_tokens if config.use_cuda_graphs_for_non_decode_steps else 0,
-            chunk_size=context.chunk_size,
+            chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens,
             decode_tokens=1 + config.num_speculative_tokens,
         )
