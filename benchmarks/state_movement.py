@@ -42,6 +42,7 @@ from command_line import add_count, add_device, check_device, make_parser
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.kernels.state_copy import capture_boundaries, copy_states, zero_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
+from mambaslots.state_tensor import StateTensor
 
 BLOCK_SIZE_TOKENS = 256
 CAPTURED_ROWS = 256
@@ -188,10 +189,11 @@ class Pools:
     def __init__(self, model: Model, device: str, stock: Any) -> None:
         self.model = model
         self.scratch = random_states(model, device, model.slots)
-        pool = StatePool(
-            model.layers, model.slots, model.slots,
-            model.conv_shape, model.ssm_shape, model.conv_dtype, model.ssm_dtype, device,
-        )  # fmt: skip
+        states = (
+            StateTensor("conv", model.layers, model.conv_shape, model.conv_dtype),
+            StateTensor("ssm", model.layers, model.ssm_shape, model.ssm_dtype),
+        )
+        pool = StatePool(states, model.slots, model.slots, device)
         self.live = StateTensors(pool.live("conv"), pool.live("ssm"))
         self.durable = StateTensors(pool.durable("conv"), pool.durable("ssm"))
         self.stock_live = random_states(model, device, model.slots)

@@ -160,13 +160,15 @@ def tiny_config(case: str, **overrides: Any) -> Any:
 @contextmanager
 def without_kernel_packages() -> Iterator[None]:
     """transformers' modules that are imported meanwhile compute with torch alone."""
-    names = [name for name in ("fla", "causal_conv1d", "mamba_ssm") if name not in sys.modules]
+    names = ("fla", "causal_conv1d", "mamba_ssm")
+    known = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:
         yield
     finally:
         for name in names:
             del sys.modules[name]
+        sys.modules.update(known)
 
 
 @cache
