@@ -11,7 +11,7 @@ def test_conversations_with_stock_and_with_the_drop_in(
     machine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The first prompt has 86 bytes: the answer reaches the third block's end, and little beyond.
-    monkeypatch.setattr(example, "SYSTEM_PROMPT_BYTES", 10)
+    monkeypatch.setattr(example, "SYSTEM_PROMPT_BYTES", 25)
     monkeypatch.setattr(example, "ANSWER_TOKENS", 12)
     without, stock, ours = example.three_runs(conversations(1, 2))
     assert ours.identical(without) == ours.requests == 2
