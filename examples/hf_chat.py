@@ -9,7 +9,7 @@ tokens were resumed, and how many states were stored on the way.
     python examples/hf_chat.py ibm-granite/granite-4.0-h-350m --device cuda
 
 An empty line or the end of the input ends the conversation; Control-C ends an answer. `--script FILE` reads
-the turns from the lines of a file.
+the turns from the lines of a file, empty ones left out.
 """
 
 import argparse
@@ -127,6 +127,10 @@ def questions(script: Path | None) -> Iterator[str]:
 def existing_file(text: str) -> Path:
     if not (path := Path(text)).is_file():
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: a file")
+    try:
+        path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no text in UTF-8: {error}") from error
     return path
 
 

@@ -73,6 +73,7 @@ class Float8Checkpoint:
         stored = checkpoint.names
         scales = {name for name in stored if name.endswith(_SCALE)}
         activations = {name for name in stored if name.endswith(_ACTIVATION_SCALES)}
+        self.activation_scales = tuple(sorted(activations))
         self._names = tuple(name for name in stored if name not in scales | activations)
         self._scaled = {name for name in self._names if name + _SCALE in scales}
         for name in self._names:

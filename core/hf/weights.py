@@ -40,6 +40,9 @@ def load_weights(
         sources = WeightSources.find(model, checkpoint)
         if sources.ignored:
             logger.info("%s: not loaded, not of the text model: %s", folder, listed(sources.ignored))
+        if isinstance(checkpoint, Float8Checkpoint) and checkpoint.activation_scales:
+            scales = listed(checkpoint.activation_scales)
+            logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for source in sources.sources:
             weights = source.weights(model, checkpoint, device, dtypes[source.target])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checkpoint_files import CheckpointError, existing_folder
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
 from ..parallel_groups import ParallelGroups
@@ -104,7 +105,10 @@ class HybridLM(nn.Module):
             ValueError: a file is missing or wrong, or a weight is missing, superfluous or of another shape.
                 The message names it.
         """
-        folder = Path(folder)
+        found = existing_folder("folder", folder)
+        if found is None:
+            raise CheckpointError(f"folder is {str(folder)!r}; accepted: a folder that is there")
+        folder = found
         model = cls.__new__(cls)
         nn.Module.__init__(model)
         model.config = read_config(folder, dtype)

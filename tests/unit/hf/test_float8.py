@@ -218,3 +218,14 @@ def test_float8_weights_that_the_config_does_not_know_are_refused(tmp_path: Path
     change_config(tmp_path, quantization_config=None)
     with pytest.raises(hf.CheckpointError, match="scale_inv"):
         hf.load(tmp_path)
+
+
+def test_scales_of_activations_are_named_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_float8(tmp_path)
+    name = PROJECTION.removesuffix("weight") + "input_scale"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.ones(1)}))
+    with caplog.at_level(logging.INFO, "mambaslots.hf"):
+        hf.load(tmp_path)
+    assert any(f"activations are not quantised: {name}" in record.getMessage() for record in caplog.records)

@@ -123,8 +123,9 @@ def test_wrong_files_are_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
         HybridLM.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"has no config.json"):
-        HybridLM.from_pretrained(folder / "elsewhere")
+    for value in (folder / "elsewhere", "", 3):
+        with pytest.raises(ValueError, match=r"folder is .*; accepted: a folder"):
+            HybridLM.from_pretrained(value)
 
 
 class TestTheShippedModel:
