@@ -30,4 +30,4 @@ def test_every_kernel_it_names_exists_and_every_file() -> None:
     for name in named:
         assert hasattr(kernels, name), name
     for path in re.findall(r"`((?:core|examples)/[^`]*)`", PAGE):
-        assert (Path(__file__).parents[3] / path).is_file(), path
+        assert (Path(__file__).parents[3] / path).exists(), path
