@@ -10,10 +10,10 @@ import torch
 from .checkpoint_files import CONFIG, CheckpointError, existing_folder, read_object
 from .inference.engines.model import Model
 from .models import HybridLM
+from .models.hybrid_checkpoint import MODEL_TYPE
 from .sampling_params import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, TextCodec
 
-_HYBRID_LM = "mambaslots_hybrid_lm"
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -85,7 +85,7 @@ def load(
     config = read_object(folder / CONFIG)
     generation = GenerationDefaults.read(folder, config)
     model: Model
-    if config.get("model_type") == _HYBRID_LM:
+    if config.get("model_type") == MODEL_TYPE:
         text = _byte_text(folder)
         model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
     else:

@@ -4,11 +4,12 @@ S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q, with q and k normalis
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from oracle.scan_rows import Cuts, Row
 from torch import Tensor
 
 LONGEST = 400
@@ -86,21 +87,6 @@ class Layer:
         return torch.from_numpy(o), torch.from_numpy(states)
 
 
-@dataclass(frozen=True)
-class Row:
-    """`length` tokens of sequence `seed` after `start` computed ones.
-
-    checkpoints: absolute position, a multiple of the chunk size in (start, start + length] -> pool index.
-    """
-
-    seed: int
-    start: int
-    length: int
-    source: int = -1
-    destination: int = -1
-    checkpoints: Mapping[int, int] = field(default_factory=dict)
-
-
 def error(found: Tensor, expected: Tensor) -> float:
     """The largest difference, by the largest expected number; NaN if `found` has one, 0 for nothing."""
     if expected.numel() == 0:
@@ -117,16 +103,8 @@ class Batch:
     ) -> None:
         self.layer, self.rows, self.chunk_size = layer, rows, chunk_size
         padding_rows, padding_chunks, padding_tokens = padding
-        cuts, seq_idx, starts, stored = [0], [], [0], []
-        for index, row in enumerate(rows):
-            position, end = row.start, row.start + row.length
-            while position < end:
-                cut = min(end, (position // chunk_size + 1) * chunk_size)
-                cuts.append(cuts[-1] + cut - position)
-                seq_idx.append(index)
-                stored.append(row.checkpoints.get(cut, -1))
-                position = cut
-            starts.append(len(seq_idx))
+        cut = Cuts.of(rows, chunk_size)
+        cuts, seq_idx, starts, stored = cut.ends, cut.row_of_chunk, cut.row_starts, cut.destination_of_chunk
         self.num_tokens = cuts[-1]
 
         def index(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:

@@ -3,14 +3,15 @@
 h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] B[t],  y[t] = C[t] h[t] + D x[t]
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle.scan_rows import Cuts, Row
 from torch import Tensor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -89,21 +90,6 @@ class Layer:
         return torch.stack(outputs) if outputs else x.double(), torch.stack(states)
 
 
-@dataclass(frozen=True)
-class Row:
-    """`length` tokens of sequence `seed` after `start` computed ones.
-
-    checkpoints: absolute position, a multiple of the chunk size in (start, start + length] -> pool index.
-    """
-
-    seed: int
-    start: int
-    length: int
-    source: int = -1
-    destination: int = -1
-    checkpoints: Mapping[int, int] = field(default_factory=dict)
-
-
 class Batch:
     """`rows` packed for the kernels, on the absolute grid, with padding behind.
 
@@ -117,16 +103,9 @@ class Batch:
     ) -> None:
         self.layer, self.rows, self.chunk_size = layer, rows, chunk_size
         padding_rows, padding_chunks, padding_tokens = padding
-        cuts, seq_idx, row_chunk_starts, chunk_destinations = [0], [], [0], []
-        for index, row in enumerate(rows):
-            position, end = row.start, row.start + row.length
-            while position < end:
-                cut = min(end, (position // chunk_size + 1) * chunk_size)
-                cuts.append(cuts[-1] + cut - position)
-                seq_idx.append(index)
-                chunk_destinations.append(row.checkpoints.get(cut, -1))
-                position = cut
-            row_chunk_starts.append(len(seq_idx))
+        cut = Cuts.of(rows, chunk_size)
+        cuts, seq_idx = cut.ends, cut.row_of_chunk
+        row_chunk_starts, chunk_destinations = cut.row_starts, cut.destination_of_chunk
         self.tokens = cuts[-1]
         self.chunks = len(seq_idx)
         self.cuts = torch.tensor(cuts + [cuts[-1]] * padding_chunks, dtype=torch.int32)

@@ -12,50 +12,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import reference as ref
-from oracle.gated_delta import Batch, Layer, Row, decode_inputs, error
+from oracle.gated_delta import Batch, Layer, decode_inputs, error
+from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from torch import Tensor
 
 repeatable = settings(derandomize=True)
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-5}
 EXACT = Layer(dtype=torch.float64)
-
-drawn_rows = st.lists(
-    st.tuples(
-        st.integers(0, 40),
-        st.integers(0, 40),
-        st.booleans(),
-        st.sampled_from(["nowhere", "elsewhere", "in place"]),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-def rows_of(drawn, chunk_size):
-    """Rows with slots of their own: 4 a row, for its source, destination and two checkpoints."""
-    rows = []
-    for index, (start, length, carried, target, checkpointed) in enumerate(drawn):
-        source = 4 * index if carried else -1
-        ends = [p for p in range(start + 1, start + length + 1) if p % chunk_size == 0][-2:]
-        rows.append(
-            Row(
-                seed=index,
-                start=start,
-                length=length,
-                source=source,
-                destination={"nowhere": -1, "elsewhere": 4 * index + 1, "in place": source}[target],
-                checkpoints={p: 4 * index + 2 + i for i, p in enumerate(ends)} if checkpointed else {},
-            )
-        )
-    return rows
-
-
-def poisoned_pool(layer, rows, slots):
-    """Random states where a row reads, NaN everywhere else."""
-    pool = layer.pool(slots)
-    pool[[slot for slot in range(slots) if slot not in {row.source for row in rows}]] = math.nan
-    return pool
 
 
 def scan(batch, pool):
@@ -66,7 +29,7 @@ def scan(batch, pool):
 
 class TestScan:
     @repeatable
-    @given(drawn_rows, st.tuples(*[st.integers(0, 3)] * 3), st.sampled_from([1, 3, 16]))
+    @given(drawn_rows(4), st.tuples(*[st.integers(0, 3)] * 3), st.sampled_from([1, 3, 16]))
     @example([(0, 0, True, "elsewhere", False), (0, 0, False, "elsewhere", False)], (0, 0, 0), 16)
     @example([(3, 0, True, "in place", False), (16, 32, True, "in place", True)], (2, 3, 1), 16)
     def test_any_layout_is_the_recurrence(self, drawn, padding, chunk_size):

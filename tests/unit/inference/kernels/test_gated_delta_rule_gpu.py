@@ -18,7 +18,8 @@ from mambaslots.inference.kernels.gated_delta_rule import gated_delta_rule_scan
 from mambaslots.inference.kernels.gated_delta_rule_update import gated_delta_rule_update
 from oracle.budget import dear
 from oracle.fla_stages import one_configuration
-from oracle.gated_delta import Batch, Layer, Row, decode_inputs, error
+from oracle.gated_delta import Batch, Layer, decode_inputs, error
+from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
@@ -61,43 +62,11 @@ def scan_and_check(batch: Batch, pool: Tensor, device: torch.device) -> tuple[Te
     return o, after
 
 
-def poisoned_pool(layer: Layer, rows: list[Row], slots: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random states where a row reads, NaN everywhere else."""
-    pool = layer.pool(slots, dtype)
-    pool[[slot for slot in range(slots) if slot not in {row.source for row in rows}]] = torch.nan
-    return pool
-
-
-def rows_of(drawn, chunk_size: int) -> list[Row]:
-    """Rows with slots of their own: 4 a row, for its source, destination and two checkpoints."""
-    rows = []
-    for index, (start, length, carried, target, checkpointed) in enumerate(drawn):
-        source = 4 * index if carried else -1
-        ends = [p for p in range(start + 1, start + length + 1) if p % chunk_size == 0][-2:]
-        places = {"nowhere": -1, "elsewhere": 4 * index + 1, "in place": source}
-        checkpoints = {p: 4 * index + 2 + i for i, p in enumerate(ends)} if checkpointed else {}
-        rows.append(Row(index, start, length, source, places[target], checkpoints))
-    return rows
-
-
-drawn_rows = st.lists(
-    st.tuples(
-        st.integers(0, 40),
-        st.integers(0, 40),
-        st.booleans(),
-        st.sampled_from(["nowhere", "elsewhere", "in place"]),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=3,
-)
-
-
 class TestScan:
     layer = Layer(jumps=False)
 
     @few
-    @given(drawn_rows, st.tuples(*[st.integers(0, 3)] * 3))
+    @given(drawn_rows(3), st.tuples(*[st.integers(0, 3)] * 3))
     @example([(0, 0, True, "elsewhere", False), (0, 0, False, "elsewhere", False)], (0, 0, 0))
     @example([(3, 0, True, "in place", False), (16, 32, True, "in place", True)], (2, 3, 1))
     def test_any_layout_is_the_recurrence_and_the_reference(self, device, drawn, padding):

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels.ssd_output import chunk_scan
 from oracle.budget import costly
-from oracle.ssd import DEVICES, Batch, Layer, Row, kernel_device, poisoned_allocations, randn, relative_error
+from oracle.scan_rows import Row
+from oracle.ssd import DEVICES, Batch, Layer, kernel_device, poisoned_allocations, randn, relative_error
 from oracle.traffic import traffic_of
 
 few = settings(costly(), derandomize=True)

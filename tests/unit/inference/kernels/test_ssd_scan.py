@@ -14,11 +14,11 @@ from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import ssd_scan as module
 from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
 from oracle.budget import dear
+from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from oracle.ssd import (
     DEVICES,
     Batch,
     Layer,
-    Row,
     kernel_device,
     poisoned_allocations,
     randn,
@@ -60,49 +60,9 @@ def scan_and_check(batch, pool, device, state_tolerance=None):
     return y, after
 
 
-def rows_of(drawn, chunk_size):
-    """Rows with slots of their own: 4 a row, for its source, destination and two checkpoints."""
-    rows = []
-    for index, (start, length, carried, target, checkpointed) in enumerate(drawn):
-        source = 4 * index if carried else -1
-        ends = [p for p in range(start + 1, start + length + 1) if p % chunk_size == 0][-2:]
-        rows.append(
-            Row(
-                seed=index,
-                start=start,
-                length=length,
-                source=source,
-                destination={"nowhere": -1, "elsewhere": 4 * index + 1, "in place": source}[target],
-                checkpoints={p: 4 * index + 2 + i for i, p in enumerate(ends)} if checkpointed else {},
-            )
-        )
-    return rows
-
-
-def poisoned_pool(layer, rows, slots, dtype=torch.float32):
-    """Random states where a row reads, NaN everywhere else."""
-    pool = layer.pool(slots, dtype)
-    sources = {row.source for row in rows}
-    pool[[slot for slot in range(slots) if slot not in sources]] = torch.nan
-    return pool
-
-
-drawn_rows = st.lists(
-    st.tuples(
-        st.integers(0, 40),
-        st.integers(0, 40),
-        st.booleans(),
-        st.sampled_from(["nowhere", "elsewhere", "in place"]),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
 class TestValues:
     @few
-    @given(drawn_rows, st.tuples(*[st.integers(0, 3)] * 3))
+    @given(drawn_rows(4), st.tuples(*[st.integers(0, 3)] * 3))
     @example([(0, 0, True, "elsewhere", False), (0, 0, False, "elsewhere", False)], (0, 0, 0))
     @example([(3, 0, True, "in place", False), (16, 32, True, "in place", True)], (2, 3, 1))
     def test_any_layout_is_the_recurrence_and_the_reference(self, device, drawn, padding):
