@@ -18,6 +18,9 @@ class Padding(NamedTuple):
     columns: int = 0
 
 
+NO_PADDING = Padding()
+
+
 class AttentionBatch:
     """Decode rows and prefill rows of (tokens before, real tokens).
 
@@ -33,7 +36,7 @@ class AttentionBatch:
         dtype: torch.dtype = torch.float64,
         device: str = "cpu",
         decode_tokens: int = 1,
-        padding: Padding = Padding(),
+        padding: Padding = NO_PADDING,
         sizes: tuple[int, int, int] = (4, 2, 8),
         unwritten: float = math.nan,
         query_dtype: torch.dtype | None = None,
@@ -92,7 +95,7 @@ class AttentionBatch:
         )
 
     def real_tokens(self, out: Tensor) -> Tensor:
-        """The outputs of real tokens, in float64 on the CPU; `out` must have the shape and dtype of queries."""
+        """What `out`, of the shape and dtype of the queries, has for real tokens, in float64 on the CPU."""
         assert (out.shape, out.dtype, out.device) == (self.query.shape, self.query.dtype, self.query.device)
         return out[self.real].double().cpu()
 

@@ -212,7 +212,7 @@ class _Layout:
         return tokens if self._token_places is None else self._token_places[tokens]
 
     def query_start_loc(self) -> Array:
-        """The place of each row's first token in the padded step, padding rows behind decode rows included."""
+        """The place of each row's first token in the padded step, for padding rows too."""
         packing, shape = self._packing, self._shape
         width = shape.decode_tokens
         moved = shape.decodes * width - packing.num_decode_tokens

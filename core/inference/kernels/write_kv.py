@@ -5,7 +5,7 @@ The references are the functions of the same names in `reference`.
     row of a block                        0    1    2    3    4    5    6    7
     stored by entries of a first step     e0   e1   e2
     zeroed by e2                                         0    0    0    0    0
-    stored by entries of a later step                    e0   e1                  none begins at row 0: no zeros
+    stored by entries of a later step                    e0   e1                  none at row 0: no zeros
 """
 
 from functools import cache
