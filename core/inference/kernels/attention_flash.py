@@ -85,7 +85,8 @@ def _import_failure() -> str:
             return f"FlashAttention-3 is not installed: pip install {PACKAGE}"
         return f"FlashAttention-3 needs {error.name}, which is not installed"
     except Exception as error:
-        return f"FlashAttention-3 cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
+        said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        return f"FlashAttention-3 cannot be imported: {said}"
     return ""
 
 
