@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from . import reference
+from .attention_rows import AttentionRows
 
 
 class KernelSet(Protocol):
@@ -83,25 +84,21 @@ class KernelSet(Protocol):
     def write_kv(
         self, kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor
     ) -> None:
-        """Store keys and values [T, kv heads, head dim] of `tokens` at `positions`. Writes `kv_cache`."""
+        """Store keys and values [T, kv heads, head dim] of `tokens` at `positions`. Writes `kv_cache`.
 
-    def paged_attention_decode(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor,
-        *, scale: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Attention of one token a row, query [rows, heads, head dim]."""
+        The rows behind the last token of a new block become zeros.
+        """
 
-    def paged_attention_verify(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor,
-        *, scale: float | None = None,
+    def rotary_and_write_kv(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, base: float,
+        kv_cache: Tensor, tokens: Tensor, write_positions: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Attention of T tokens a row up to their own positions, query [rows, T, heads, head dim]."""
+        """Rotate query and key, `write_kv` key and value, and return the query. Writes `kv_cache`."""
 
-    def paged_attention_prefill(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor,
-        query_start_loc: Tensor, kv_lengths: Tensor, max_query_tokens: int, *, scale: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Causal attention of packed rows, query [tokens, heads, head dim]."""
+    def paged_attention(
+        self, query: Tensor, kv_cache: Tensor, rows: AttentionRows, *, scale: float | None = None
+    ) -> Tensor:
+        """Causal attention of all rows of a step, query [T, heads, head dim]."""
 
 
 def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:

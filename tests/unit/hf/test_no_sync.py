@@ -78,9 +78,7 @@ def _fake_gpu(model: ServedModel) -> Iterator[None]:
         causal_conv1d_prefill=_like_first, causal_conv1d_update=_like_first,
         ssd_chunk_scan=_like_first, selective_state_update=_like_first,
         gated_delta_rule_scan=_like_values, gated_delta_rule_update=_like_values,
-        write_kv=lambda *args: None,
-        paged_attention_decode=_like_first, paged_attention_verify=_like_first,
-        paged_attention_prefill=_like_first,
+        write_kv=lambda *args: None, paged_attention=lambda query, *args, **kwargs: query,
     )  # fmt: skip
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
