@@ -5,11 +5,15 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 
 from ...state_spec import HybridStateSpec
 from . import gated_delta_rule, ssd_scan
+from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention_flash import paged_attention_decode, paged_attention_prefill, paged_attention_verify
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from .gated_delta_rule import gated_delta_rule_scan
 from .gated_delta_rule_update import gated_delta_rule_update
-from .reference import apply_rotary, compute_dtype, gated_rms_norm, rms_norm
+from .norms import add_rms_norm, rms_norm
+from .products import head_product
+from .qk_norm_rotary import qk_norm_rotary
+from .reference import apply_rotary, compute_dtype, gated_rms_norm
 from .selective_state_update import selective_state_update
 from .ssd_scan import ssd_chunk_scan
 from .write_kv import write_kv
@@ -34,6 +38,7 @@ def check_states(spec: HybridStateSpec) -> None:
 
 __all__ = [
     "SEPARATE_STATES",
+    "add_rms_norm",
     "apply_rotary",
     "check_states",
     "causal_conv1d_prefill",
@@ -42,11 +47,16 @@ __all__ = [
     "gated_rms_norm",
     "gated_delta_rule_scan",
     "gated_delta_rule_update",
+    "head_product",
     "paged_attention_decode",
     "paged_attention_prefill",
     "paged_attention_verify",
+    "qk_norm_rotary",
+    "relu_squared",
     "rms_norm",
     "selective_state_update",
+    "sigmoid_mul",
+    "silu_mul",
     "ssd_chunk_scan",
     "write_kv",
 ]

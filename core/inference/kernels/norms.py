@@ -1,0 +1,77 @@
+"""RMS norms on a GPU: kernels of liger-kernel, or torch operations where it is not installed.
+
+A program of Liger's forward kernels normalises one row in one tile, whose size follows from the width alone:
+a row has the same bits in every batch. Liger's casting mode "gemma" computes in float32 and rounds once, after
+the product with the weight; its mode "llama" rounds before that product, too.
+
+The module imports liger-kernel when a norm is first computed. No function synchronises.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import reference_pointwise
+
+ROUND_ONCE = "gemma"
+"""Liger's casting mode."""
+
+
+class LigerKernels(NamedTuple):
+    """The raw forward functions of liger-kernel that are used here."""
+
+    rms_norm: Any
+    add_rms_norm: Any
+    relu_squared: Any
+
+
+@cache
+def _installed() -> LigerKernels | None:
+    try:
+        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
+        from liger_kernel.ops.relu_squared import relu_squared_forward
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+    except ImportError:
+        return None
+    return LigerKernels(rms_norm_forward, fused_add_rms_norm_forward, relu_squared_forward)
+
+
+def liger_kernels(x: Tensor) -> LigerKernels | None:
+    """Liger's functions, where they compute x.
+
+    Returns: None where liger-kernel is not installed, where x has no elements, and where x is not on a GPU:
+        Triton's interpreter has no methods for the scalars of Liger's kernels.
+    """
+    return _installed() if x.is_cuda and x.numel() else None
+
+
+def describe() -> str:
+    """Which norms a GPU runs, and why not the better ones."""
+    if _installed() is None:
+        return "torch (liger-kernel is not installed; install it with: pip install liger-kernel)"
+    return "liger-kernel"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """As `reference_pointwise.rms_norm`; one launch of Liger's kernel."""
+    liger = liger_kernels(x)
+    if liger is None:
+        return reference_pointwise.rms_norm(x, weight, eps, offset=offset)
+    rows = x.reshape(-1, x.shape[-1])
+    normed: Tensor = liger.rms_norm(rows, weight, eps, offset, ROUND_ONCE, True)[0]  # True: a row a program
+    return normed.view(x.shape)
+
+
+def add_rms_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """As `reference_pointwise.add_rms_norm`; one launch of Liger's kernel where both dtypes are the same."""
+    liger = liger_kernels(x)
+    if liger is None or x.dtype != residual.dtype:
+        return reference_pointwise.add_rms_norm(residual, x, weight, eps, offset=offset)
+    width = x.shape[-1]
+    normed, total, *_ = liger.add_rms_norm(
+        x.reshape(-1, width), residual.reshape(-1, width), weight, eps, offset, ROUND_ONCE
+    )
+    return total.view(residual.shape), normed.view(residual.shape)
