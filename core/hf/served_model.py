@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class ServedModel:
     """A causal language model of transformers over paged KV and states by slot.
 
-    The modules of `model` are changed, instance by instance: the forwards of mixers are replaced, and the
-    forwards of norms, layers, MLPs, attention and head, which the kernels compute in fewer launches. Attention
-    goes through the function that is registered as "mambaslots". Embeddings, rotary angles, routers and experts
+    The modules of `model` are changed, instance by instance: the forwards of mixers are replaced, and those
+    of norms, layers, MLPs, attention and head, which the kernels compute in fewer launches. Attention goes
+    through the function that is registered as "mambaslots". Embeddings, rotary angles, routers and experts
     are computed by transformers' own modules. The weights are used where they lie, and need no gradients.
 
     The model computes one step at a time; two threads must not call it at once.

@@ -1,4 +1,4 @@
-"""Attention of transformers' models around the attention function: norms, rotation and gate in two launches."""
+"""Attention of transformers' models: norms and rotation in one launch, and the gate in another."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -51,17 +51,18 @@ class AttentionForward:
         """[1, T, hidden] -> [1, T, hidden]; `position_embeddings` are cosines and sines, [1, T, R]."""
         module, shape, hidden = self._attention, self._shape, hidden_states[0]
         width = module.head_dim * (2 if shape.is_gated else 1)
-        query, *gates = torch.unflatten(module.q_proj(hidden), -1, (-1, width)).split(module.head_dim, dim=-1)
+        projected = torch.unflatten(module.q_proj(hidden), -1, (-1, width))
+        query, gate = projected[..., : module.head_dim], projected[..., module.head_dim :]
         key = torch.unflatten(module.k_proj(hidden), -1, (-1, module.head_dim))
         value = torch.unflatten(module.v_proj(hidden), -1, (-1, module.head_dim))
         if getattr(module, "key_multiplier", 1) != 1:
             key = key * module.key_multiplier
         if position_embeddings is not None:
             query, key = self._rotated(query, key, *(angles[0] for angles in position_embeddings))
-        batched = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended, _ = attention_forward(module, *batched, attention_mask, module.scaling)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        attended, _ = attention_forward(module, query, key, value, attention_mask, module.scaling)
         out = attended[0]
-        for gate in gates:
+        if shape.is_gated:
             out = self._step.kernels.sigmoid_mul(out, gate)
         return getattr(module, shape.out)(out.flatten(1))[None], None
 

@@ -15,9 +15,9 @@ class KernelSet(Protocol):
     `reference.py` says for every function what it computes, the shapes of its arguments and how they may be
     padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
     `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. Norms, activations and
-    gates compute in `compute_dtype`, and return the dtype of their first argument, rounded once. Other outputs
-    are float32 or wider, with three exceptions: attention may return the dtype of the KV cache, the scan of the gated delta
-    rule may return the dtype of v, and a convolution returns the dtype that it is asked for.
+    gates return the dtype of their first argument, rounded once. Other outputs are float32 or wider, with
+    three exceptions: attention may return the dtype of the KV cache, the scan of the gated delta rule may
+    return the dtype of v, and a convolution returns the dtype that it is asked for.
     """
 
     SEPARATE_STATES: bool

@@ -1,8 +1,8 @@
 """RMS norms on a GPU: kernels of liger-kernel, or torch operations where it is not installed.
 
-A program of Liger's forward kernels normalises one row in one tile, whose size follows from the width alone:
-a row has the same bits in every batch. Liger's casting mode "gemma" computes in float32 and rounds once, after
-the product with the weight; its mode "llama" rounds before that product, too.
+A program of Liger's forward kernels normalises one row in one tile, whose size follows from the width alone.
+A row therefore has the same bits in every batch. Liger's casting mode "gemma" computes in float32 and rounds
+once, after the product with the weight. The mode "llama" rounds before that product, too.
 
 The module imports liger-kernel when a norm is first computed. No function synchronises.
 """

@@ -8,8 +8,8 @@ from torch import Tensor
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
     """The logits hidden @ weight.T in float32, from operands in the model's dtype. Does not synchronise.
 
-    A bfloat16 or float16 weight is read as it lies: cuBLAS adds in float32, and writes float32. torch has this
-    product for GPUs only; CPU tensors, which Triton's interpreter computes, are widened.
+    A bfloat16 or float16 weight is read as it lies: cuBLAS adds in float32, and writes float32. torch has
+    this product for GPUs only, and CPU tensors are widened.
 
     Args:
         hidden: [..., n].
