@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference_pointwise
-from .norms import liger_kernels
+from .norms import dense_rows, liger_kernels
 
 BLOCK = 1024
 """Elements of a program: 16 bytes of bfloat16 a thread."""
@@ -23,7 +23,7 @@ def relu_squared(x: Tensor) -> Tensor:
     liger = liger_kernels(x)
     if liger is None:
         return reference_pointwise.relu_squared(x)
-    squared: Tensor = liger.relu_squared(x.reshape(-1, x.shape[-1]))
+    squared: Tensor = liger.relu_squared(dense_rows(x))
     return squared.view(x.shape)
 
 
@@ -42,7 +42,7 @@ def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
     if not out.numel():
         return out
     width = x.shape[-1]
-    x_rows, gate_rows = _dense_rows(x), _dense_rows(gate)
+    x_rows, gate_rows = dense_rows(x), dense_rows(gate)
     columns = min(BLOCK, triton.next_power_of_2(width))
     rows = BLOCK // columns
     num_rows = x_rows.shape[0]
@@ -51,12 +51,6 @@ def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
         WIDTH=width, SILU=silu, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """x [..., n] as [rows, n], a view where the strides allow it."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @triton.jit

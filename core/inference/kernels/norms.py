@@ -4,7 +4,7 @@ A program of Liger's forward kernels normalises one row in one tile, whose size 
 A row therefore has the same bits in every batch. Liger's casting mode "gemma" computes in float32 and rounds
 once, after the product with the weight. The mode "llama" rounds before that product, too.
 
-The module imports liger-kernel when a norm is first computed. No function synchronises.
+`installed` imports liger-kernel when it is first called. No function synchronises.
 """
 
 from functools import cache
@@ -27,7 +27,8 @@ class LigerKernels(NamedTuple):
 
 
 @cache
-def _installed() -> LigerKernels | None:
+def installed() -> LigerKernels | None:
+    """Liger's functions; None where liger-kernel is not installed. The first call takes seconds."""
     try:
         from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
         from liger_kernel.ops.relu_squared import relu_squared_forward
@@ -43,12 +44,18 @@ def liger_kernels(x: Tensor) -> LigerKernels | None:
     Returns: None where liger-kernel is not installed, where x has no elements, and where x is not on a GPU:
         Triton's interpreter has no methods for the scalars of Liger's kernels.
     """
-    return _installed() if x.is_cuda and x.numel() else None
+    return installed() if x.is_cuda and x.numel() else None
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x [..., n] as [rows, n], whose columns lie side by side; a view where the strides allow it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def describe() -> str:
     """Which norms a GPU runs, and why not the better ones."""
-    if _installed() is None:
+    if installed() is None:
         return "torch (liger-kernel is not installed; install it with: pip install liger-kernel)"
     return "liger-kernel"
 
@@ -58,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     liger = liger_kernels(x)
     if liger is None:
         return reference_pointwise.rms_norm(x, weight, eps, offset=offset)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = dense_rows(x)
     normed: Tensor = liger.rms_norm(rows, weight, eps, offset, ROUND_ONCE, True)[0]  # True: a row a program
     return normed.view(x.shape)
 
@@ -70,8 +77,7 @@ def add_rms_norm(
     liger = liger_kernels(x)
     if liger is None or x.dtype != residual.dtype:
         return reference_pointwise.add_rms_norm(residual, x, weight, eps, offset=offset)
-    width = x.shape[-1]
     normed, total, *_ = liger.add_rms_norm(
-        x.reshape(-1, width), residual.reshape(-1, width), weight, eps, offset, ROUND_ONCE
+        dense_rows(x), dense_rows(residual), weight, eps, offset, ROUND_ONCE
     )
     return total.view(residual.shape), normed.view(residual.shape)

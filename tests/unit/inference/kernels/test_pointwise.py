@@ -173,6 +173,21 @@ def test_nothing_is_computed_below_float32() -> None:
         torch.testing.assert_close(kernels.add_rms_norm(x, x, one, 0.0)[1], torch.ones_like(x))
 
 
+def test_columns_that_do_not_lie_side_by_side(device: str) -> None:
+    """Every second column of a wider tensor, and a transposed one."""
+    for dtype in dtypes_of(device):
+        wide, weight = drawn(6, 12, dtype=dtype, device=device), drawn(6, dtype=dtype, device=device)
+        for x in (wide[:, ::2], wide[:, :6].T):
+            dense = x.contiguous()
+            for function in (
+                lambda x, weight=weight: gpu_kernels.rms_norm(x, weight, EPS),
+                lambda x, weight=weight: gpu_kernels.add_rms_norm(x, x, weight, EPS)[1],
+                lambda x: gpu_kernels.silu_mul(x, x),
+                gpu_kernels.relu_squared,
+            ):
+                torch.testing.assert_close(function(x), function(dense))
+
+
 def test_no_rows(device: str) -> None:
     none, weight = torch.zeros(0, 8, device=device), torch.ones(8, device=device)
     for kernels in (reference, gpu_kernels):
@@ -185,16 +200,16 @@ def test_no_rows(device: str) -> None:
 
 
 def test_without_liger_the_description_says_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    norms._installed.cache_clear()
+    norms.installed.cache_clear()
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_add_rms_norm", None)
     try:
         assert norms.describe().startswith("torch (liger-kernel is not installed")
     finally:
-        norms._installed.cache_clear()
+        norms.installed.cache_clear()
 
 
 def test_with_liger_the_description_names_it() -> None:
     pytest.importorskip("liger_kernel")
-    norms._installed.cache_clear()
+    norms.installed.cache_clear()
     assert norms.describe() == "liger-kernel"
