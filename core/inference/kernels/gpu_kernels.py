@@ -4,12 +4,16 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 """
 
 from ...state_spec import HybridStateSpec
-from . import gated_delta_rule, ssd_scan
+from . import gated_delta_rule, norms, ssd_scan
+from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention import paged_attention
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from .gated_delta_rule import gated_delta_rule_scan
 from .gated_delta_rule_update import gated_delta_rule_update
-from .reference import apply_rotary, compute_dtype, gated_rms_norm, rms_norm
+from .norms import add_rms_norm, rms_norm
+from .products import head_product
+from .qk_norm_rotary import qk_norm_rotary
+from .reference import apply_rotary, compute_dtype, gated_rms_norm
 from .selective_state_update import selective_state_update
 from .ssd_scan import ssd_chunk_scan
 from .write_kv import rotary_and_write_kv, write_kv
@@ -24,6 +28,7 @@ def check_states(spec: HybridStateSpec) -> None:
         ImportError: megatron-core (for Mamba-2) or fla-core (for gated delta nets) is not installed.
         ValueError: the chunk size, or the keys of a delta net, are none that the kernels take.
     """
+    norms.installed()  # before the first step, and before a CUDA graph is captured
     shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
     if "ssm" in shapes:
         ssd_scan.stages()
@@ -34,6 +39,7 @@ def check_states(spec: HybridStateSpec) -> None:
 
 __all__ = [
     "SEPARATE_STATES",
+    "add_rms_norm",
     "apply_rotary",
     "check_states",
     "causal_conv1d_prefill",
@@ -42,10 +48,15 @@ __all__ = [
     "gated_rms_norm",
     "gated_delta_rule_scan",
     "gated_delta_rule_update",
+    "head_product",
     "paged_attention",
+    "qk_norm_rotary",
+    "relu_squared",
     "rms_norm",
     "rotary_and_write_kv",
     "selective_state_update",
+    "sigmoid_mul",
+    "silu_mul",
     "ssd_chunk_scan",
     "write_kv",
 ]

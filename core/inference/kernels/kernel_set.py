@@ -15,9 +15,10 @@ class KernelSet(Protocol):
 
     `reference.py` says for every function what it computes, the shapes of its arguments and how they may be
     padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
-    `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. Outputs are float32 or
-    wider, with three exceptions: attention may return the dtype of the KV cache, the scan of the gated delta
-    rule may return the dtype of v, and a convolution returns the dtype that it is asked for.
+    `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. Norms, activations and
+    gates return the dtype of their first argument, rounded once. Other outputs are float32 or wider, with
+    three exceptions: attention may return the dtype of the KV cache, the scan of the gated delta rule may
+    return the dtype of v, and a convolution returns the dtype that it is asked for.
     """
 
     SEPARATE_STATES: bool
@@ -31,8 +32,32 @@ class KernelSet(Protocol):
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise x [..., n] by its root mean square; weight [n]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """Normalise x [..., n] by its root mean square, times weight [n] + offset."""
+
+    def add_rms_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """residual + x, both [..., n], and the `rms_norm` of this sum."""
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """max(x, 0) squared."""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, both [..., n]."""
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [..., n]."""
+
+    def qk_norm_rotary(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+        query_weight: Tensor | None = None, key_weight: Tensor | None = None, eps: float = 0.0,
+        *, offset: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`rms_norm` of each head of query and key [T, heads, D], then a rotation by cos and sin [T, R]."""
+
+    def head_product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [..., n] @ weight.T, weight [vocabulary, n], in float32 or wider."""
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
         """`rms_norm` of x * silu(gate), both [..., n], over each of `groups` parts; weight [n]."""

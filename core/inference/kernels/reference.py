@@ -27,6 +27,13 @@ from .reference_chunks import PaddedChunks, pass_states, read_states, write_stat
 from .reference_chunks import compute_dtype as compute_dtype
 from .reference_delta import gated_delta_rule_scan as gated_delta_rule_scan
 from .reference_delta import gated_delta_rule_update as gated_delta_rule_update
+from .reference_pointwise import add_rms_norm as add_rms_norm
+from .reference_pointwise import head_product as head_product
+from .reference_pointwise import qk_norm_rotary as qk_norm_rotary
+from .reference_pointwise import relu_squared as relu_squared
+from .reference_pointwise import rms_norm as rms_norm
+from .reference_pointwise import sigmoid_mul as sigmoid_mul
+from .reference_pointwise import silu_mul as silu_mul
 
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""
@@ -245,13 +252,6 @@ def selective_state_update(
     after = torch.stack(states, dim=1)
     write_states(ssm_states, destinations.flatten(), after.flatten(0, 1))
     return (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in the compute dtype (arXiv 1910.07467)."""
-    dtype = compute_dtype(x.dtype)
-    x = x.to(dtype)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
