@@ -7,11 +7,14 @@ from ...state_spec import HybridStateSpec
 from . import gated_delta_rule, ssd_scan
 from .attention_flash import paged_attention_decode, paged_attention_prefill, paged_attention_verify
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from .delta_gates import delta_gates
 from .gated_delta_rule import gated_delta_rule_scan
 from .gated_delta_rule_update import gated_delta_rule_update
-from .reference import apply_rotary, compute_dtype, gated_rms_norm, rms_norm
+from .gated_norms import gated_rms_norm, rms_norm_gated
+from .reference import apply_rotary, compute_dtype, rms_norm
 from .selective_state_update import selective_state_update
 from .ssd_scan import ssd_chunk_scan
+from .time_steps import time_steps
 from .write_kv import write_kv
 
 SEPARATE_STATES = True
@@ -39,6 +42,7 @@ __all__ = [
     "causal_conv1d_prefill",
     "causal_conv1d_update",
     "compute_dtype",
+    "delta_gates",
     "gated_rms_norm",
     "gated_delta_rule_scan",
     "gated_delta_rule_update",
@@ -46,7 +50,9 @@ __all__ = [
     "paged_attention_prefill",
     "paged_attention_verify",
     "rms_norm",
+    "rms_norm_gated",
     "selective_state_update",
     "ssd_chunk_scan",
+    "time_steps",
     "write_kv",
 ]
