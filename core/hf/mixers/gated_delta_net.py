@@ -9,8 +9,8 @@ from ...models.layer_steps import convolve, scan_gated_delta_rule
 from ..current_step import CurrentStep
 
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
-"""What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]. Instead
-of Hv may stand Hk, Hv // Hk."""
+"""What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]. Hk,
+Hv // Hk may stand in the place of Hv."""
 
 
 class GatedDeltaNetForward:

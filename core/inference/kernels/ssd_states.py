@@ -26,15 +26,16 @@ def ssd_states(
     row_chunk_starts: Tensor,
     chunk_destinations: Tensor,
 ) -> Tensor:
-    """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], in each row's order.
+    """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
-    l is a chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section 6). Products multiply numbers of the
-    dtype of x and B, and add in float32. The recurrence is float32. Reads a row's initial state at its
-    source. Stores the state that leaves a chunk at the chunk's destination, and the state that leaves the row
-    at the row's destination. There is no other access to the pool, and each of these happens once. A row
-    without chunks copies its source to its destination, bit for bit. A row without chunks and without a
-    destination, or with its source as destination, costs an empty program. One launch, whose grid and
-    addresses depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
+    k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section 6).
+    Products multiply numbers of the dtype of x and B, to which x with its decay and time step is rounded, and
+    add in float32. The recurrence is float32. Reads a row's initial state at its source. Stores the state
+    that leaves a chunk at the chunk's destination, and the state that leaves the row at the row's
+    destination. There is no other access to the pool, and each of these happens once. A row without chunks
+    copies its source to its destination, bit for bit. A row without chunks and without a destination, or with
+    its source as destination, costs an empty program. One launch, whose grid and addresses depend on shapes
+    alone: a CUDA graph can capture it. Does not synchronise.
 
     Args:
         x: [tokens, H, P]. B: [tokens, G, N]; head h belongs to group h // (H // G). Both have one dtype of 16

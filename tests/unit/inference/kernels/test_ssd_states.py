@@ -1,5 +1,7 @@
 """States of chunks with 16-bit operands against a loop over tokens in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -35,7 +37,7 @@ def decays(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """dt and the sums of dt * A, [H, chunks, chunk size] float32."""
     layer, cuts = batch.layer, batch.cuts.tolist()
     dt = torch.zeros(layer.H, len(cuts) - 1, batch.chunk_size)
-    for chunk, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for chunk, (start, end) in enumerate(pairwise(cuts)):
         dt[:, chunk, : end - start] = batch.dt[start:end].T
     return dt, (dt.double() * layer.A.double()[:, None, None]).cumsum(-1).float()
 
@@ -154,5 +156,5 @@ def test_strides_that_cannot_be_read_are_refused():
     with pytest.raises(ValueError, match="accepted: contiguous states of any slot stride"):
         run(batch, layer.pool(1).mT.contiguous().mT, torch.device("cpu"))
     batch.x = batch.x.mT.contiguous().mT
-    with pytest.raises(ValueError, match="x has strides .* accepted: a last stride of 1"):
+    with pytest.raises(ValueError, match=r"x has strides .* accepted: a last stride of 1"):
         run(batch, layer.pool(1), torch.device("cpu"))
