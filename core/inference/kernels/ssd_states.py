@@ -176,7 +176,8 @@ def ssd_states_kernel(
                 scale = tl.exp(tl.minimum(decay_of_chunk - decay, 0.0)) * step
                 scaled = (values.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
                 update = tl.dot(tl.trans(scaled), keys, update)
-            state = tl.exp(decay_of_chunk) * state + update
+            # Written as a sum, Triton would add within the product, where tensor cores round otherwise.
+            state = tl.fma(state, tl.exp(decay_of_chunk), update)
             if checkpoint >= 0:
                 tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
             checkpoint = next_checkpoint
