@@ -19,7 +19,6 @@ def convolve(
     inputs: StepInputs,
     kernels: KernelSet,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A causal depthwise convolution, then SiLU where `activation`.
 
@@ -28,9 +27,8 @@ def convolve(
         weight: [channels, taps].
         bias: [channels], or None.
         conv_states: [slots, channels, taps - 1]. Written.
-        out_dtype: of the result; None is the compute dtype.
 
-    Returns: [T, channels].
+    Returns: [T, channels] in the dtype of `raw`.
     """
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
@@ -38,7 +36,7 @@ def convolve(
         sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
         rows = torch.unflatten(raw[:decoded], 0, destinations.shape)
         convolved = kernels.causal_conv1d_update(
-            rows, weight, bias, conv_states, sources, destinations, activation=activation, out_dtype=out_dtype
+            rows, weight, bias, conv_states, sources, destinations, activation=activation
         )
         outputs.append(convolved.flatten(0, 1))
     if inputs.num_prefills:
@@ -49,7 +47,7 @@ def convolve(
                 inputs.state_sources[decodes:], inputs.prefill_destinations,
                 chunks.query_start_loc, chunks.token_rows,
                 checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
-                activation=activation, out_dtype=out_dtype,
+                activation=activation,
             )
         )  # fmt: skip
     return _joined(outputs)
@@ -72,7 +70,7 @@ def scan_ssd(
         x: [T, H, P]. dt: [T, H], after bias and softplus. A: [H], negative. B, C: [T, G, N]. D: [H].
         ssm_states: [slots, H, P, N]. Written.
 
-    Returns: y, [T, H, P] in the compute dtype.
+    Returns: y, [T, H, P] in the dtype of x.
     """
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
@@ -115,7 +113,7 @@ def scan_gated_delta_rule(
         g: [T, value heads], logarithms of the decays. beta: [T, value heads].
         states: [slots, value heads, key dim, value dim]. Written.
 
-    Returns: [T, value heads, value dim] in the compute dtype.
+    Returns: [T, value heads, value dim] in the dtype of v.
     """
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens

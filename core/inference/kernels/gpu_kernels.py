@@ -8,14 +8,17 @@ from . import gated_delta_rule, norms, ssd_scan
 from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention import paged_attention
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from .delta_gates import delta_gates
 from .gated_delta_rule import gated_delta_rule_scan
 from .gated_delta_rule_update import gated_delta_rule_update
+from .gated_norms import gated_rms_norm, rms_norm_gated
 from .norms import add_rms_norm, rms_norm
 from .products import head_product
 from .qk_norm_rotary import qk_norm_rotary
-from .reference import apply_rotary, compute_dtype, gated_rms_norm
+from .reference import apply_rotary, compute_dtype
 from .selective_state_update import selective_state_update
 from .ssd_scan import ssd_chunk_scan
+from .time_steps import time_steps
 from .write_kv import rotary_and_write_kv, write_kv
 
 SEPARATE_STATES = True
@@ -45,6 +48,7 @@ __all__ = [
     "causal_conv1d_prefill",
     "causal_conv1d_update",
     "compute_dtype",
+    "delta_gates",
     "gated_rms_norm",
     "gated_delta_rule_scan",
     "gated_delta_rule_update",
@@ -53,10 +57,12 @@ __all__ = [
     "qk_norm_rotary",
     "relu_squared",
     "rms_norm",
+    "rms_norm_gated",
     "rotary_and_write_kv",
     "selective_state_update",
     "sigmoid_mul",
     "silu_mul",
     "ssd_chunk_scan",
+    "time_steps",
     "write_kv",
 ]

@@ -15,10 +15,9 @@ class KernelSet(Protocol):
 
     `reference.py` says for every function what it computes, the shapes of its arguments and how they may be
     padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
-    `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. Norms, activations and
-    gates return the dtype of their first argument, rounded once. Other outputs are float32 or wider, with
-    three exceptions: attention may return the dtype of the KV cache, the scan of the gated delta rule may
-    return the dtype of v, and a convolution returns the dtype that it is asked for.
+    `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. A function computes in
+    `compute_dtype`, and returns the dtype of its first tensor, rounded once. Gates are the exception: they
+    stay in the compute dtype, and so do logits.
     """
 
     SEPARATE_STATES: bool
@@ -60,7 +59,20 @@ class KernelSet(Protocol):
         """hidden [..., n] @ weight.T, weight [vocabulary, n], in float32 or wider."""
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-        """`rms_norm` of x * silu(gate), both [..., n], over each of `groups` parts; weight [n]."""
+        """The RMS norm of x * silu(gate), both [T, n], over each of `groups` parts; weight [n]."""
+
+    def rms_norm_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The RMS norm of each head of x [T, H, D], times silu(gate); weight [D] or [H, D]."""
+
+    def time_steps(
+        self, dt: Tensor, dt_bias: Tensor, A_log: Tensor, shortest: float = 0.0, longest: float = float("inf")
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """clamp(softplus(dt + dt_bias)) of dt [T, H], and A = -exp(A_log) [H], in the compute dtype."""
+
+    def delta_gates(
+        self, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, doubled: bool = False
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """-exp(A_log) softplus(a + dt_bias) and sigmoid(b), a and b [T, Hv], in the compute dtype."""
 
     def apply_rotary(self, x: Tensor, positions: Tensor, base: float) -> Tensor:
         """Rotate x [T, heads, head dim] by `positions` [T]."""
@@ -69,14 +81,14 @@ class KernelSet(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor,
         checkpoint_rows: Tensor, checkpoint_ends: Tensor, checkpoint_destinations: Tensor,
-        *, activation: bool = True, out_dtype: torch.dtype | None = None,
+        *, activation: bool = True,
     ) -> Tensor:  # fmt: skip
         """Convolve packed rows x [tokens, conv_dim], then SiLU if `activation`. Writes `conv_states`."""
 
     def causal_conv1d_update(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor,
-        *, activation: bool = True, out_dtype: torch.dtype | None = None,
+        *, activation: bool = True,
     ) -> Tensor:  # fmt: skip
         """Convolve rows of T tokens, x [rows, T, conv_dim], like a prefill. Writes `conv_states`."""
 

@@ -27,6 +27,10 @@ from .reference_chunks import PaddedChunks, pass_states, read_states, write_stat
 from .reference_chunks import compute_dtype as compute_dtype
 from .reference_delta import gated_delta_rule_scan as gated_delta_rule_scan
 from .reference_delta import gated_delta_rule_update as gated_delta_rule_update
+from .reference_gates import delta_gates as delta_gates
+from .reference_gates import gated_rms_norm as gated_rms_norm
+from .reference_gates import rms_norm_gated as rms_norm_gated
+from .reference_gates import time_steps as time_steps
 from .reference_pointwise import add_rms_norm as add_rms_norm
 from .reference_pointwise import head_product as head_product
 from .reference_pointwise import qk_norm_rotary as qk_norm_rotary
@@ -57,7 +61,6 @@ def causal_conv1d_prefill(
     checkpoint_destinations: Tensor,
     *,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
@@ -72,9 +75,8 @@ def causal_conv1d_prefill(
         checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
             token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
         activation: whether SiLU follows.
-        out_dtype: of the result; None is the compute dtype. The result is rounded once, at the end.
 
-    Returns: [tokens, conv_dim] in `out_dtype`.
+    Returns: [tokens, conv_dim] in the dtype of x.
     """
     tokens, conv_dim = x.shape
     width = weight.shape[1] - 1
@@ -100,7 +102,7 @@ def causal_conv1d_prefill(
     end_rows = torch.cat([rows, checkpoint_rows])
     windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
     write_states(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
-    return _activated(out, activation, out_dtype)
+    return (F.silu(out) if activation else out).to(x.dtype)
 
 
 def causal_conv1d_update(
@@ -112,16 +114,15 @@ def causal_conv1d_update(
     destinations: Tensor,
     *,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
 
     Args:
         x: [rows, T, conv_dim].
-        weight, bias, conv_states, activation, out_dtype: as for `causal_conv1d_prefill`.
+        weight, bias, conv_states, activation: as for `causal_conv1d_prefill`.
         sources: [rows] pool indices. destinations: [rows, T] where the window after that token goes.
 
-    Returns: [rows, T, conv_dim] in `out_dtype`.
+    Returns: [rows, T, conv_dim] in the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     tokens, width = x.shape[1], weight.shape[1] - 1
@@ -132,12 +133,7 @@ def causal_conv1d_update(
         out = out + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
     windows = packed.unfold(1, width, 1)[:, 1:]  # [rows, T, conv_dim, width]
     write_states(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
-    return _activated(out, activation, out_dtype)
-
-
-def _activated(out: Tensor, activation: bool, out_dtype: torch.dtype | None) -> Tensor:
-    """`out`, after SiLU where `activation` says so, in `out_dtype`, None: unchanged."""
-    return (F.silu(out) if activation else out).to(out_dtype or out.dtype)
+    return (F.silu(out) if activation else out).to(x.dtype)
 
 
 def ssd_chunk_scan(
@@ -172,7 +168,7 @@ def ssd_chunk_scan(
             `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
         chunk_destinations: [chunks] pool indices for the state after each chunk.
 
-    Returns: y, [tokens, H, P] in the compute dtype.
+    Returns: y, [tokens, H, P] in the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     heads, groups = x.shape[1], B.shape[1]
@@ -208,7 +204,7 @@ def ssd_chunk_scan(
     out = x.to(dtype) * D.to(dtype)[:, None]
     packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
     out[: packed.shape[0]] += packed
-    return out
+    return out.to(x.dtype)
 
 
 def _next_states(state: Tensor, update: Tensor, decay: Tensor) -> Tensor:
@@ -235,10 +231,10 @@ def selective_state_update(
         ssm_states: [slots, H, P, N]. Written at `destinations`.
         sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
 
-    Returns: y, [rows, T, H, P] in the compute dtype.
+    Returns: y, [rows, T, H, P] in the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
-    x, dt = x.to(dtype), dt.to(dtype)
+    narrow, x, dt = x.dtype, x.to(dtype), dt.to(dtype)
     heads_a_group = x.shape[2] // B.shape[2]
     key = B.to(dtype).repeat_interleave(heads_a_group, dim=2)
     query = C.to(dtype).repeat_interleave(heads_a_group, dim=2)
@@ -251,11 +247,5 @@ def selective_state_update(
         states.append(state)
     after = torch.stack(states, dim=1)
     write_states(ssm_states, destinations.flatten(), after.flatten(0, 1))
-    return (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Mamba-2's output norm: `rms_norm` of x * silu(gate), over each of `groups` parts of the channels."""
-    dtype = compute_dtype(x.dtype)
-    parts = torch.unflatten(x.to(dtype) * F.silu(gate.to(dtype)), -1, (groups, -1))
-    return rms_norm(parts, torch.unflatten(weight, -1, (groups, -1)), eps).flatten(-2)
+    y = (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
+    return y.to(narrow)
