@@ -24,6 +24,7 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
+from ..kernels.kernel_set import kernel_set
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.salt_key import salt_bytes
@@ -554,6 +555,36 @@ class DynamicInferenceEngine:
             num_waiting=len(self._books.scheduler.waiting),
             num_rebuilds=self._books.num_rebuilds,
         )
+
+    def describe(self) -> str:
+        """Says what serves the model: device, kernels and why no better ones, graphs, and steps ahead.
+
+        A model that brings kernels of its own does not use those that are named.
+
+        Returns:
+            One line for each.
+        """
+        config, spec = self.config, self.context.spec
+        device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
+        kernels = kernel_set(spec.device, spec.kv_dtype)
+        return "\n".join(
+            (
+                f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
+                *kernels.describe(spec, config.block_size_tokens),
+                f"CUDA graphs: {self._runner.describe()}",
+                f"decode steps: {self._describe_steps()}",
+            )
+        )
+
+    def _describe_steps(self) -> str:
+        if self._looks_ahead:
+            return "launched before the tokens of the step before are read"
+        config = self.config
+        if config.num_speculative_tokens or config.poison_free_memory:
+            because = "num_speculative_tokens" if config.num_speculative_tokens else "poison_free_memory"
+        else:
+            because = "async_scheduling" if config.async_scheduling is False else "a CPU"
+        return f"wait for the tokens of the step before, because of {because}"
 
     def memory_summary(self) -> str:
         """One line that says how many bytes each pool takes."""

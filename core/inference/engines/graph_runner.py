@@ -148,6 +148,10 @@ class GraphRunner(ModelRunner):
         """The shapes that have a graph, in the order of their capture."""
         return tuple(self._graphs)
 
+    def describe(self) -> str:
+        """How many graphs are captured, and how many may be."""
+        return f"{len(self._graphs)} captured; at most {self._max_graphs} of decodes, and of prefills"
+
     def padded(self, shape: StepShape) -> StepShape:
         """The shape to pad a step of `shape` to; `shape` itself where the step gets no graph."""
         fitting = self._buckets.smallest(shape)

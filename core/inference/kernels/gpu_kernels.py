@@ -4,7 +4,7 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 """
 
 from ...state_spec import HybridStateSpec
-from . import gated_delta_rule, norms, ssd_scan
+from . import attention, gated_delta_rule, norms, ssd_scan
 from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention import paged_attention
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
@@ -40,15 +40,34 @@ def check_states(spec: HybridStateSpec) -> None:
         gated_delta_rule.stages()
 
 
+def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+    """What computes attention, scans and norms of a model, and why nothing better does.
+
+    Args:
+        spec: what the model says of itself.
+        block_size: tokens of a KV block.
+    """
+    lines = []
+    if spec.num_attention_layers:
+        lines.append(attention.describe(spec.device, spec.kv_dtype, spec.head_dim, block_size))
+    names = {tensor.name for tensor in spec.states if tensor.num_layers}
+    if "ssm" in names:
+        lines.append(ssd_scan.describe(spec.kv_dtype))
+    if "delta" in names:
+        lines.append("gated delta rule: mambaslots, and stages of fla-core")
+    return (*lines, f"norms: {norms.describe()}")
+
+
 __all__ = [
     "SEPARATE_STATES",
     "add_rms_norm",
     "apply_rotary",
-    "check_states",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
+    "check_states",
     "compute_dtype",
     "delta_gates",
+    "describe",
     "gated_rms_norm",
     "gated_delta_rule_scan",
     "gated_delta_rule_update",

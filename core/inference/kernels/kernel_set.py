@@ -28,6 +28,9 @@ class KernelSet(Protocol):
     def check_states(self, spec: HybridStateSpec) -> None:
         """Raise an ImportError or a ValueError where no kernel here can compute these states."""
 
+    def describe(self, spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+        """What computes attention, scans and norms of a model, and why nothing better does; a line each."""
+
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
 

@@ -47,6 +47,12 @@ def check_states(spec: HybridStateSpec) -> None:
     """Does nothing: every state can be computed."""
 
 
+def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+    """What computes; torch computes everything."""
+    dtype = str(compute_dtype(spec.kv_dtype)).removeprefix("torch.")
+    return (f"attention, scans and norms: torch operations in {dtype}",)
+
+
 def causal_conv1d_prefill(
     x: Tensor,
     weight: Tensor,
