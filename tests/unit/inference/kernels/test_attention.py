@@ -25,6 +25,7 @@ from mambaslots.inference.kernels import (
     reference,
 )
 from mambaslots.inference.kernels.attention_rows import AttentionRows
+from mambaslots.inference.kernels.write_kv import write_kv
 from oracle.attention_batch import AttentionBatch, Padding
 from torch import Tensor
 
@@ -250,6 +251,25 @@ class TestFlashAttention:
         batch = AttentionBatch([(20, 1)], [(3, 9)], **NARROW, query_dtype=torch.float32)
         out = attention_flash.paged_attention(batch.query, batch.cache, batch.rows, None)
         assert out.dtype == torch.float32
+        torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
+
+    @pytest.mark.parametrize("block", [4, 16])
+    def test_nan_in_the_kv_of_an_invalid_request_reaches_no_other(self, flash, block):
+        """All blocks were a request's whose KV is NaN; then two others get them, a step after a step."""
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter runs where there is no GPU")
+        batch = AttentionBatch([], [(0, 7), (0, 18)], **NARROW, block=block)
+        rows, flat = batch.rows, batch.cache.flatten(1, 2)
+        at = torch.arange(18)
+        places = (rows.block_table.long() * block).repeat_interleave(block, 1)[:, :18] + at % block
+        keys, values = flat[:, places].transpose(1, 0).unbind(1)
+        batch.cache.fill_(math.nan)
+        for cut in ([0, 5], [5, 7]), ([0, 9], [9, 18]):
+            row = int(cut[1][1] == 18)
+            for first, stop in cut:
+                tokens = torch.arange(first, stop)
+                write_kv(batch.cache, keys[row], values[row], tokens, places[row, first:stop])
+        out = attention_flash.paged_attention(batch.query, batch.cache, rows, None)
         torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
 
     @pytest.mark.parametrize(("value", "splits"), [("1", 1), ("0", 0), ("128", 128)])
