@@ -82,7 +82,7 @@ def _import_failure() -> str:
         torch.ops.flash_attn_3.fwd  # noqa: B018
     except ModuleNotFoundError as error:
         if error.name == MODULE:
-            return f"FlashAttention-3 is not installed: pip install {PACKAGE}"
+            return "FlashAttention-3 is not installed: pip install 'mambaslots[gpu]'"
         return f"FlashAttention-3 needs {error.name}, which is not installed"
     except Exception as error:
         said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])

@@ -386,7 +386,7 @@ class TestChoice:
         )
         assert self.described(block=256) == (
             f"attention: varlen_attn of torch {torch.__version__}; FlashAttention-3 is not installed: "
-            "pip install tokenspeed-fa3"
+            "pip install 'mambaslots[gpu]'"
         )
 
     @pytest.mark.parametrize(
