@@ -243,7 +243,7 @@ def kv_writes() -> list[Specialisation]:
     for dtype in ("fp32", "bf16"):
         for heads, kv_heads, head_dim in ((32, 8, 128), (16, 2, 256)):
             half = head_dim // 2
-            shared = {"BLOCK_SIZE": 256, "BLOCK": write_kv.BLOCK}
+            shared = {"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS}
             strides = tuple(
                 f"{name}_{axis}_stride" for name in ("key", "value") for axis in ("token", "head")
             )
