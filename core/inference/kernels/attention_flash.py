@@ -12,7 +12,7 @@ from .attention_rows import AttentionRows
 
 PACKAGE, MODULE = "tokenspeed-fa3", "flash_attn_interface"
 MAX_HEAD_DIM = 256
-"""The package has kernels for heads of 64, 128 and 256 numbers; others are computed by the next larger one."""
+"""The package has kernels for heads of 64, 128 and 256 numbers; the next larger one computes others."""
 SPLITS_VARIABLE = "MAMBASLOTS_ATTENTION_SPLITS"
 MAX_SPLITS = 128
 
