@@ -147,7 +147,9 @@ class MemoryStage:
         kv_places = [self._block_size + write.place for write in step.kv_writes]
         *changed_states, changed_kv = changed
         touched = {slot for part in changed_states for slot in _touched(part, 1)} - set(slots)
-        stray_kv = _touched(changed_kv, 2) - set(kv_places) - self._new_tails(step)
+        tails = _index(self._new_tails(step), self.kv)
+        stray = changed_kv.index_copy(2, tails, changed_kv[:, :, tails] & (self._flat_kv[:, :, tails] != 0))
+        stray_kv = _touched(stray, 2) - set(kv_places)
         guards, last = {0, len(self.pool.memory) - 1}, self._flat_kv.shape[2] - self._block_size
         sources = set(places.values())
         return Outcome(
@@ -166,15 +168,15 @@ class MemoryStage:
             ),
         )
 
-    def _new_tails(self, step: StepMemory) -> set[int]:
-        """The KV places behind a row's last token, in a block whose first token the step writes."""
+    def _new_tails(self, step: StepMemory) -> list[int]:
+        """The KV places, to which zeros may be written, behind a row's last token in a new block."""
         size = self._block_size
         written = {write.place for write in step.kv_writes}
-        tails: set[int] = set()
+        tails: list[int] = []
         for row in step.rows:
             first = row.blocks[-1] * size
             if row.stop % size and first in written:
-                tails.update(range(size + first + row.stop % size, size + first + size))
+                tails += range(size + first + row.stop % size, size + first + size)
         return tails
 
     def _load(self, inputs: StepInputs, step: StepMemory, fill: Fill) -> dict[int, int]:

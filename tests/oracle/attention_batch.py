@@ -1,7 +1,7 @@
 """Steps for tests of attention: rows in blocks scattered over a cache, and what they attend to in float64."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,11 +101,18 @@ class AttentionBatch:
 
     def exact(self, scale: float | None = None) -> Tensor:
         """The definition in float64, row by row, for the real tokens."""
+        return self._attended(scale, lambda values: values)
+
+    def rounding_error(self, unit: float, scale: float | None = None) -> Tensor:
+        """The largest error of each number of `exact` where weights and outputs are rounded by `unit`."""
+        return unit * (self._attended(scale, Tensor.abs) + self.exact(scale).abs())
+
+    def _attended(self, scale: float | None, part: Callable[[Tensor], Tensor]) -> Tensor:
         outputs = []
         for (before, new), query, kv in zip(self._rows, self._queries, self._kv, strict=True):
             keys, values = kv.double().repeat_interleave(query.shape[1] // kv.shape[2], dim=2).transpose(1, 2)
             scores = query.transpose(0, 1) @ keys.mT * (query.shape[2] ** -0.5 if scale is None else scale)
             seen = torch.arange(before + new) <= before + torch.arange(new)[:, None]
             weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-            outputs.append((weights @ values).transpose(0, 1))
+            outputs.append((weights @ part(values)).transpose(0, 1))
         return torch.cat(outputs)

@@ -97,7 +97,7 @@ class StepInputs:
 
     Index tensors lie on the model's device, and are valid until the context begins its next step. The model
     writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else; in a KV
-    block whose first row it writes, it may also write the rows behind the sequence's last token.
+    block whose first row it writes, it may also write zeros behind the sequence's last token.
 
     All tensors may be padded to `shape`: padding lies behind the real decode rows and behind the real prefill
     rows, as `kernels.reference` describes. The logits of padding are ignored. The padding tokens of a real

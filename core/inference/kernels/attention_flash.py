@@ -11,8 +11,8 @@ from torch import Tensor
 from .attention_rows import AttentionRows
 
 PACKAGE, MODULE = "tokenspeed-fa3", "flash_attn_interface"
-HEAD_DIMS = (64, 128, 256)
-"""The heads that the package is built for."""
+MAX_HEAD_DIM = 256
+"""The package has kernels for heads of 64, 128 and 256 numbers; the next larger one computes others."""
 SPLITS_VARIABLE = "MAMBASLOTS_ATTENTION_SPLITS"
 MAX_SPLITS = 128
 
@@ -35,7 +35,7 @@ def num_splits() -> int:
 
 def paged_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
     """`attention.paged_attention` of all rows in one call."""
-    out: Tensor = torch.ops.flash_attn_3.fwd(
+    out: Tensor = torch.ops.flash_attn_3.fwd.default(
         query.to(kv_cache.dtype),
         kv_cache[0],
         kv_cache[1],
@@ -67,9 +67,10 @@ def rejection(device: torch.device, dtype: torch.dtype, head_dim: int, block_siz
     if dtype not in (torch.bfloat16, torch.float16):
         shown = str(dtype).removeprefix("torch.")
         return f"FlashAttention-3 needs KV in bfloat16 or float16, this is {shown}"
-    if head_dim not in HEAD_DIMS:
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return (
-            f"FlashAttention-3 needs heads of {', '.join(map(str, HEAD_DIMS))} numbers, these have {head_dim}"
+            f"FlashAttention-3 needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, "
+            f"these have {head_dim}"
         )
     return _import_failure()
 
@@ -79,10 +80,10 @@ def _import_failure() -> str:
     """Import the package, which registers its operators; why that fails, or nothing."""
     try:
         importlib.import_module(MODULE)
-        torch.ops.flash_attn_3.fwd  # noqa: B018
+        torch.ops.flash_attn_3.fwd.default  # noqa: B018
     except ModuleNotFoundError as error:
         if error.name == MODULE:
-            return f"FlashAttention-3 is not installed: pip install {PACKAGE}"
+            return "FlashAttention-3 is not installed: pip install 'mambaslots[gpu]'"
         return f"FlashAttention-3 needs {error.name}, which is not installed"
     except Exception as error:
         said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])

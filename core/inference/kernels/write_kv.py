@@ -18,7 +18,9 @@ from torch import Tensor
 from .reference_attention import rotary_frequencies
 
 BLOCK = 1024
-"""Numbers that a program loads, or zeroes, at once."""
+"""Numbers that a program loads at once."""
+ZEROS = 4096
+"""Numbers that a program zeroes at once."""
 MAX_PARTS = 8
 FEW_PROGRAMS = 512
 NUM_WARPS = 4
@@ -48,7 +50,7 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
         entries,
         kv_cache.stride(0), *keys.stride()[:2], *values.stride()[:2],
         BLOCK_SIZE=block_size, HEADS=heads, HEAD_DIM=head_dim,
-        BLOCK_HEADS=heads_of_a_program(heads, block_dim), BLOCK_DIM=block_dim, BLOCK=BLOCK,
+        BLOCK_HEADS=heads_of_a_program(heads, block_dim), BLOCK_DIM=block_dim, ZEROS=ZEROS,
         num_warps=NUM_WARPS, num_stages=1,
     )  # fmt: skip
 
@@ -92,7 +94,7 @@ def rotary_and_write_kv(
         kv_cache.stride(0), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         BLOCK_SIZE=block_size, HEADS=heads, KV_HEADS=kv_heads, HALF=half,
         BLOCK_HEADS=heads_of_a_program(heads, block_half),
-        BLOCK_KV_HEADS=heads_of_a_program(kv_heads, block_half), BLOCK_HALF=block_half, BLOCK=BLOCK,
+        BLOCK_KV_HEADS=heads_of_a_program(kv_heads, block_half), BLOCK_HALF=block_half, ZEROS=ZEROS,
         num_warps=NUM_WARPS, num_stages=1,
     )  # fmt: skip
     return out
@@ -130,7 +132,7 @@ def write_kv_kernel(
     value_cache_offset, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     # Meta-parameters
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """A program has a part of the heads of an entry, and of the zeros behind it."""
     entry = tl.program_id(0)
@@ -150,7 +152,7 @@ def write_kv_kernel(
             tl.store(stored + value_cache_offset, value.to(cache.dtype.element_ty), mask=inside)
         zero_rest_of_block(
             cache, positions, entry, position, num_entries, value_cache_offset,
-            BLOCK_SIZE, HEADS * HEAD_DIM, BLOCK,
+            BLOCK_SIZE, HEADS * HEAD_DIM, ZEROS,
         )  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def rotary_and_write_kv_kernel(
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     # Meta-parameters
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """A program has a part of the heads of a token, or of an entry and of the zeros behind it."""
     program = tl.program_id(0).to(tl.int64)
@@ -200,7 +202,7 @@ def rotary_and_write_kv_kernel(
                 tl.store(stored + HALF, upper.to(cache.dtype.element_ty), mask=inside)
             zero_rest_of_block(
                 cache, positions, entry, position, num_entries, value_cache_offset,
-                BLOCK_SIZE, KV_HEADS * 2 * HALF, BLOCK,
+                BLOCK_SIZE, KV_HEADS * 2 * HALF, ZEROS,
             )  # fmt: skip
 
 
@@ -224,7 +226,7 @@ def rotate(source, destination, cos, sin, inside, HALF: tl.constexpr):
 @triton.jit
 def zero_rest_of_block(
     cache, positions, entry, position, num_entries, value_cache_offset,
-    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Zero the rows behind the entry in its block, if the entry ends a run of entries from the block's row 0.
 
@@ -235,10 +237,10 @@ def zero_rest_of_block(
     begin = tl.load(positions + entry - offset, mask=entry >= offset, other=-1)
     if (following != position + 1) & (begin == position - offset):
         block = cache + (position - offset) * WIDTH
-        place = tl.arange(0, BLOCK)
-        zeros = tl.zeros([BLOCK], cache.dtype.element_ty)
-        step = tl.num_programs(1) * BLOCK
-        for first in range((offset + 1) * WIDTH + tl.program_id(1) * BLOCK, BLOCK_SIZE * WIDTH, step):
+        place = tl.arange(0, ZEROS)
+        zeros = tl.zeros([ZEROS], cache.dtype.element_ty)
+        step = tl.num_programs(1) * ZEROS
+        for first in range((offset + 1) * WIDTH + tl.program_id(1) * ZEROS, BLOCK_SIZE * WIDTH, step):
             inside = first + place < BLOCK_SIZE * WIDTH
             tl.store(block + first + place, zeros, mask=inside)
             tl.store(block + value_cache_offset + first + place, zeros, mask=inside)
