@@ -17,7 +17,8 @@ class KernelSet(Protocol):
     padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
     `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. A function computes in
     `compute_dtype`, and returns the dtype of its first tensor, rounded once. Gates are the exception: they
-    stay in the compute dtype, and so do logits.
+    stay in the compute dtype, and so do logits. `out`, where a function has it, is a contiguous tensor of the shape and dtype
+    of the result, which is written there and returned: the parts of a step lie side by side without a copy.
     """
 
     SEPARATE_STATES: bool
@@ -84,27 +85,27 @@ class KernelSet(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor,
         checkpoint_rows: Tensor, checkpoint_ends: Tensor, checkpoint_destinations: Tensor,
-        *, activation: bool = True,
+        *, activation: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Convolve packed rows x [tokens, conv_dim], then SiLU if `activation`. Writes `conv_states`."""
 
     def causal_conv1d_update(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor,
-        *, activation: bool = True,
+        *, activation: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Convolve rows of T tokens, x [rows, T, conv_dim], like a prefill. Writes `conv_states`."""
 
     def ssd_chunk_scan(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
         sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-        row_chunk_starts: Tensor, chunk_destinations: Tensor,
+        row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The recurrence over packed rows, x [tokens, H, P] and B, C [tokens, G, N]. Writes `ssm_states`."""
 
     def selective_state_update(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-        sources: Tensor, destinations: Tensor,
+        sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The recurrence over T tokens of each row, x [rows, T, H, P]. Writes `ssm_states`."""
 

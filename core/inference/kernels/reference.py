@@ -23,7 +23,7 @@ from .reference_attention import apply_rotary as apply_rotary
 from .reference_attention import paged_attention as paged_attention
 from .reference_attention import rotary_and_write_kv as rotary_and_write_kv
 from .reference_attention import write_kv as write_kv
-from .reference_chunks import PaddedChunks, pass_states, read_states, write_states
+from .reference_chunks import PaddedChunks, pass_states, read_states, rounded, write_states
 from .reference_chunks import compute_dtype as compute_dtype
 from .reference_delta import gated_delta_rule_scan as gated_delta_rule_scan
 from .reference_delta import gated_delta_rule_update as gated_delta_rule_update
@@ -67,6 +67,7 @@ def causal_conv1d_prefill(
     checkpoint_destinations: Tensor,
     *,
     activation: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
@@ -81,6 +82,7 @@ def causal_conv1d_prefill(
         checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
             token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
         activation: whether SiLU follows.
+        out: where the result goes; None allocates it.
 
     Returns: [tokens, conv_dim] in the dtype of x.
     """
@@ -100,15 +102,15 @@ def causal_conv1d_prefill(
     packed[token_windows + width] = x
 
     dtype = compute_dtype(x.dtype)
-    out = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for tap in range(width + 1):
-        out = out + packed[token_windows + tap].to(dtype) * weight[:, tap].to(dtype)
+        y = y + packed[token_windows + tap].to(dtype) * weight[:, tap].to(dtype)
 
     ends = torch.cat([query_start_loc[1:], checkpoint_ends])
     end_rows = torch.cat([rows, checkpoint_rows])
     windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
     write_states(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
-    return (F.silu(out) if activation else out).to(x.dtype)
+    return rounded(F.silu(y) if activation else y, x.dtype, out)
 
 
 def causal_conv1d_update(
@@ -120,12 +122,13 @@ def causal_conv1d_update(
     destinations: Tensor,
     *,
     activation: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
 
     Args:
         x: [rows, T, conv_dim].
-        weight, bias, conv_states, activation: as for `causal_conv1d_prefill`.
+        weight, bias, conv_states, activation, out: as for `causal_conv1d_prefill`.
         sources: [rows] pool indices. destinations: [rows, T] where the window after that token goes.
 
     Returns: [rows, T, conv_dim] in the dtype of x.
@@ -134,12 +137,12 @@ def causal_conv1d_update(
     tokens, width = x.shape[1], weight.shape[1] - 1
     carried = read_states(conv_states[..., :width], sources).transpose(1, 2)
     packed = torch.cat([carried.to(x.dtype), x], dim=1)
-    out = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for tap in range(width + 1):
-        out = out + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
+        y = y + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
     windows = packed.unfold(1, width, 1)[:, 1:]  # [rows, T, conv_dim, width]
     write_states(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
-    return (F.silu(out) if activation else out).to(x.dtype)
+    return rounded(F.silu(y) if activation else y, x.dtype, out)
 
 
 def ssd_chunk_scan(
@@ -157,6 +160,8 @@ def ssd_chunk_scan(
     seq_idx: Tensor,
     row_chunk_starts: Tensor,
     chunk_destinations: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The state space dual form of h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over packed sequences.
 
@@ -173,6 +178,7 @@ def ssd_chunk_scan(
         cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
             `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
         chunk_destinations: [chunks] pool indices for the state after each chunk.
+        out: where y goes; None allocates it.
 
     Returns: y, [tokens, H, P] in the dtype of x.
     """
@@ -207,10 +213,10 @@ def ssd_chunk_scan(
 
     write_states(ssm_states, destinations, final)
     write_states(ssm_states, chunk_destinations[: chunks.num_chunks], leaving)
-    out = x.to(dtype) * D.to(dtype)[:, None]
+    outputs = x.to(dtype) * D.to(dtype)[:, None]
     packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
-    out[: packed.shape[0]] += packed
-    return out.to(x.dtype)
+    outputs[: packed.shape[0]] += packed
+    return rounded(outputs, x.dtype, out)
 
 
 def _next_states(state: Tensor, update: Tensor, decay: Tensor) -> Tensor:
@@ -228,6 +234,8 @@ def selective_state_update(
     ssm_states: Tensor,
     sources: Tensor,
     destinations: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`ssd_chunk_scan` for rows of T tokens each: the recurrence (Gu & Dao 2023, arXiv 2312.00752).
 
@@ -236,6 +244,7 @@ def selective_state_update(
         B, C: [rows, T, G, N]; head h belongs to group h // (H // G).
         ssm_states: [slots, H, P, N]. Written at `destinations`.
         sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
+        out: where y goes; None allocates it.
 
     Returns: y, [rows, T, H, P] in the dtype of x.
     """
@@ -254,4 +263,4 @@ def selective_state_update(
     after = torch.stack(states, dim=1)
     write_states(ssm_states, destinations.flatten(), after.flatten(0, 1))
     y = (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
-    return y.to(narrow)
+    return rounded(y, narrow, out)

@@ -54,6 +54,8 @@ def ssd_chunk_scan(
     seq_idx: Tensor,
     row_chunk_starts: Tensor,
     chunk_destinations: Tensor,
+    *,
+    out: Tensor | None = None,
     input_precision: InputPrecision = "ieee",
 ) -> Tensor:
     """`reference.ssd_chunk_scan` in four or five launches, without a copy of a state.
@@ -76,6 +78,7 @@ def ssd_chunk_scan(
             B and C is 1. Padding chunks may follow the rows' chunks. A row's destination may be its own
             source, no other row's.
         seq_idx: is not read, because `row_chunk_starts` holds the same facts.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
         input_precision: the precision of the last stage where it multiplies float32. The other products of
             float32, and so the states, follow TRITON_F32_DEFAULT. With "tf32x3" for both, errors stay within
             1e-5 on tensor cores; with "tf32" they do not.
@@ -113,7 +116,7 @@ def ssd_chunk_scan(
             x, B, chunk_dt, log_decays, *slots, cu_chunk_seqlens, row_chunk_starts, chunk_destinations
         )
     CB = megatron.bmm_chunk_fwd(queries, keys, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
-    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, input_precision)
+    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, input_precision, out)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
