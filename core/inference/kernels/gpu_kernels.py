@@ -4,7 +4,7 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 """
 
 from ...state_spec import HybridStateSpec
-from . import gated_delta_rule, norms, ssd_scan
+from . import gated_delta_rule, ssd_scan
 from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention_flash import paged_attention_decode, paged_attention_prefill, paged_attention_verify
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
@@ -28,7 +28,6 @@ def check_states(spec: HybridStateSpec) -> None:
         ImportError: megatron-core (for Mamba-2) or fla-core (for gated delta nets) is not installed.
         ValueError: the chunk size, or the keys of a delta net, are none that the kernels take.
     """
-    norms.installed()  # before the first step, and before a CUDA graph is captured
     shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
     if "ssm" in shapes:
         ssd_scan.stages()
