@@ -1,8 +1,8 @@
-"""Activations and gates on a GPU, each in one launch.
+"""Activations and gates on a GPU, each in one Triton launch.
 
-The squared ReLU is Liger's kernel, or torch operations where liger-kernel is not installed. The gates are
-computed by a kernel of this file. Liger's SwiGLU rounds silu(gate) before the product with `up`, and takes
-contiguous tensors only: gates are often slices of a wider projection.
+The references are the functions of the same names in `reference_pointwise`. The SwiGLU of liger-kernel rounds
+silu(gate) before the product with `up`, and takes contiguous tensors only; gates are often slices of a wider
+projection.
 """
 
 import torch
@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import reference_pointwise
-from .norms import dense_rows, liger_kernels
+from .norms import dense_rows
 
 BLOCK = 1024
 """Elements of a program: 16 bytes of bfloat16 a thread."""
@@ -20,11 +19,17 @@ NUM_WARPS = 4
 
 def relu_squared(x: Tensor) -> Tensor:
     """As `reference_pointwise.relu_squared`."""
-    liger = liger_kernels(x)
-    if liger is None:
-        return reference_pointwise.relu_squared(x)
-    squared: Tensor = liger.relu_squared(dense_rows(x))
-    return squared.view(x.shape)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    x = dense_rows(x)
+    num_rows, width = x.shape
+    rows, columns = tile(width)
+    relu_squared_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+        out, x, num_rows, x.stride(0),
+        WIDTH=width, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -37,20 +42,44 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return _gated(x, gate, x.dtype, silu=False)
 
 
+def tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a program for rows of `width` numbers."""
+    columns = min(BLOCK, triton.next_power_of_2(width))
+    return BLOCK // columns, columns
+
+
 def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    width = x.shape[-1]
-    x_rows, gate_rows = dense_rows(x), dense_rows(gate)
-    columns = min(BLOCK, triton.next_power_of_2(width))
-    rows = BLOCK // columns
-    num_rows = x_rows.shape[0]
+    x, gate = dense_rows(x), dense_rows(gate)
+    num_rows, width = x.shape
+    rows, columns = tile(width)
     gated_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-        out, x_rows, gate_rows, num_rows, x_rows.stride(0), gate_rows.stride(0),
+        out, x, gate, num_rows, x.stride(0), gate.stride(0),
         WIDTH=width, SILU=silu, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def relu_squared_kernel(
+    # Pointers
+    out, x,
+    # Dimensions
+    num_rows,
+    # Strides
+    x_row_stride,
+    # Meta-parameters
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """max(x, 0) squared; a program has a tile of rows and columns."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < WIDTH)
+    values = tl.load(x + row * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.where(values < 0.0, 0.0, values)  # as torch: NaN stays NaN
+    tl.store(out + row * WIDTH + column, (values * values).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 """
 
 from ...state_spec import HybridStateSpec
-from . import attention, gated_delta_rule, norms, ssd_scan
+from . import attention, gated_delta_rule, ssd_scan
 from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention import paged_attention
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
@@ -31,7 +31,6 @@ def check_states(spec: HybridStateSpec) -> None:
         ImportError: megatron-core (for Mamba-2) or fla-core (for gated delta nets) is not installed.
         ValueError: the chunk size, or the keys of a delta net, are none that the kernels take.
     """
-    norms.installed()  # before the first step, and before a CUDA graph is captured
     shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
     if "ssm" in shapes:
         ssd_scan.stages()
@@ -41,7 +40,7 @@ def check_states(spec: HybridStateSpec) -> None:
 
 
 def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
-    """What computes attention, scans and norms of a model, and why nothing better does.
+    """What computes attention and scans of a model, and why nothing better does.
 
     Args:
         spec: what the model says of itself.
@@ -55,7 +54,7 @@ def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
         lines.append(ssd_scan.describe(spec.kv_dtype))
     if "delta" in names:
         lines.append("gated delta rule: mambaslots, and stages of fla-core")
-    return (*lines, f"norms: {norms.describe()}")
+    return tuple(lines)
 
 
 __all__ = [

@@ -17,8 +17,9 @@ class KernelSet(Protocol):
     padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
     `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. A function computes in
     `compute_dtype`, and returns the dtype of its first tensor, rounded once. Gates are the exception: they
-    stay in the compute dtype, and so do logits. `out`, where a function has it, is a contiguous tensor of the shape and dtype
-    of the result, which is written there and returned: the parts of a step lie side by side without a copy.
+    stay in the compute dtype, and so do logits. `out`, where a function has it, is a contiguous tensor of the
+    shape and dtype of the result, which is written there and returned: the parts of a step lie side by side
+    without a copy.
     """
 
     SEPARATE_STATES: bool
@@ -30,7 +31,7 @@ class KernelSet(Protocol):
         """Raise an ImportError or a ValueError where no kernel here can compute these states."""
 
     def describe(self, spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
-        """What computes attention, scans and norms of a model, and why nothing better does; a line each."""
+        """What computes attention and scans of a model, and why nothing better does; a line each."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""

@@ -1,7 +1,6 @@
 """The forwards that replace transformers' own: module by module beside the originals, and what they call."""
 
 import math
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from mambaslots.hf import served_model as served_model_module
 from mambaslots.hf.fused.install import FUSIONS
 from mambaslots.hf.served_model import ServedModel
 from mambaslots.inference.kernels import gpu_kernels, reference
+from oracle.counting_kernels import POINTWISE, CountingKernels
 from oracle.float64_casts import Float64Casts
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, relative_error, served_model
 from oracle.hf_steps import BLOCK, Steps, texts
@@ -22,10 +22,6 @@ from oracle.steps import Row
 
 UNIT_ROUNDOFF = 2.0**-8
 """Of bfloat16."""
-
-POINTWISE = (
-    "rms_norm", "add_rms_norm", "relu_squared", "silu_mul", "sigmoid_mul", "qk_norm_rotary", "head_product",
-)  # fmt: skip
 
 
 def replaced(model: ServedModel, ending: str) -> list[nn.Module]:
@@ -105,23 +101,6 @@ def test_a_norm_whose_weight_has_another_dtype_is_left_to_transformers() -> None
     assert torch.equal(found, type(norm).forward(norm, x))
 
 
-class Counting(SimpleNamespace):
-    """The reference, with counts of the calls of `POINTWISE`."""
-
-    def __init__(self) -> None:
-        super().__init__(**{name: getattr(reference, name) for name in dir(reference)})
-        self.calls: Counter[str] = Counter()
-        for name in POINTWISE:
-            setattr(self, name, self._counted(name))
-
-    def _counted(self, name: str) -> Any:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            self.calls[name] += 1
-            return getattr(reference, name)(*args, **kwargs)
-
-        return function
-
-
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
@@ -139,7 +118,7 @@ def test_a_step_calls_each_kernel_as_often_as_there_is_something_to_do(
     case: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One norm of the embedding; every other norm adds a branch; one product for the logits."""
-    kernels = Counting()
+    kernels = CountingKernels()
     monkeypatch.setattr(served_model_module, "kernel_set", lambda *_: kernels)
     Steps(served_model(case)).run(Row(range(5), 0, -1, 1, range(4), logits="all"))
     assert kernels.calls == {**expected, "head_product": 1}

@@ -46,7 +46,7 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = gpu_kernels.describe(spec, 256)
     assert "FlashAttention-3 needs compute capability 9.0, this GPU has 8.0" in lines[0]
     assert lines[1].endswith("with products of bfloat16, sums in float32")
-    assert lines[-1].startswith("norms: ")
+    assert lines[2].startswith("gated delta rule: ")
 
 
 @pytest.mark.gpu
