@@ -101,7 +101,7 @@ def measure_decodes(
 def measure_rolling(served: ServingModel) -> dict[str, float]:
     """Milliseconds of a decode step that keeps a rolling state a request, and of one that keeps none.
 
-    Means over as many steps as a block has tokens, in which each request crosses one boundary; fewer on a CPU.
+    Means over as many steps as a block has tokens: each request crosses one boundary. Fewer steps on a CPU.
     """
     on_gpu = served.device.type == "cuda"
     rounds, steps = (3, BLOCK) if on_gpu else (1, BLOCK // 16)
