@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -68,7 +69,7 @@ class DecodeBench:
 
 def measure_decodes(
     served: ServingModel, bandwidth: float, rows: tuple[int, ...], traced: bool
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """For each number of requests: milliseconds of a step, and of reading and writing its bytes.
 
     Args:
@@ -77,7 +78,6 @@ def measure_decodes(
         traced: also say how long the GPU idles between steps, and which kernels a step has.
     """
     bench = DecodeBench(served, rows[-1])
-    results = []
     for before, count in zip((0, *rows), rows, strict=False):
         bench.add(count - before)
         times = bench.time_steps(served.lengths.steps)
@@ -91,11 +91,10 @@ def measure_decodes(
             "limit_ms": 1e3 * moved / bandwidth,
         }
         if traced and served.device.type == "cuda" and count in TRACED_ROWS:
-            row["trace"] = trace_steps(bench.step, served.lengths.steps + 20)
-        results.append(row)
+            row["trace"] = trace_steps(bench.step, served.lengths.steps + 4)
+        yield row
     del bench
     free(served.device)
-    return results
 
 
 def measure_rolling(served: ServingModel) -> dict[str, float]:

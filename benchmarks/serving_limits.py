@@ -39,24 +39,27 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (statistics.median(times) / 1e3)
 
 
-@torch.inference_mode()
-def products_ms(served: ServingModel, tokens: int, repeats: int = 5) -> float:
-    """Milliseconds of the model's products for `tokens` tokens; median."""
-    dtype, device = served.head.dtype, served.device
-    inputs, outputs = {}, {}
-    for weight in served.products:
-        rows, columns = weight.shape
-        inputs[columns] = torch.randn(tokens, columns, dtype=dtype, device=device)
-        outputs[rows] = torch.empty(tokens, rows, dtype=dtype, device=device)
-    last = torch.randn(1, served.head.shape[1], dtype=dtype, device=device)
+class Products:
+    """The products of a model for `tokens` tokens, with random activations."""
 
-    def multiply() -> None:
-        for weight in served.products:
-            torch.mm(inputs[weight.shape[1]], weight.t(), out=outputs[weight.shape[0]])
-        torch.mm(last, served.head.t())
+    def __init__(self, served: ServingModel, tokens: int) -> None:
+        dtype, device = served.head.dtype, served.device
+        self._weights, self._head, self._device = served.products, served.head, device
+        self._last = torch.randn(1, served.head.shape[1], dtype=dtype, device=device)
+        self._inputs, self._outputs = {}, {}
+        for rows, columns in {tuple(weight.shape) for weight in served.products}:
+            self._inputs[columns] = torch.randn(tokens, columns, dtype=dtype, device=device)
+            self._outputs[rows] = torch.empty(tokens, rows, dtype=dtype, device=device)
 
-    multiply()
-    return statistics.median(time_ms(multiply, device) for _ in range(repeats))
+    @torch.no_grad()
+    def run_ms(self) -> float:
+        """Milliseconds of all products."""
+        return time_ms(self._multiply, self._device)
+
+    def _multiply(self) -> None:
+        for weight in self._weights:
+            torch.mm(self._inputs[weight.shape[1]], weight.t(), out=self._outputs[weight.shape[0]])
+        torch.mm(self._last, self._head.t())
 
 
 def decode_bytes(served: ServingModel, contexts: list[int]) -> int:

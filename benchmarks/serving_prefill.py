@@ -2,15 +2,17 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import mambaslots as ms
 import torch
-from serving_limits import products_ms, time_ms
+from serving_limits import Products, time_ms
 from serving_models import BLOCK, ServingModel
 
 ONE = ms.SamplingParams(num_tokens_to_generate=1)
 NO_STATES = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
+PAUSE_S = 0.1
 EVERY_BLOCK = ms.CheckpointPlan(prefill_interval=BLOCK)
 
 
@@ -72,19 +74,22 @@ class PrefillBench:
         return self._model.take_ms(), wall
 
 
-def measure_prefills(served: ServingModel, repeats: int) -> list[dict[str, float]]:
+def measure_prefills(served: ServingModel, repeats: int) -> Iterator[dict[str, float]]:
     """For each length: milliseconds of the forward, of the step, and of the model's products."""
-    rows = []
     for length in served.lengths.prefills:
         bench = PrefillBench(served, length)
-        warm_up = 3 if served.device.type == "cuda" else 1
-        times = [bench.run() for _ in range(warm_up + repeats)][warm_up:]
-        limit = products_ms(served, length)
-        forward, wall = (statistics.median(column) for column in zip(*times, strict=True))
-        rows.append({"tokens": length, "forward_ms": forward, "step_ms": wall, "products_ms": limit})
-        del bench
+        products = Products(served, length)
+        warm_up = 2 if served.device.type == "cuda" else 1
+        times = []
+        for _ in range(warm_up + repeats):  # in turn, and after the same rest: a busy GPU lowers its clock
+            time.sleep(PAUSE_S)
+            forward, wall = bench.run()
+            time.sleep(PAUSE_S)
+            times.append((forward, wall, products.run_ms()))
+        forward, wall, limit = (statistics.median(column) for column in zip(*times[warm_up:], strict=True))
+        yield {"tokens": length, "forward_ms": forward, "step_ms": wall, "products_ms": limit}
+        del bench, products
         free(served.device)
-    return rows
 
 
 def measure_checkpoints(served: ServingModel, repeats: int) -> dict[str, float]:
@@ -115,7 +120,8 @@ def measure_transformers(served: ServingModel, repeats: int) -> dict[str, float]
         return None
     length = served.lengths.compared
     times, walls = [], []
-    for _ in range(repeats + 3):
+    for _ in range(repeats + 2):
+        time.sleep(PAUSE_S)
         ids = torch.tensor([served.tokens(length)], device=served.device)
         served.synchronise()
         started = time.perf_counter()
@@ -124,8 +130,8 @@ def measure_transformers(served: ServingModel, repeats: int) -> dict[str, float]
     free(served.device)
     return {
         "tokens": length,
-        "forward_ms": statistics.median(times[3:]),
-        "wall_ms": statistics.median(walls[3:]),
+        "forward_ms": statistics.median(times[2:]),
+        "wall_ms": statistics.median(walls[2:]),
     }
 
 

@@ -21,18 +21,19 @@ FAMILIES = (
     ("mark", MARK),
     ("attention", r"flash|fmha|paged_attention|attention|prepare_varlen"),
     ("rotary and KV", r"rotary|rope|write_kv"),
-    ("convolution", r"conv1d|short_conv|conv_depthwise|cudnn.*conv"),
+    ("convolution", r"conv1d|short_conv|conv_depthwise|cudnn.*conv|\bprefill_kernel"),
     ("norms", r"rms_?norm|layer_?norm|l2norm|norm_fwd|gated_norm|norm_kernel"),
     (
         "scan stages",
-        r"ssd|chunk_scan|chunk_state|chunk_cumsum|bmm_chunk|state_passing|selective_state|selective_scan"
-        r"|delta|wy_|kkt|solve_tril|cumsum_scalar|chunk_fwd|chunk_gated|operands|time_steps|recurrent|outputs_kernel",
+        r"ssd|chunk_scan|chunk_state|chunk_cumsum|bmm_chunk|state_passing|\bupdate_kernel|selective_scan"
+        r"|delta|wy_|kkt|solve_tril|cumsum_scalar|chunk_fwd|chunk_gated|recompute_w_u|time_steps|recurrent",
     ),
-    ("sampling", r"argmax|ArgMax|MaxOps|draw_tokens|topk|softmax|multinomial|radix|sort"),
-    ("products", r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|split_k|dot_kernel|Kernel2"),
-    ("states", r"copy_states|capture_boundaries|state_move|zero_states"),
-    ("activations", r"silu|swiglu|relu|gelu|sigmoid|softplus|threshold"),
-    ("copies", r"memcpy|memset|copy_kernel|copy_device|CatArray|FillFunctor"),
+    ("sampling", r"argmax|MaxOps|draw_kernel|score_kernel|top_?k|softmax|multinomial|radix|sort"),
+    ("products in float32", r"simt|sgemm|f32f32|gemv.*<int, int, float"),
+    ("products", r"gemm|gemv|nvjet|cublas|cutlass|xmma|split_?k|dot_kernel|Kernel2"),
+    ("states", r"copy_states|capture_boundaries|move_\w*(states|pairs)|zero_states"),
+    ("activations", r"silu|swiglu|relu|gelu|sigmoid|softplus|threshold|gated_kernel|clamp"),
+    ("copies", r"memcpy|memset|copy_kernel|copy_device|CatArray|FillFunctor|copy_rows"),
     ("indexing", r"index|gather|scatter"),
     ("other elementwise", r"elementwise|reduce_kernel|triton_|DeviceScan"),
 )
