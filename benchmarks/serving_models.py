@@ -16,7 +16,7 @@ from torch import Tensor, nn
 MODELS = ("HybridLM-8B", "Nemotron-H-8B", "Qwen3.5-4B")
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 HYBRID_SHAPES: dict[str, dict[str, Any]] = {
-    "full": {
+    "8b": {
         "vocab_size": 131072, "hidden_size": 4096, "mamba_num_heads": 128, "mamba_head_dim": 64,
         "mamba_num_groups": 8, "mamba_state_dim": 128, "conv_kernel": 4, "ssd_chunk_size": 128,
         "num_attention_heads": 32, "num_kv_heads": 8, "head_dim": 128, "mlp_hidden_size": 21504,
@@ -136,7 +136,9 @@ def build(name: str, shape: str, device: torch.device) -> ServingModel:
     lengths = FULL if shape == "full" else TINY
     if name == "HybridLM-8B":
         pattern = PATTERN if shape == "full" else PATTERN[: 2 * TINY_LAYERS]
-        config = ms.models.HybridConfig(pattern=pattern, dtype=dtype, **HYBRID_SHAPES[shape])
+        config = ms.models.HybridConfig(
+            pattern=pattern, dtype=dtype, **HYBRID_SHAPES["8b" if shape == "full" else "tiny"]
+        )
         model = ms.models.HybridLM(config, seed=0, device=device)
         layers: nn.Module = model.layers
         head, embedding = model.lm_head, model.embedding
