@@ -77,7 +77,7 @@ def parts_of(
         "prefill": lambda: measure_prefills(served, args.repeats),
         "prefill_trace": lambda: trace_prefill(served),
         "checkpoints": lambda: measure_checkpoints(served, args.repeats),
-        "decode": lambda: measure_decodes(served, bandwidth, rows, not args.no_trace),
+        "decode": lambda: measure_decodes(served, bandwidth, rows, args.traced),
         "rolling": lambda: measure_rolling(served),
         "cold": lambda: measure_cold(served, few),
         "conversations": lambda: measure_conversations(served),
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which (default: all)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="which parts (default: all)")
     parser.add_argument("--rows", nargs="+", type=int, help="how many requests decode at once")
-    parser.add_argument("--no-trace", action="store_true", help="do not trace decode steps")
+    add_count(parser, "--traced", 100, "decode steps that are traced, of 1 and of 32 requests", at_least=0)
     add_device(parser, "cuda")
     add_count(parser, "--repeats", 9, "timed prefills of each", at_least=2)
     args = parser.parse_args()

@@ -68,14 +68,14 @@ class DecodeBench:
 
 
 def measure_decodes(
-    served: ServingModel, bandwidth: float, rows: tuple[int, ...], traced: bool
+    served: ServingModel, bandwidth: float, rows: tuple[int, ...], traced: int
 ) -> Iterator[dict[str, Any]]:
     """For each number of requests: milliseconds of a step, and of reading and writing its bytes.
 
     Args:
         bandwidth: bytes a second, of a copy.
         rows: numbers of requests, ascending.
-        traced: also say how long the GPU idles between steps, and which kernels a step has.
+        traced: this many steps also say how long the GPU idles between steps, and which kernels a step has.
     """
     bench = DecodeBench(served, rows[-1])
     for before, count in zip((0, *rows), rows, strict=False):
@@ -91,7 +91,7 @@ def measure_decodes(
             "limit_ms": 1e3 * moved / bandwidth,
         }
         if traced and served.device.type == "cuda" and count in TRACED_ROWS:
-            row["trace"] = trace_steps(bench.step, served.lengths.steps + 4)
+            row["trace"] = trace_steps(bench.step, traced)
         yield row
     del bench
     free(served.device)

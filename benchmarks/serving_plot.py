@@ -161,7 +161,9 @@ def draw(before: Models, after: Models, path: Path) -> None:
         axes[0][column].set_title(name, fontsize=10)
     axes[0][0].set_ylabel("prefill, ms of the forward")
     axes[1][0].set_ylabel("decode step, ms")
-    axes[0][0].legend(fontsize=8)
+    for axis in axes[:, 0]:
+        if axis.lines:
+            axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -67,6 +67,7 @@ class MarkedModel:
 def record(call: Callable[[], object]) -> list[Launch]:
     """What runs on the GPU while `call` runs, in the order of the starts."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()  # a forward that runs already would be cut in two
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
@@ -81,21 +82,27 @@ def record(call: Callable[[], object]) -> list[Launch]:
 
 
 def trace_steps(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """Idle time between decode steps, and the kernels of one; times in us.
+    """Idle time between `steps` decode steps and their successors, and the kernels of one; times in us.
 
     `idle_us` adds up all gaps between two forwards, `gap_us` is the largest of them; both are medians over
     the steps, as shares of the time from one forward's start to the next.
     """
 
     def run() -> None:
-        for _ in range(steps):
+        for _ in range(steps + 1):
             step()
 
-    launches = record(run)
+    return steps_of(record(run))
+
+
+def steps_of(launches: list[Launch]) -> dict[str, Any]:
+    """`trace_steps` of what was recorded."""
     marks = [index for index, launch in enumerate(launches) if MARK in launch.name]
     begins, ends = marks[::2], marks[1::2]
-    if len(begins) < 10 or len(begins) != len(ends):
-        return {"error": f"{len(marks)} marks in {len(launches)} launches"}
+    if len(begins) < 2 or len(begins) != len(ends):
+        raise ValueError(
+            f"the trace has {len(marks)} marks in {len(launches)} launches; two a step are needed"
+        )
     periods, idles, gaps, inside = [], [], [], []
     for (begin, following), end in zip(pairwise(begins), ends, strict=False):
         periods.append(launches[following].start - launches[begin].start)
