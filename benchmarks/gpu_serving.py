@@ -41,7 +41,7 @@ from serving_prefill import (
     measure_prefills,
     measure_transformers,
 )
-from serving_report import PRINTERS, print_part, requirements
+from serving_report import PRINTERS, list_requirements, print_part
 from serving_trace import kernel_table, record
 
 PARTS = tuple(PRINTERS)
@@ -169,14 +169,6 @@ def rows_of(figures: Any) -> Iterator[Any]:
             yield rows
     elif figures is not None:
         yield figures
-
-
-def list_requirements(models: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"what": what, "value": value, "most": most, "met": value <= most}
-        for name, parts in models.items()
-        for what, value, most in requirements(name, parts)
-    ]
 
 
 if __name__ == "__main__":

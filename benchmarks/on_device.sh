@@ -7,8 +7,8 @@
 #   PACK/fa3.tar.zst (FlashAttention-3), PACK/zstd/ (the program zstd and its libraries), and the scripts of
 #   jobs in PACK/queue/.
 # There:   bash PACK/on_device.sh run PACK OUT [SECONDS@]TREE:SCRIPT ...
-#   unpacks all that once, to /tmp/pack. Then it runs each PACK/queue/SCRIPT in turn, at the root of the TREE, for
-#   at most SECONDS (100). OUT/TREE.SCRIPT.out is what the job prints; a job writes its files to $OUT.
+#   unpacks all that once, to /tmp/pack. Then it runs each PACK/queue/SCRIPT in turn, at the root of the TREE (its
+#   last name; "." is the folder in which this script was started), for at most SECONDS (100). OUT/TREE.SCRIPT.out is what the job prints; a job writes its files to $OUT.
 #   OUT/triton.tar.zst is what triton compiled and tuned; as PACK/triton.tar.zst it spares the next machine that.
 set -u
 
@@ -67,10 +67,10 @@ run() {
     tree=${job%%:*} script=${job#*:}
     started=$SECONDS
     (
-      cd "/tmp/pack/code/$tree" || exit 1
+      [ "$tree" = . ] || cd "/tmp/pack/code/$tree" || exit 1
       export PYTHONPATH=/tmp/pack/site:$PWD/stubs
       exec timeout -k 5 "$limit" bash "$folder/queue/$script"
-    ) >"$out/$tree.$script.out" 2>&1
+    ) >"$out/${tree/#./here}.$script.out" 2>&1
     echo "$job: exit status $?, $((SECONDS - started)) s"
   done
   find /tmp/pack/triton -type f \( -name '*.ttir' -o -name '*.ttgir' -o -name '*.llir' -o -name '*.ptx' \

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from arguments import new_picture
-from serving_report import checkpoint_cost
+from arguments import new_file, new_picture
+from serving_report import checkpoint_cost, list_requirements
 
 Models = dict[str, dict[str, Any]]
 Figure = tuple[str, str, float]
@@ -175,9 +175,14 @@ def main() -> None:
     parser.add_argument("--before", nargs="*", type=Path, default=[], help="files of gpu_serving.py")
     parser.add_argument("--after", nargs="+", type=Path, required=True, help="files of gpu_serving.py")
     parser.add_argument("--plot", type=new_picture, metavar="PATH", help="draw a picture")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="write all files of --after as one")
     args = parser.parse_args()
     before, after = merged(args.before), merged(args.after)
     print_table(before, after)
+    if args.json is not None:
+        document = json.loads(args.after[-1].read_text())
+        document["requirements"] = list_requirements(after)
+        args.json.write_text(json.dumps(document | {"models": after}, indent=1) + "\n")
     if args.plot is not None:
         draw(before, after, args.plot)
 

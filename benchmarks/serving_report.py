@@ -149,5 +149,14 @@ def requirements(name: str, parts: dict[str, Any]) -> list[Requirement]:
     return found
 
 
+def list_requirements(models: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What all models must meet, and whether they do."""
+    return [
+        {"what": what, "value": value, "most": most, "met": value <= most}
+        for name, parts in models.items()
+        for what, value, most in requirements(name, parts)
+    ]
+
+
 if __name__ == "__main__":
     print(__doc__)
