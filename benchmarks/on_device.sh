@@ -59,7 +59,7 @@ run() {
   started=$SECONDS
   prepare "$folder"
   echo "prepared in $((SECONDS - started)) s"
-  export TRITON_CACHE_DIR=/tmp/pack/triton TRITON_CACHE_AUTOTUNING=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
+  export TRITON_CACHE_DIR=/tmp/pack/triton TRITON_CACHE_AUTOTUNING=1 PYTHONUNBUFFERED=1
   export OUT=$out
   for job in "$@"; do
     limit=100
