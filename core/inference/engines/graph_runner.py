@@ -196,7 +196,9 @@ class GraphRunner(ModelRunner):
             warnings.warn(f"the model cannot be captured, and runs without graphs: {failure}", stacklevel=2)
 
     def drop_graphs(self) -> None:
-        """Forget all graphs, and give their memory back."""
+        """Forget all graphs, and give their memory back; waits for a graph that may still run."""
+        if self._graphs and self._spec.device.type == "cuda":
+            torch.cuda.synchronize(self._spec.device)
         self._graphs.clear()
         self._first = None
 
