@@ -1,8 +1,8 @@
 """RMS norms on a GPU in one Triton launch, alone or behind the sum of the residual stream.
 
-The references are the functions of the same names in `reference_pointwise`. liger-kernel has kernels of the
-same kind. A call of Liger's functions takes several times the host's time of a launch, which eager steps of
-few tokens wait for, and also writes what a backward pass needs.
+The references are the functions of the same names in `reference_pointwise`. liger-kernel has kernels that
+take the same time on an H100. Its functions take the host 10 to 60 % longer, also store what a backward pass
+needs, and do not run in Triton's interpreter, in which these kernels are tested.
 """
 
 import torch
