@@ -87,8 +87,8 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
     odd = ["destination_row_stride"]
     if tokens == 1:
         ones, odd = ones + odd, []
-    pointers: dict[str, Any] = dict.fromkeys(("q", "k", "v", "beta"), "*bf16")
-    pointers |= {"g": "*fp32", "out": "*fp32", "states": f"*{pool}"}
+    pointers: dict[str, Any] = dict.fromkeys(("q", "k", "v", "out"), "*bf16")
+    pointers |= {"g": "*fp32", "beta": "*fp32", "states": f"*{pool}"}
     pointers |= dict.fromkeys(("sources", "destinations"), "*i64")
     return Specialisation(
         name=f"gated_delta_rule_update {pool} T={tokens} {heads} x {dim}",

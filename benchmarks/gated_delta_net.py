@@ -182,7 +182,6 @@ def prefill(bench: Bench, rows: int, tokens: int) -> Figures:
     def convolve(at: dict[str, Any]) -> Any:
         return kernels.causal_conv1d_prefill(
             mixed, bench.weight, None, windows, sources, destinations, starts, token_rows, **at,
-            out_dtype=torch.bfloat16,
         )  # fmt: skip
 
     def layer(at: dict[str, Any], chunk_destinations: Any) -> Any:
@@ -282,7 +281,7 @@ def decode(bench: Bench, rows: int) -> Figures:
     @torch.no_grad()
     def ours() -> Any:
         convolved = kernels.causal_conv1d_update(
-            made["mixed"], bench.weight, None, windows, sources, elsewhere, out_dtype=torch.bfloat16
+            made["mixed"], bench.weight, None, windows, sources, elsewhere
         )
         o = kernels.gated_delta_rule_update(
             *bench.parts(convolved), made["g"], made["beta"], states, sources, elsewhere

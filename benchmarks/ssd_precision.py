@@ -1,18 +1,20 @@
 """What does a precision cost the SSD scan of one Mamba layer, and how far is it from float64?
 
-`ssd_chunk_scan` multiplies float32 in one of three ways: "ieee" as it is, "tf32x3" in three products of
-tensor cores, "tf32" in one. All products are set at once: those of megatron-core's stages by
-TRITON_F32_DEFAULT, that of the scan by its argument; each precision in a process of its own, as what is
-compiled stays.
+`ssd_chunk_scan` multiplies x, B and C of 16 bits as they are: "bfloat16", "float16". It multiplies float32 in
+one of three ways: "ieee" as it is, "tf32x3" in three products of tensor cores, "tf32" in one. All products of
+float32 are set at once: those of megatron-core's stages by TRITON_F32_DEFAULT, that of the scan by its
+argument; each precision in a process of its own, as what is compiled stays. "bfloat16 widened" has inputs of
+bfloat16 and MAMBASLOTS_SSD_OPERANDS=float32, with products as in "ieee".
 
 time        of one layer's scan of a row of 4,096 tokens that resumes from a state and stores one, at the
             shapes of Nemotron-H-8B, and of its five stages; medians on a GPU. "2 more" also stores two
-            states inside
+            states inside. The states of 16-bit operands are one stage
 error       of outputs and of states, || found - exact || / || exact ||: 600 tokens with heads and states of
-            Nemotron-H-8B's sizes, against the recurrence token by token in float64
+            Nemotron-H-8B's sizes, against the recurrence token by token in float64, from the same inputs
 
     python benchmarks/ssd_precision.py --json out.json        (one GPU)
-    python benchmarks/ssd_precision.py --device cpu           (does it run? the interpreter has one precision)
+    python benchmarks/ssd_precision.py --device cpu           (does it run? the interpreter knows float32 and
+                                                               float16)
 """
 
 import argparse
@@ -26,9 +28,12 @@ from typing import Any
 
 from command_line import add_device, make_parser
 
-PRECISIONS = ("ieee", "tf32x3", "tf32")
-MOST = {"ieee": 1e-5, "tf32x3": 1e-5, "tf32": None}
-"""Largest error that is accepted; TF32 is shown beside them, and not used."""
+PRECISIONS = ("bfloat16", "float16", "ieee", "tf32x3", "tf32", "bfloat16 widened")
+ON_A_CPU = ("float16", "ieee", "tf32x3", "tf32", "bfloat16 widened")
+"""The interpreter would multiply the bits of bfloat16 as integers."""
+MOST = {"bfloat16": 2**-7, "float16": 2**-10, "ieee": 1e-5, "tf32x3": 1e-5, "tf32": None}
+MOST |= {"bfloat16 widened": 2**-7}
+"""Largest error that is accepted, two units of rounding for 16 bits; TF32 is shown beside, and not used."""
 
 
 def measured(precision: str, device: str) -> dict[str, Any]:
@@ -38,9 +43,16 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     import triton
     from mambaslots.inference.kernels import ssd_scan as module
     from mambaslots.inference.kernels.ssd_output import chunk_scan
+    from mambaslots.inference.kernels.ssd_states import ssd_states
     from mambaslots.inference.kernels.state_passing import state_passing
 
     gpu = device == "cuda"
+    widened = precision == "bfloat16 widened"
+    inputs = getattr(torch, "bfloat16" if widened else precision, torch.float32)
+    products = precision if inputs == torch.float32 else "ieee"
+    if widened:
+        os.environ[module.OPERANDS_VARIABLE] = "float32"
+    narrow = module.operand_dtype(inputs) != torch.float32
     if not gpu:
         from contextlib import nullcontext
 
@@ -54,7 +66,7 @@ def measured(precision: str, device: str) -> dict[str, Any]:
         tokens: int, heads: int, head_dim: int, groups: int, state_dim: int, chunk: int
     ) -> dict[str, Any]:
         sizes = [heads * head_dim, groups * state_dim, groups * state_dim]
-        x, B, C = normal(tokens, sum(sizes)).split(sizes, 1)
+        x, B, C = normal(tokens, sum(sizes)).to(inputs).split(sizes, 1)
         chunks = -(-tokens // chunk)
         ends = torch.arange(chunks + 1, dtype=torch.int32, device=device) * chunk
         return {
@@ -75,7 +87,7 @@ def measured(precision: str, device: str) -> dict[str, Any]:
         }
 
     def scan(of: dict[str, Any]) -> torch.Tensor:
-        return module.ssd_chunk_scan(**of, input_precision=precision)
+        return module.ssd_chunk_scan(**of, input_precision=products)
 
     def error(found: torch.Tensor, exact: torch.Tensor) -> float:
         return float((found.double() - exact).norm() / exact.norm())
@@ -112,30 +124,28 @@ def measured(precision: str, device: str) -> dict[str, Any]:
 
     two = dict(large, chunk_destinations=large["chunk_destinations"].clone())
     two["chunk_destinations"][0], two["chunk_destinations"][1] = 2, 3
-    log_decays, dt = module.stages().chunk_cumsum_fwd(
-        of["dt"], of["A"], of["chunk_size"], of["cu_chunk_seqlens"]
-    )
-    updates = module.stages().chunk_state_fwd(
-        of["B"], of["x"], dt, log_decays, of["cu_chunk_seqlens"], states_in_fp32=True
-    )
-    CB = module.stages().bmm_chunk_fwd(
-        of["C"], of["B"], of["chunk_size"], of["cu_chunk_seqlens"], output_dtype=torch.float32
-    )
-    ends = of["cu_chunk_seqlens"]
+    megatron, ends = module.stages(), of["cu_chunk_seqlens"]
+    x, B, C = (of[name] if narrow else of[name].float() for name in "xBC")
+    log_decays, dt = megatron.chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], ends)
+    CB = megatron.bmm_chunk_fwd(C, B, of["chunk_size"], ends, output_dtype=torch.float32)
+    slots = of["ssm_states"], of["sources"], of["destinations"]
+    places = of["row_chunk_starts"], of["chunk_destinations"]
     calls: dict[str, Callable[[], object]] = {
-        "sums of dt A": lambda: module.stages().chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], ends),
-        "chunk states": lambda: module.stages().chunk_state_fwd(
-            of["B"], of["x"], dt, log_decays, ends, states_in_fp32=True
-        ),
-        "C B": lambda: module.stages().bmm_chunk_fwd(
-            of["C"], of["B"], of["chunk_size"], ends, output_dtype=torch.float32
-        ),
-        "state_passing": lambda: state_passing(
-            updates, log_decays, of["ssm_states"], of["sources"], of["destinations"], of["row_chunk_starts"],
-            of["chunk_destinations"],
-        ),
+        "sums of dt A": lambda: megatron.chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], ends),
+        "C B": lambda: megatron.bmm_chunk_fwd(C, B, of["chunk_size"], ends, output_dtype=torch.float32),
+    }
+    if narrow:
+        entering = ssd_states(x, B, dt, log_decays, *slots, ends, *places)
+        calls["states"] = lambda: ssd_states(x, B, dt, log_decays, *slots, ends, *places)
+    else:
+        entering = megatron.chunk_state_fwd(B, x, dt, log_decays, ends, states_in_fp32=True)
+        calls["chunk states"] = lambda: megatron.chunk_state_fwd(
+            B, x, dt, log_decays, ends, states_in_fp32=True
+        )
+        calls["state_passing"] = lambda: state_passing(entering, log_decays, *slots, *places)
+    calls |= {
         "chunk_scan": lambda: chunk_scan(
-            of["x"], dt, log_decays, of["C"], CB, of["D"], updates, ends, precision  # type: ignore[arg-type]
+            of["x"], dt, log_decays, of["C"], CB, of["D"], entering, ends, products  # type: ignore[arg-type]
         ),
         "all": lambda: scan(large),
         "all, 2 more": lambda: scan(two),
@@ -151,7 +161,8 @@ def measured(precision: str, device: str) -> dict[str, Any]:
 
 
 def in_a_process(precision: str, device: str) -> dict[str, Any]:
-    environment = os.environ | {"TRITON_F32_DEFAULT": precision}
+    products = precision if "tf32" in precision else "ieee"
+    environment = os.environ | {"TRITON_F32_DEFAULT": products}
     if device == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1"}
     command = [sys.executable, __file__, "--device", device, "--only", precision]
@@ -176,20 +187,26 @@ def main() -> int:
         if not torch.cuda.is_available():
             print("nothing measured: this needs a GPU (or --device cpu)")
             return 0
-    rows = [in_a_process(precision, arguments.device) for precision in PRECISIONS]
+    precisions = PRECISIONS if arguments.device == "cuda" else ON_A_CPU
+    rows = [in_a_process(precision, arguments.device) for precision in precisions]
     print(f"{rows[0]['device']}, torch {rows[0]['torch']}, triton {rows[0]['triton']}\n")
-    print(f"{'':28}" + "".join(f"{row['precision']:>12}" for row in rows))
-    for name in rows[0]["us"]:
-        times = [row["us"][name] for row in rows]
-        print(f"{name + ', us':28}" + "".join("           -" if t is None else f"{t:12.1f}" for t in times))
+    print(f"{'':20}" + "".join(f"{row['precision']:>17}" for row in rows))
+    names = dict.fromkeys((*rows[-1]["us"], *rows[0]["us"]))
+    for name in names:
+        times = [row["us"].get(name) for row in rows]
+        print(f"{name + ', us':20}" + "".join(f"{'-':>17}" if t is None else f"{t:17.1f}" for t in times))
     for name in rows[0]["errors"]:
-        print(f"{'error of ' + name:28}" + "".join(f"{row['errors'][name]:12.1e}" for row in rows))
+        print(f"{'error of ' + name:20}" + "".join(f"{row['errors'][name]:17.1e}" for row in rows))
     faulty = []
     for row in rows:
         most, worst = MOST[row["precision"]], max(row["errors"].values())
         if most is not None and not worst <= most:
             faulty.append(f"{row['precision']}: {worst:.1e}, at most {most:.0e}")
-    print("\nNOT MET " + "; ".join(faulty) if faulty else "\nmet     ieee and tf32x3 within 1e-5 of float64")
+    print(
+        "\nNOT MET " + "; ".join(faulty)
+        if faulty
+        else "\nmet     all but tf32 within their precision of float64"
+    )
     if arguments.json is not None:
         document = {
             "benchmark": "ssd_precision",

@@ -19,7 +19,6 @@ def convolve(
     inputs: StepInputs,
     kernels: KernelSet,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A causal depthwise convolution, then SiLU where `activation`.
 
@@ -28,31 +27,27 @@ def convolve(
         weight: [channels, taps].
         bias: [channels], or None.
         conv_states: [slots, channels, taps - 1]. Written.
-        out_dtype: of the result; None is the compute dtype.
 
-    Returns: [T, channels].
+    Returns: [T, channels] in the dtype of `raw`.
     """
-    outputs = []
+    out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
         sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
-        rows = torch.unflatten(raw[:decoded], 0, destinations.shape)
-        convolved = kernels.causal_conv1d_update(
-            rows, weight, bias, conv_states, sources, destinations, activation=activation, out_dtype=out_dtype
+        rows, out_rows = (torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (raw, out))
+        kernels.causal_conv1d_update(
+            rows, weight, bias, conv_states, sources, destinations, activation=activation, out=out_rows
         )
-        outputs.append(convolved.flatten(0, 1))
     if inputs.num_prefills:
         chunks, checkpoints = inputs.chunks, inputs.checkpoints
-        outputs.append(
-            kernels.causal_conv1d_prefill(
-                raw[decoded:], weight, bias, conv_states,
-                inputs.state_sources[decodes:], inputs.prefill_destinations,
-                chunks.query_start_loc, chunks.token_rows,
-                checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
-                activation=activation, out_dtype=out_dtype,
-            )
+        kernels.causal_conv1d_prefill(
+            raw[decoded:], weight, bias, conv_states,
+            inputs.state_sources[decodes:], inputs.prefill_destinations,
+            chunks.query_start_loc, chunks.token_rows,
+            checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
+            activation=activation, out=out[decoded:],
         )  # fmt: skip
-    return _joined(outputs)
+    return out
 
 
 def scan_ssd(
@@ -72,29 +67,27 @@ def scan_ssd(
         x: [T, H, P]. dt: [T, H], after bias and softplus. A: [H], negative. B, C: [T, G, N]. D: [H].
         ssm_states: [slots, H, P, N]. Written.
 
-    Returns: y, [T, H, P] in the compute dtype.
+    Returns: y, [T, H, P] in the dtype of x.
     """
-    outputs = []
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
         sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
-        x_rows, dt_rows, B_rows, C_rows = (
-            torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (x, dt, B, C)
+        x_rows, dt_rows, B_rows, C_rows, out_rows = (
+            torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (x, dt, B, C, out)
         )
-        y = kernels.selective_state_update(
-            x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, sources, destinations
+        kernels.selective_state_update(
+            x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, sources, destinations, out=out_rows
         )
-        outputs.append(y.flatten(0, 1))
     if inputs.num_prefills:
         chunks = inputs.chunks
-        outputs.append(
-            kernels.ssd_chunk_scan(
-                x[decoded:], dt[decoded:], A, B[decoded:], C[decoded:], D,
-                ssm_states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
-                chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
-            )
+        kernels.ssd_chunk_scan(
+            x[decoded:], dt[decoded:], A, B[decoded:], C[decoded:], D,
+            ssm_states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
+            chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
+            out=out[decoded:],
         )  # fmt: skip
-    return _joined(outputs)
+    return out
 
 
 def scan_gated_delta_rule(
@@ -115,7 +108,7 @@ def scan_gated_delta_rule(
         g: [T, value heads], logarithms of the decays. beta: [T, value heads].
         states: [slots, value heads, key dim, value dim]. Written.
 
-    Returns: [T, value heads, value dim] in the compute dtype.
+    Returns: [T, value heads, value dim] in the dtype of v.
     """
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens

@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models.layer_steps import convolve, scan_gated_delta_rule
 from ..current_step import CurrentStep
 
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
-"""What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]."""
+"""What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]. Hk,
+Hv // Hk may stand in the place of Hv."""
 
 
 class GatedDeltaNetForward:
@@ -30,8 +30,9 @@ class GatedDeltaNetForward:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        pool, compute_dtype = inputs.state_pool, kernels.compute_dtype(hidden_states.dtype)
+        pool = inputs.state_pool
         raw, gate, b, a = self._project(hidden_states)
+        g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=self._doubled())
         qkv = convolve(
             raw,
             mixer.conv1d.weight.squeeze(1),
@@ -39,21 +40,19 @@ class GatedDeltaNetForward:
             pool["gdn_conv"][self._layer],
             inputs,
             kernels,
-            out_dtype=raw.dtype,  # as transformers rounds; tensor cores multiply in this dtype
         )
         q, k, v = torch.split(qkv, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
-        decay = F.softplus(a.to(compute_dtype) + mixer.dt_bias.to(compute_dtype))
         out = scan_gated_delta_rule(
             torch.unflatten(q, -1, (mixer.num_k_heads, mixer.head_k_dim)),
             torch.unflatten(k, -1, (mixer.num_k_heads, mixer.head_k_dim)),
             torch.unflatten(v, -1, (mixer.num_v_heads, mixer.head_v_dim)),
-            -mixer.A_log.to(compute_dtype).exp() * decay,
-            self._beta(b.to(compute_dtype)),
+            g,
+            beta,
             pool["delta"][self._layer],
             inputs,
             kernels,
         )
-        return self._finish(out.to(hidden_states.dtype), gate)[None]
+        return self._finish(out, gate)[None]
 
     def _project(self, hidden: Tensor) -> Projections:
         """[1, T, hidden] -> the projections of all tokens."""
@@ -61,28 +60,40 @@ class GatedDeltaNetForward:
         gate = torch.unflatten(mixer.in_proj_z(hidden[0]), -1, (mixer.num_v_heads, mixer.head_v_dim))
         return mixer.in_proj_qkv(hidden[0]), gate, mixer.in_proj_b(hidden[0]), mixer.in_proj_a(hidden[0])
 
-    def _beta(self, b: Tensor) -> Tensor:
-        """How much of its value a token writes, [T, Hv]."""
-        return b.sigmoid()
+    def _doubled(self) -> bool:
+        """Whether a token may write twice its value."""
+        return False
 
     def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
-        """The gated norm of each head, out and gate [T, Hv, Dv], and the last projection: [T, hidden]."""
+        """The gated norm of each head, and the last projection: [T, hidden]."""
         mixer = self._mixer
-        normed = mixer.norm(out.flatten(0, 1), gate.flatten(0, 1))
-        projected: Tensor = mixer.out_proj(normed.view(len(out), -1))
+        projected: Tensor = mixer.out_proj(self._gated_norm(mixer.norm, out, gate))
         return projected
+
+    def _gated_norm(self, norm: Any, out: Tensor, gate: Tensor) -> Tensor:
+        """[T, Hv * Dv]"""
+        normed = self._step.kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
+        return normed.flatten(1)
 
 
 class Qwen3NextForward(GatedDeltaNetForward):
     """`GatedDeltaNetForward` with Qwen3-Next's two projections, whose rows are grouped by key head."""
 
     def _project(self, hidden: Tensor) -> Projections:
-        mixer = self._mixer
-        query, key, value, gate, b, a = mixer.fix_query_key_value_ordering(
-            mixer.in_proj_qkvz(hidden), mixer.in_proj_ba(hidden)
+        mixer, hidden = self._mixer, hidden[0]
+        heads, heads_of_key = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
+        key_dim, values = mixer.head_k_dim, heads_of_key * mixer.head_v_dim
+        query, key, value, gate = torch.split(
+            torch.unflatten(mixer.in_proj_qkvz(hidden), -1, (heads, -1)),
+            [key_dim, key_dim, values, values],
+            dim=-1,
         )
-        raw = torch.cat([tensor[0].flatten(1) for tensor in (query, key, value)], dim=-1)
-        return raw, gate[0], b[0], a[0]
+        b, a = torch.unflatten(mixer.in_proj_ba(hidden), -1, (heads, 2, heads_of_key)).unbind(2)
+        raw = query.new_empty(len(hidden), 2 * mixer.key_dim + mixer.value_dim)
+        parts = torch.split(raw, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
+        for part, tensor in zip(parts, (query, key, value), strict=True):
+            torch.unflatten(part, -1, (heads, -1)).copy_(tensor)
+        return raw, torch.unflatten(gate, -1, (heads_of_key, -1)), b, a
 
 
 class OlmoHybridForward(GatedDeltaNetForward):
@@ -94,12 +105,10 @@ class OlmoHybridForward(GatedDeltaNetForward):
         gate = torch.unflatten(mixer.g_proj(hidden), -1, (mixer.num_v_heads, mixer.head_v_dim))
         return raw, gate, mixer.b_proj(hidden), mixer.a_proj(hidden)
 
-    def _beta(self, b: Tensor) -> Tensor:
-        beta = super()._beta(b)
-        return 2.0 * beta if self._mixer.allow_neg_eigval else beta
+    def _doubled(self) -> bool:
+        return bool(self._mixer.allow_neg_eigval)
 
     def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
         mixer = self._mixer
-        normed = mixer.o_norm(out.flatten(0, 1), gate.flatten(0, 1))
-        projected: Tensor = mixer.o_proj(normed.view(len(out), -1))
+        projected: Tensor = mixer.o_proj(self._gated_norm(mixer.o_norm, out, gate))
         return projected

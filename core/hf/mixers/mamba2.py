@@ -32,12 +32,13 @@ class Mamba2Forward:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        pool, compute_dtype = inputs.state_pool, kernels.compute_dtype(hidden_states.dtype)
+        pool = inputs.state_pool
         gate, raw, dt = torch.split(
             self._project(hidden_states[0]),
             [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads],
             dim=-1,
         )
+        dt, A = kernels.time_steps(dt, mixer.dt_bias, mixer.A_log, self._shortest, self._longest)
         xBC = convolve(
             raw, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, pool["conv"][self._layer], inputs, kernels
         )
@@ -46,8 +47,8 @@ class Mamba2Forward:
         )
         y = scan_ssd(
             torch.unflatten(x, -1, (mixer.num_heads, mixer.head_dim)),
-            self._time_steps(dt.to(compute_dtype)),
-            -mixer.A_log.to(compute_dtype).exp(),
+            dt,
+            A,
             torch.unflatten(B, -1, (mixer.n_groups, mixer.ssm_state_size)),
             torch.unflatten(C, -1, (mixer.n_groups, mixer.ssm_state_size)),
             mixer.D,
@@ -55,25 +56,19 @@ class Mamba2Forward:
             inputs,
             kernels,
         )
-        gated = self._gate(y.flatten(1)[None], gate[None])
-        out: Tensor = mixer.out_proj(gated.to(hidden_states.dtype))
-        return out
+        out: Tensor = mixer.out_proj(self._gate(y.flatten(1), gate))
+        return out[None]
 
     def _project(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> the gate, what is convolved, and the time steps, [T, all of them]."""
         projected: Tensor = self._mixer.in_proj(hidden)
         return projected
 
-    def _time_steps(self, dt: Tensor) -> Tensor:
-        dt = F.softplus(dt + self._mixer.dt_bias.to(dt.dtype))
-        if (self._shortest, self._longest) == (0.0, float("inf")):
-            return dt
-        return dt.clamp(self._shortest, self._longest)
-
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
-        """The gated norm of y, both [1, T, intermediate]."""
-        gated: Tensor = self._mixer.norm(y, gate)
-        return gated
+        """The gated norm of y, both [T, intermediate]."""
+        norm = self._mixer.norm
+        groups = y.shape[1] // norm.group_size
+        return self._step.kernels.gated_rms_norm(y, gate, norm.weight, groups, norm.variance_epsilon)
 
 
 class FalconMamba2Forward(Mamba2Forward):
@@ -85,4 +80,11 @@ class FalconMamba2Forward(Mamba2Forward):
         return projected
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
-        return super()._gate(y, gate) if self._mixer.mamba_rms_norm else y * F.silu(gate)
+        if not self._mixer.mamba_rms_norm:
+            return y * F.silu(gate)
+        kernels, norm = self._step.kernels, self._mixer.norm
+        weight, groups, eps = norm.weight, norm.n_groups, norm.variance_epsilon
+        if not norm.norm_before_gate:
+            return kernels.gated_rms_norm(y, gate, weight, groups, eps)
+        y, gate, weight = (torch.unflatten(tensor, -1, (groups, -1)) for tensor in (y, gate, weight))
+        return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)

@@ -35,5 +35,5 @@ class ShortConvForward:
             self._step.kernels,
             activation=False,
         )
-        out: Tensor = mixer.out_proj((C * convolved).to(hidden_states.dtype))
+        out: Tensor = mixer.out_proj(C * convolved)
         return out[None]

@@ -43,6 +43,7 @@ class StepBuilder:
         kv_cache: Tensor,
         state_pool: StatePool,
         padding: Padding,
+        sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
         """The inputs of a step. Their tensors are copied to the device at once, without synchronising.
 
@@ -54,6 +55,7 @@ class StepBuilder:
             destinations: pool indices for the state after each decode token and after each prefill.
             kv_cache, state_pool: passed on to the model.
             padding: maps the step's shape to the shape to pad to.
+            sampled_tokens: [steps] on the device: what takes the place of the steps' tokens, one each.
         """
         packing = _Packing.of(steps)
         values: dict[str, Any] = {"state_destinations": destinations}
@@ -69,6 +71,8 @@ class StepBuilder:
         for field in STEP_FIELDS:
             layout.fill(arrays[field.name], values[field.name], field)
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
+        if sampled_tokens is not None:
+            tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
         return _inputs(shape, num_logits, tensors, self._chunk_size, kv_cache, state_pool)
 
     def _kv_values(

@@ -31,7 +31,7 @@ def causal_conv1d_prefill(
     checkpoint_destinations: Tensor,
     *,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
@@ -50,13 +50,14 @@ def causal_conv1d_prefill(
             token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
             The index is no row's source.
         activation: whether SiLU follows.
-        out_dtype: of the result; None is float32. The result is rounded once, when it is stored.
+        out: where the result goes, contiguous, of the dtype of x; None allocates it.
 
-    Returns: [tokens, conv_dim] in `out_dtype`.
+    Returns: [tokens, conv_dim] in the dtype of x, rounded once.
     """
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
-    out = torch.empty(tokens, conv_dim, dtype=out_dtype or torch.float32, device=x.device)
+    if out is None:
+        out = torch.empty(tokens, conv_dim, dtype=x.dtype, device=x.device)
     works = rows + checkpoints + triton.cdiv(tokens, PREFILL_TOKENS)
     prefill_kernel[(works * triton.cdiv(conv_dim, PREFILL_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out,
@@ -80,7 +81,7 @@ def causal_conv1d_update(
     destinations: Tensor,
     *,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after any token.
 
@@ -88,15 +89,16 @@ def causal_conv1d_update(
 
     Args:
         x: [rows, T, conv_dim] with any strides.
-        weight, bias, conv_states, activation, out_dtype: as for `causal_conv1d_prefill`.
+        weight, bias, conv_states, activation, out: as for `causal_conv1d_prefill`.
         sources: [rows] pool indices, -1: zeros.
         destinations: [rows, T] the pool index for the window after each token, -1: nowhere. A row whose
             indices are all -1 (padding) costs a few small loads, and its outputs are unspecified.
 
-    Returns: [rows, T, conv_dim] in `out_dtype`.
+    Returns: [rows, T, conv_dim] in the dtype of x.
     """
     rows, tokens, conv_dim = x.shape
-    out = torch.empty(rows, tokens, conv_dim, dtype=out_dtype or torch.float32, device=x.device)
+    if out is None:
+        out = torch.empty(rows, tokens, conv_dim, dtype=x.dtype, device=x.device)
     update_kernel[(rows * triton.cdiv(conv_dim, UPDATE_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out, sources, destinations,
         conv_dim,

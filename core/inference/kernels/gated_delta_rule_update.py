@@ -35,11 +35,11 @@ def gated_delta_rule_update(
             may be the row's source. A row whose indices are all -1 (padding) costs a few small loads, and its
             outputs are unspecified.
 
-    Returns: o, [rows, T, Hv, Dv] float32.
+    Returns: o, [rows, T, Hv, Dv] in the dtype of v.
     """
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    out = torch.empty(rows, tokens, heads, value_dim, dtype=torch.float32, device=v.device)
+    out = torch.empty(rows, tokens, heads, value_dim, dtype=v.dtype, device=v.device)
     block_k, block_v = block_sizes(key_dim, value_dim)
     update_kernel[(rows * heads * triton.cdiv(value_dim, block_v),)](
         q, k, v, g, beta, states, out, sources, destinations,
@@ -117,7 +117,7 @@ def update_kernel(
             new_value = strength * (value - held)
             state += key[:, None] * new_value[None, :]
             o = tl.sum(state * query[:, None], axis=0)
-            tl.store(out + token * HEADS * VALUE_DIM, o, mask=p < VALUE_DIM)
+            tl.store(out + token * HEADS * VALUE_DIM, o.to(out.dtype.element_ty), mask=p < VALUE_DIM)
             destination = tl.load(destinations + token * destination_token_stride)
             if destination >= 0:
                 place = states + destination * slot_stride + within

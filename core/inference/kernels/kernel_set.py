@@ -15,9 +15,11 @@ class KernelSet(Protocol):
 
     `reference.py` says for every function what it computes, the shapes of its arguments and how they may be
     padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
-    `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. Outputs are float32 or
-    wider, with three exceptions: attention may return the dtype of the KV cache, the scan of the gated delta
-    rule may return the dtype of v, and a convolution returns the dtype that it is asked for.
+    `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. A function computes in
+    `compute_dtype`, and returns the dtype of its first tensor, rounded once. Gates are the exception: they
+    stay in the compute dtype, and so do logits. `out`, where a function has it, is a contiguous tensor of the
+    shape and dtype of the result, which is written there and returned: the parts of a step lie side by side
+    without a copy.
     """
 
     SEPARATE_STATES: bool
@@ -28,14 +30,54 @@ class KernelSet(Protocol):
     def check_states(self, spec: HybridStateSpec) -> None:
         """Raise an ImportError or a ValueError where no kernel here can compute these states."""
 
+    def describe(self, spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+        """What computes attention and scans of a model, and why nothing better does; a line each."""
+
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise x [..., n] by its root mean square; weight [n]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """Normalise x [..., n] by its root mean square, times weight [n] + offset."""
+
+    def add_rms_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """residual + x, both [..., n], and the `rms_norm` of this sum."""
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """max(x, 0) squared."""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, both [..., n]."""
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [..., n]."""
+
+    def qk_norm_rotary(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+        query_weight: Tensor | None = None, key_weight: Tensor | None = None, eps: float = 0.0,
+        *, offset: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`rms_norm` of each head of query and key [T, heads, D], then a rotation by cos and sin [T, R]."""
+
+    def head_product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [..., n] @ weight.T, weight [vocabulary, n], in float32 or wider."""
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-        """`rms_norm` of x * silu(gate), both [..., n], over each of `groups` parts; weight [n]."""
+        """The RMS norm of x * silu(gate), both [T, n], over each of `groups` parts; weight [n]."""
+
+    def rms_norm_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The RMS norm of each head of x [T, H, D], times silu(gate); weight [D] or [H, D]."""
+
+    def time_steps(
+        self, dt: Tensor, dt_bias: Tensor, A_log: Tensor, shortest: float = 0.0, longest: float = float("inf")
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """clamp(softplus(dt + dt_bias)) of dt [T, H], and A = -exp(A_log) [H], in the compute dtype."""
+
+    def delta_gates(
+        self, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, doubled: bool = False
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """-exp(A_log) softplus(a + dt_bias) and sigmoid(b), a and b [T, Hv], in the compute dtype."""
 
     def apply_rotary(self, x: Tensor, positions: Tensor, base: float) -> Tensor:
         """Rotate x [T, heads, head dim] by `positions` [T]."""
@@ -44,27 +86,27 @@ class KernelSet(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor,
         checkpoint_rows: Tensor, checkpoint_ends: Tensor, checkpoint_destinations: Tensor,
-        *, activation: bool = True, out_dtype: torch.dtype | None = None,
+        *, activation: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Convolve packed rows x [tokens, conv_dim], then SiLU if `activation`. Writes `conv_states`."""
 
     def causal_conv1d_update(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor,
-        *, activation: bool = True, out_dtype: torch.dtype | None = None,
+        *, activation: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Convolve rows of T tokens, x [rows, T, conv_dim], like a prefill. Writes `conv_states`."""
 
     def ssd_chunk_scan(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
         sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-        row_chunk_starts: Tensor, chunk_destinations: Tensor,
+        row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The recurrence over packed rows, x [tokens, H, P] and B, C [tokens, G, N]. Writes `ssm_states`."""
 
     def selective_state_update(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-        sources: Tensor, destinations: Tensor,
+        sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The recurrence over T tokens of each row, x [rows, T, H, P]. Writes `ssm_states`."""
 

@@ -23,10 +23,21 @@ from .reference_attention import apply_rotary as apply_rotary
 from .reference_attention import paged_attention as paged_attention
 from .reference_attention import rotary_and_write_kv as rotary_and_write_kv
 from .reference_attention import write_kv as write_kv
-from .reference_chunks import PaddedChunks, pass_states, read_states, write_states
+from .reference_chunks import PaddedChunks, pass_states, read_states, rounded, write_states
 from .reference_chunks import compute_dtype as compute_dtype
 from .reference_delta import gated_delta_rule_scan as gated_delta_rule_scan
 from .reference_delta import gated_delta_rule_update as gated_delta_rule_update
+from .reference_gates import delta_gates as delta_gates
+from .reference_gates import gated_rms_norm as gated_rms_norm
+from .reference_gates import rms_norm_gated as rms_norm_gated
+from .reference_gates import time_steps as time_steps
+from .reference_pointwise import add_rms_norm as add_rms_norm
+from .reference_pointwise import head_product as head_product
+from .reference_pointwise import qk_norm_rotary as qk_norm_rotary
+from .reference_pointwise import relu_squared as relu_squared
+from .reference_pointwise import rms_norm as rms_norm
+from .reference_pointwise import sigmoid_mul as sigmoid_mul
+from .reference_pointwise import silu_mul as silu_mul
 
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""
@@ -34,6 +45,12 @@ SEPARATE_STATES = True
 
 def check_states(spec: HybridStateSpec) -> None:
     """Does nothing: every state can be computed."""
+
+
+def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+    """What computes; torch computes everything."""
+    dtype = str(compute_dtype(spec.kv_dtype)).removeprefix("torch.")
+    return (f"attention, scans and norms: torch operations in {dtype}",)
 
 
 def causal_conv1d_prefill(
@@ -50,7 +67,7 @@ def causal_conv1d_prefill(
     checkpoint_destinations: Tensor,
     *,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
@@ -65,9 +82,9 @@ def causal_conv1d_prefill(
         checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
             token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
         activation: whether SiLU follows.
-        out_dtype: of the result; None is the compute dtype. The result is rounded once, at the end.
+        out: where the result goes; None allocates it.
 
-    Returns: [tokens, conv_dim] in `out_dtype`.
+    Returns: [tokens, conv_dim] in the dtype of x.
     """
     tokens, conv_dim = x.shape
     width = weight.shape[1] - 1
@@ -85,15 +102,15 @@ def causal_conv1d_prefill(
     packed[token_windows + width] = x
 
     dtype = compute_dtype(x.dtype)
-    out = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for tap in range(width + 1):
-        out = out + packed[token_windows + tap].to(dtype) * weight[:, tap].to(dtype)
+        y = y + packed[token_windows + tap].to(dtype) * weight[:, tap].to(dtype)
 
     ends = torch.cat([query_start_loc[1:], checkpoint_ends])
     end_rows = torch.cat([rows, checkpoint_rows])
     windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
     write_states(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
-    return _activated(out, activation, out_dtype)
+    return rounded(F.silu(y) if activation else y, x.dtype, out)
 
 
 def causal_conv1d_update(
@@ -105,32 +122,27 @@ def causal_conv1d_update(
     destinations: Tensor,
     *,
     activation: bool = True,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
 
     Args:
         x: [rows, T, conv_dim].
-        weight, bias, conv_states, activation, out_dtype: as for `causal_conv1d_prefill`.
+        weight, bias, conv_states, activation, out: as for `causal_conv1d_prefill`.
         sources: [rows] pool indices. destinations: [rows, T] where the window after that token goes.
 
-    Returns: [rows, T, conv_dim] in `out_dtype`.
+    Returns: [rows, T, conv_dim] in the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     tokens, width = x.shape[1], weight.shape[1] - 1
     carried = read_states(conv_states[..., :width], sources).transpose(1, 2)
     packed = torch.cat([carried.to(x.dtype), x], dim=1)
-    out = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for tap in range(width + 1):
-        out = out + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
+        y = y + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
     windows = packed.unfold(1, width, 1)[:, 1:]  # [rows, T, conv_dim, width]
     write_states(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
-    return _activated(out, activation, out_dtype)
-
-
-def _activated(out: Tensor, activation: bool, out_dtype: torch.dtype | None) -> Tensor:
-    """`out`, after SiLU where `activation` says so, in `out_dtype`, None: unchanged."""
-    return (F.silu(out) if activation else out).to(out_dtype or out.dtype)
+    return rounded(F.silu(y) if activation else y, x.dtype, out)
 
 
 def ssd_chunk_scan(
@@ -148,6 +160,8 @@ def ssd_chunk_scan(
     seq_idx: Tensor,
     row_chunk_starts: Tensor,
     chunk_destinations: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The state space dual form of h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over packed sequences.
 
@@ -164,8 +178,9 @@ def ssd_chunk_scan(
         cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
             `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
         chunk_destinations: [chunks] pool indices for the state after each chunk.
+        out: where y goes; None allocates it.
 
-    Returns: y, [tokens, H, P] in the compute dtype.
+    Returns: y, [tokens, H, P] in the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     heads, groups = x.shape[1], B.shape[1]
@@ -198,10 +213,10 @@ def ssd_chunk_scan(
 
     write_states(ssm_states, destinations, final)
     write_states(ssm_states, chunk_destinations[: chunks.num_chunks], leaving)
-    out = x.to(dtype) * D.to(dtype)[:, None]
+    outputs = x.to(dtype) * D.to(dtype)[:, None]
     packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
-    out[: packed.shape[0]] += packed
-    return out
+    outputs[: packed.shape[0]] += packed
+    return rounded(outputs, x.dtype, out)
 
 
 def _next_states(state: Tensor, update: Tensor, decay: Tensor) -> Tensor:
@@ -219,6 +234,8 @@ def selective_state_update(
     ssm_states: Tensor,
     sources: Tensor,
     destinations: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`ssd_chunk_scan` for rows of T tokens each: the recurrence (Gu & Dao 2023, arXiv 2312.00752).
 
@@ -227,11 +244,12 @@ def selective_state_update(
         B, C: [rows, T, G, N]; head h belongs to group h // (H // G).
         ssm_states: [slots, H, P, N]. Written at `destinations`.
         sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
+        out: where y goes; None allocates it.
 
-    Returns: y, [rows, T, H, P] in the compute dtype.
+    Returns: y, [rows, T, H, P] in the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
-    x, dt = x.to(dtype), dt.to(dtype)
+    narrow, x, dt = x.dtype, x.to(dtype), dt.to(dtype)
     heads_a_group = x.shape[2] // B.shape[2]
     key = B.to(dtype).repeat_interleave(heads_a_group, dim=2)
     query = C.to(dtype).repeat_interleave(heads_a_group, dim=2)
@@ -244,18 +262,5 @@ def selective_state_update(
         states.append(state)
     after = torch.stack(states, dim=1)
     write_states(ssm_states, destinations.flatten(), after.flatten(0, 1))
-    return (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in the compute dtype (arXiv 1910.07467)."""
-    dtype = compute_dtype(x.dtype)
-    x = x.to(dtype)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Mamba-2's output norm: `rms_norm` of x * silu(gate), over each of `groups` parts of the channels."""
-    dtype = compute_dtype(x.dtype)
-    parts = torch.unflatten(x.to(dtype) * F.silu(gate.to(dtype)), -1, (groups, -1))
-    return rms_norm(parts, torch.unflatten(weight, -1, (groups, -1)), eps).flatten(-2)
+    y = (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
+    return rounded(y, narrow, out)

@@ -11,6 +11,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def rounded(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """`result` in `dtype`, in `out` where there is one."""
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
 def read_states(states: Tensor, sources: Tensor) -> Tensor:
     """A copy of the states at `sources`, [rows, ...]; zeros for -1."""
     named = (sources >= 0).view(-1, *[1] * (states.dim() - 1))

@@ -51,7 +51,7 @@ def gated_delta_rule_scan(
             `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
         chunk_destinations: [chunks] pool indices for the state after each chunk.
 
-    Returns: o, [tokens, Hv, Dv] in the compute dtype.
+    Returns: o, [tokens, Hv, Dv] in the dtype of v.
     """
     dtype = compute_dtype(v.dtype)
     key_heads, value_heads = k.shape[1], v.shape[1]
@@ -99,7 +99,7 @@ def gated_delta_rule_scan(
     out = torch.zeros(v.shape, dtype=dtype, device=v.device)
     packed = chunks.packed(o.movedim(1, 2))
     out[: packed.shape[0]] = packed
-    return out
+    return out.to(v.dtype)
 
 
 def gated_delta_rule_update(
@@ -120,9 +120,9 @@ def gated_delta_rule_update(
         states: [slots, Hv, Dk, Dv]. Written at `destinations`.
         sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
 
-    Returns: o, [rows, T, Hv, Dv] in the compute dtype.
+    Returns: o, [rows, T, Hv, Dv] in the dtype of v.
     """
-    dtype = compute_dtype(v.dtype)
+    narrow, dtype = v.dtype, compute_dtype(v.dtype)
     heads_of_key = v.shape[2] // k.shape[2]
     query, key = (_normalised(x.to(dtype)).repeat_interleave(heads_of_key, dim=2) for x in (q, k))
     query = query * q.shape[-1] ** -0.5
@@ -139,7 +139,7 @@ def gated_delta_rule_update(
     states_after = torch.stack(after, dim=1)
     write_states(states, destinations.flatten(), states_after.flatten(0, 1))
     o: Tensor = (states_after * query[..., None]).sum(-2)
-    return o
+    return o.to(narrow)
 
 
 def _next_states(state: Tensor, decay: Tensor, read_keys: Tensor, written: Tensor, keys: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ def selective_state_update(
     ssm_states: Tensor,
     sources: Tensor,
     destinations: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over T tokens of every row (arXiv 2312.00752).
 
@@ -33,12 +35,14 @@ def selective_state_update(
         destinations: [rows, T] the pool index for the state after each token, -1: nowhere. One destination
             may be the row's source. A row whose indices are all -1 (padding) costs a few small loads, and its
             outputs are unspecified.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
 
-    Returns: y, [rows, T, H, P] float32.
+    Returns: y, [rows, T, H, P] in the dtype of x.
     """
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
-    out = torch.empty(rows, tokens, heads, head_dim, dtype=torch.float32, device=x.device)
+    if out is None:
+        out = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device)
     block_p, block_n = block_sizes(head_dim, state_dim)
     update_kernel[(rows * heads * triton.cdiv(head_dim, block_p),)](
         x, dt, A, B, C, D, ssm_states, out, sources, destinations,
@@ -112,7 +116,7 @@ def update_kernel(
             query = tl.load(C + token * c_token_stride, mask=n < STATE_DIM, other=0.0).to(tl.float32)
             state = tl.fma(state, tl.exp(step * a), (step * xs)[:, None] * key[None, :])
             y = tl.fma(xs, d, tl.sum(state * query[None, :], axis=1))
-            tl.store(out + token * HEADS * HEAD_DIM, y, mask=p < HEAD_DIM)
+            tl.store(out + token * HEADS * HEAD_DIM, y.to(out.dtype.element_ty), mask=p < HEAD_DIM)
             destination = tl.load(destinations + token * destination_token_stride)
             if destination >= 0:
                 place = states + destination * slot_stride + within

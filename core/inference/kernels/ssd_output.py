@@ -15,8 +15,6 @@ InputPrecision = Literal["ieee", "tf32x3", "tf32"]
 core products of the operands' 11-bit halves, with errors near float32's. "tf32": in one tensor core product
 of operands that are cut to 11 bits."""
 
-NUM_WARPS = 4
-
 
 def chunk_scan(
     x: Tensor,
@@ -28,25 +26,28 @@ def chunk_scan(
     entering_states: Tensor,
     cu_chunk_seqlens: Tensor,
     input_precision: InputPrecision = "ieee",
+    out: Tensor | None = None,
 ) -> Tensor:
     """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
 
     m and k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section
-    6). Computes in float32; `input_precision` says how products are made. An empty chunk costs empty
-    programs. One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does
-    not synchronise.
+    6). Both products multiply numbers of the dtype of `entering_states`, to which the masked scores are
+    rounded, and add in float32. An empty chunk costs empty programs. One launch, whose grid and addresses
+    depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
 
     Args:
         x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower; the last stride is 1.
         dt, log_decays: [H, chunks, chunk size] float32, contiguous. log_decays are sums of dt * A from the
             start of each chunk.
-        CB: [chunks, G, chunk size, chunk size] float32, contiguous: C[m] B[k]. Values above the diagonal and
-            beyond a chunk's tokens have no effect.
+        CB: [chunks, G, chunk size, chunk size] float32 or narrower, contiguous: C[m] B[k]. Values above the
+            diagonal and beyond a chunk's tokens have no effect.
         D: [H].
-        entering_states: [chunks, H, P, N] float32, contiguous.
+        entering_states: [chunks, H, P, N] float32, or the 16-bit dtype of x and C, contiguous.
         cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
+        input_precision: how float32 operands are multiplied.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
 
-    Returns: y, [tokens, H, P] float32; unspecified for tokens of no chunk.
+    Returns: y, [tokens, H, P] in the dtype of x; unspecified for tokens of no chunk.
 
     Raises:
         ValueError: a tensor has other strides.
@@ -65,8 +66,9 @@ def chunk_scan(
     tokens, heads, head_dim = x.shape
     groups, state_dim = C.shape[1:]
     chunks, chunk_size = dt.shape[1:]
-    blocks, num_stages = block_sizes(chunk_size, head_dim, state_dim, input_precision)
-    y = torch.empty(tokens, heads, head_dim, dtype=torch.float32, device=x.device)
+    operands = entering_states.dtype
+    blocks, num_warps, num_stages = block_sizes(chunk_size, head_dim, state_dim, operands, input_precision)
+    y = torch.empty(tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     grid = (
         triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"]),
         heads,
@@ -76,27 +78,33 @@ def chunk_scan(
         x, dt, log_decays, C, CB, D, entering_states, cu_chunk_seqlens, y,
         x.stride(0), x.stride(1), C.stride(0), C.stride(1), D.stride(0), dt.stride(0),
         heads, groups, head_dim, state_dim, chunk_size, input_precision,
-        **blocks, num_warps=NUM_WARPS, num_stages=num_stages,
+        **blocks, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y
 
 
 def block_sizes(
-    chunk_size: int, head_dim: int, state_dim: int, input_precision: InputPrecision
-) -> tuple[dict[str, int], int]:
-    """Tile sizes and pipeline stages. The number of tokens has no say, so that other rows change no bits.
+    chunk_size: int,
+    head_dim: int,
+    state_dim: int,
+    operands: torch.dtype = torch.float32,
+    input_precision: InputPrecision = "ieee",
+) -> tuple[dict[str, int], int, int]:
+    """Tile sizes, warps and pipeline stages. The number of tokens has no say: other rows change no bits.
 
-    Tensor cores need three stages to be fed. A third stage would cost the "ieee" product 42 registers a
-    thread, and with them one of four programs on a multiprocessor.
+    Tensor cores need three stages to be fed. A third stage would cost the "ieee" product of float32 42
+    registers a thread, and with them one of four programs on a multiprocessor. Those of 16 bits were the
+    fastest of twelve on an H100.
     """
     block_p = min((64, 32), key=lambda block: triton.cdiv(head_dim, block) * block)
+    narrow = operands.itemsize == 2
     blocks = {
         "BLOCK_M": min(64, _padded(chunk_size)),
         "BLOCK_P": min(block_p, _padded(head_dim)),
-        "BLOCK_N": min(32, _padded(state_dim)),
+        "BLOCK_N": min(128 if narrow else 32, _padded(state_dim)),
         "BLOCK_K": min(32, _padded(chunk_size)),
     }
-    return blocks, 2 if input_precision == "ieee" else 3
+    return blocks, 4, 2 if input_precision == "ieee" and not narrow else 3
 
 
 def _padded(size: int) -> int:
@@ -138,6 +146,7 @@ def chunk_scan_kernel(
 ):
     # Blocks of one head run side by side and share the head's state in the L2 cache; those of one group, CB.
     p_blocks: tl.constexpr = tl.cdiv(head_dim, BLOCK_P)
+    operand: tl.constexpr = entering_states.dtype.element_ty
     first_m = tl.program_id(0) // p_blocks * BLOCK_M
     head = tl.program_id(1)
     chunk = tl.program_id(2).to(tl.int64)
@@ -178,7 +187,7 @@ def chunk_scan_kernel(
             mask=is_channel[:, None] & (n < state_dim)[None, :],
             other=0.0,
         )
-        acc = tl.dot(queries.to(tl.float32), tl.trans(states), acc, input_precision=INPUT_PRECISION)
+        acc = tl.dot(queries.to(operand), tl.trans(states), acc, input_precision=INPUT_PRECISION)
     acc *= tl.exp(decay_m)[:, None]
 
     for first_k in range(0, tl.minimum(first_m + BLOCK_M, length), BLOCK_K):
@@ -189,7 +198,7 @@ def chunk_scan_kernel(
             CB + m[:, None] * chunk_size + k[None, :],
             mask=in_chunk[:, None] & (k < chunk_size)[None, :],
             other=0.0,
-        )
+        ).to(tl.float32)
         # Above the diagonal the difference is positive, and its exponential could overflow.
         scores *= tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
         scores = tl.where(m[:, None] >= k[None, :], scores, 0.0)
@@ -198,9 +207,9 @@ def chunk_scan_kernel(
             mask=(k < length)[:, None] & is_channel[None, :],
             other=0.0,
         )
-        acc = tl.dot(scores, values.to(tl.float32), acc, input_precision=INPUT_PRECISION)
+        acc = tl.dot(scores.to(operand), values.to(operand), acc, input_precision=INPUT_PRECISION)
 
     inside = is_token[:, None] & is_channel[None, :]
     skipped = tl.load(x + m[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
     acc += tl.load(D + head * D_stride).to(tl.float32) * skipped.to(tl.float32)
-    tl.store(y + m[:, None] * (heads * head_dim) + p[None, :], acc, mask=inside)
+    tl.store(y + m[:, None] * (heads * head_dim) + p[None, :], acc.to(y.dtype.element_ty), mask=inside)

@@ -1,17 +1,22 @@
 """The SSD scan of a step, all stages, by pool slots; the reference is `reference.ssd_chunk_scan`.
 
-    stage                 function            file
-    sums of dt * A        _chunk_cumsum_fwd   megatron-core's
-    updates of chunks     _chunk_state_fwd    megatron-core's
-    C B                   _bmm_chunk_fwd      megatron-core's
-    between chunks        state_passing       state_passing.py
-    outputs               chunk_scan          ssd_output.py
+    stage                 function                        file
+    sums of dt * A        _chunk_cumsum_fwd               megatron-core's
+    C B                   _bmm_chunk_fwd                  megatron-core's
+    states                ssd_states                      ssd_states.py, for operands of 16 bits
+                          _chunk_state_fwd                megatron-core's, for operands of float32
+                          state_passing                   state_passing.py, likewise
+    outputs               chunk_scan                      ssd_output.py
 
-megatron-core's stages are the same from 0.18.0 to 0.19.2. Their products name no precision, and so take
-Triton's default, TF32, whose errors are 1e-3. The variable TRITON_F32_DEFAULT replaces the default. Triton
-reads the variable whenever it compiles a kernel, and its disk cache has a key for it; kernels that a process
-has compiled stay. Importing this file sets the variable to "ieee" unless it is set. The setting holds for
-every launch here, and for all products of float32 that this process compiles later.
+Products multiply numbers of the model's dtype and add in float32, as mamba_ssm and megatron-core do. The
+environment variable MAMBASLOTS_SSD_OPERANDS=float32 widens the numbers first; "model" is the default. Sums of
+dt * A, decays, states and the recurrence between chunks are float32 either way.
+
+megatron-core's stages are the same from 0.18.0 to 0.19.2. Their products of float32 name no precision, and so
+take Triton's default, TF32, whose errors are 1e-3. The variable TRITON_F32_DEFAULT replaces the default.
+Triton reads the variable whenever it compiles a kernel, and its disk cache has a key for it; kernels that a
+process has compiled stay. Importing this file sets the variable to "ieee" unless it is set. The setting holds
+for every launch here, and for all products of float32 that this process compiles later.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -25,10 +30,12 @@ import torch
 from torch import Tensor
 
 from .ssd_output import InputPrecision, chunk_scan
+from .ssd_states import ssd_states
 from .state_passing import state_passing
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
+OPERANDS_VARIABLE = "MAMBASLOTS_SSD_OPERANDS"
 _MAX_PROGRAMS = 65535  # on the second and third axis of a grid
 
 
@@ -47,14 +54,16 @@ def ssd_chunk_scan(
     seq_idx: Tensor,
     row_chunk_starts: Tensor,
     chunk_destinations: Tensor,
+    *,
+    out: Tensor | None = None,
     input_precision: InputPrecision = "ieee",
 ) -> Tensor:
-    """`reference.ssd_chunk_scan` in five launches, without a copy of a state before, between or after.
+    """`reference.ssd_chunk_scan` in four or five launches, without a copy of a state.
 
-    Computes in float32. Widens x, B and C first, because megatron-core's stages multiply in the dtype of
-    their inputs. Reads each initial state once, and writes each destination once. Allocates [chunks, H, P, N]
-    float32, and less for the other stages. The same inputs and cuts give the same bits whichever rows share
-    the batch and, in a float32 pool, however the cuts are spread over calls.
+    Multiplies numbers of the dtype of x, or of float32 where MAMBASLOTS_SSD_OPERANDS says so; everything else
+    is float32. Reads each initial state once, and writes each destination once. Allocates [chunks, H, P, N]
+    of the operands' dtype, and less for the other stages. The same inputs and cuts give the same bits
+    whichever rows share the batch and, in a float32 pool, however the cuts are spread over calls.
 
     Launches depend on shapes alone, and nothing synchronises, so that a CUDA graph can capture a call, on one
     condition: a call with exactly the shapes of the capture came before, as graph warm-ups make it. The first
@@ -69,16 +78,17 @@ def ssd_chunk_scan(
             B and C is 1. Padding chunks may follow the rows' chunks. A row's destination may be its own
             source, no other row's.
         seq_idx: is not read, because `row_chunk_starts` holds the same facts.
-        input_precision: the precision of the last stage. The other products, and so the states, follow
-            TRITON_F32_DEFAULT. With "tf32x3" for both, errors stay within 1e-5 on tensor cores; with "tf32"
-            they do not.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
+        input_precision: the precision of the last stage where it multiplies float32. The other products of
+            float32, and so the states, follow TRITON_F32_DEFAULT. With "tf32x3" for both, errors stay within
+            1e-5 on tensor cores; with "tf32" they do not.
 
-    Returns: y, [tokens, H, P] float32; unspecified for padding tokens.
+    Returns: y, [tokens, H, P] in the dtype of x; unspecified for padding tokens.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: x or ssm_states is float64, a tensor's last stride is not 1, or there are more chunks
-            times groups, or rows, than a launch can have.
+        ValueError: x or ssm_states is float64, a tensor's last stride is not 1, there are more chunks times
+            groups, or rows, than a launch can have, or MAMBASLOTS_SSD_OPERANDS has another value.
     """
     for name, tensor in (("x", x), ("ssm_states", ssm_states)):
         if tensor.dtype == torch.float64:
@@ -91,15 +101,40 @@ def ssd_chunk_scan(
             f"the step has {chunks} chunks of {groups} groups and {rows} rows; accepted: at most "
             f"{_MAX_PROGRAMS} chunks times groups, and rows, in one step; lower max_tokens"
         )
-    x, B, C = x.float(), B.float(), C.float()
     megatron = stages()
     log_decays, chunk_dt = megatron.chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
-    states: Tensor = megatron.chunk_state_fwd(
-        B, x, chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True
-    )
-    CB = megatron.bmm_chunk_fwd(C, B, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
-    state_passing(states, log_decays, ssm_states, sources, destinations, row_chunk_starts, chunk_destinations)
-    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, states, cu_chunk_seqlens, input_precision)
+    slots = ssm_states, sources, destinations
+    if operand_dtype(x.dtype) == torch.float32:
+        keys, queries = B.float(), C.float()
+        entering: Tensor = megatron.chunk_state_fwd(
+            keys, x.float(), chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True
+        )
+        state_passing(entering, log_decays, *slots, row_chunk_starts, chunk_destinations)
+    else:
+        keys, queries = B, C
+        entering = ssd_states(
+            x, B, chunk_dt, log_decays, *slots, cu_chunk_seqlens, row_chunk_starts, chunk_destinations
+        )
+    CB = megatron.bmm_chunk_fwd(queries, keys, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
+    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, input_precision, out)
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what the scan multiplies for inputs of `dtype`.
+
+    Raises:
+        ValueError: MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
+    """
+    operands = os.environ.get(OPERANDS_VARIABLE, "model")
+    if operands not in ("model", "float32"):
+        raise ValueError(f"{OPERANDS_VARIABLE} is {operands!r}; accepted: 'model', 'float32'")
+    return dtype if operands == "model" else torch.float32
+
+
+def describe(dtype: torch.dtype) -> str:
+    """Which scan a GPU runs for inputs of `dtype`, and in which dtype it multiplies."""
+    operands = str(operand_dtype(dtype)).removeprefix("torch.")
+    return f"SSD scan: mambaslots, and stages of megatron-core, with products of {operands}, sums in float32"
 
 
 @cache

@@ -54,15 +54,13 @@ class GatedDeltaNet(nn.Module):
         gate, raw, b, a = torch.split(
             F.linear(hidden, self.in_proj), [values, config.delta_conv_dim, heads, heads], dim=-1
         )
-        softplus = torch.logaddexp(a + self.dt_bias, self.dt_bias.new_zeros(()))
-        g, beta = -self.A_log.exp() * softplus, b.to(config.compute_dtype).sigmoid()
+        g, beta = kernels.delta_gates(a, b, self.A_log, self.dt_bias)
         conv_states, states = pool["gdn_conv"][self.layer_index], pool["delta"][self.layer_index]
-        # The scan multiplies in the dtype of v.
-        qkv = convolve(raw, self.conv_weight, None, conv_states, inputs, kernels, out_dtype=config.dtype)
+        qkv = convolve(raw, self.conv_weight, None, conv_states, inputs, kernels)
         keys = (config.delta_conv_dim - values) // 2
         q, k, v = torch.split(qkv, [keys, keys, values], dim=-1)
         q, k = (torch.unflatten(part, -1, (config.delta_num_key_heads, -1)) for part in (q, k))
         v = torch.unflatten(v, -1, (heads, -1))
         o = scan_gated_delta_rule(q, k, v, g, beta, states, inputs, kernels)
-        normed = kernels.rms_norm(o, self.norm, config.norm_eps).flatten(1)
-        return F.linear((normed * F.silu(gate.to(config.compute_dtype))).to(config.dtype), self.out_proj)
+        normed = kernels.rms_norm_gated(o, torch.unflatten(gate, -1, (heads, -1)), self.norm, config.norm_eps)
+        return F.linear(normed.flatten(1), self.out_proj)

@@ -54,8 +54,7 @@ class MambaMixer(nn.Module):
             [config.inner_dim, config.conv_dim, config.mamba_num_heads],
             dim=-1,
         )
-        dt = torch.logaddexp(dt + self.dt_bias, self.dt_bias.new_zeros(()))  # softplus without a threshold
-        A = -self.A_log.exp()
+        dt, A = kernels.time_steps(dt, self.dt_bias, self.A_log)
         conv_states, ssm_states = pool["conv"][self.layer_index], pool["ssm"][self.layer_index]
         xBC = convolve(raw, self.conv_weight, self.conv_bias, conv_states, inputs, kernels)
         B, C = self._BC(xBC)
@@ -64,7 +63,7 @@ class MambaMixer(nn.Module):
             normed = self._norm_over_ranks(y, gate)
         else:
             normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
-        return F.linear(normed.to(config.dtype), self.out_proj)
+        return F.linear(normed, self.out_proj)
 
     def _norm_over_ranks(self, y: Tensor, gate: Tensor) -> Tensor:
         """`gated_rms_norm` where a group's heads lie on several ranks: the ranks add up their squares."""
@@ -75,7 +74,7 @@ class MambaMixer(nn.Module):
         mean = self.groups.sum_partials(squares)[:, group.start, None]
         ranks = self.groups.tensor_size // group.total
         scale = torch.rsqrt(mean / (config.inner_dim * ranks) + config.norm_eps)
-        return gated * scale * self.norm.to(config.compute_dtype)
+        return (gated * scale * self.norm.to(config.compute_dtype)).to(config.dtype)
 
     def _x(self, xBC: Tensor) -> Tensor:
         """[..., conv_dim] -> x [..., H, P], a view."""

@@ -32,4 +32,4 @@ class ShortConv(nn.Module):
         convolved = convolve(
             before * x, self.conv_weight, None, conv_states, inputs, kernels, activation=False
         )
-        return F.linear((behind * convolved).to(self.config.dtype), self.out_proj)
+        return F.linear(behind * convolved, self.out_proj)

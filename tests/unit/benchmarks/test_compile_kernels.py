@@ -26,6 +26,7 @@ def compile_kernels(*arguments, **environment):
 STATES_MOVE = (
     *("copy_states float32", "copy_states bfloat16", "copy_states, counted", "capture_boundaries"),
     *("zero_states float32", "zero_states bfloat16", "delta_state_passing", "gated_delta_rule_update"),
+    "ssd_states",
 )
 """How the names of launches begin that load and store states, or in part only store them."""
 FILES = {"moving states": ("state_move_kernels", "boundary_capture"), "all": ()}

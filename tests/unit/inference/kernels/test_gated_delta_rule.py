@@ -18,6 +18,8 @@ from torch import Tensor
 
 repeatable = settings(derandomize=True)
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-5}
+ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2**-8}
+"""How far the one rounding of an output to its dtype moves it, beyond the tolerance."""
 EXACT = Layer(dtype=torch.float64)
 
 
@@ -47,8 +49,8 @@ class TestScan:
         rows = [Row(0, 7, 300, 0, 1, {200 // chunk_size * chunk_size: 2}), Row(1, 0, 2 * chunk_size, -1, 3)]
         batch, before = Batch(layer, rows, chunk_size), layer.pool(4)
         o, pool = scan(batch, before)
-        assert o.dtype == ref.compute_dtype(dtype)
-        batch.check(before, pool, o, TOLERANCES[dtype])
+        assert o.dtype == dtype
+        batch.check(before, pool, o, TOLERANCES[dtype] + ROUNDING[dtype], TOLERANCES[dtype])
 
     @pytest.mark.parametrize("Hk", [1, 2, 6])
     @pytest.mark.parametrize("doubled", [False, True])
@@ -147,12 +149,12 @@ class TestUpdate:
         pool = layer.pool(40)
         before = pool.clone()
         o = ref.gated_delta_rule_update(**inputs, states=pool, sources=sources, destinations=destinations)
-        assert o.dtype == ref.compute_dtype(dtype)
+        assert o.dtype == dtype
         written = set()
         for row in range(5):
             initial = None if sources[row] < 0 else before[sources[row]]
             expected, states = layer.run({name: part[row] for name, part in inputs.items()}, initial)
-            assert error(o[row], expected) <= TOLERANCES[dtype]
+            assert error(o[row], expected) <= TOLERANCES[dtype] + ROUNDING[dtype]
             for token, slot in enumerate(destinations[row].tolist()):
                 if slot >= 0:
                     assert error(pool[slot], states[token + 1]) <= TOLERANCES[dtype]

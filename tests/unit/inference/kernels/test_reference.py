@@ -13,6 +13,8 @@ from oracle.steps import prefill_chunks
 from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 0.0, torch.float64: 0.0}
+"""How far the one rounding of an output to its dtype moves it; outputs are computed in float32 or wider."""
 repeatable = settings(derandomize=True)
 
 
@@ -91,7 +93,7 @@ class TestCausalConv:
             tokens[:, None], self.weight.to(dtype), self.bias.to(dtype), updated,
             index(4, -1, 2), index(4, 8, 9)[:, None],
         )  # fmt: skip
-        assert out.dtype == ref.compute_dtype(dtype)
+        assert out.dtype == dtype
         assert torch.equal(out[:, 0], expected)
         assert torch.equal(updated, prefilled)
 
@@ -256,9 +258,9 @@ class TestSSD:
         pool = ssd.pool(2)
         y, h = ssd.recurrence(pool[0], slice(0, 50))
         out = ssd.scan(pool, [slice(0, 50)], [0], [0], [1])
-        assert out.dtype == ref.compute_dtype(dtype)
+        assert out.dtype == dtype
         tolerance = 1e-12 if dtype == torch.float64 else 1e-4
-        torch.testing.assert_close(out.double(), y, rtol=0, atol=tolerance)
+        torch.testing.assert_close(out.double(), y, rtol=ROUNDING[dtype], atol=tolerance)
         torch.testing.assert_close(pool[1].double(), h, rtol=0, atol=tolerance)
 
     def test_a_row_of_nans_does_not_reach_its_neighbours(self):
@@ -283,7 +285,7 @@ class TestSSD:
         for row, (source, destination) in enumerate([(0, 0), (-1, 4), (2, 5)]):
             state = before[source] if source >= 0 else torch.zeros_like(before[0])
             y, h = ssd.recurrence(state, slice(row, row + 1))
-            torch.testing.assert_close(out[row].double(), y[0], rtol=0, atol=tolerance)
+            torch.testing.assert_close(out[row].double(), y[0], rtol=ROUNDING[dtype], atol=tolerance)
             torch.testing.assert_close(pool[destination].double(), h, rtol=0, atol=tolerance)
         assert torch.equal(pool[1:4], before[1:4])
 
@@ -330,6 +332,6 @@ class TestNormsAndRotary:
 
     def test_nothing_is_computed_below_float32(self):
         x = randn(2, 4, dtype=torch.bfloat16)
-        assert ref.rms_norm(x, x[0], 1e-5).dtype == torch.float32
-        assert ref.gated_rms_norm(x, x, x[0], 2, 1e-5).dtype == torch.float32
+        for narrow in (ref.rms_norm(x, x[0], 1e-5), ref.gated_rms_norm(x, x, x[0], 2, 1e-5)):
+            assert narrow.dtype == torch.bfloat16  # rounded once, at the end
         assert ref.compute_dtype(torch.float64) == torch.float64

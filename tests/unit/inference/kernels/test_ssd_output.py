@@ -43,14 +43,14 @@ class Case:
             cuts.append(tokens.stop)
         self.cuts = torch.tensor(cuts, dtype=torch.int32)
 
-    def run(self, device, **options):
+    def run(self, device, operands=torch.float32, **options):
         with poisoned_allocations():
             y = chunk_scan(
                 self.batch.x.to(device), self.chunk_dt.to(device), self.log_decays.to(device),
                 self.batch.C.to(device), self.CB.to(device), self.layer.D.to(device),
-                self.entering.to(device), self.cuts.to(device), **options,
+                self.entering.to(device, operands), self.cuts.to(device), **options,
             ).cpu()  # fmt: skip
-        assert y.dtype == torch.float32
+        assert y.dtype == self.layer.dtype
         assert y[sum(self.lengths) :].isnan().all()  # never written
         return y
 
@@ -81,9 +81,20 @@ def test_sizes_that_fill_no_block(device, layer):
     Case(layer, [20, 3], 32).check(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_inputs_are_computed_in_float32(device, dtype):
-    Case(Layer(H=2, dtype=dtype), [32, 5], 32).check(device)
+# To bfloat16 the interpreter cuts float32, where a GPU rounds.
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-11)])
+def test_narrow_inputs_and_wide_states_are_multiplied_in_float32(device, dtype, rounding):
+    """Nothing but the output is rounded."""
+    Case(Layer(H=2, dtype=dtype), [32, 5], 32).check(device, rounding)
+
+
+# The interpreter would multiply the bits of bfloat16 as integers.
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize(("layer", "chunk_size"), [((2, 8, 1, 12), 32), ((1, 64, 1, 128), 128)])
+def test_narrow_states_are_multiplied_on_tensor_cores(device, dtype, layer, chunk_size):
+    """An output has three roundings: of the state that enters, of the scores and of itself."""
+    case = Case(Layer(*layer, dtype=dtype), [chunk_size, 5], chunk_size)
+    case.check(device, 3 * torch.finfo(dtype).eps / 2, operands=dtype)
 
 
 def test_decays_that_leave_nothing_overflow_nowhere(device):

@@ -30,6 +30,10 @@ from oracle.traffic import traffic_of
 
 few = settings(dear(), derandomize=True)
 
+# The interpreter would multiply the bits of bfloat16 as integers.
+NARROW = [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+"""Operands of 16 bits."""
+
 
 @pytest.fixture(params=DEVICES, scope="module")
 def device(request):
@@ -53,10 +57,10 @@ def scan(batch, pool, device, **options):
     return y, pool.cpu()
 
 
-def scan_and_check(batch, pool, device, state_tolerance=None):
+def scan_and_check(batch, pool, device, tolerance=1e-5, state_tolerance=None):
     y, after = scan(batch, pool, device)
-    assert y.dtype == torch.float32
-    batch.check(pool, after, y, state_tolerance=state_tolerance)
+    assert y.dtype == batch.layer.dtype
+    batch.check(pool, after, y, tolerance, state_tolerance)
     return y, after
 
 
@@ -97,11 +101,31 @@ class TestValues:
         rows = [Row(0, 3, 30, source=1, destination=2, checkpoints={16: 3})]
         scan_and_check(Batch(layer, rows, 16), poisoned_pool(layer, rows, 4), device)
 
-    @pytest.mark.parametrize("inputs", [torch.bfloat16, torch.float16])
-    def test_narrow_inputs_are_computed_in_float32(self, device, inputs):
-        layer = Layer(dtype=inputs)
+    @pytest.mark.parametrize("dtype", NARROW)
+    @pytest.mark.parametrize("layer", [(4, 8, 2, 12), (2, 64, 1, 128)])
+    def test_narrow_inputs_are_multiplied_as_they_are(self, device, dtype, layer):
+        """Rounded once: a factor of the states; of an output also a state, the scores and itself."""
+        layer, unit = Layer(*layer, dtype=dtype), torch.finfo(dtype).eps / 2
+        rows = [Row(0, 5, 40, 0, 1, {32: 2}), Row(1, 16, 1, 3, 3), Row(2, 0, 35, -1, 4, {16: 5})]
+        pool = poisoned_pool(layer, rows, 6)
+        scan_and_check(Batch(layer, rows, 16, (1, 1, 1)), pool, device, 4 * unit, unit)
+
+    @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-11)])
+    def test_narrow_inputs_are_widened_where_the_setting_says_so(self, device, monkeypatch, dtype, rounding):
+        """Nothing but outputs is rounded; to bfloat16 the interpreter cuts float32, where a GPU rounds."""
+        monkeypatch.setenv(module.OPERANDS_VARIABLE, "float32")
+        layer = Layer(dtype=dtype)
         rows = [Row(0, 5, 40, source=0, destination=1, checkpoints={32: 2})]
-        scan_and_check(Batch(layer, rows, 16), poisoned_pool(layer, rows, 3), device)
+        pool = poisoned_pool(layer, rows, 3)
+        scan_and_check(Batch(layer, rows, 16), pool, device, rounding, 1e-5)
+
+    def test_other_operands_are_refused(self, monkeypatch):
+        layer = Layer()
+        monkeypatch.setenv(module.OPERANDS_VARIABLE, "tf32")
+        with pytest.raises(
+            ValueError, match="MAMBASLOTS_SSD_OPERANDS is 'tf32'; accepted: 'model', 'float32'"
+        ):
+            Batch(layer, [Row(0, 0, 3)], 16).scan(ssd_chunk_scan, layer.pool(1))
 
     # The interpreter cuts float32 to bfloat16, where a GPU rounds.
     @pytest.mark.parametrize(("stored", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-12)])
@@ -139,11 +163,12 @@ class TestValues:
 class TestBits:
     """The same inputs and cuts on the chunk grid: the same bits, in any company and in several calls."""
 
+    @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
     @few
     @given(st.integers(0, 20), st.integers(1, 50), st.integers(0, 2), st.booleans())
     @example(5, 50, 1, True)
-    def test_a_cut_on_the_grid_changes_nothing(self, device, start, length, at, in_place):
-        layer = Layer(H=2)
+    def test_a_cut_on_the_grid_changes_nothing(self, device, dtype, start, length, at, in_place):
+        layer = Layer(H=2, dtype=dtype)
         end = start + length
         cut = min(end, (start // 16 + 1 + at) * 16)
         pool = layer.pool(8)
@@ -191,8 +216,9 @@ class TestBits:
         assert same_bits(pool[1], pool[3])
         assert y.isfinite().all()
 
-    def test_a_row_is_the_same_in_any_company(self, device):
-        layer = Layer()
+    @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+    def test_a_row_is_the_same_in_any_company(self, device, dtype):
+        layer = Layer(dtype=dtype)
         row = Row(0, 7, 50, source=0, destination=1, checkpoints={32: 2})
         company = [Row(i, 5 * i, 11 * i, source=2 * i + 2, destination=2 * i + 3) for i in range(1, 4)]
         pool = layer.pool(12)
