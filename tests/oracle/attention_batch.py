@@ -81,8 +81,9 @@ class AttentionBatch:
         )
         self.query = torch.full((tokens, heads, head_dim), math.nan, dtype=query_dtype or dtype)
         self.query[self.real] = randn(len(self.real), heads, head_dim, dtype=dtype).to(query_dtype or dtype)
-        self._queries = self.query[self.real].double().split([new for _, new in self._rows])
         self.cache, self.query = self.cache.to(device), self.query.to(device)
+        self._kv = [kv.to(device) for kv in self._kv]
+        self._queries = self.query[self.real].double().split([new for _, new in self._rows])
         self.rows = AttentionRows(
             block_table=table.to(device),
             kv_lengths=torch.tensor([sum(row) for row in self._rows], dtype=torch.int32, device=device),
@@ -95,9 +96,9 @@ class AttentionBatch:
         )
 
     def real_tokens(self, out: Tensor) -> Tensor:
-        """What `out`, of the shape and dtype of the queries, has for real tokens, in float64 on the CPU."""
+        """What `out`, of the shape and dtype of the queries, has for real tokens, in float64."""
         assert (out.shape, out.dtype, out.device) == (self.query.shape, self.query.dtype, self.query.device)
-        return out[self.real].double().cpu()
+        return out[self.real].double()
 
     def exact(self, scale: float | None = None) -> Tensor:
         """The definition in float64, row by row, for the real tokens."""
@@ -112,7 +113,8 @@ class AttentionBatch:
         for (before, new), query, kv in zip(self._rows, self._queries, self._kv, strict=True):
             keys, values = kv.double().repeat_interleave(query.shape[1] // kv.shape[2], dim=2).transpose(1, 2)
             scores = query.transpose(0, 1) @ keys.mT * (query.shape[2] ** -0.5 if scale is None else scale)
-            seen = torch.arange(before + new) <= before + torch.arange(new)[:, None]
+            at = torch.arange(before + new, device=query.device)
+            seen = at <= at[before:, None]
             weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
             outputs.append((weights @ part(values)).transpose(0, 1))
         return torch.cat(outputs)

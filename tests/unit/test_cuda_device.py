@@ -1,5 +1,6 @@
 """Which device is current while work is launched."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -38,3 +39,12 @@ def test_the_current_device_comes_back() -> None:
     with on_device_of(last):
         assert torch.cuda.current_device() == last.index
     assert torch.cuda.current_device() == before
+
+
+def test_a_test_that_lacks_gpu_memory_says_how_much_it_needs(
+    needs_gpu_memory: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * 2**30, 80 * 2**30))
+    needs_gpu_memory(4)
+    with pytest.raises(pytest.skip.Exception, match=r"needs 7.5 GiB of GPU memory; 5.0 of 80.0 GiB are free"):
+        needs_gpu_memory(7.5)

@@ -17,7 +17,7 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     a block that holds any token are therefore finite, whatever the memory held before.
 
     Args:
-        kv_cache: [2, blocks, block size, KV heads, head dim]. Written, in its own dtype.
+        kv_cache: [2, blocks, block size, KV heads, head dim], contiguous. Written, in its own dtype.
         keys, values: [T, KV heads, head dim].
         tokens: [W] indices into `keys` and `values`.
         positions: [W] block * block size + offset; -1 writes nothing. Entries of one block stand side by
@@ -25,11 +25,14 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     """
     real = positions >= 0
     tokens, positions = tokens[real], positions[real]
-    block_size = kv_cache.shape[2]
-    blocks, offsets = positions // block_size, positions % block_size
-    kv_cache[:, blocks[offsets == 0]] = 0.0
-    kv_cache[0, blocks, offsets] = keys[tokens].to(kv_cache.dtype)
-    kv_cache[1, blocks, offsets] = values[tokens].to(kv_cache.dtype)
+    last_row = kv_cache.shape[2] - 1  # of a block; new blocks that the call does not fill become zeros
+    begins = (positions % kv_cache.shape[2] == 0).nonzero().flatten()
+    if len(begins):
+        ends = positions[(begins + last_row).clamp(max=len(positions) - 1)]
+        begins = positions[begins][ends != positions[begins] + last_row]
+        kv_cache[:, begins // kv_cache.shape[2]] = 0.0
+    for cache, new in zip(kv_cache.view(2, -1, *kv_cache.shape[3:]), (keys, values), strict=True):
+        cache[positions] = new[tokens].to(cache.dtype)
 
 
 def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
