@@ -1,226 +1,174 @@
-"""What states cost while an 8B hybrid model serves: inside a prefill, and while decoding. And graphs.
+"""How fast models are served, each figure beside its limit measured in the same run.
 
-1. A prefill of 4,096 tokens that stores a state at every block boundary, against the same launch storing
-   none: the same tensors, with -1 in the place of the slots.
-2. Decode steps that keep a rolling state a request, against the same requests without.
-3. Decode steps by CUDA graph, against eager ones.
+Parts, of each model:
+    transformers   transformers' own forward of 4,096 tokens (sdpa, and fla-core where it is installed)
+    prefill        512, 4,096 and 16,384 tokens, beside the model's products
+    prefill_trace  the kernels of a prefill of 4,096 tokens
+    checkpoints    a prefill of 4,096 tokens with a state at every block boundary, beside none
+    decode         1, 8, 32 and 128 requests of 3,000 tokens by CUDA graph, beside bytes / copy bandwidth; the
+                   time that the GPU idles between steps, and the kernels of a step
+    rolling        decode steps that keep a rolling state a request, beside none
+    cold           prompts that share nothing, cache on, beside caching switched off
+    conversations  12 users x 4 turns, 1,024 shared and 400 tokens a turn, with and without cache
 
-    python benchmarks/gpu_serving.py --json out.json                (one GPU; random bfloat16 weights)
+    python benchmarks/gpu_serving.py --json out.json                (one GPU of 80 GB; random weights)
     python benchmarks/gpu_serving.py --shape tiny --device cpu      (does it run?)
 
-The shape is Nemotron-H-8B's; `--layers` builds only the first ones. Both sides of each row alternate; times
-are medians, of a forward on the GPU by events (1), or of whole engine steps by the clock (2, 3).
+A forward's time is the GPU's, by events; a step's is the clock's. Times are medians.
 """
 
 import argparse
 import datetime
 import json
 import platform
-import random
-import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-import mambaslots as ms
 import torch
 from command_line import add_count, add_device, make_parser
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+from serving_conversations import measure_conversations
+from serving_decode import measure_decodes, measure_rolling
+from serving_limits import copy_bandwidth
+from serving_models import MODELS, ServingModel, build
+from serving_prefill import (
+    PrefillBench,
+    free,
+    measure_checkpoints,
+    measure_cold,
+    measure_prefills,
+    measure_transformers,
+)
+from serving_report import PRINTERS, list_requirements, print_part
+from serving_trace import kernel_table, record
 
-PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "vocab_size": 131072, "hidden_size": 4096, "mamba_num_heads": 128, "mamba_head_dim": 64,
-        "mamba_num_groups": 8, "mamba_state_dim": 128, "conv_kernel": 4, "ssd_chunk_size": 128,
-        "num_attention_heads": 32, "num_kv_heads": 8, "head_dim": 128, "mlp_hidden_size": 21504,
-    },
-    "tiny": {
-        "vocab_size": 256, "hidden_size": 64, "mamba_num_heads": 8, "mamba_head_dim": 16,
-        "mamba_num_groups": 2, "mamba_state_dim": 16, "conv_kernel": 4, "ssd_chunk_size": 16,
-        "num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_hidden_size": 128,
-    },
-}  # fmt: skip
-MOST = 0.01
-MARGIN = 80  # tokens decoded while others are prefilled, or graphs captured
+PARTS = tuple(PRINTERS)
 
 
-class Bench:
-    """A model, and engines that serve it; `scale` shrinks the tiny shape's lengths."""
+def trace_prefill(served: ServingModel) -> dict[str, Any] | None:
+    """The kernels of one prefill; None on a CPU."""
+    if served.device.type != "cuda":
+        return None
+    bench = PrefillBench(served, served.lengths.compared)
+    for _ in range(3):
+        bench.run()
+    launches = record(bench.run)
+    span = max(launch.end for launch in launches) - launches[0].start
+    idle, busy_until = 0, launches[0].end
+    for launch in launches:
+        idle += max(0, launch.start - busy_until)
+        busy_until = max(busy_until, launch.end)
+    table = kernel_table(launches)
+    del bench
+    free(served.device)
+    return table | {"tokens": served.lengths.compared, "span_us": span / 1e3, "idle_us": idle / 1e3}
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.device = torch.device(args.device)
-        self.repeats = args.repeats
-        self.scale = 1 if args.shape == "8b" else 8
-        self.block = 256 // self.scale
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        config = ms.models.HybridConfig(pattern=PATTERN[: args.layers], dtype=dtype, **SHAPES[args.shape])
-        self.model = ms.models.HybridLM(config, seed=0, device=self.device)
-        self._draw = random.Random(0)
 
-    def tokens(self, length: int) -> list[int]:
-        return [self._draw.randrange(self.model.config.vocab_size) for _ in range(length)]
-
-    def engine(self, rows: int, length: int, graphs: int | None) -> ms.DynamicInferenceEngine:
-        """For `rows` requests of at most `length` tokens."""
-        blocks = -(-length // self.block)
-        config = ms.InferenceConfig(
-            block_size_tokens=self.block,
-            max_requests=rows,
-            max_tokens=max(4096 // self.scale, rows),
-            max_sequence_length=length,
-            num_kv_blocks=rows * blocks,
-            num_mamba_slots=max(20, 2 * rows),
-            num_cuda_graphs=graphs,
-            use_cuda_graphs_for_non_decode_steps=False,
-        )
-        return ms.DynamicInferenceEngine(self.model, config)
-
-    def time_ms(self, call: Callable[[], object]) -> float:
-        """On a GPU between two events, so the device's time."""
-        if self.device.type != "cuda":
-            started = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - started)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))
-
-    @torch.inference_mode()
-    def prefill(self) -> dict[str, float]:
-        """Milliseconds of one forward with a state every block, and without any inside."""
-        length = 4096 // self.scale
-        context = self.engine(1, length + self.block, None).context
-        plan = ms.CheckpointPlan(prefill_interval=self.block)
-        prompt = self.tokens(length + 1)[:length]
-        request = DynamicInferenceRequest(
-            0, prompt, ms.SamplingParams(), plan, PrefixHashChain(self.block), 0.0
-        )
-        chunk = context.schedule(request, length)
-        assert chunk is not None
-        stored = context.begin_step([chunk]).inputs
-        states = len(stored.checkpoints.rows)
-        chunks = replace(stored.chunks, destinations=torch.full_like(stored.chunks.destinations, -1))
-        none = replace(
-            stored.checkpoints,
-            rows=stored.checkpoints.rows[:0],
-            token_ends=stored.checkpoints.token_ends[:0],
-            destinations=stored.checkpoints.destinations[:0],
-        )
-        plain = replace(stored, chunks=chunks, checkpoints=none)
-        for inputs in (stored, plain, stored, plain):
-            self.model(inputs)
-        times: dict[str, list[float]] = {"with": [], "without": []}
-        for _ in range(self.repeats):
-            times["with"].append(self.time_ms(lambda: self.model(stored)))
-            times["without"].append(self.time_ms(lambda: self.model(plain)))
-        again = [self.time_ms(lambda: self.model(plain)) for _ in range(self.repeats)]
-        context.abort_step()
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        return medians | {"without_again": statistics.median(again), "states": states, "tokens": length}
-
-    def decode_steps(
-        self, engine: ms.DynamicInferenceEngine, prompt: int, plan: ms.CheckpointPlan, steps: int
-    ) -> Iterator[float]:
-        """Milliseconds of each of `steps` decode steps of all of an engine's rows, prefilled before."""
-        rows = engine.config.max_requests
-        sampling = ms.SamplingParams(num_tokens_to_generate=steps + MARGIN)
-        for index in range(rows):  # boundaries fall evenly over the steps
-            engine.add_request(
-                self.tokens(prompt - index * self.block // rows), sampling, checkpoint_plan=plan
-            )
-        while len(engine.context.requests) < rows or engine.context.batch_dimensions.prefill_req_count:
-            engine.step()
-        for _ in range(4):  # captures
-            engine.step()
-        for _ in range(steps):
-            started = time.perf_counter()
-            engine.step()
-            yield 1e3 * (time.perf_counter() - started)
-        engine.reset()
-
-    def rolling(self) -> dict[str, float]:
-        """Milliseconds of a decode step of 32 requests, over whole blocks of steps."""
-        rows, prompt, steps = 32, 1024 // self.scale, self.block
-        engine = self.engine(rows, prompt + steps + MARGIN, 8)
-        plans = {name: ms.CheckpointPlan(decode=name) for name in ("rolling", "off")}
-        times: dict[str, list[float]] = {name: [] for name in plans}
-        for _ in range(3):
-            for name, plan in plans.items():
-                times[name].append(statistics.fmean(self.decode_steps(engine, prompt, plan, steps)))
-        return {name: statistics.median(values) for name, values in times.items()}
-
-    def graphs(self, rows: int) -> dict[str, float]:
-        prompt, steps = 1024 // self.scale, 40
-        medians = {}
-        for name, graphs in (("eager", None), ("graph", 8)):
-            engine = self.engine(rows, prompt + steps + MARGIN, graphs)
-            times = list(self.decode_steps(engine, prompt, ms.CheckpointPlan(), steps))
-            medians[name] = statistics.median(times)
-        return medians
+def parts_of(
+    served: ServingModel, args: argparse.Namespace, bandwidth: float
+) -> dict[str, Callable[[], Any]]:
+    """How each part is measured, in order; the first must come before `served.serve`."""
+    rows = tuple(args.rows) if args.rows else served.lengths.rows
+    few = max(2, args.repeats // 3)
+    return {
+        "transformers": lambda: measure_transformers(served, args.repeats),
+        "prefill": lambda: measure_prefills(served, args.repeats),
+        "prefill_trace": lambda: trace_prefill(served),
+        "checkpoints": lambda: measure_checkpoints(served, args.repeats),
+        "decode": lambda: measure_decodes(served, bandwidth, rows, args.traced),
+        "rolling": lambda: measure_rolling(served),
+        "cold": lambda: measure_cold(served, few),
+        "conversations": lambda: measure_conversations(served),
+    }
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the model (default: %(default)s)")
-    add_count(parser, "--layers", len(PATTERN), "only the first layers")
+    parser.add_argument("--shape", choices=("full", "tiny"), default="full", help="(default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which (default: all)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="which parts (default: all)")
+    parser.add_argument("--rows", nargs="+", type=int, help="how many requests decode at once")
+    add_count(parser, "--traced", 100, "decode steps that are traced, of 1 and of 32 requests", at_least=0)
     add_device(parser, "cuda")
-    add_count(parser, "--repeats", 15, "timed prefills of each")
+    add_count(parser, "--repeats", 9, "timed prefills of each", at_least=2)
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
         print("nothing measured: this needs a GPU (or --shape tiny --device cpu)")
         return
     torch.set_num_threads(1)
+    device = torch.device(args.device)
+    if device.type == "cpu":  # transformers takes fla wherever it is installed, and fla needs a GPU
+        sys.modules["fla"] = None  # type: ignore[assignment]
     started = time.perf_counter()
-    bench = Bench(args)
-    layers = len(bench.model.config.pattern)
-    weights = sum(p.numel() for p in bench.model.parameters()) / 1e9
-    state = bench.model.state_spec().state_bytes / 2**20
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else platform.machine()
-    print(f"{name}: {args.shape}, {layers} layers, {weights:.2f} B weights, state {state:.1f} MiB")
-
-    prefill = bench.prefill()
-    cost = prefill["with"] / prefill["without"] - 1
-    spread = abs(prefill["without_again"] / prefill["without"] - 1)
-    print(
-        f"prefill of {prefill['tokens']:,.0f} tokens: {prefill['without']:9.3f} ms; storing "
-        f"{prefill['states']:.0f} states {prefill['with']:9.3f} ms: {cost:+.2%} "
-        f"(without, again: {spread:.2%} off)"
-    )
-    rolling = bench.rolling()
-    rolling_cost = rolling["rolling"] / rolling["off"] - 1
-    print(
-        f"decode of 32 requests: {rolling['off']:9.3f} ms a step; with rolling states "
-        f"{rolling['rolling']:9.3f} ms: {rolling_cost:+.2%}"
-    )
-    graphs = {rows: bench.graphs(rows) for rows in (1, 8, 32)}
-    for rows, times in graphs.items():
-        print(
-            f"decode of {rows:2} requests: eager {times['eager']:9.3f} ms a step, "
-            f"graph {times['graph']:9.3f} ms: {times['eager'] / times['graph']:.2f}x"
-        )
-    met = {"checkpoints < 1 %": cost < MOST, "rolling states < 1 %": rolling_cost < MOST}
-    for requirement, is_met in met.items():
-        print(f"  {'met' if is_met else 'NOT MET':8}{requirement}")
-    print(f"{time.perf_counter() - started:.0f} s in all")
-    if args.json is not None:
-        document = {
-            "benchmark": "gpu_serving",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": name,
-            "torch": torch.__version__,
-            "shape": args.shape,
-            "layers": layers,
-            "prefill_ms": prefill,
-            "decode_rolling_ms": rolling,
-            "decode_graph_ms": graphs,
-            "requirements": met,
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    bandwidth = copy_bandwidth(device)
+    free(device)
+    print(f"{name}, torch {torch.__version__}; a large copy moves {bandwidth / 1e9:,.0f} GB/s")
+    document: dict[str, Any] = {
+        "benchmark": "gpu_serving",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": name,
+        "torch": torch.__version__,
+        "shape": args.shape,
+        "copy_bytes_per_s": bandwidth,
+        "models": {},
+    }
+    failed: list[str] = []
+    for model_name in args.models:
+        try:
+            served = build(model_name, args.shape, device)
+        except ImportError as error:
+            print(f"\n{model_name}: not measured, {error}")
+            continue
+        parts: dict[str, Any] = {
+            "weight_bytes": served.weight_bytes,
+            "embedding_and_weight_bytes": served.all_weight_bytes,
         }
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+        document["models"][model_name] = parts
+        print(f"\n{model_name}: {served.all_weight_bytes / 1e9:.2f} GB of weights")
+        for part, measure in parts_of(served, args, bandwidth).items():
+            if part != "transformers":
+                served.serve()
+            if part not in args.only:
+                continue
+            begun = time.perf_counter()
+            try:
+                for figures in rows_of(measure()):
+                    parts[part] = figures
+                    document["requirements"] = list_requirements(document["models"])
+                    if args.json is not None:  # now, so that a time limit loses no figure
+                        args.json.write_text(json.dumps(document, indent=1) + "\n")
+                    print(f"  ({part}: {time.perf_counter() - begun:.0f} s)", flush=True)
+            except Exception:  # the other parts are still wanted
+                traceback.print_exc()
+                failed.append(f"{model_name}: {part}")
+            free(device)
+            if part in parts:
+                print_part(part, parts[part])
+        del served, measure
+        free(device)
+    print()
+    for requirement in document.get("requirements", ()) if device.type == "cuda" else ():
+        verdict = "met" if requirement["met"] else "NOT MET"
+        print(
+            f"  {verdict:8}{requirement['what']}: {requirement['value']:.4g}, at most {requirement['most']}"
+        )
+    print(f"{time.perf_counter() - started:.0f} s in all")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def rows_of(figures: Any) -> Iterator[Any]:
+    """The figures of a part; row by row where they come so."""
+    if isinstance(figures, Iterator):
+        rows = []
+        for row in figures:
+            rows.append(row)
+            yield rows
+    elif figures is not None:
+        yield figures
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import mambaslots.distributed as msd
 import torch
 import torch.distributed as dist
 from command_line import add_count, add_device, make_parser
-from gpu_serving import PATTERN, SHAPES
+from serving_models import HYBRID_SHAPES, PATTERN
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}
 BLOCKS = {"8b": 256, "tiny": 32}
@@ -49,7 +49,9 @@ class Side:
         if args.device == "cuda":
             torch.cuda.set_device(device)
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-        config = ms.models.HybridConfig(pattern=PATTERN[: args.layers], dtype=dtype, **SHAPES[args.shape])
+        config = ms.models.HybridConfig(
+            pattern=PATTERN[: args.layers], dtype=dtype, **HYBRID_SHAPES[args.shape]
+        )
         self.block, longest = BLOCKS[args.shape], max(LENGTHS[args.shape])
         settings = ms.InferenceConfig(
             block_size_tokens=self.block,
@@ -153,7 +155,9 @@ def show(rows: dict[int, dict[str, float]]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_device(parser, "cuda")
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--shape", choices=HYBRID_SHAPES, default="8b", help="of the model (default: %(default)s)"
+    )
     add_count(parser, "--layers", len(PATTERN), "only the first layers")
     add_count(parser, "--repeats", 5, "timed hand-overs of each length")
     args = parser.parse_args()

@@ -32,7 +32,6 @@ from specialisation import Specialisation
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TAPS = 4
-KV_WIDTH = 8 * 128
 
 Access = Literal["load", "store"]
 BOTH: tuple[Access, ...] = ("load", "store")
@@ -279,23 +278,52 @@ def state_updates() -> list[Specialisation]:
 
 
 def kv_writes() -> list[Specialisation]:
-    """Keys are rotated, and so float32; values and cache have the model's dtype."""
-    strides = ("value_cache_offset", "key_token_stride", "value_token_stride")
+    """32 query heads and 8 KV heads of 128 numbers, and 16 and 2 of 256, in KV blocks of 256 tokens."""
     found = []
     for dtype in ("fp32", "bf16"):
-        pointers = {"keys": "*fp32", "values": f"*{dtype}", "cache": f"*{dtype}"}
-        pointers |= dict.fromkeys(("tokens", "positions"), "*i64")
-        found.append(
-            Specialisation(
-                name=f"write_kv {dtype}",
-                kernel=write_kv.write_kv_kernel,
-                signature=pointers | dict.fromkeys(strides, "i32") | {"value_cache_offset": "i64"},
-                constexprs={"WIDTH": KV_WIDTH, "BLOCK": write_kv.BLOCK},
-                divisible_by_16=(*pointers, *strides),
-                num_warps=write_kv.NUM_WARPS,
-                num_stages=1,
+        for heads, kv_heads, head_dim in ((32, 8, 128), (16, 2, 256)):
+            half = head_dim // 2
+            shared = {"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS}
+            strides = tuple(
+                f"{name}_{axis}_stride" for name in ("key", "value") for axis in ("token", "head")
             )
-        )
+            pointers = dict.fromkeys(("keys", "values", "cache"), f"*{dtype}")
+            pointers |= dict.fromkeys(("tokens", "positions"), "*i64")
+            kinds: list[tuple[str, Any, dict[str, str], tuple[str, ...], tuple[str, ...], dict[str, int]]] = [
+                (
+                    "write_kv", write_kv.write_kv_kernel, pointers, strides, ("num_entries",),
+                    {
+                        "HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_DIM": head_dim,
+                        "BLOCK_HEADS": write_kv.heads_of_a_program(kv_heads, head_dim),
+                    },
+                ),
+                (
+                    "rotary_and_write_kv", write_kv.rotary_and_write_kv_kernel,
+                    pointers | dict.fromkeys(("out", "query"), f"*{dtype}")
+                    | {"token_positions": "*i64", "frequencies": "*fp32"},
+                    (*strides, "query_token_stride", "query_head_stride"), ("num_entries", "num_tokens"),
+                    {
+                        "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "BLOCK_HALF": half,
+                        "BLOCK_HEADS": write_kv.heads_of_a_program(heads, half),
+                        "BLOCK_KV_HEADS": write_kv.heads_of_a_program(kv_heads, half),
+                    },
+                ),
+            ]  # fmt: skip
+            for name, kernel, tensors, inner, sizes, constants in kinds:
+                found.append(
+                    Specialisation(
+                        name=f"{name} {dtype} {heads}/{kv_heads} x {head_dim}",
+                        kernel=kernel,
+                        signature=tensors
+                        | dict.fromkeys((*inner, *sizes), "i32")
+                        | {"value_cache_offset": "i64"},
+                        constexprs=shared | constants,
+                        divisible_by_16=(*tensors, *inner, "value_cache_offset"),
+                        num_warps=write_kv.NUM_WARPS,
+                        num_stages=1,
+                        wide=BOTH if kv_heads * head_dim >= write_kv.BLOCK else (),
+                    )
+                )
     return found
 
 

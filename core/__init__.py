@@ -26,6 +26,7 @@ from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.model import Model
 from .inference.engines.step_report import StepReport
 from .inference.engines.token_stream import TokenStream
+from .inference.kernels.attention_rows import AttentionRows
 from .inference.kernels.kernel_set import KernelSet, kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.prefix_hash import PrefixHashChain
@@ -60,6 +61,7 @@ __all__ = [
     "Model", "HybridStateSpec", "StateTensor", "StateSplit", "StateSegment", "mamba2_states",
     "gated_delta_net_states", "short_conv_states",
     "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set", "KernelSet",
+    "AttentionRows",
     "ModelShard", "ParallelGroups", "models", "testing",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",

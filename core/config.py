@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.salt_key import key_bytes
 from .inference.policies.slot_eviction import EVICTION_POLICIES
@@ -46,6 +48,10 @@ class InferenceConfig:
         cuda_graph_max_tokens: maximum number of prefill tokens, padding included, of a captured step.
         num_speculative_tokens: maximum number of tokens that a decoding request drafts in one step; the same
             step verifies them. 0 drafts none. Each drafted token takes one more live state slot per request.
+        async_scheduling: whether a decode step is launched before the tokens of the step before it are read,
+            wherever nothing but its inputs depends on these tokens. The device then waits for no bookkeeping.
+            When `step` returns, the next step may run already, and may read the weights. None: on a GPU,
+            without drafts and without `poison_free_memory`, which both need the tokens first.
         max_overtaking_requests: how many later requests may be admitted while a request waits for memory, at
             most, before no further one passes.
         poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
@@ -74,6 +80,7 @@ class InferenceConfig:
     use_cuda_graphs_for_non_decode_steps: bool = True
     cuda_graph_max_tokens: int = 512
     num_speculative_tokens: int = 0
+    async_scheduling: bool | None = None
     max_overtaking_requests: int = 64
     poison_free_memory: bool = False
     seed: int = 0
@@ -101,6 +108,7 @@ class InferenceConfig:
         set_field(self, "cuda_graph_max_tokens", tokens)
         drafts = integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         set_field(self, "num_speculative_tokens", drafts)
+        self._check_async_scheduling()
         overtaking = integer("max_overtaking_requests", self.max_overtaking_requests, 1, INT32_MAX)
         set_field(self, "max_overtaking_requests", overtaking)
         boolean("poison_free_memory", self.poison_free_memory)
@@ -109,6 +117,23 @@ class InferenceConfig:
             key_bytes("salt_key", self.salt_key)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
+
+    def _check_async_scheduling(self) -> None:
+        if self.async_scheduling is None:
+            return
+        boolean("async_scheduling", self.async_scheduling)
+        for name in ("num_speculative_tokens", "poison_free_memory"):
+            if self.async_scheduling and getattr(self, name):
+                raise ValueError(
+                    f"async_scheduling is True and {name} is {getattr(self, name)}; accepted: one of the two"
+                )
+
+    def looks_ahead_on(self, device: torch.device) -> bool:
+        """Whether an engine on `device` launches decode steps ahead; see `async_scheduling`."""
+        if self.async_scheduling is None:
+            needs_tokens = self.num_speculative_tokens > 0 or self.poison_free_memory
+            return device.type == "cuda" and not needs_tokens
+        return self.async_scheduling
 
     def _check_state_budget(self) -> None:
         caching = self.enable_prefix_caching

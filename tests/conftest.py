@@ -1,6 +1,7 @@
+import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -58,3 +59,17 @@ def one_fla_configuration() -> Iterator[None]:
 
     with one_configuration():
         yield
+
+
+@pytest.fixture
+def needs_gpu_memory() -> Callable[[float], None]:
+    """Skips a test with the figure where fewer GiB of the GPU are free than the test says it needs."""
+
+    def check(gib: float) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
+        if free < gib:
+            pytest.skip(f"needs {gib:g} GiB of GPU memory; {free:.1f} of {total:.1f} GiB are free")
+
+    return check

@@ -72,7 +72,7 @@ def attention_forward(
     )
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return paged(queries, keys, values, scaling).to(query.dtype)[None], None
+    return paged(queries, keys, values, scaling)[None], None
 
 
 def _check_served(module: nn.Module, **unserved: object) -> None:

@@ -12,6 +12,7 @@ from . import architectures
 from .attention import ATTENTION_NAME, PagedAttention, register_attention
 from .current_step import CurrentStep
 from .experts import EXPERTS_NAME, register_experts
+from .fused.install import install as install_fused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 class ServedModel:
     """A causal language model of transformers over paged KV and states by slot.
 
-    Everything but attention and mixers is computed by transformers' own modules. The modules of `model` are
-    changed: a mixer's forward is replaced, instance by instance, and attention goes through the function that
-    is registered as "mambaslots". The weights are used where they lie, and need no gradients.
+    The modules of `model` are changed, instance by instance: the forwards of mixers are replaced, and those
+    of norms, layers, MLPs, attention and head, which the kernels compute in fewer launches. Attention goes
+    through the function that is registered as "mambaslots". Embeddings, rotary angles, routers and experts
+    are computed by transformers' own modules. The weights are used where they lie, and need no gradients.
 
     The model computes one step at a time; two threads must not call it at once.
 
@@ -47,6 +49,7 @@ class ServedModel:
         self._step = CurrentStep()
         self._replace_mixers()
         self._install_attention()
+        install_fused(self.model, self.config, self._step)
         register_experts()
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)

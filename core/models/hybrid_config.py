@@ -33,9 +33,9 @@ class HybridConfig:
         short_conv_kernel: taps of a short convolution, >= 2.
         num_attention_heads, num_kv_heads: query heads, and the key/value heads that they share.
         head_dim: size of an attention head, even.
-        dtype: dtype of weights, convolution states and KV. Norms, dt, decays, rotary angles, attention, SSM
-            states, logits and log-probs are computed in float32 or wider. SSM states are also stored in
-            float32 or wider.
+        dtype: dtype of weights, the residual stream, convolution states and KV. Norms, dt, decays, rotary
+            angles, attention, SSM states, logits and log-probs are computed in float32 or wider. SSM states
+            are also stored in float32 or wider.
     """
 
     vocab_size: int

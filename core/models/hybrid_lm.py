@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoint_files import CheckpointError, existing_folder
@@ -165,23 +164,28 @@ class HybridLM(nn.Module):
         Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
         """
         config, groups, device = self.config, self.groups, inputs.token_ids.device
-        kernels = kernel_set(device, config.dtype)
+        kernels, eps = kernel_set(device, config.dtype), config.norm_eps
         if groups.is_first_stage:
-            hidden = self.embedding[inputs.token_ids].to(config.compute_dtype)
+            hidden = self.embedding[inputs.token_ids]
         else:
             shape = len(inputs.token_ids), config.hidden_size
-            hidden = torch.empty(shape, dtype=config.compute_dtype, device=device)
+            hidden = torch.empty(shape, dtype=config.dtype, device=device)
             groups.receive_from_previous_stage(hidden)
+        added: Tensor | None = None  # the last layer's output, which the next norm adds to `hidden`
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            normed = kernels.rms_norm(hidden, norm, config.norm_eps).to(config.dtype)
-            partial = layer(normed, inputs, kernels).to(config.compute_dtype)
-            hidden = hidden + groups.sum_partials(partial)
+            if added is None:
+                normed = kernels.rms_norm(hidden, norm, eps)
+            else:
+                hidden, normed = kernels.add_rms_norm(hidden, added, norm, eps)
+            added = groups.sum_partials(layer(normed, inputs, kernels))
+        assert added is not None, "a stage has at least one layer"
         if groups.is_last_stage:
-            hidden = kernels.rms_norm(hidden[inputs.logit_tokens], self.final_norm, config.norm_eps)
-            logits = groups.gather_columns(F.linear(hidden, self.lm_head.to(hidden.dtype)))
+            rows = inputs.logit_tokens
+            _, normed = kernels.add_rms_norm(hidden[rows], added[rows], self.final_norm, eps)
+            logits = groups.gather_columns(kernels.head_product(normed, self.lm_head))
             logits = logits[:, : config.vocab_size].contiguous()
         else:
-            groups.send_to_next_stage(hidden)
+            groups.send_to_next_stage(hidden + added)
             shape = len(inputs.logit_tokens), config.vocab_size
             logits = torch.empty(shape, dtype=config.compute_dtype, device=device)
         return groups.share_from_last_stage(logits)

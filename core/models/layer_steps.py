@@ -140,6 +140,8 @@ def attend(
     kv_cache: Tensor,
     inputs: StepInputs,
     kernels: KernelSet,
+    *,
+    rotary_base: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Store keys and values of the step, and attend to each token's sequence up to the token.
@@ -147,34 +149,19 @@ def attend(
     Args:
         query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
         kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]. Written.
+        rotary_base: query and key are rotated by the tokens' positions, with this base; None: they are not.
         scale: of the scores; None is head dim ** -0.5.
 
-    Returns: the shape of `query`, in the compute dtype or in the dtype of `kv_cache`.
+    Returns: the shape and dtype of `query`.
     """
-    kernels.write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
-    outputs = []
-    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
-    if decodes:
-        table, lengths = inputs.block_table[:decodes], inputs.kv_lengths[:decodes]
-        if decoded == decodes:
-            attended = kernels.paged_attention_decode(query[:decodes], kv_cache, table, lengths, scale=scale)
-        else:
-            by_row = decodes, inputs.shape.decode_tokens
-            tokens, positions = (
-                torch.unflatten(packed[:decoded], 0, by_row) for packed in (query, inputs.positions)
-            )
-            attended = kernels.paged_attention_verify(
-                tokens, kv_cache, table, lengths, positions, scale=scale
-            ).flatten(0, 1)
-        outputs.append(attended)
-    if inputs.num_prefills:
-        outputs.append(
-            kernels.paged_attention_prefill(
-                query[decoded:], kv_cache, inputs.block_table[decodes:], inputs.chunks.query_start_loc,
-                inputs.kv_lengths[decodes:], inputs.shape.max_query_tokens, scale=scale,
-            )
-        )  # fmt: skip
-    return _joined(outputs)
+    tokens, places = inputs.kv_write_tokens, inputs.kv_write_positions
+    if rotary_base is None:
+        kernels.write_kv(kv_cache, key, value, tokens, places)
+    else:
+        query = kernels.rotary_and_write_kv(
+            query, key, value, inputs.positions, rotary_base, kv_cache, tokens, places
+        )
+    return kernels.paged_attention(query, kv_cache, inputs.attention_rows, scale=scale)
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:

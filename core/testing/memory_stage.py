@@ -63,7 +63,7 @@ class Outcome:
         kv_written: [layers, 2, KV writes], where any number changed.
         touched_sources, touched_guards, touched_slots: how many slots changed that are no destinations: those
             the step reads; the first and the last of the pool, which nobody names; any other.
-        touched_guard_kv, touched_kv: how many KV positions changed that the step does not write: in the first
+        touched_guard_kv, touched_kv: how many KV positions changed that the step may not write: in the first
             and the last block, which nobody names; anywhere else.
         changed_inputs: the index tensors that the model changed.
     """
@@ -147,7 +147,9 @@ class MemoryStage:
         kv_places = [self._block_size + write.place for write in step.kv_writes]
         *changed_states, changed_kv = changed
         touched = {slot for part in changed_states for slot in _touched(part, 1)} - set(slots)
-        stray_kv = _touched(changed_kv, 2) - set(kv_places)
+        tails = _index(self._new_tails(step), self.kv)
+        stray = changed_kv.index_copy(2, tails, changed_kv[:, :, tails] & (self._flat_kv[:, :, tails] != 0))
+        stray_kv = _touched(stray, 2) - set(kv_places)
         guards, last = {0, len(self.pool.memory) - 1}, self._flat_kv.shape[2] - self._block_size
         sources = set(places.values())
         return Outcome(
@@ -165,6 +167,17 @@ class MemoryStage:
                 name for name, tensor in tensors.items() if not torch.equal(tensor, originals[name])
             ),
         )
+
+    def _new_tails(self, step: StepMemory) -> list[int]:
+        """The KV places, to which zeros may be written, behind a row's last token in a new block."""
+        size = self._block_size
+        written = {write.place for write in step.kv_writes}
+        tails: list[int] = []
+        for row in step.rows:
+            first = row.blocks[-1] * size
+            if row.stop % size and first in written:
+                tails += range(size + first + row.stop % size, size + first + size)
+        return tails
 
     def _load(self, inputs: StepInputs, step: StepMemory, fill: Fill) -> dict[int, int]:
         """Fill the scratch pools; returns the place of each source."""

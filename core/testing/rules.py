@@ -107,8 +107,8 @@ _FIXES: dict[Rule, str] = {
     ),
     Rule.PADDING_SLOT_WRITTEN: "Drop destinations of -1 before indexing: keep = destinations >= 0.",
     Rule.FOREIGN_KV_WRITTEN: (
-        "Write the KV cache at kv_write_positions only; tokens that are not among kv_write_tokens lie "
-        "in blocks that others read."
+        "Write the KV cache at kv_write_positions, and zeros behind the last token of a block whose first "
+        "token is among them; tokens that are not among kv_write_tokens lie in blocks that others read."
     ),
     Rule.PADDING_KV_WRITTEN: "Drop entries whose kv_write_positions is -1 before indexing.",
     Rule.SOURCES_IGNORED: (

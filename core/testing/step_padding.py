@@ -51,6 +51,10 @@ def padded(inputs: StepInputs, shape: StepShape) -> StepInputs:
 
     columns = shape.table_blocks - inputs.block_table.shape[1]
     table = torch.nn.functional.pad(inputs.block_table, (0, columns))
+    starts = torch.cat([
+        torch.arange(shape.decodes, dtype=torch.int32, device=table.device) * shape.decode_tokens,
+        inputs.query_start_loc[decodes:] + tokens,
+    ])  # fmt: skip
     last_token, last_chunk = int(chunks.query_start_loc[-1]), int(chunks.row_chunk_starts[-1])
     return replace(
         inputs,
@@ -59,6 +63,8 @@ def padded(inputs: StepInputs, shape: StepShape) -> StepInputs:
         positions=around(inputs.positions, decoded, tokens, shape.tokens, 0),
         kv_lengths=around(inputs.kv_lengths, decodes, rows, shape.rows, 0),
         block_table=around(table, decodes, rows, shape.rows, 0),
+        query_start_loc=behind(starts, shape.rows + 1, int(starts[-1])),
+        query_lengths=around(inputs.query_lengths, decodes, rows, shape.rows, 0),
         kv_write_tokens=behind(moved(inputs.kv_write_tokens), shape.kv_writes, 0),
         kv_write_positions=behind(inputs.kv_write_positions, shape.kv_writes, -1),
         state_sources=around(inputs.state_sources, decodes, rows, shape.rows, -1),

@@ -98,7 +98,7 @@ class Traffic:
 @pytest.mark.sampled
 @pytest.mark.usefixtures("kind")
 @every_split
-@pytest.mark.parametrize("mode", ["plain", "mixed", "in place"])
+@pytest.mark.parametrize("mode", ["plain", "mixed", "in place", "ahead"])
 @pytest.mark.parametrize(
     "pools",
     [

@@ -91,6 +91,8 @@ MODES: dict[str, dict[str, object]] = {
     "in place": {"num_speculative_tokens": 3, "make_drafter": MixedDrafter, "in_place": True},
     "n-grams": {"num_speculative_tokens": 3, "make_drafter": lambda: ms.NgramDrafter(2, 1)},
     "in place, no drafts": {"in_place": True},
+    "ahead": {"async_scheduling": True},
+    "in place, ahead": {"in_place": True, "async_scheduling": True},
 }
 
 

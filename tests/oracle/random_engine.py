@@ -77,6 +77,7 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
         prefix_caching_eviction_policy=random.choice(["lru", "ref_zero"]),
         checkpoint_plan=random_plan(random, block),
         num_speculative_tokens=drafts,
+        async_scheduling=not drafts and random.random() < 0.5,
     )
     model = ToyLM(random.random() < 0.3, random.choice(list(TOYS.values())))
     drafter = None

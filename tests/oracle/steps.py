@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from mambaslots.inference.contexts.state_pool import StatePool
@@ -110,7 +112,9 @@ def build_step(
     table = [[*row.blocks, *[0] * (most_blocks - len(row.blocks))] for row in rows]
     lengths = [row.start + len(row.tokens) for row in rows]
 
-    def int64(values: Sequence[int]) -> Tensor:
+    query_lengths = [len(row.tokens) for row in rows]
+
+    def int64(values: Sequence[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=spec.device)
 
     shape = StepShape(
@@ -128,8 +132,10 @@ def build_step(
         shape=shape,
         token_ids=int64(token_ids),
         positions=int64(positions),
-        kv_lengths=int64(lengths),
-        block_table=torch.tensor(table, dtype=torch.int64, device=spec.device).view(len(rows), most_blocks),
+        kv_lengths=int64(lengths).int(),
+        block_table=int64(table).int().view(len(rows), most_blocks),
+        query_start_loc=int64([0, *accumulate(query_lengths)]).int(),
+        query_lengths=int64(query_lengths).int(),
         kv_write_tokens=int64(kv_tokens),
         kv_write_positions=int64(kv_positions),
         state_sources=int64([row.source for row in rows]),

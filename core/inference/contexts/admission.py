@@ -49,6 +49,8 @@ class Admission:
     def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
         """The request's next step of at most `token_budget` tokens; None where blocks or tokens are short."""
         holding = request.holding
+        if holding is not None and holding.num_computed == len(request.tokens):
+            return self._following(request, holding)
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
         if holding is None and not self._rows.num_free:
@@ -87,6 +89,16 @@ class Admission:
             self._cache.grow(path, len(path.blocks) + 1)
         boundaries = self._boundaries(holding, start, start + 1)
         return RequestStep(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
+
+    def _following(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
+        """The decode of a token that nobody has read yet.
+
+        None where the step would need a KV block, complete one, or take a state: the books need the token.
+        """
+        start = holding.num_computed
+        if start == len(holding.path.blocks) * self._block_size or (start + 1) % self._block_size == 0:
+            return None
+        return RequestStep(request, holding, start, start + 1, decoding=True, follows=True)
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
         """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""

@@ -157,12 +157,17 @@ class DynamicInferenceContext:
         shares, and the state that it resumes from is pinned. Later parts of a prefill are matched again by
         the same rule, and may jump ahead to states that other requests have stored since.
 
+        A request whose known tokens are all computed gets a step that `follows`: the decode of the token that
+        the last step samples, which nobody has read yet. `begin_step` then needs the sampled tokens. There is
+        no such step where the books need the token: to complete a block, or to take a state.
+
         Args:
             request: one that waits, or holds a row of this context.
             token_budget: maximum number of tokens of the step.
 
         Returns:
-            The step; None, with nothing changed, where too few KV blocks or tokens are left.
+            The step; None, with nothing changed, where too few KV blocks or tokens are left, or where no step
+                can follow.
 
         Raises:
             RequestOverflowError: no row is free.
@@ -214,12 +219,20 @@ class DynamicInferenceContext:
 
     # ---- one step
 
-    def begin_step(self, steps: Sequence[RequestStep], padding: Padding | None = None) -> Step:
+    def begin_step(
+        self,
+        steps: Sequence[RequestStep],
+        padding: Padding | None = None,
+        sampled_tokens: Tensor | None = None,
+    ) -> Step:
         """Reserve slots for the planned states, and publish the model's inputs, decode rows first.
 
         Args:
-            steps: one or more results of `schedule` and `draft`, each of another request.
+            steps: one or more results of `schedule` and `draft`, each of another request. All of them follow
+                the last step, or none.
             padding: maps the step's shape to the shape to pad to, which must be at least as large.
+            sampled_tokens: [steps] int64 on the device, for steps that follow: the token that each of them
+                decodes. Read in stream order.
 
         Returns:
             The step. Its index tensors are copied to the device at once, without synchronising.
@@ -233,6 +246,11 @@ class DynamicInferenceContext:
                 f"steps has {len(steps)} entries, {len(ready)} of them ready; accepted: one or more, as "
                 "`schedule` gave them, each for another request, to which nothing has happened since"
             )
+        if any(step.follows != (sampled_tokens is not None) for step in steps):
+            raise ValueError(
+                f"sampled_tokens is {shown(sampled_tokens)}, and {sum(step.follows for step in steps)} of "
+                f"{len(steps)} steps follow; accepted: tokens where all steps follow, None where none does"
+            )
         in_row_order = sorted(steps, key=lambda step: not step.decoding)
         self._steps = tuple(self.prefix_cache.reserve(in_row_order))
         self._states.gather(self._steps)
@@ -243,6 +261,7 @@ class DynamicInferenceContext:
             self.memory.kv_cache,
             self.memory.state_pool,
             padding or (lambda shape: shape),
+            sampled_tokens,
         )
         for observer in self._observers:
             observer.step_begun(self._steps, inputs)

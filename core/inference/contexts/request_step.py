@@ -23,6 +23,8 @@ class RequestStep:
         boundaries: where states are to be taken.
         destinations: boundary position -> the durable slot reserved for its state.
         drafts: the drafts of a decode. They are not among the request's tokens.
+        follows: whether the step is a decode of the token that the step before samples, which nobody has read
+            yet. Only the device knows the token; `tokens` has a 0 in its place.
     """
 
     request: DynamicInferenceRequest
@@ -35,6 +37,7 @@ class RequestStep:
     boundaries: tuple[Boundary, ...] = ()
     destinations: dict[int, int] = field(default_factory=dict)
     drafts: tuple[int, ...] = ()
+    follows: bool = False
 
     @property
     def length(self) -> int:
@@ -43,7 +46,12 @@ class RequestStep:
     @property
     def completes(self) -> bool:
         """Whether the request's next token is sampled after this step."""
-        return self.stop - len(self.drafts) == len(self.request.tokens)
+        return self.follows or self.stop - len(self.drafts) == len(self.request.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens the request has generated before those that are sampled after this step."""
+        return self.stop - len(self.drafts) - len(self.request.prompt_tokens)
 
     def completes_block(self, block_size_tokens: int) -> bool:
         """Whether the step fills a KV block that becomes findable then."""
@@ -53,6 +61,8 @@ class RequestStep:
     @property
     def tokens(self) -> list[int]:
         """The tokens to compute, drafts included."""
+        if self.follows:
+            return [0]
         known = self.request.tokens[self.start : self.stop]
         return [*known, *self.drafts] if self.drafts else known
 

@@ -43,6 +43,7 @@ class StepBuilder:
         kv_cache: Tensor,
         state_pool: StatePool,
         padding: Padding,
+        sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
         """The inputs of a step. Their tensors are copied to the device at once, without synchronising.
 
@@ -54,6 +55,7 @@ class StepBuilder:
             destinations: pool indices for the state after each decode token and after each prefill.
             kv_cache, state_pool: passed on to the model.
             padding: maps the step's shape to the shape to pad to.
+            sampled_tokens: [steps] on the device: what takes the place of the steps' tokens, one each.
         """
         packing = _Packing.of(steps)
         values: dict[str, Any] = {"state_destinations": destinations}
@@ -62,12 +64,15 @@ class StepBuilder:
         values |= self._state_values(steps, packing, state_pool.num_live)
         shape = padding(packing.shape(values))
         layout = _Layout(packing, shape)
+        values["row_query_start_loc"] = layout.query_start_loc()
         for name in ("kv_write_tokens", "logit_tokens"):
             values[name] = layout.padded_tokens(values[name])
         arrays = self._buffer.arrays(shape)
         for field in STEP_FIELDS:
             layout.fill(arrays[field.name], values[field.name], field)
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
+        if sampled_tokens is not None:
+            tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
         return _inputs(shape, num_logits, tensors, self._chunk_size, kv_cache, state_pool)
 
     def _kv_values(
@@ -84,6 +89,7 @@ class StepBuilder:
         return {
             "kv_lengths": packing.stops,
             "block_table": table,
+            "query_lengths": packing.lengths,
             "kv_write_tokens": writes,
             "kv_write_positions": blocks * size + written % size,
         }
@@ -208,6 +214,14 @@ class _Layout:
     def padded_tokens(self, tokens: Array) -> Array:
         """The places in the padded step of the packed `tokens`."""
         return tokens if self._token_places is None else self._token_places[tokens]
+
+    def query_start_loc(self) -> Array:
+        """The place of each row's first token in the padded step, for padding rows too."""
+        packing, shape = self._packing, self._shape
+        width = shape.decode_tokens
+        moved = shape.decodes * width - packing.num_decode_tokens
+        decodes = np.arange(0, shape.decodes * width, width)
+        return np.concatenate([decodes, packing.query_start_loc[packing.num_decodes :] + moved])
 
     def fill(self, array: Array, values: Sequence[int] | Array, field: StepField) -> None:
         """Write a field's values into its array, and padding into the rest."""

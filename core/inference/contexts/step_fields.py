@@ -42,8 +42,12 @@ STEP_FIELDS = (
     StepField("positions", lambda s: s.tokens, "tokens"),
     StepField("kv_write_tokens", lambda s: s.kv_writes),
     StepField("kv_write_positions", lambda s: s.kv_writes, padding=-1),
-    StepField("kv_lengths", lambda s: s.rows, "rows"),
-    StepField("block_table", lambda s: s.rows * s.table_blocks, "rows"),
+    StepField("kv_lengths", lambda s: s.rows, "rows", int32=True),
+    StepField("block_table", lambda s: s.rows * s.table_blocks, "rows", int32=True),
+    StepField(
+        "row_query_start_loc", lambda s: s.rows + 1, padding=None, attribute="query_start_loc", int32=True
+    ),
+    StepField("query_lengths", lambda s: s.rows, "rows", int32=True),
     StepField("state_sources", lambda s: s.rows, "rows", padding=-1),
     StepField("state_destinations", lambda s: s.state_writes, "state_writes", padding=-1),
     StepField("logit_tokens", lambda s: s.logits),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..kernels.attention_rows import AttentionRows
 from .state_pool import StatePool
 
 
@@ -95,7 +96,8 @@ class StepInputs:
     may follow, then padding. In a step without drafts each decode row has one token.
 
     Index tensors lie on the model's device, and are valid until the context begins its next step. The model
-    writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else.
+    writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else; in a KV
+    block whose first row it writes, it may also write zeros behind the sequence's last token.
 
     All tensors may be padded to `shape`: padding lies behind the real decode rows and behind the real prefill
     rows, as `kernels.reference` describes. The logits of padding are ignored. The padding tokens of a real
@@ -105,8 +107,10 @@ class StepInputs:
     shape: StepShape
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64: absolute position of each token in its sequence
-    kv_lengths: Tensor  # [R] int64: tokens of each sequence after this step, drafts included
-    block_table: Tensor  # [R, most blocks of any row] int64: KV blocks in order, padded with 0
+    kv_lengths: Tensor  # [R] int32: tokens of each sequence after this step, drafts included
+    block_table: Tensor  # [R, most blocks of any row] int32: KV blocks in order, padded with 0
+    query_start_loc: Tensor  # [R + 1] int32: the place of each row's first token; trailing total
+    query_lengths: Tensor  # [R] int32: each row's real tokens; 0 for padding rows
     kv_write_tokens: Tensor  # [W] int64: the tokens whose keys and values are stored
     kv_write_positions: Tensor  # [W] int64: block * block_size_tokens + offset for each of them; -1 = none
     state_sources: Tensor  # [R] int64: pool index of the state after the tokens before; -1 = zeros
@@ -129,6 +133,20 @@ class StepInputs:
     @property
     def num_decode_tokens(self) -> int:
         return self.shape.decodes * self.shape.decode_tokens
+
+    @property
+    def attention_rows(self) -> AttentionRows:
+        """The rows, as attention kernels take them."""
+        return AttentionRows(
+            block_table=self.block_table,
+            kv_lengths=self.kv_lengths,
+            query_start_loc=self.query_start_loc,
+            query_lengths=self.query_lengths,
+            positions=self.positions,
+            num_decodes=self.shape.decodes,
+            decode_tokens=self.shape.decode_tokens,
+            max_query_tokens=self.shape.max_query_tokens,
+        )
 
     @property
     def decode_destinations(self) -> Tensor:

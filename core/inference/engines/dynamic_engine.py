@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
@@ -23,6 +24,7 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
+from ..kernels.kernel_set import kernel_set
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.salt_key import salt_bytes
@@ -40,7 +42,7 @@ from .arguments import (
     one_each,
 )
 from .drafter import Drafter
-from .engine_books import EngineBooks, StepUndo
+from .engine_books import EngineBooks, LaunchedStep, StepUndo
 from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
@@ -85,6 +87,7 @@ class DynamicInferenceEngine:
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self._runner = self._new_runner()
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
+        self._looks_ahead = config.looks_ahead_on(spec.device)
         self._books = EngineBooks(self.context, self._drafter, self._runner.drop_graphs)
         self._new_ids = count()
         # Apart from the ids of users' requests, so that no seed depends on what is cached.
@@ -251,19 +254,33 @@ class DynamicInferenceEngine:
         books.drain()
 
     def _run_step(self, undo: StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
-        scheduled = self._schedule(undo)  # match, plan, hold KV blocks
-        if not scheduled:
-            return (), {}, ()
-        step = self.context.begin_step(scheduled, self._runner.padded)  # reserve slots, publish
+        step = self._books.take_unread()  # the step that the last call launched ahead
+        if step is None:
+            scheduled = self._schedule(undo)  # match, plan, hold KV blocks
+            if not scheduled:
+                return (), {}, ()
+            step = self._launch(scheduled, None, undo)
+        following = self._books.scheduler.following(step.requests) if self._looks_ahead else []
+        if following:
+            tokens_there = step.sampled.tokens_of([one.request for one in following])
+            self._books.unread = self._launch(following, tokens_there, undo)
+        tokens = step.sampled.wait()
+        self._runner.after_step(self.model)
+        return step.requests, tokens, step.sampled.invalid
+
+    def _launch(
+        self, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None, undo: StepUndo
+    ) -> LaunchedStep:
+        """Launch a step. `sampled_tokens`: its tokens, where it follows a step that nobody has read."""
+        undo.settled = False
+        step = self.context.begin_step(scheduled, self._runner.padded, sampled_tokens)  # reserve, publish
         undo.settled = True
         logits = self._runner.run(self.model, step.inputs)  # forward
         sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
         undo.settled = False
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self.context.end_step(sampled.num_accepted, sampled.is_valid)
-        tokens = sampled.wait()
-        self._runner.after_step(self.model)
-        return step.requests, tokens, sampled.invalid
+        return LaunchedStep(step.requests, sampled)
 
     def _schedule(self, undo: StepUndo) -> list[RequestStep]:
         try:
@@ -539,6 +556,36 @@ class DynamicInferenceEngine:
             num_rebuilds=self._books.num_rebuilds,
         )
 
+    def describe(self) -> str:
+        """Says what serves the model: device, kernels and why no better ones, graphs, and steps ahead.
+
+        A model that brings kernels of its own does not use those that are named.
+
+        Returns:
+            One line for each.
+        """
+        config, spec = self.config, self.context.spec
+        device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
+        kernels = kernel_set(spec.device, spec.kv_dtype)
+        return "\n".join(
+            (
+                f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
+                *kernels.describe(spec, config.block_size_tokens),
+                f"CUDA graphs: {self._runner.describe()}",
+                f"decode steps: {self._describe_steps()}",
+            )
+        )
+
+    def _describe_steps(self) -> str:
+        if self._looks_ahead:
+            return "launched before the tokens of the step before are read"
+        config = self.config
+        if config.num_speculative_tokens or config.poison_free_memory:
+            because = "num_speculative_tokens" if config.num_speculative_tokens else "poison_free_memory"
+        else:
+            because = "async_scheduling" if config.async_scheduling is False else "a CPU"
+        return f"wait for the tokens of the step before, because of {because}"
+
     def memory_summary(self) -> str:
         """One line that says how many bytes each pool takes."""
         return self.context.memory.summary()
@@ -557,6 +604,7 @@ class DynamicInferenceEngine:
         if self.context.memory.allocated:
             with self._books.forgetting():
                 self._books.scheduler.restart(self._books.scheduler.running)
+                self._books.unread = None  # its requests are queued again, and compute its tokens again
                 self._runner.drop_graphs()
                 self.context.suspend()
 

@@ -11,12 +11,22 @@ from ...cache_stats import SpeculationStats
 from ...request import FinishReason, RequestResult
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request_step import RequestStep
 from .drafter import Drafter
 from .recovery import EngineState
+from .sampling import SampledStep
 from .scheduler import Scheduler
 from .step_report import StepReport
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that runs on the device and has ended in the context's books; its tokens are not read yet."""
+
+    requests: tuple[RequestStep, ...]
+    sampled: SampledStep
 
 
 @dataclass
@@ -47,6 +57,8 @@ class EngineBooks:
         requests: id -> request that has not ended.
         unclaimed: id -> result of a request that ended, which has no owner and was not reported.
         reports: reports of steps that were made and not returned.
+        unread: the step that was launched ahead; None where no step was. To drop it loses no token, once its
+            requests are queued again: they compute the token again.
         abandoned: ids of requests whose leases have ended; filled at any moment, by any thread.
         speculation: what drafts were worth.
         num_rebuilds: how often an interrupted call cost all cached prefixes.
@@ -59,6 +71,7 @@ class EngineBooks:
         self.requests: dict[int, DynamicInferenceRequest] = {}
         self.unclaimed: dict[int, RequestResult] = {}
         self.reports: deque[StepReport] = deque()
+        self.unread: LaunchedStep | None = None
         self.abandoned: deque[int] = deque()
         self.scheduler = Scheduler(context, drafter)
         self.speculation = SpeculationStats()
@@ -101,6 +114,12 @@ class EngineBooks:
         before = {request: len(request.tokens) for request in self.scheduler.running}
         return StepUndo(before, self.speculation, len(self.reports))
 
+    def take_unread(self) -> LaunchedStep | None:
+        """The step that was launched ahead, once; None without one, or where all its requests have ended."""
+        step, self.unread = self.unread, None
+        live = step is not None and any(one.request.result is None for one in step.requests)
+        return step if live else None
+
     def in_step(self, frame: FrameType, undo: StepUndo) -> AbstractContextManager[None]:
         """Inside, a step is made, by the function with this frame; `undo` takes it back."""
         return self.state.in_step(frame, lambda: self._undo(undo))
@@ -138,6 +157,7 @@ class EngineBooks:
     def _undo(self, undo: StepUndo) -> None:
         """Take back a step: running requests wait again, with the tokens that they had before."""
         self.speculation = undo.speculation
+        self.unread = None
         while len(self.reports) > undo.num_reports:
             self.reports.pop()
         requests = undo.num_tokens | self.scheduler.admitted
@@ -177,6 +197,7 @@ class EngineBooks:
     def _rebuild(self) -> None:
         """Forget every cached prefix and pin, and queue all requests again."""
         self._drop_graphs()
+        self.unread = None
         self._context.reset(keep_counts=True)
         self.scheduler.rebuild(self.requests.values())
         self.num_rebuilds += 1
@@ -196,6 +217,7 @@ class EngineBooks:
             request.result = request.result_for("reset")
         for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
             collection.clear()
+        self.unread = None
         self.scheduler = Scheduler(self._context, self._drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0

@@ -148,6 +148,10 @@ class GraphRunner(ModelRunner):
         """The shapes that have a graph, in the order of their capture."""
         return tuple(self._graphs)
 
+    def describe(self) -> str:
+        """How many graphs are captured, and how many may be."""
+        return f"{len(self._graphs)} captured; at most {self._max_graphs} of decodes, and of prefills"
+
     def padded(self, shape: StepShape) -> StepShape:
         """The shape to pad a step of `shape` to; `shape` itself where the step gets no graph."""
         fitting = self._buckets.smallest(shape)
@@ -196,7 +200,9 @@ class GraphRunner(ModelRunner):
             warnings.warn(f"the model cannot be captured, and runs without graphs: {failure}", stacklevel=2)
 
     def drop_graphs(self) -> None:
-        """Forget all graphs, and give their memory back."""
+        """Forget all graphs, and give their memory back; waits for a graph that may still run."""
+        if self._graphs and self._spec.device.type == "cuda":
+            torch.cuda.synchronize(self._spec.device)
         self._graphs.clear()
         self._first = None
 

@@ -26,6 +26,10 @@ class ModelRunner:
         """The shapes that have a graph: none."""
         return ()
 
+    def describe(self) -> str:
+        """How many graphs are captured, or why none is."""
+        return "none; on a GPU, num_cuda_graphs captures them, except in float64"
+
     def padded(self, shape: StepShape) -> StepShape:
         """The shape to pad a step of `shape` to: `shape` itself."""
         return shape

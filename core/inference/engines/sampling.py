@@ -29,21 +29,37 @@ class SampledStep:
     """
 
     def __init__(
-        self, sampled: "list[_Sampled]", prompts: "list[_PromptPart]", columns: list[Tensor]
+        self,
+        sampled: "list[_Sampled]",
+        prompts: "list[_PromptPart]",
+        columns: list[Tensor],
+        drawn: Tensor | None = None,
     ) -> None:
-        """
+        """Launch the copy of the results to the CPU.
+
         Args:
             sampled: the requests that get new tokens.
             prompts: the requests that get prompt log-probs.
             columns: for each entry of `prompts` the log-probs, and the largest logits of the request's rows.
                 Then, if `sampled` is not empty, the drawn tokens and the largest logits of their rows. Then
                 the tokens' log-probs, if a request returns log-probs.
+            drawn: the drawn tokens; None where `sampled` is empty.
         """
         self.invalid: tuple[int, ...] = ()
         self._sampled = sampled
         self._prompts = prompts
-        self._columns = columns
+        self._results = _Results(columns)
+        self._drawn = drawn
         self._tokens: dict[int, tuple[GeneratedToken, ...]] | None = None
+
+    def tokens_of(self, requests: Sequence[DynamicInferenceRequest]) -> Tensor:
+        """The tokens of requests without drafts, [requests] int64 on the device. Does not synchronise."""
+        drawn = torch.empty(0, dtype=torch.int64) if self._drawn is None else self._drawn
+        rows = {sampled.request.request_id: row for row, sampled in enumerate(self._sampled)}
+        wanted = [rows[request.request_id] for request in requests]
+        if wanted == list(range(len(drawn))):
+            return drawn
+        return drawn.index_select(0, _on_device(torch.tensor(wanted, device="cpu"), drawn.device))
 
     def num_accepted(self, request_id: int) -> int | None:
         """How many tokens of a request's step are right; None without a new token. Waits as `wait` does."""
@@ -68,14 +84,14 @@ class SampledStep:
         The first call waits until the tokens are computed and copied to the CPU, in one copy. The call waits
         for nothing where the step returns no tokens and no log-probs. Later calls return the same tokens and
         append nothing. When the call raises, no request has a new token. Requests with invalid logits are not
-        changed.
+        changed, and neither are requests that have ended, or got other tokens, since the step was launched.
         """
         if self._tokens is None:
             self._tokens = self._read()
         return self._tokens
 
     def _read(self) -> dict[int, tuple[GeneratedToken, ...]]:
-        numbers = iter(_read(self._columns))
+        numbers = iter(self._results.wait())
         invalid: set[int] = set()
         prompt_log_probs = []
         for part in self._prompts:
@@ -88,8 +104,11 @@ class SampledStep:
         log_probs = next(numbers, no_log_probs)
         answers: list[tuple[DynamicInferenceRequest, list[int], Sequence[float | None]]] = []
         first = 0
-        for request, drafts in self._sampled:
+        for request, drafts, num_known in self._sampled:
             stop = first + 1 + len(drafts)
+            if request.result is not None or len(request.tokens) != num_known:
+                first = stop
+                continue
             tokens = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops)
             reached = slice(first, first + len(tokens))  # rows behind the first wrong draft mean nothing
             if not all(map(math.isfinite, largest[reached])):
@@ -111,10 +130,11 @@ class SampledStep:
 
 
 class _Sampled(NamedTuple):
-    """A request that gets new tokens, and its drafts, which are verified now."""
+    """A request that gets new tokens, its drafts, which are verified now, and how many tokens go before."""
 
     request: DynamicInferenceRequest
     drafts: tuple[int, ...]
+    num_known: int
 
 
 class _PromptPart(NamedTuple):
@@ -140,6 +160,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
     seeds: list[int] = []
     prompts: list[_PromptPart] = []
     columns: list[Tensor] = []
+    drawn: Tensor | None = None
     first = 0
     for step in steps:
         num_logits = len(step.logit_positions)
@@ -150,21 +171,21 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
             columns += [log_probs, logits[first : first + num_logits].amax(dim=-1)]
         first += num_logits
         if step.completes:
-            sampled.append(_Sampled(request, step.drafts))
+            sampled.append(_Sampled(request, step.drafts, step.stop - len(step.drafts)))
             num_tokens = 1 + len(step.drafts)
             rows += range(first - num_tokens, first)
             params += [request.sampling] * num_tokens
-            positions += range(request.num_generated, request.num_generated + num_tokens)
+            positions += range(step.num_generated, step.num_generated + num_tokens)
             seeds += [request.seed] * num_tokens
     if sampled:
         chosen = logits
         if rows != list(range(len(logits))):
             chosen = logits.index_select(0, _on_device(torch.tensor(rows, device="cpu"), logits.device))
-        tokens, largest = _choose(chosen, params, positions, seeds)
-        columns += [tokens, largest]
-        if any(request.sampling.return_log_probs for request, _ in sampled):
-            columns.append(log_softmax(chosen).gather(1, tokens[:, None])[:, 0])
-    return SampledStep(sampled, prompts, columns)
+        drawn, largest = _choose(chosen, params, positions, seeds)
+        columns += [drawn, largest]
+        if any(one.request.sampling.return_log_probs for one in sampled):
+            columns.append(log_softmax(chosen).gather(1, drawn[:, None])[:, 0])
+    return SampledStep(sampled, prompts, columns, drawn)
 
 
 def _prompt_log_probs(step: RequestStep, logits: Tensor) -> tuple[slice, Tensor]:
@@ -284,16 +305,29 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def _read(columns: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of 1-D tensors. Waits until they are computed. float64 holds token ids exactly."""
-    if not columns:
-        return []
-    together = torch.cat([column.double() for column in columns])
-    if together.device.type == "cuda":
-        there = together
-        together = torch.empty(there.shape, dtype=there.dtype, pin_memory=True, device="cpu")
-        together.copy_(there, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        copied.synchronize()
-    return [part.tolist() for part in torch.split(together, [len(column) for column in columns])]
+class _Results:
+    """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly.
+
+    The copy is launched at once: behind it, the device may compute the next step.
+    """
+
+    def __init__(self, columns: Sequence[Tensor]) -> None:
+        self._lengths = [len(column) for column in columns]
+        self._copied: torch.cuda.Event | None = None
+        if not columns:
+            return
+        self._numbers = torch.cat([column.double() for column in columns])
+        if self._numbers.device.type == "cuda":
+            there = self._numbers
+            self._numbers = torch.empty(there.shape, dtype=there.dtype, pin_memory=True, device="cpu")
+            self._numbers.copy_(there, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait(self) -> list[list[float]]:
+        """The numbers of each tensor. Waits until they are here."""
+        if not self._lengths:
+            return []
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [part.tolist() for part in torch.split(self._numbers, self._lengths)]

@@ -1,7 +1,7 @@
 """Which requests advance in the next step, and which wait."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ...errors import KVBlockCapacityError
@@ -132,6 +132,31 @@ class Scheduler:
             if not self.running:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
+
+    def following(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
+        """What the requests of the last step do next, as far as that follows before its tokens are read.
+
+        Empty where the next step depends on these tokens for more than its inputs: where a request waits that
+        could be admitted, where books need a token, or with drafts. A request may turn out to have ended with
+        the last step's token. Its following step is then computed for nothing: it changes no books.
+
+        Args:
+            steps: the last step, ended in the context.
+        """
+        live = [step.request for step in steps if step.request.holding is step.holding]
+        may_admit = self.waiting and len(self.running) < self._config.max_requests
+        if len(live) < len(self.running) or may_admit or self._drafter:
+            return []
+        following = []
+        for request in live:
+            if len(request.tokens) + 1 < request.max_length:
+                step = None
+                if request.holding is not None and request.holding.num_computed == len(request.tokens):
+                    step = self._context.schedule(request, 1)
+                if step is None:
+                    return []
+                following.append(step)
+        return following
 
     def _advance_running(self) -> list[RequestStep]:
         steps: list[RequestStep] = []

@@ -1,120 +1,98 @@
-"""Attention over the paged KV cache on a GPU: by flash_attn where it is installed and takes the cache.
+"""Attention by FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), from the package tokenspeed-fa3."""
 
-Elsewhere `attention_torch` computes. The references are the functions of the same names in `reference`.
-"""
-
+import importlib
+import importlib.metadata
+import os
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import attention_torch
+from .attention_rows import AttentionRows
 
-_PAGE_TOKENS = 256
-_MAX_HEAD_DIM = 256
-
-
-def paged_attention_decode(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    *,
-    scale: float | None = None,
-) -> Tensor:
-    """`reference.paged_attention_decode`; flash_attn returns the dtype of `kv_cache`."""
-    flash = flash_attn_for(kv_cache)
-    if flash is None:
-        return attention_torch.paged_attention_decode(query, kv_cache, block_table, kv_lengths, scale=scale)
-    attended: Tensor = flash.flash_attn_with_kvcache(
-        query.to(kv_cache.dtype)[:, None],
-        kv_cache[0],
-        kv_cache[1],
-        cache_seqlens=kv_lengths.int(),
-        block_table=block_table.int(),
-        softmax_scale=scale,
-        causal=True,
-    )
-    return attended[:, 0]
-
-
-def paged_attention_verify(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    positions: Tensor,
-    *,
-    scale: float | None = None,
-) -> Tensor:
-    """`reference.paged_attention_verify`; flash_attn returns the dtype of `kv_cache`.
-
-    flash_attn aligns a row's queries with the row's end, but padding tokens may lie there. Each token is
-    therefore a row of its own. A row's KV comes from memory once, and from the GPU's cache for later tokens.
-    """
-    if flash_attn_for(kv_cache) is None:
-        return attention_torch.paged_attention_verify(
-            query, kv_cache, block_table, kv_lengths, positions, scale=scale
-        )
-    seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
-    table = block_table.repeat_interleave(positions.shape[1], dim=0)
-    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen, scale=scale)
-    return torch.unflatten(attended, 0, positions.shape)
-
-
-def paged_attention_prefill(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    kv_lengths: Tensor,
-    max_query_tokens: int,
-    *,
-    scale: float | None = None,
-) -> Tensor:
-    """`reference.paged_attention_prefill`; flash_attn returns the dtype of `kv_cache`."""
-    flash = flash_attn_for(kv_cache)
-    if flash is None:
-        return attention_torch.paged_attention_prefill(
-            query, kv_cache, block_table, query_start_loc, kv_lengths, max_query_tokens, scale=scale
-        )
-    attended: Tensor = flash.flash_attn_varlen_func(
-        query.to(kv_cache.dtype),
-        kv_cache[0],
-        kv_cache[1],
-        cu_seqlens_q=query_start_loc.int(),
-        cu_seqlens_k=F.pad(kv_lengths.cumsum(0), (1, 0)).int(),
-        max_seqlen_q=max_query_tokens,
-        max_seqlen_k=block_table.shape[1] * kv_cache.shape[2],
-        softmax_scale=scale,
-        causal=True,
-        block_table=block_table.int(),
-    )
-    return attended
-
-
-def flash_attn_for(kv_cache: Tensor) -> ModuleType | None:
-    """flash_attn (2.5 or later) where it is installed and takes this cache, else None.
-
-    flash_attn takes 16-bit floats, blocks of whole pages of 256 tokens, and heads whose width is a multiple
-    of 8 and at most 256. The callers round queries to the dtype of the cache.
-    """
-    block_size, _, head_dim = kv_cache.shape[2:]
-    fits = (
-        kv_cache.dtype in (torch.float16, torch.bfloat16)
-        and block_size % _PAGE_TOKENS == 0
-        and head_dim % 8 == 0
-        and head_dim <= _MAX_HEAD_DIM
-    )
-    return _installed_flash_attn() if fits else None
+PACKAGE, MODULE = "tokenspeed-fa3", "flash_attn_interface"
+MAX_HEAD_DIM = 256
+"""The package has kernels for heads of 64, 128 and 256 numbers; the next larger one computes others."""
+SPLITS_VARIABLE = "MAMBASLOTS_ATTENTION_SPLITS"
+MAX_SPLITS = 128
 
 
 @cache
-def _installed_flash_attn() -> ModuleType | None:
-    if find_spec("flash_attn") is None:
-        return None
-    return import_module("flash_attn")
+def num_splits() -> int:
+    """Into how many parts each sequence's KV is cut for more thread blocks; 0: FlashAttention-3 chooses.
+
+    The environment variable MAMBASLOTS_ATTENTION_SPLITS gives the number. With 1 the bits of a row do not
+    depend on the other rows of the step. With 0 they do, and a few long sequences take less time.
+
+    Raises:
+        ValueError: the variable is no integer from 0 to 128.
+    """
+    value = os.environ.get(SPLITS_VARIABLE, "0")
+    if not value.isdecimal() or int(value) > MAX_SPLITS:
+        raise ValueError(f"{SPLITS_VARIABLE} is {value!r}; accepted: 0 to {MAX_SPLITS}")
+    return int(value)
+
+
+def paged_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
+    """`attention.paged_attention` of all rows in one call."""
+    out: Tensor = torch.ops.flash_attn_3.fwd.default(
+        query.to(kv_cache.dtype),
+        kv_cache[0],
+        kv_cache[1],
+        cu_seqlens_q=rows.query_start_loc,
+        seqused_q=rows.query_lengths,
+        seqused_k=rows.kv_lengths,
+        max_seqlen_q=rows.longest_query,
+        page_table=rows.block_table,
+        softmax_scale=scale,
+        is_causal=True,
+        num_splits=num_splits(),
+    )[0]
+    return out.to(query.dtype)
+
+
+def name() -> str:
+    """The words of `attention.describe`."""
+    splits = num_splits()
+    return f"FlashAttention-3 ({PACKAGE} {_version()})" + (f", splits {splits}" if splits else "")
+
+
+def rejection(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
+    """Why FlashAttention-3 does not take a cache; empty where it does. It takes every block size."""
+    if device.type != "cuda":
+        return f"FlashAttention-3 needs a GPU, this is {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"FlashAttention-3 needs compute capability 9.0, this GPU has {major}.{minor}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        shown = str(dtype).removeprefix("torch.")
+        return f"FlashAttention-3 needs KV in bfloat16 or float16, this is {shown}"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return (
+            f"FlashAttention-3 needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, "
+            f"these have {head_dim}"
+        )
+    return _import_failure()
+
+
+@cache
+def _import_failure() -> str:
+    """Import the package, which registers its operators; why that fails, or nothing."""
+    try:
+        importlib.import_module(MODULE)
+        torch.ops.flash_attn_3.fwd.default  # noqa: B018
+    except ModuleNotFoundError as error:
+        if error.name == MODULE:
+            return "FlashAttention-3 is not installed: pip install 'mambaslots[gpu]'"
+        return f"FlashAttention-3 needs {error.name}, which is not installed"
+    except Exception as error:
+        said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        return f"FlashAttention-3 cannot be imported: {said}"
+    return ""
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -4,18 +4,22 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 """
 
 from ...state_spec import HybridStateSpec
-from . import gated_delta_rule, ssd_scan
-from .attention_flash import paged_attention_decode, paged_attention_prefill, paged_attention_verify
+from . import attention, gated_delta_rule, ssd_scan
+from .activations import relu_squared, sigmoid_mul, silu_mul
+from .attention import paged_attention
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from .delta_gates import delta_gates
 from .gated_delta_rule import gated_delta_rule_scan
 from .gated_delta_rule_update import gated_delta_rule_update
 from .gated_norms import gated_rms_norm, rms_norm_gated
-from .reference import apply_rotary, compute_dtype, rms_norm
+from .norms import add_rms_norm, rms_norm
+from .products import head_product
+from .qk_norm_rotary import qk_norm_rotary
+from .reference import apply_rotary, compute_dtype
 from .selective_state_update import selective_state_update
 from .ssd_scan import ssd_chunk_scan
 from .time_steps import time_steps
-from .write_kv import write_kv
+from .write_kv import rotary_and_write_kv, write_kv
 
 SEPARATE_STATES = True
 
@@ -35,23 +39,47 @@ def check_states(spec: HybridStateSpec) -> None:
         gated_delta_rule.stages()
 
 
+def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+    """What computes attention and scans of a model, and why nothing better does.
+
+    Args:
+        spec: what the model says of itself.
+        block_size: tokens of a KV block.
+    """
+    lines = []
+    if spec.num_attention_layers:
+        lines.append(attention.describe(spec.device, spec.kv_dtype, spec.head_dim, block_size))
+    names = {tensor.name for tensor in spec.states if tensor.num_layers}
+    if "ssm" in names:
+        lines.append(ssd_scan.describe(spec.kv_dtype))
+    if "delta" in names:
+        lines.append("gated delta rule: mambaslots, and stages of fla-core")
+    return tuple(lines)
+
+
 __all__ = [
     "SEPARATE_STATES",
+    "add_rms_norm",
     "apply_rotary",
-    "check_states",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
+    "check_states",
     "compute_dtype",
     "delta_gates",
+    "describe",
     "gated_rms_norm",
     "gated_delta_rule_scan",
     "gated_delta_rule_update",
-    "paged_attention_decode",
-    "paged_attention_prefill",
-    "paged_attention_verify",
+    "head_product",
+    "paged_attention",
+    "qk_norm_rotary",
+    "relu_squared",
     "rms_norm",
     "rms_norm_gated",
+    "rotary_and_write_kv",
     "selective_state_update",
+    "sigmoid_mul",
+    "silu_mul",
     "ssd_chunk_scan",
     "time_steps",
     "write_kv",

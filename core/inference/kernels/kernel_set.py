@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from . import reference
+from .attention_rows import AttentionRows
 
 
 class KernelSet(Protocol):
@@ -16,8 +17,9 @@ class KernelSet(Protocol):
     padded. `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba. `Hk`, `Hv`,
     `Dk` and `Dv` are key heads, value heads and the sizes of their keys and values. A function computes in
     `compute_dtype`, and returns the dtype of its first tensor, rounded once. Gates are the exception: they
-    stay in the compute dtype. `out`, where a function has it, is a contiguous tensor of the shape and dtype
-    of the result, which is written there and returned: the parts of a step lie side by side without a copy.
+    stay in the compute dtype, and so do logits. `out`, where a function has it, is a contiguous tensor of the
+    shape and dtype of the result, which is written there and returned: the parts of a step lie side by side
+    without a copy.
     """
 
     SEPARATE_STATES: bool
@@ -28,11 +30,38 @@ class KernelSet(Protocol):
     def check_states(self, spec: HybridStateSpec) -> None:
         """Raise an ImportError or a ValueError where no kernel here can compute these states."""
 
+    def describe(self, spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+        """What computes attention and scans of a model, and why nothing better does; a line each."""
+
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise x [..., n] by its root mean square; weight [n]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """Normalise x [..., n] by its root mean square, times weight [n] + offset."""
+
+    def add_rms_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """residual + x, both [..., n], and the `rms_norm` of this sum."""
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """max(x, 0) squared."""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, both [..., n]."""
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [..., n]."""
+
+    def qk_norm_rotary(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+        query_weight: Tensor | None = None, key_weight: Tensor | None = None, eps: float = 0.0,
+        *, offset: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`rms_norm` of each head of query and key [T, heads, D], then a rotation by cos and sin [T, R]."""
+
+    def head_product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [..., n] @ weight.T, weight [vocabulary, n], in float32 or wider."""
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
         """The RMS norm of x * silu(gate), both [T, n], over each of `groups` parts; weight [n]."""
@@ -97,25 +126,21 @@ class KernelSet(Protocol):
     def write_kv(
         self, kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor
     ) -> None:
-        """Store keys and values [T, kv heads, head dim] of `tokens` at `positions`. Writes `kv_cache`."""
+        """Store keys and values [T, kv heads, head dim] of `tokens` at `positions`. Writes `kv_cache`.
 
-    def paged_attention_decode(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor,
-        *, scale: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Attention of one token a row, query [rows, heads, head dim]."""
+        The rows behind the last token of a new block become zeros.
+        """
 
-    def paged_attention_verify(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, positions: Tensor,
-        *, scale: float | None = None,
+    def rotary_and_write_kv(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, base: float,
+        kv_cache: Tensor, tokens: Tensor, write_positions: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Attention of T tokens a row up to their own positions, query [rows, T, heads, head dim]."""
+        """Rotate query and key, `write_kv` key and value, and return the query. Writes `kv_cache`."""
 
-    def paged_attention_prefill(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor,
-        query_start_loc: Tensor, kv_lengths: Tensor, max_query_tokens: int, *, scale: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Causal attention of packed rows, query [tokens, heads, head dim]."""
+    def paged_attention(
+        self, query: Tensor, kv_cache: Tensor, rows: AttentionRows, *, scale: float | None = None
+    ) -> Tensor:
+        """Causal attention of all rows of a step, query [T, heads, head dim]."""
 
 
 def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:

@@ -19,6 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...state_spec import HybridStateSpec
+from .reference_attention import apply_rotary as apply_rotary
+from .reference_attention import paged_attention as paged_attention
+from .reference_attention import rotary_and_write_kv as rotary_and_write_kv
+from .reference_attention import write_kv as write_kv
 from .reference_chunks import PaddedChunks, pass_states, read_states, rounded, write_states
 from .reference_chunks import compute_dtype as compute_dtype
 from .reference_delta import gated_delta_rule_scan as gated_delta_rule_scan
@@ -27,6 +31,13 @@ from .reference_gates import delta_gates as delta_gates
 from .reference_gates import gated_rms_norm as gated_rms_norm
 from .reference_gates import rms_norm_gated as rms_norm_gated
 from .reference_gates import time_steps as time_steps
+from .reference_pointwise import add_rms_norm as add_rms_norm
+from .reference_pointwise import head_product as head_product
+from .reference_pointwise import qk_norm_rotary as qk_norm_rotary
+from .reference_pointwise import relu_squared as relu_squared
+from .reference_pointwise import rms_norm as rms_norm
+from .reference_pointwise import sigmoid_mul as sigmoid_mul
+from .reference_pointwise import silu_mul as silu_mul
 
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""
@@ -34,6 +45,12 @@ SEPARATE_STATES = True
 
 def check_states(spec: HybridStateSpec) -> None:
     """Does nothing: every state can be computed."""
+
+
+def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+    """What computes; torch computes everything."""
+    dtype = str(compute_dtype(spec.kv_dtype)).removeprefix("torch.")
+    return (f"attention, scans and norms: torch operations in {dtype}",)
 
 
 def causal_conv1d_prefill(
@@ -247,140 +264,3 @@ def selective_state_update(
     write_states(ssm_states, destinations.flatten(), after.flatten(0, 1))
     y = (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
     return rounded(y, narrow, out)
-
-
-def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
-    """Store `keys[tokens[i]]` and `values[tokens[i]]` at `positions[i]` of the cache.
-
-    Args:
-        kv_cache: [2, blocks, block size, kv heads, head dim]. Written, in its own dtype.
-        keys, values: [T, kv heads, head dim].
-        tokens: [W] indices into `keys` and `values`.
-        positions: [W] block * block size + offset; -1 writes nothing.
-    """
-    real = positions >= 0
-    tokens, positions = tokens[real], positions[real]
-    block_size = kv_cache.shape[2]
-    blocks, offsets = positions // block_size, positions % block_size
-    kv_cache[0, blocks, offsets] = keys[tokens].to(kv_cache.dtype)
-    kv_cache[1, blocks, offsets] = values[tokens].to(kv_cache.dtype)
-
-
-def paged_attention_decode(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    *,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention of one token a row to the row's whole sequence, the token itself included.
-
-    Args:
-        query: [rows, heads, head dim]; head h reads kv head h // (heads // kv heads).
-        kv_cache: [2, blocks, block size, kv heads, head dim], keys and values of the token included.
-        block_table: [rows, blocks of the longest row].
-        kv_lengths: [rows] tokens of each sequence, 0 for padding rows.
-        scale: of the scores; None is head dim ** -0.5.
-
-    Returns: [rows, heads, head dim] in the compute dtype.
-    """
-    dtype = compute_dtype(query.dtype)
-    kv_heads, head_dim = kv_cache.shape[3:]
-    past = torch.arange(block_table.shape[1] * kv_cache.shape[2], device=query.device) < kv_lengths[:, None]
-    grouped = torch.unflatten(query.to(dtype), 1, (kv_heads, -1)) * score_scale(scale, head_dim)
-    # Memory beyond a row's length may hold NaN, and 0 * NaN is NaN.
-    keys, values = (
-        cache[block_table].flatten(1, 2).to(dtype).masked_fill(~past[:, :, None, None], 0.0).movedim(1, 2)
-        for cache in kv_cache
-    )
-    scores = (grouped @ keys.mT).masked_fill(~past[:, None, None], float("-inf"))
-    attended: Tensor = scores.softmax(-1) @ values
-    return attended.flatten(1, 2)
-
-
-def paged_attention_verify(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    positions: Tensor,
-    *,
-    scale: float | None = None,
-) -> Tensor:
-    """`paged_attention_decode` for rows of T tokens; a token sees the tokens up to its own position.
-
-    Args:
-        query: [rows, T, heads, head dim]. kv_cache, block_table, scale: as for `paged_attention_decode`.
-        kv_lengths: [rows] tokens of each sequence, the last real token of the row included.
-        positions: [rows, T] positions in the sequence; 0 for padding tokens, behind the real tokens.
-
-    Returns: the shape of `query`, in the compute dtype.
-    """
-    seen = torch.minimum(positions + 1, kv_lengths[:, None]).flatten()
-    table = block_table.repeat_interleave(positions.shape[1], dim=0)
-    attended = paged_attention_decode(query.flatten(0, 1), kv_cache, table, seen, scale=scale)
-    return torch.unflatten(attended, 0, positions.shape)
-
-
-def paged_attention_prefill(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    kv_lengths: Tensor,
-    max_query_tokens: int,
-    *,
-    scale: float | None = None,
-) -> Tensor:
-    """Causal attention of each row's tokens, which are the last tokens of the row's sequence.
-
-    Args:
-        query: [tokens, heads, head dim], row after row.
-        kv_cache, block_table, kv_lengths, scale: as for `paged_attention_decode`.
-        query_start_loc: [rows + 1] where each row's tokens start in `query`.
-        max_query_tokens: at least the tokens of the longest row.
-
-    Returns: the shape of `query`, in the compute dtype.
-    """
-    dtype = compute_dtype(query.dtype)
-    block_size, kv_heads, head_dim = kv_cache.shape[2:]
-    scale = score_scale(scale, head_dim)
-    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    starts = query_start_loc.tolist()
-    for row, length in enumerate(kv_lengths.tolist()):
-        tokens = slice(starts[row], starts[row + 1])
-        new = tokens.stop - tokens.start
-        grouped = torch.unflatten(query[tokens].to(dtype), 1, (kv_heads, -1)) * scale
-        blocks = block_table[row, : -(-length // block_size)]
-        keys, values = (cache[blocks].flatten(0, 1)[:length].to(dtype).movedim(0, 1) for cache in kv_cache)
-        future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
-        scores = (grouped.permute(1, 2, 0, 3) @ keys[:, None].mT).masked_fill(future, float("-inf"))
-        out[tokens] = (scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
-    return out
-
-
-def score_scale(scale: float | None, head_dim: int) -> float:
-    """What attention multiplies scores by: `scale`, or what None stands for."""
-    return float(head_dim**-0.5) if scale is None else scale
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in the compute dtype (arXiv 1910.07467)."""
-    dtype = compute_dtype(x.dtype)
-    x = x.to(dtype)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
-
-
-def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotate x [T, heads, head dim] by `positions` [T], in the compute dtype (arXiv 2104.09864).
-
-    Dimension i is paired with i + head dim / 2; the pair's angle is position * base ** (-2 i / head dim).
-    """
-    dtype = compute_dtype(x.dtype)
-    half = x.shape[-1] // 2
-    exponents = torch.arange(half, dtype=torch.float64, device=x.device) / half
-    angles = positions.to(dtype)[:, None] * (base**-exponents).to(dtype)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    first, second = x.to(dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -131,6 +131,12 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if operands == "model" else torch.float32
 
 
+def describe(dtype: torch.dtype) -> str:
+    """Which scan a GPU runs for inputs of `dtype`, and in which dtype it multiplies."""
+    operands = str(operand_dtype(dtype)).removeprefix("torch.")
+    return f"SSD scan: mambaslots, and stages of megatron-core, with products of {operands}, sums in float32"
+
+
 @cache
 def stages() -> SimpleNamespace:
     """megatron-core's stages by name; the first call imports megatron-core.

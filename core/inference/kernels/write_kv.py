@@ -1,53 +1,246 @@
-"""Store a step's keys and values into the paged cache, in Triton; the reference is `reference.write_kv`."""
+"""Store a step's keys and values into the paged cache, rotated or as they are, in Triton.
 
+The references are the functions of the same names in `reference`.
+
+    row of a block                        0    1    2    3    4    5    6    7
+    stored by entries of a first step     e0   e1   e2
+    zeroed by e2                                         0    0    0    0    0
+    stored by entries of a later step                    e0   e1                  none at row 0: no zeros
+"""
+
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference_attention import rotary_frequencies
+
 BLOCK = 1024
+"""Numbers that a program loads at once."""
+ZEROS = 4096
+"""Numbers that a program zeroes at once."""
+MAX_PARTS = 8
+FEW_PROGRAMS = 512
 NUM_WARPS = 4
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
     """Store `keys[tokens[i]]` and `values[tokens[i]]` at `positions[i]` of the cache.
 
-    One launch. Does not synchronise.
+    A block whose first row is stored is new: its rows that the launch does not store become zeros. One
+    launch. Does not synchronise.
 
     Args:
-        kv_cache: [2, blocks, block size, kv heads, head dim], contiguous. Written, in its own dtype.
-        keys, values: [T, kv heads, head dim].
+        kv_cache: [2, blocks, block size, KV heads, head dim], contiguous. Written, in its own dtype.
+        keys, values: [T, KV heads, head dim].
         tokens: [W] indices into `keys` and `values`.
-        positions: [W] block * block size + offset. -1 writes nothing, which costs one load.
+        positions: [W] block * block size + offset. -1 writes nothing, which costs one load. Entries of one
+            block stand side by side, in the order of their offsets and without gaps.
     """
-    width = kv_cache.shape[3] * kv_cache.shape[4]
-    if not tokens.shape[0] or not width:
+    entries = tokens.shape[0]
+    if not entries or not keys.numel():
         return
-    keys, values = keys.flatten(1), values.flatten(1)
-    write_kv_kernel[(tokens.shape[0], triton.cdiv(width, BLOCK))](
+    keys, values = _with_dense_heads(keys), _with_dense_heads(values)
+    block_size, heads, head_dim = kv_cache.shape[2:]
+    block_dim = triton.next_power_of_2(head_dim)
+    write_kv_kernel[(entries, _parts(entries))](
         kv_cache, keys, values, tokens, positions,
-        kv_cache.stride(0), keys.stride(0), values.stride(0),
-        WIDTH=width, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=NUM_WARPS, num_stages=1,
+        entries,
+        kv_cache.stride(0), *keys.stride()[:2], *values.stride()[:2],
+        BLOCK_SIZE=block_size, HEADS=heads, HEAD_DIM=head_dim,
+        BLOCK_HEADS=heads_of_a_program(heads, block_dim), BLOCK_DIM=block_dim, ZEROS=ZEROS,
+        num_warps=NUM_WARPS, num_stages=1,
     )  # fmt: skip
+
+
+def rotary_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    base: float,
+    kv_cache: Tensor,
+    tokens: Tensor,
+    write_positions: Tensor,
+) -> Tensor:
+    """Rotate query and key by `positions`, and store rotated keys and values as `write_kv` does.
+
+    Angles are products in float32 of positions and of frequencies that float64 gives. One launch, and once
+    for each base and head dim those that make the frequencies. Does not synchronise.
+
+    Args:
+        query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
+        positions: [T] the position of each token in its sequence.
+        base: of the rotary angles.
+        kv_cache, tokens, write_positions: as for `write_kv`.
+
+    Returns: the rotated query, [T, heads, head dim] in the dtype of `query`.
+    """
+    num_tokens, heads, head_dim = query.shape
+    block_size, kv_heads = kv_cache.shape[2:4]
+    entries, half = tokens.shape[0], head_dim // 2
+    query, key, value = _with_dense_heads(query), _with_dense_heads(key), _with_dense_heads(value)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    programs = num_tokens + entries
+    if not programs:
+        return out
+    block_half = triton.next_power_of_2(half)
+    rotary_and_write_kv_kernel[(programs, _parts(programs))](
+        out, kv_cache, query, key, value, positions, _frequencies(head_dim, base, query.device),
+        tokens, write_positions,
+        num_tokens, entries,
+        kv_cache.stride(0), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        BLOCK_SIZE=block_size, HEADS=heads, KV_HEADS=kv_heads, HALF=half,
+        BLOCK_HEADS=heads_of_a_program(heads, block_half),
+        BLOCK_KV_HEADS=heads_of_a_program(kv_heads, block_half), BLOCK_HALF=block_half, ZEROS=ZEROS,
+        num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def heads_of_a_program(heads: int, block_dim: int) -> int:
+    """How many heads of `block_dim` numbers a program takes at once."""
+    count: int = triton.next_power_of_2(heads)
+    return min(count, max(1, BLOCK // block_dim))
+
+
+def _parts(programs: int) -> int:
+    """Over how many programs the heads of a token, and the zeros behind it, are spread."""
+    return max(1, min(MAX_PARTS, FEW_PROGRAMS // programs))
+
+
+def _with_dense_heads(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@cache
+def _frequencies(head_dim: int, base: float, device: torch.device) -> Tensor:
+    """In float32. Graphs read it, so it lives as long as the process."""
+    with torch.inference_mode(False):
+        return rotary_frequencies(head_dim, base, device).float()
 
 
 @triton.jit
 def write_kv_kernel(
     # Pointers
     cache, keys, values, tokens, positions,
+    # Dimensions
+    num_entries,
     # Strides
-    value_cache_offset, key_token_stride, value_token_stride,
+    value_cache_offset, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     # Meta-parameters
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """A program has an entry of `tokens` and a block of the entry's width."""
+    """A program has a part of the heads of an entry, and of the zeros behind it."""
     entry = tl.program_id(0)
-    position = tl.load(positions + entry)
+    position = tl.load(positions + entry).to(tl.int64)
     if position >= 0:
-        token = tl.load(tokens + entry)
-        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < WIDTH
-        key = tl.load(keys + token * key_token_stride + place, mask=inside)
-        value = tl.load(values + token * value_token_stride + place, mask=inside)
-        stored = cache + position * WIDTH + place
-        tl.store(stored, key.to(cache.dtype.element_ty), mask=inside)
-        tl.store(stored + value_cache_offset, value.to(cache.dtype.element_ty), mask=inside)
+        token = tl.load(tokens + entry).to(tl.int64)
+        dims = tl.arange(0, BLOCK_DIM)
+        for first in range(tl.program_id(1) * BLOCK_HEADS, HEADS, tl.num_programs(1) * BLOCK_HEADS):
+            heads = first + tl.arange(0, BLOCK_HEADS)[:, None]
+            inside = (heads < HEADS) & (dims < HEAD_DIM)
+            stored = cache + (position * HEADS + heads) * HEAD_DIM + dims
+            key = tl.load(keys + token * key_token_stride + heads * key_head_stride + dims, mask=inside)
+            tl.store(stored, key.to(cache.dtype.element_ty), mask=inside)
+            value = tl.load(
+                values + token * value_token_stride + heads * value_head_stride + dims, mask=inside
+            )
+            tl.store(stored + value_cache_offset, value.to(cache.dtype.element_ty), mask=inside)
+        zero_rest_of_block(
+            cache, positions, entry, position, num_entries, value_cache_offset,
+            BLOCK_SIZE, HEADS * HEAD_DIM, ZEROS,
+        )  # fmt: skip
+
+
+@triton.jit
+def rotary_and_write_kv_kernel(
+    # Pointers
+    out, cache, query, keys, values, token_positions, frequencies, tokens, positions,
+    # Dimensions
+    num_tokens, num_entries,
+    # Strides
+    value_cache_offset, query_token_stride, query_head_stride,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    # Meta-parameters
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """A program has a part of the heads of a token, or of an entry and of the zeros behind it."""
+    program = tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    dims = tl.arange(0, BLOCK_HALF)
+    if program < num_tokens:
+        cos, sin = angle(token_positions + program, frequencies, dims, HALF)
+        for first in range(part * BLOCK_HEADS, HEADS, parts * BLOCK_HEADS):
+            heads = first + tl.arange(0, BLOCK_HEADS)[:, None]
+            inside = (heads < HEADS) & (dims < HALF)
+            at = query + program * query_token_stride + heads * query_head_stride + dims
+            turned = out + (program * HEADS + heads) * (2 * HALF) + dims
+            rotate(at, turned, cos, sin, inside, HALF)
+    else:
+        entry = program - num_tokens
+        position = tl.load(positions + entry).to(tl.int64)
+        if position >= 0:
+            token = tl.load(tokens + entry).to(tl.int64)
+            cos, sin = angle(token_positions + token, frequencies, dims, HALF)
+            for first in range(part * BLOCK_KV_HEADS, KV_HEADS, parts * BLOCK_KV_HEADS):
+                heads = first + tl.arange(0, BLOCK_KV_HEADS)[:, None]
+                inside = (heads < KV_HEADS) & (dims < HALF)
+                stored = cache + (position * KV_HEADS + heads) * (2 * HALF) + dims
+                rotate(
+                    keys + token * key_token_stride + heads * key_head_stride + dims,
+                    stored, cos, sin, inside, HALF,
+                )  # fmt: skip
+                stored += value_cache_offset
+                value = values + token * value_token_stride + heads * value_head_stride + dims
+                lower, upper = tl.load(value, mask=inside), tl.load(value + HALF, mask=inside)
+                tl.store(stored, lower.to(cache.dtype.element_ty), mask=inside)
+                tl.store(stored + HALF, upper.to(cache.dtype.element_ty), mask=inside)
+            zero_rest_of_block(
+                cache, positions, entry, position, num_entries, value_cache_offset,
+                BLOCK_SIZE, KV_HEADS * 2 * HALF, ZEROS,
+            )  # fmt: skip
+
+
+@triton.jit
+def angle(position, frequencies, dims, HALF: tl.constexpr):
+    """Cosines and sines, [1, BLOCK_HALF], of one position."""
+    turns = tl.load(position).to(tl.float32) * tl.load(frequencies + dims, mask=dims < HALF, other=0.0)
+    return tl.cos(turns)[None], tl.sin(turns)[None]
+
+
+@triton.jit
+def rotate(source, destination, cos, sin, inside, HALF: tl.constexpr):
+    """Rotate heads, whose first halves lie at `source`, into `destination`."""
+    first = tl.load(source, mask=inside).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside).to(tl.float32)
+    dtype = destination.dtype.element_ty
+    tl.store(destination, (first * cos - second * sin).to(dtype), mask=inside)
+    tl.store(destination + HALF, (second * cos + first * sin).to(dtype), mask=inside)
+
+
+@triton.jit
+def zero_rest_of_block(
+    cache, positions, entry, position, num_entries, value_cache_offset,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Zero the rows behind the entry in its block, if the entry ends a run of entries from the block's row 0.
+
+    Costs two loads when there is nothing to do.
+    """
+    offset = position % BLOCK_SIZE
+    following = tl.load(positions + entry + 1, mask=entry + 1 < num_entries, other=-1)
+    begin = tl.load(positions + entry - offset, mask=entry >= offset, other=-1)
+    if (following != position + 1) & (begin == position - offset):
+        block = cache + (position - offset) * WIDTH
+        place = tl.arange(0, ZEROS)
+        zeros = tl.zeros([ZEROS], cache.dtype.element_ty)
+        step = tl.num_programs(1) * ZEROS
+        for first in range((offset + 1) * WIDTH + tl.program_id(1) * ZEROS, BLOCK_SIZE * WIDTH, step):
+            inside = first + place < BLOCK_SIZE * WIDTH
+            tl.store(block + first + place, zeros, mask=inside)
+            tl.store(block + value_cache_offset + first + place, zeros, mask=inside)

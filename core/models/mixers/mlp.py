@@ -19,4 +19,4 @@ class MLP(nn.Module):
         self.down_proj = weights.linear("down_proj", config.hidden_size, config.mlp_hidden_size, columns=own)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
+        return F.linear(kernels.relu_squared(F.linear(hidden, self.up_proj)), self.down_proj)

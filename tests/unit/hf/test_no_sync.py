@@ -75,14 +75,16 @@ def _fake_gpu(model: ServedModel) -> Iterator[None]:
     """Every tensor is fake meanwhile; the model's lie on a GPU."""
     kernels = SimpleNamespace(
         compute_dtype=reference.compute_dtype,
+        rms_norm=reference.rms_norm, add_rms_norm=reference.add_rms_norm,
+        relu_squared=reference.relu_squared, silu_mul=reference.silu_mul,
+        sigmoid_mul=reference.sigmoid_mul, qk_norm_rotary=reference.qk_norm_rotary,
+        head_product=reference.head_product,
         causal_conv1d_prefill=_like_first, causal_conv1d_update=_like_first,
         ssd_chunk_scan=_like_first, selective_state_update=_like_first,
         time_steps=_time_steps, delta_gates=_delta_gates,
         gated_rms_norm=_like_first, rms_norm_gated=_like_first,
         gated_delta_rule_scan=_like_values, gated_delta_rule_update=_like_values,
-        write_kv=lambda *args: None,
-        paged_attention_decode=_like_first, paged_attention_verify=_like_first,
-        paged_attention_prefill=_like_first,
+        write_kv=lambda *args: None, paged_attention=lambda query, *args, **kwargs: query,
     )  # fmt: skip
     with (
         FakeTensorMode(allow_non_fake_inputs=True),

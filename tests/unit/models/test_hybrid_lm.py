@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.models import HybridConfig, HybridLM
+from mambaslots.models import HybridConfig, HybridLM, hybrid_lm
 from oracle.budget import costly
+from oracle.counting_kernels import CountingKernels
 from oracle.recurrent_lm import RecurrentLM
 from oracle.steps import Row, build_step, make_caches
 from torch import Tensor
@@ -223,6 +224,13 @@ class TestStep:
         assert torch.equal(torch.get_rng_state(), state)
         assert not out.requires_grad
         assert not model.training
+
+
+def test_each_sum_of_the_residual_stream_is_one_call_with_the_norm_behind_it(monkeypatch):
+    kernels = CountingKernels()
+    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *_: kernels)
+    Server(HybridLM(HybridConfig.tiny(pattern="M-*-"))).run([1, 2, 3])
+    assert kernels.calls == {"rms_norm": 1, "add_rms_norm": 4, "relu_squared": 2, "head_product": 1}
 
 
 class TestDtypes:

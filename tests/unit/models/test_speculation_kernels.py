@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.step_inputs import StepShape
+from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.kernels import reference
 
 _spec = importlib.util.spec_from_file_location(
@@ -78,6 +78,37 @@ class DraftedScenario(kernel_sets.Scenario):
 def test_padding_changes_nothing_on_the_reference_kernels():
     ours, theirs = (DraftedScenario(torch.float64, padded, reference) for padded in (True, False))
     ours.assert_same_as(theirs, 1e-11)
+
+
+class RowsChecked(DraftedScenario):
+    """Compares each step's rows for attention with the step's other fields."""
+
+    steps_with_drafts = 0
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        rows, width = inputs.attention_rows, inputs.shape.decode_tokens
+        self.steps_with_drafts += width > 1
+        starts, lengths = rows.query_start_loc.tolist(), rows.query_lengths.tolist()
+        decodes, first = inputs.num_decodes, inputs.num_decode_tokens
+        assert starts == [
+            *range(0, first, width),
+            *(first + start for start in inputs.chunks.query_start_loc.tolist()),
+        ]
+        for row, length in enumerate(rows.kv_lengths.tolist()):
+            real = inputs.positions[starts[row] : starts[row] + lengths[row]].tolist()
+            assert real == list(range(length - lengths[row], length))
+            if row >= decodes or length == 0:
+                assert lengths[row] == (starts[row + 1] - starts[row] if length else 0)
+        assert {tensor.dtype for tensor in rows[:4]} == {torch.int32}
+        assert rows[5:] == (decodes, width, inputs.shape.max_query_tokens)
+        return super()._forward(inputs)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_is_given_each_rows_place_and_real_tokens(padded):
+    scenario = RowsChecked(torch.float64, padded, reference)
+    scenario.run()
+    assert scenario.steps_with_drafts > 3
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter

@@ -584,7 +584,8 @@ class TestGpu:
             assert same(memory.memories, expected)
             assert all(map(torch.equal, state, other))
 
-    def test_strides_beyond_two_to_the_31(self, cuda):
+    def test_strides_beyond_two_to_the_31(self, cuda, needs_gpu_memory):
+        needs_gpu_memory(8)
         slots = 2**31 // (1 << 20) + 3
         ssm = torch.zeros(slots, 1 << 20, dtype=torch.int16, device=cuda)  # more than 2**31 elements
         ssm[slots - 1].random_(-(2**15), 2**15)

@@ -1,5 +1,7 @@
 """With `poison_free_memory`, what nobody may read is NaN before every forward, and all answers stay."""
 
+from dataclasses import replace
+
 import mambaslots as ms
 import pytest
 import torch
@@ -132,12 +134,20 @@ def test_it_is_off_unless_asked_for() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [None, 16])
-def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(graphs: int | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "block"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 256)]
+)
+def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(
+    graphs: int | None, dtype: torch.dtype, block: int
+) -> None:
+    """Heads of 64 numbers are those of FlashAttention-3, which reads whole blocks."""
+
     def serve(poison: bool) -> list[list[int]]:
-        model = ms.models.HybridLM(small_config(16, torch.float32), seed=3).to("cuda")
+        config = replace(small_config(16, dtype), head_dim=64)
         engine = small_engine(
-            model=model, block_size_tokens=16, poison_free_memory=poison, num_cuda_graphs=graphs
-        )
+            model=ms.models.HybridLM(config, seed=3).to("cuda"), block_size_tokens=block,
+            max_sequence_length=512, poison_free_memory=poison, num_cuda_graphs=graphs,
+        )  # fmt: skip
         prompts = [random_tokens(length, seed=length) for length in (20, 40, 7)]
         return [result.tokens for _ in range(2) for result in engine.generate(prompts, _params())]
 

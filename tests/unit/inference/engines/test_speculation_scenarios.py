@@ -1,4 +1,4 @@
-"""Every scenario of the engine's own tests once more, with drafts: right, wrong and mixed ones."""
+"""Every scenario of the engine's own tests once more: with drafts of each kind, and with steps ahead."""
 
 import pytest
 from oracle.drafters import MODES, speculating
@@ -11,7 +11,7 @@ COUNTS_STEPS = {
     "test_float32_is_equal_or_nearly_tied",  # makes its engines itself
 }
 pytestmark = [
-    pytest.mark.sampled(mode=("right", "mixed", "over two blocks", "in place")),
+    pytest.mark.sampled(mode=("right", "mixed", "over two blocks", "in place", "ahead")),
     pytest.mark.usefixtures("kind"),
 ]
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in COUNTS_STEPS})

@@ -17,7 +17,7 @@ from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.sampling import sample
-from mambaslots.inference.kernels import attention_torch, reference
+from mambaslots.inference.kernels import reference
 from mambaslots.models import hybrid_lm
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recurrent_lm import RecurrentLM
@@ -545,20 +545,3 @@ class TestGraphs:
         widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine._runner.shapes}
         assert widths >= {(4, True), (4, False), (1, False)}
         assert {shape.decode_tokens for shape in engine._runner.shapes} <= {1, 4}
-
-
-@pytest.mark.parametrize("kernels", [reference, attention_torch])
-def test_verifying_attention_is_decoding_attention_token_by_token(kernels):
-    generator = torch.Generator().manual_seed(0)
-    cache = torch.randn(2, 6, 4, 2, 8, generator=generator, dtype=torch.float64)
-    cache[:, 5] = float("nan")
-    query = torch.randn(3, 3, 4, 8, generator=generator, dtype=torch.float64)
-    table = torch.tensor([[0, 1, 2], [3, 4, 0], [5, 5, 5]])
-    lengths = torch.tensor([9, 6, 0])
-    positions = torch.tensor([[6, 7, 8], [5, 0, 0], [0, 0, 0]])
-    attended = kernels.paged_attention_verify(query, cache, table, lengths, positions)
-    for row, token in ((0, 0), (0, 1), (0, 2), (1, 0)):
-        alone = reference.paged_attention_decode(
-            query[row, token][None], cache, table[row][None], positions[row, token][None] + 1
-        )
-        torch.testing.assert_close(attended[row, token], alone[0], rtol=0, atol=1e-12)

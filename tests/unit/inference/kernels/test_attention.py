@@ -1,101 +1,51 @@
-"""Attention on a GPU: torch with static shapes against the reference, and the choice of flash_attn.
+"""Attention against its definition in float64, and the choice of a backend.
 
-flash_attn itself has not been run: what stands in for it has its names and signatures, and checks its rules.
+What stands in for FlashAttention-3 has the operator's own schema; what stands in for torch's variable-length
+attention has its signature. Both check what the kernels demand. `test_attention_gpu.py` runs the kernels.
 """
 
+import inspect
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import attention_flash, attention_torch
-from mambaslots.inference.kernels import reference as ref
+from mambaslots.inference.kernels import (
+    attention,
+    attention_flash,
+    attention_torch,
+    attention_varlen,
+    reference,
+)
+from mambaslots.inference.kernels.attention_rows import AttentionRows
+from mambaslots.inference.kernels.write_kv import write_kv
+from oracle.attention_batch import AttentionBatch, Padding
 from torch import Tensor
 
-SIZES = (4, 2, 8)
-"""Heads, KV heads and head dim of most tests."""
 repeatable = settings(derandomize=True)
-
-
-class Batch:
-    """Rows of (tokens before, new tokens) in blocks scattered over a cache; NaN where nothing was written."""
-
-    def __init__(
-        self, rows: list[tuple[int, int]], block: int, dtype: torch.dtype, device: str = "cpu",
-        padding: tuple[int, int, int] = (0, 0, 0), sizes: tuple[int, int, int] = SIZES,
-    ) -> None:  # fmt: skip
-        """`padding`: rows, tokens and columns of the block table; `sizes`: heads, KV heads and head dim."""
-        heads, kv_heads, head_dim = sizes
-        generator = torch.Generator().manual_seed(sum(a + b for a, b in rows))
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-        lengths = [before + new for before, new in rows]
-        counts = [-(-length // block) for length in lengths]
-        free = torch.randperm(sum(counts) + 1, generator=generator).tolist()
-        self.spare = free.pop()
-        cache = torch.full((2, sum(counts) + 1, block, kv_heads, head_dim), math.nan, dtype=dtype)
-        table = torch.zeros(len(rows) + padding[0], max(counts, default=0) + padding[2], dtype=torch.int64)
-        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            blocks = [free.pop() for _ in range(count)]
-            table[row, :count] = torch.tensor(blocks, dtype=torch.int64)
-            for position in range(length):
-                cache[:, blocks[position // block], position % block] = randn(2, kv_heads, head_dim)
-        news = [new for _, new in rows]
-        starts = [sum(news[:row]) for row in range(len(rows) + 1)]
-        self.tokens = sum(news)
-        query = torch.cat([
-            randn(self.tokens, heads, head_dim), torch.full((padding[1], heads, head_dim), math.nan)
-        ])  # fmt: skip
-        self.max_query_tokens = max(news, default=0)
-        self.cache, self.table, self.query = cache.to(device), table.to(device), query.to(device, dtype)
-        self.starts = torch.tensor([*starts, *[starts[-1]] * padding[0]], device=device)
-        self.lengths = torch.tensor([*lengths, *[0] * padding[0]], device=device)
-
-    def prefill(self, function: Any, max_query_tokens: int | None = None, **options: Any) -> Tensor:
-        longest = self.max_query_tokens if max_query_tokens is None else max_query_tokens
-        out: Tensor = function(
-            self.query, self.cache, self.table, self.starts, self.lengths, longest, **options
-        )
-        assert out.shape == self.query.shape
-        return out[: self.tokens]
-
-    def decode(self, function: Any, **options: Any) -> Tensor:
-        """One query a row: as many rows as queries."""
-        out: Tensor = function(self.query, self.cache, self.table, self.lengths, **options)
-        return out[: self.tokens]
-
-    def naive(self, scale: float | None) -> Tensor:
-        """Query by query and head by head, in float64."""
-        _, heads, head_dim = self.query.shape
-        scale = 1 / math.sqrt(head_dim) if scale is None else scale
-        out = torch.zeros(self.tokens, heads, head_dim, dtype=torch.float64)
-        block, kv_heads = self.cache.shape[2:4]
-        starts, lengths = self.starts.tolist(), self.lengths.tolist()
-        for row, table in enumerate(self.table.tolist()):
-            for token in range(starts[row], starts[row + 1]):
-                position = lengths[row] - (starts[row + 1] - token)
-                places = [(table[at // block], at % block) for at in range(position + 1)]
-                for head in range(heads):
-                    kv_head = head * kv_heads // heads
-                    keys, values = (
-                        torch.stack([part[where][kv_head] for where in places]).cpu().double()
-                        for part in self.cache
-                    )
-                    scores = keys @ self.query[token, head].cpu().double() * scale
-                    out[token, head] = scores.softmax(0) @ values
-        return out
+CUDA = torch.device("cuda")
+UNIT = 2.0**-8
+"""The largest relative error of rounding to bfloat16."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> str:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _fresh_choice() -> Iterator[None]:
+    caches = attention.backend, attention_flash._import_failure, attention_flash.num_splits
+    yield
+    for function in (*caches, attention_varlen._takes_block_tables):
+        function.cache_clear()
 
 
 @pytest.fixture
@@ -106,40 +56,73 @@ def small_tiles(monkeypatch) -> None:
     monkeypatch.setattr(attention_torch, "_SCRATCH_BYTES", 10_000)
 
 
-@pytest.mark.usefixtures("small_tiles")
-class TestStaticShapes:
-    @repeatable
-    @given(
-        st.lists(st.tuples(st.integers(0, 30), st.integers(0, 14)), min_size=1, max_size=4),
-        st.sampled_from([1, 4, 5, 16]),
-        st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 4)),
+def by_torch(query: Tensor, cache: Tensor, rows: AttentionRows, *, scale: float | None = None) -> Tensor:
+    return attention_torch.paged_attention(query, cache, rows, scale)
+
+
+KERNELS = pytest.mark.parametrize("kernel", [reference.paged_attention, by_torch], ids=["reference", "torch"])
+
+
+@st.composite
+def batches(draw: st.DrawFn, **options: Any) -> AttentionBatch:
+    """Decodes of one token or with drafts, prefills with or without a prefix, padding of each kind."""
+    width = draw(st.sampled_from([1, 1, 2, 4]))
+    decodes = draw(st.lists(st.tuples(st.integers(0, 30), st.integers(1, width)), max_size=4))
+    least = 0 if decodes else 1
+    prefills = draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 14)), min_size=least, max_size=4))
+    if not decodes and not any(new for _, new in prefills):
+        prefills[0] = (prefills[0][0], 1)
+    padding = Padding(
+        draw(st.integers(0, 2)) if decodes else 0,
+        draw(st.integers(0, 2)) if prefills else 0,
+        draw(st.integers(0, 9)) if prefills else 0,
+        draw(st.integers(0, 3)),
     )
-    def test_prefill_is_the_references_in_whatever_padding(self, rows, block, padding):
-        plain, padded = Batch(rows, block, torch.float64), Batch(rows, block, torch.float64, "cpu", padding)
-        expected = plain.prefill(ref.paged_attention_prefill)
-        for longest in (padded.max_query_tokens, padded.max_query_tokens + padding[1], 100):
-            out = padded.prefill(attention_torch.paged_attention_prefill, longest)
-            torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    block = draw(st.sampled_from([1, 4, 5, 16]))
+    return AttentionBatch(decodes, prefills, decode_tokens=width, padding=padding, block=block, **options)
 
+
+@pytest.mark.usefixtures("small_tiles")
+class TestDefinition:
+    @KERNELS
     @repeatable
-    @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(0, 3), st.integers(0, 4))
-    def test_decode_is_the_references_in_whatever_padding(self, before, rows, columns):
-        batch = [(n, 1) for n in before]
-        expected = Batch(batch, 4, torch.float64).decode(ref.paged_attention_decode)
-        padded = Batch(batch, 4, torch.float64, "cpu", (rows, rows, columns))
-        out = padded.decode(attention_torch.paged_attention_decode)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    @given(batch=batches())
+    def test_every_mix_of_rows_in_whatever_padding(self, kernel, batch):
+        out = batch.real_tokens(kernel(batch.query, batch.cache, batch.rows))
+        torch.testing.assert_close(out, batch.exact(), rtol=0, atol=1e-13)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_computed_in_float32_or_wider(self, device, dtype):
-        batch = Batch([(17, 9), (0, 1), (5, 14)], 4, dtype, device)
-        exact = Batch([(17, 9), (0, 1), (5, 14)], 4, dtype)
-        exact.query, exact.cache = exact.query.double(), exact.cache.double()
-        out = batch.prefill(attention_torch.paged_attention_prefill)
-        assert out.dtype == torch.float32
-        expected = exact.prefill(ref.paged_attention_prefill)
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    @pytest.mark.sampled
+    @KERNELS
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+    @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+    @pytest.mark.parametrize("scale", [None, 0.03])
+    def test_heads_of_64_to_256_numbers_that_share_their_kv_or_not(
+        self, device, kernel, head_dim, heads, scale
+    ):
+        batch = AttentionBatch(
+            [(9, 3), (4, 1)], [(9, 3), (0, 5), (4, 1)], decode_tokens=3, dtype=torch.float32, device=device,
+            sizes=(*heads, head_dim),
+        )  # fmt: skip
+        out = batch.real_tokens(kernel(batch.query, batch.cache, batch.rows, scale=scale))
+        torch.testing.assert_close(out, batch.exact(scale), rtol=1e-5, atol=1e-5)
 
+    @KERNELS
+    @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_computed_in_float32_and_rounded_once_to_the_dtype_of_the_query(
+        self, device, kernel, query_dtype
+    ):
+        batch = AttentionBatch(
+            [(9, 1), (0, 1)], [(17, 9), (0, 1), (5, 14)], dtype=torch.bfloat16, device=device,
+            query_dtype=query_dtype,
+        )  # fmt: skip
+        out = batch.real_tokens(kernel(batch.query, batch.cache, batch.rows))
+        unit = torch.finfo(query_dtype).eps
+        products = device == "cuda" and kernel is by_torch and query_dtype == torch.bfloat16
+        tolerance = UNIT if products else max(unit / 2, 1e-5)  # weights of 16 bits on a GPU
+        torch.testing.assert_close(out, batch.exact(), rtol=tolerance, atol=max(1e-5, tolerance * products))
+
+
+class TestTorchOperations:
     def test_no_operation_reads_a_value_back(self):
         """Where shapes depend on values a graph cannot be captured."""
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,151 +133,301 @@ class TestStaticShapes:
                 assert not any(word in name for word in ("_local_scalar", "nonzero", "item", "masked_select"))
                 return func(*args, **(kwargs or {}))
 
-        batch = Batch([(17, 9), (0, 1)], 4, torch.float32, "cpu", (2, 3, 1))
+        batch = AttentionBatch(
+            [(3, 2), (6, 1)],
+            [(17, 9), (0, 1)],
+            decode_tokens=2,
+            dtype=torch.float32,
+            padding=Padding(2, 2, 3, 1),
+        )
         with Watch():
-            batch.prefill(attention_torch.paged_attention_prefill)
-            attention_torch.paged_attention_decode(
-                batch.query[: len(batch.table)], batch.cache, batch.table, batch.lengths
-            )
+            by_torch(batch.query, batch.cache, batch.rows)
 
-    def test_padding_rows_and_tokens_give_zeros(self):
-        batch = Batch([(17, 9)], 4, torch.float32, "cpu", (2, 3, 1))
-        out = attention_torch.paged_attention_prefill(
-            batch.query, batch.cache, batch.table, batch.starts, batch.lengths, 9
+    def test_padding_rows_and_padding_tokens_of_prefills_give_zeros(self):
+        batch = AttentionBatch(
+            [(8, 1)], [(17, 9)], dtype=torch.float32, padding=Padding(decodes=2, prefills=2, tokens=3)
         )
-        assert out[9:].count_nonzero() == 0
+        out = by_torch(batch.query.nan_to_num(), batch.cache, batch.rows)
+        assert out[1:3].count_nonzero() == out[12:].count_nonzero() == 0
 
 
-class TestHeads:
-    """Heads of 64 to 256 numbers; each has its own KV, several share one, or all share one."""
-
-    ROWS = ((9, 3), (0, 5), (4, 1))
-
-    @pytest.mark.sampled
-    @pytest.mark.parametrize("kernels", [ref, attention_torch], ids=["reference", "torch"])
-    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-    @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-    @pytest.mark.parametrize("scale", [None, 0.03])
-    def test_every_kernel_is_the_definition(self, device, kernels, head_dim, heads, scale):
-        batch = Batch(list(self.ROWS), 4, torch.float32, device, sizes=(*heads, head_dim))
-        expected = batch.naive(scale)
-        out = batch.prefill(kernels.paged_attention_prefill, scale=scale)
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
-
-        decodes = Batch([(9, 1), (4, 1)], 4, torch.float32, device, sizes=(*heads, head_dim))
-        out = decodes.decode(kernels.paged_attention_decode, scale=scale)
-        torch.testing.assert_close(out.cpu().double(), decodes.naive(scale), rtol=1e-5, atol=1e-5)
-
-        drafts = Batch([(9, 3), (2, 3)], 4, torch.float32, device, sizes=(*heads, head_dim))
-        positions = torch.tensor([[9, 10, 11], [2, 3, 4]], device=device)
-        out = kernels.paged_attention_verify(
-            drafts.query.unflatten(0, (2, 3)), drafts.cache, drafts.table, drafts.lengths, positions,
-            scale=scale,
-        )  # fmt: skip
-        expected = drafts.naive(scale)
-        torch.testing.assert_close(out.flatten(0, 1).cpu().double(), expected, rtol=1e-5, atol=1e-5)
+FLASH_SCHEMA = (
+    "fwd(Tensor q,Tensor k,Tensor v,Tensor(k_new!)? k_new = None,Tensor(v_new!)? v_new = None,"
+    "Tensor? q_v = None,Tensor(out!)? out = None,Tensor? cu_seqlens_q = None,Tensor? cu_seqlens_k = None,"
+    "Tensor? cu_seqlens_k_new = None,Tensor? seqused_q = None,Tensor? seqused_k = None,"
+    "int? max_seqlen_q = None,int? max_seqlen_k = None,Tensor? page_table = None,Tensor? kv_batch_idx = None,"
+    "Tensor? leftpad_k = None,Tensor? rotary_cos = None,Tensor? rotary_sin = None,"
+    "Tensor? seqlens_rotary = None,Tensor? q_descale = None,Tensor? k_descale = None,"
+    "Tensor? v_descale = None,float? softmax_scale = None,bool is_causal = False,"
+    "int window_size_left = -1,int window_size_right = -1,int attention_chunk = 0,float softcap = 0.0,"
+    "bool is_rotary_interleaved = False,Tensor? scheduler_metadata = None,int num_splits = 0,"
+    "bool? pack_gqa = None,int sm_margin = 0,Tensor? sinks = None) -> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+"""Of `torch.ops.flash_attn_3.fwd` in tokenspeed-fa3 3.0.0.post20260810."""
 
 
-class FlashAttn(SimpleNamespace):
-    """Has flash_attn's names and signatures (2.8), and checks what it demands; computes by the reference."""
+class Flash:
+    """Computes what FlashAttention-3 does: rows of a page that nobody wrote are multiplied by 0."""
 
-    calls = 0
+    def __init__(self) -> None:
+        self.splits: list[int] = []
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor) -> None:
+    def fwd(
+        self, q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+        seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+        is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
+        is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, *_,
+    ):  # fmt: skip
+        assert is_causal
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16
-        assert k.shape == v.shape
-        assert k.shape[1] % 256 == 0
-        assert block_table.dtype == torch.int32
-        assert q.stride(-1) == k.stride(-1) == block_table.stride(-1) == 1
-        self.calls += 1
-
-    def flash_attn_with_kvcache(
-        self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
-        return_softmax_lse=False,
-    ):  # fmt: skip
-        self._check(q, k_cache, v_cache, block_table)
-        assert cache_seqlens.dtype == torch.int32
-        assert (k, v) == (None, None)
-        assert causal or q.shape[1] == 1
-        cache = torch.stack([k_cache, v_cache])
-        out = ref.paged_attention_decode(
-            q[:, 0], cache, block_table.long(), cache_seqlens.long(), scale=softmax_scale
-        )
-        return out.to(q.dtype)[:, None]
-
-    def flash_attn_varlen_func(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-        deterministic=False, return_attn_probs=False, block_table=None,
-    ):  # fmt: skip
-        self._check(q, k, v, block_table)
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        assert cu_seqlens_q.shape == cu_seqlens_k.shape == (block_table.shape[0] + 1,)
-        assert causal
-        assert cu_seqlens_q.diff().max() <= max_seqlen_q
-        assert cu_seqlens_k.diff().max() <= max_seqlen_k
-        cache = torch.stack([k, v])
-        starts, lengths = cu_seqlens_q.long(), cu_seqlens_k.diff().long()
-        out = ref.paged_attention_prefill(
-            q, cache, block_table.long(), starts, lengths, max_seqlen_q, scale=softmax_scale
-        )
-        return out.to(q.dtype)
+        for index in (cu_seqlens_q, seqused_q, seqused_k, page_table):
+            assert index.dtype == torch.int32
+            assert index.is_contiguous()
+        assert cu_seqlens_q.shape == (len(page_table) + 1,)
+        assert seqused_q.shape == seqused_k.shape == (len(page_table),)
+        assert (seqused_q <= cu_seqlens_q.diff()).all()
+        assert (seqused_q <= max_seqlen_q).all()
+        result = torch.full_like(q, math.nan)
+        starts = cu_seqlens_q.tolist()
+        for row, (new, length) in enumerate(zip(seqused_q.tolist(), seqused_k.tolist(), strict=True)):
+            pages = page_table[row, : -(-length // k.shape[1])]
+            keys, values = (x[pages].flatten(0, 1).double().transpose(0, 1) for x in (k, v))
+            mine = slice(starts[row], starts[row] + new)
+            query = q[mine].double().unflatten(1, (k.shape[2], -1)).permute(1, 2, 0, 3)
+            scores = query @ keys[:, None].mT * (softmax_scale or q.shape[2] ** -0.5)
+            seen = torch.arange(keys.shape[1]) <= length - new + torch.arange(new)[:, None]
+            weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+            result[mine] = (weights @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        self.splits.append(num_splits)
+        return result, *q.new_empty(3, 0).unbind()
 
 
-class TestFlashAttn:
-    @pytest.fixture
-    def flash(self, monkeypatch) -> FlashAttn:
-        module = FlashAttn()
-        monkeypatch.setattr(attention_flash, "_installed_flash_attn", lambda: module)
-        return module
+@pytest.fixture
+def hopper(monkeypatch) -> None:
+    """The choice of a backend sees a GPU of compute capability 9.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
-    def test_both_calls_where_it_fits(self, flash):
-        batch = Batch([(300, 9), (0, 1), (3, 0)], 256, torch.bfloat16)
-        out = batch.prefill(attention_flash.paged_attention_prefill)
-        expected = batch.prefill(ref.paged_attention_prefill)
-        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
-        decodes = Batch([(300, 1), (2, 1)], 256, torch.bfloat16)
-        out = decodes.decode(attention_flash.paged_attention_decode)
-        expected = decodes.decode(ref.paged_attention_decode)
-        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
-        assert flash.calls == 2
 
-    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-    def test_a_scale_and_the_widths_that_it_takes(self, flash, head_dim):
-        batch = Batch([(20, 3)], 256, torch.bfloat16, sizes=(4, 1, head_dim))
-        out = batch.prefill(attention_flash.paged_attention_prefill, scale=0.03)
-        torch.testing.assert_close(out.double(), batch.naive(0.03), rtol=1e-2, atol=1e-2)
-        positions = torch.tensor([[20, 21, 22]])
-        out = attention_flash.paged_attention_verify(
-            batch.query[None], batch.cache, batch.table, batch.lengths, positions, scale=0.03
-        )
-        torch.testing.assert_close(out[0].double(), batch.naive(0.03), rtol=1e-2, atol=1e-2)
-        assert flash.calls == 2
+@pytest.fixture
+def flash(monkeypatch, hopper) -> Iterator[Flash]:
+    """The operator, under its schema, on the CPU; the package seems to be installed."""
+    stand_in = Flash()
+    library = torch.library.Library("mambaslots_tests", "DEF")
+    library.define(FLASH_SCHEMA)
+    library.impl("fwd", stand_in.fwd, "CPU")
+    operators = SimpleNamespace(fwd=torch.ops.mambaslots_tests.fwd)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", operators, raising=False)
+    monkeypatch.setitem(sys.modules, attention_flash.MODULE, ModuleType(attention_flash.MODULE))
+    yield stand_in
+    library._destroy()
+
+
+MIXES = {
+    "decodes": {"decodes": [(300, 1), (0, 1), (5, 1)], "padding": Padding(decodes=2, columns=1)},
+    "drafts with padding": {"decodes": [(9, 3), (3, 1), (7, 2)], "decode_tokens": 3},
+    "prefills": {"prefills": [(0, 9), (300, 4), (8, 0)], "padding": Padding(prefills=1, tokens=3)},
+    "all": {
+        "decodes": [(9, 2), (14, 1)], "prefills": [(0, 9), (16, 4)], "decode_tokens": 2,
+        "padding": Padding(2, 1, 3, 2),
+    },
+}  # fmt: skip
+NARROW: dict[str, Any] = {"dtype": torch.bfloat16, "unwritten": 0.0}
+mixes = pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+
+
+class TestFlashAttention:
+    @mixes
+    @pytest.mark.parametrize("block", [1, 16, 256])
+    @pytest.mark.parametrize("scale", [None, 0.03])
+    def test_all_rows_of_a_step_are_one_call(self, flash, mix, block, scale):
+        batch = AttentionBatch(**mix, **NARROW, block=block, sizes=(4, 2, 64))
+        out = attention_flash.paged_attention(batch.query, batch.cache, batch.rows, scale)
+        torch.testing.assert_close(batch.real_tokens(out), batch.exact(scale), rtol=UNIT, atol=0)
+        assert flash.splits == [0]
 
     def test_queries_in_float32_are_rounded_to_the_cache(self, flash):
-        batch = Batch([(20, 3)], 256, torch.bfloat16)
-        batch.query = batch.query.float()
-        assert batch.prefill(attention_flash.paged_attention_prefill).dtype == torch.bfloat16
-        assert flash.calls == 1
+        batch = AttentionBatch([(20, 1)], [(3, 9)], **NARROW, query_dtype=torch.float32)
+        out = attention_flash.paged_attention(batch.query, batch.cache, batch.rows, None)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
+
+    @pytest.mark.parametrize("block", [4, 16])
+    def test_nan_in_the_kv_of_an_invalid_request_reaches_no_other(self, flash, block):
+        """All blocks were a request's whose KV is NaN; then two others get them, a step after a step."""
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter runs where there is no GPU")
+        batch = AttentionBatch([], [(0, 7), (0, 18)], **NARROW, block=block)
+        rows, flat = batch.rows, batch.cache.flatten(1, 2)
+        at = torch.arange(18)
+        places = (rows.block_table.long() * block).repeat_interleave(block, 1)[:, :18] + at % block
+        keys, values = flat[:, places].transpose(1, 0).unbind(1)
+        batch.cache.fill_(math.nan)
+        for cut in ([0, 5], [5, 7]), ([0, 9], [9, 18]):
+            row = int(cut[1][1] == 18)
+            for first, stop in cut:
+                tokens = torch.arange(first, stop)
+                write_kv(batch.cache, keys[row], values[row], tokens, places[row, first:stop])
+        out = attention_flash.paged_attention(batch.query, batch.cache, rows, None)
+        torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
+
+    @pytest.mark.parametrize(("value", "splits"), [("1", 1), ("0", 0), ("128", 128)])
+    def test_the_number_of_splits_is_the_variables(self, flash, monkeypatch, value, splits):
+        monkeypatch.setenv(attention_flash.SPLITS_VARIABLE, value)
+        batch = AttentionBatch([(20, 1)], **NARROW)
+        attention_flash.paged_attention(batch.query, batch.cache, batch.rows, None)
+        assert flash.splits == [splits]
+
+    @pytest.mark.parametrize("value", ["-1", "129", "many", ""])
+    def test_other_values_are_refused(self, monkeypatch, value):
+        monkeypatch.setenv(attention_flash.SPLITS_VARIABLE, value)
+        with pytest.raises(ValueError, match=f"MAMBASLOTS_ATTENTION_SPLITS is '{value}'; accepted: 0 to 128"):
+            attention_flash.num_splits()
+
+
+class TestVarlenAttention:
+    """The signature is that of the installed torch, if its `varlen_attn` takes a block table."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch) -> list[str]:
+        flash, calls = Flash(), []
+
+        def varlen_attn(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+            window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+        ):  # fmt: skip
+            assert (window_size, cu_seq_k, return_aux, num_splits) == ((-1, 0), None, None, None)
+            assert enable_gqa == (query.shape[1] != key.shape[2])
+            assert (seqused_k <= max_k).all()
+            calls.append("varlen")
+            return flash.fwd(
+                query, key, value, cu_seqlens_q=cu_seq_q, seqused_q=cu_seq_q.diff(), seqused_k=seqused_k,
+                max_seqlen_q=max_q, page_table=block_table, softmax_scale=scale, is_causal=True,
+            )[0]  # fmt: skip
+
+        real = inspect.signature(attention_varlen.varlen.varlen_attn)
+        if "block_table" in real.parameters:
+            assert list(inspect.signature(varlen_attn).parameters) == list(real.parameters)
+        monkeypatch.setattr(attention_varlen.varlen, "varlen_attn", varlen_attn)
+        return calls
+
+    @mixes
+    @pytest.mark.parametrize("sizes", [(4, 2, 64), (2, 2, 80)])
+    def test_all_rows_of_a_step_are_one_call(self, calls, mix, sizes):
+        batch = AttentionBatch(**mix, **NARROW, block=256, sizes=sizes)
+        rows = batch.rows
+        if mix.get("decode_tokens", 1) > 1:  # padding tokens are rows of their own, and see a token
+            batch.query, batch.cache = batch.query.nan_to_num(), batch.cache.nan_to_num()
+        out = attention_varlen.paged_attention(batch.query, batch.cache, rows, None)
+        torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
+        assert calls == ["varlen"]
+
+    @pytest.mark.usefixtures("hopper")
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "block", "said"),
+        [
+            (torch.bfloat16, 80, 512, ""),
+            (torch.float16, 256, 256, ""),
+            (torch.float32, 64, 256, "varlen_attn needs KV in bfloat16 or float16, this is float32"),
+            (torch.bfloat16, 64, 128, "needs KV blocks of multiples of 256 tokens, these have 128"),
+            (torch.bfloat16, 20, 256, "heads of at most 256 numbers, a multiple of 8, these have 20"),
+            (torch.bfloat16, 264, 256, "heads of at most 256 numbers, a multiple of 8, these have 264"),
+        ],
+    )
+    def test_what_it_takes(self, calls, dtype, head_dim, block, said):
+        reason = attention_varlen.rejection(CUDA, dtype, head_dim, block)
+        assert said in reason
+        assert bool(said) == bool(reason)
+
+
+@pytest.mark.usefixtures("hopper")
+class TestChoice:
+    @pytest.fixture
+    def old_torch(self, monkeypatch) -> None:
+        monkeypatch.setattr(attention_varlen.varlen, "varlen_attn", lambda query, key, value: None)
+
+    def described(self, dtype=torch.bfloat16, head_dim=128, block=64, device=CUDA) -> str:
+        return attention.describe(device, dtype, head_dim, block)
+
+    @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+    @pytest.mark.parametrize("block", [1, 16, 48, 256])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_flash_attention_where_it_fits(self, flash, monkeypatch, dtype, head_dim, block):
+        monkeypatch.setattr(metadata, "version", lambda name: f"{name}'s")
+        assert self.described(dtype, head_dim, block) == (
+            "attention: FlashAttention-3 (tokenspeed-fa3 tokenspeed-fa3's)"
+        )
+        assert attention.backend(CUDA, dtype, head_dim, block).attend is attention_flash.paged_attention
+
+    def test_a_fixed_number_of_splits_is_said(self, flash, monkeypatch):
+        monkeypatch.setenv(attention_flash.SPLITS_VARIABLE, "1")
+        assert self.described().endswith("), splits 1")
+
+    def test_what_flash_attention_does_not_take(self, flash, old_torch, monkeypatch):
+        assert self.described(torch.float32) == (
+            "attention: torch operations in float32; FlashAttention-3 needs KV in bfloat16 or float16, this "
+            f"is float32; varlen_attn needs torch 2.12, this is {torch.__version__}"
+        )
+        for head_dim in (20, 264):
+            said = (
+                f"FlashAttention-3 needs heads of at most 256 numbers, a multiple of 8, these have {head_dim}"
+            )
+            assert said in self.described(head_dim=head_dim)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+        attention.backend.cache_clear()
+        assert self.described().startswith(
+            "attention: torch operations in bfloat16; FlashAttention-3 needs compute capability 9.0, this "
+            "GPU has 8.0; varlen_attn needs torch 2.12"
+        )
+
+    def test_varlen_attention_comes_second(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, attention_flash.MODULE, None)
+        monkeypatch.setattr(
+            attention_varlen.varlen, "varlen_attn", lambda query, key, value, block_table=None: None
+        )
+        assert self.described(block=256) == (
+            f"attention: varlen_attn of torch {torch.__version__}; FlashAttention-3 is not installed: "
+            "pip install 'mambaslots[gpu]'"
+        )
 
     @pytest.mark.parametrize(
-        ("dtype", "block"), [(torch.float32, 256), (torch.float64, 256), (torch.bfloat16, 128)]
+        ("error", "said"),
+        [
+            (ImportError("libcudart.so.13: cannot open\nmore"), "ImportError: libcudart.so.13: cannot open"),
+            (OSError("undefined symbol"), "OSError: undefined symbol"),
+            (RuntimeError(), "RuntimeError"),
+        ],
     )
-    def test_torch_where_it_does_not_fit(self, flash, dtype, block):
-        batch = Batch([(20, 3)], block, dtype)
-        out = batch.prefill(attention_flash.paged_attention_prefill)
-        torch.testing.assert_close(out, batch.prefill(ref.paged_attention_prefill), rtol=1e-4, atol=1e-4)
-        batch.query = batch.query[:1]
-        batch.tokens = 1
-        batch.decode(attention_flash.paged_attention_decode)
-        assert flash.calls == 0
+    def test_a_package_that_cannot_be_imported_is_reported(self, old_torch, monkeypatch, error, said):
+        def broken(name: str) -> None:
+            raise error
 
-    def test_torch_where_it_is_not_installed(self):
-        assert attention_flash.flash_attn_for(torch.zeros(2, 1, 256, 2, 8, dtype=torch.bfloat16)) is None
+        monkeypatch.setattr(attention_flash.importlib, "import_module", broken)
+        assert f"FlashAttention-3 cannot be imported: {said}; varlen_attn needs" in self.described()
 
-    def test_the_module_imports_it_only_when_asked(self):
-        module = "mambaslots.inference.kernels.attention_flash"
-        code = f"import sys, {module}; sys.exit('flash_attn' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    def test_a_package_without_its_operator_is_reported(self, old_torch, monkeypatch):
+        monkeypatch.setitem(sys.modules, attention_flash.MODULE, ModuleType(attention_flash.MODULE))
+        assert "FlashAttention-3 cannot be imported: AttributeError" in self.described()
+
+    def test_what_the_package_lacks_is_named(self, old_torch, monkeypatch):
+        def lacking(name: str) -> None:
+            raise ModuleNotFoundError("No module named 'einops'", name="einops")
+
+        monkeypatch.setattr(attention_flash.importlib, "import_module", lacking)
+        assert "FlashAttention-3 needs einops, which is not installed" in self.described()
+
+    def test_the_reference_serves_a_cpu_and_float64(self, flash):
+        assert self.described(device=torch.device("cpu")) == "attention: torch operations in bfloat16"
+        assert self.described(torch.float64) == "attention: torch operations in float64"
+
+    def test_kernels_on_a_cpu_are_torch_operations(self):
+        batch = AttentionBatch([(20, 1)], **NARROW)
+        out = attention.paged_attention(batch.query, batch.cache, batch.rows)
+        torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
+
+
+def test_the_kernels_import_the_package_only_when_asked():
+    module = "mambaslots.inference.kernels.attention"
+    code = f"import sys, {module}; sys.exit('flash_attn_interface' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

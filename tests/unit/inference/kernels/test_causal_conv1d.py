@@ -4,6 +4,7 @@ On the CPU in Triton's interpreter; the same cases on CUDA under the gpu mark.
 """
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -511,8 +512,9 @@ def test_decode_keeps_every_bit(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_offsets_beyond_two_to_the_31(device: str) -> None:
+def test_offsets_beyond_two_to_the_31(device: str, needs_gpu_memory: Callable[[float], None]) -> None:
     """A slot at element 2^31 and beyond, of a pool in which no other memory is touched."""
+    needs_gpu_memory(7)
     rows = [Row(5, source=1, destination=0, checkpoints={2: 2}), Row(3, destination=3)]
     made = case(rows, dtype=torch.bfloat16)
     stride = (1 << 31) // 3 + 160

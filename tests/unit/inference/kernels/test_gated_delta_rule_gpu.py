@@ -451,7 +451,8 @@ class TestCost:
             assert same_bits(again_pool, pool)
 
     @pytest.mark.gpu
-    def test_slots_beyond_two_to_the_31(self):
+    def test_slots_beyond_two_to_the_31(self, needs_gpu_memory):
+        needs_gpu_memory(6)
         device = kernel_device("cuda")
         layer = Layer(Dk=16, Dv=16, dtype=torch.bfloat16)
         near = layer.pool(4, torch.bfloat16).to(device)

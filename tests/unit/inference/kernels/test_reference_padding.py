@@ -217,16 +217,3 @@ class TestPaddedAttention:
         assert torch.equal(cache[0, 1, 1], keys[3])
         cache[:, 1, 1] = before[:, 1, 1]
         torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
-
-    def test_padding_rows_of_a_decode(self, cache):
-        query, table = randn(4, self.HEADS, self.DIM), index(3, 5, 9, 8, 9, 9, 0, 0, 0, 0, 0, 0).view(4, 3)
-        out = ref.paged_attention_decode(query, cache, table, index(7, 4, 0, 0))
-        expected = ref.paged_attention_decode(query[:2], cache, table[:2, :2], index(7, 4))
-        torch.testing.assert_close(out[:2], expected, rtol=1e-13, atol=1e-13)
-
-    def test_padding_rows_and_tokens_of_a_prefill(self, cache):
-        query, table = randn(9, self.HEADS, self.DIM), index(3, 5, 9, 8, 9, 9, 0, 0, 0).view(3, 3)
-        query[7:] = math.nan
-        out = ref.paged_attention_prefill(query, cache, table, index(0, 3, 7, 7), index(7, 4, 0), 9)
-        expected = ref.paged_attention_prefill(query[:7], cache, table, index(0, 3, 7), index(7, 4), 4)
-        assert torch.equal(out[:7], expected)

@@ -4,6 +4,7 @@ On the CPU in Triton's interpreter; the same cases on CUDA under the gpu mark.
 """
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -312,7 +313,8 @@ def test_nothing_to_do(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_offsets_beyond_two_to_the_31(device: str) -> None:
+def test_offsets_beyond_two_to_the_31(device: str, needs_gpu_memory: Callable[[float], None]) -> None:
+    needs_gpu_memory(7)
     made = case([1, -1], [[0, 2], [-1, 3]], pool_dtype=torch.bfloat16)
     stride = (1 << 31) // 3 + 160
     memory = torch.zeros(5 * stride, dtype=torch.bfloat16, device=device)

@@ -184,8 +184,9 @@ class TestBits:
         assert same_bits(torch.cat([first[20:], second[: end - cut]]), y)
 
     @pytest.mark.gpu
-    def test_more_tokens_and_chunks_than_31_bits_count(self):
+    def test_more_tokens_and_chunks_than_31_bits_count(self, needs_gpu_memory):
         """Elements of x, y and states beyond 2**31 in one call, against two calls that stay below."""
+        needs_gpu_memory(48)
         kernel_device("cuda")
         H, P, N, chunk, chunks = 128, 64, 128, 128, 2050
         tokens, half = chunks * chunk, chunks // 2 * chunk

@@ -544,7 +544,8 @@ class TestGpu:
                 state_move._state_move.cache_clear()
                 copy_states(pool, read, pool, write)
 
-    def test_a_pool_of_more_than_two_to_the_31_elements(self, cuda):
+    def test_a_pool_of_more_than_two_to_the_31_elements(self, cuda, needs_gpu_memory):
+        needs_gpu_memory(9)
         slots = 2**31 // (128 * 64 * 128) + 3
         pool = StatePool(
             conv_and_ssm(2, (64, 3), (128, 64, 128), torch.bfloat16, torch.bfloat16), 1, slots, cuda

@@ -1,0 +1,126 @@
+"""The launches of norms, activations and gates at the shapes of Qwen3.5-4B, for `compile_kernels.py`.
+
+The residual stream has 2,560 channels, and the MLPs have 9,216 columns. Attention has 16 query heads and 4
+key heads of 256 channels, of which 64 are rotated. A query's projection also gives the gates, so that heads
+lie 512 channels apart.
+"""
+
+from collections.abc import Callable
+
+from mambaslots.inference.kernels import activations, norms, qk_norm_rotary
+from specialisation import Specialisation
+
+QUERY_HEADS, KEY_HEADS, HEAD_DIM, ROTARY = 16, 4, 256, 64
+HIDDEN, MLP_WIDTH = 2560, 9216
+
+
+def gates() -> list[Specialisation]:
+    """The squared ReLU and silu(gate) * up of wide rows, and x * sigmoid(gate) of heads."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        rows, columns = activations.tile(MLP_WIDTH)
+        found.append(
+            Specialisation(
+                name=f"relu_squared {dtype}",
+                kernel=activations.relu_squared_kernel,
+                signature={"out": f"*{dtype}", "x": f"*{dtype}", "num_rows": "i32", "x_row_stride": "i32"},
+                constexprs={"WIDTH": MLP_WIDTH, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
+                divisible_by_16=("out", "x", "x_row_stride"),
+                num_warps=activations.NUM_WARPS,
+                wide=("load", "store"),
+            )
+        )
+        for name, width, silu in (("silu_mul", MLP_WIDTH, True), ("sigmoid_mul", HEAD_DIM, False)):
+            rows, columns = activations.tile(width)
+            pointers = dict.fromkeys(("out", "x", "gate"), f"*{dtype}")
+            strides = ("x_row_stride", "gate_row_stride")
+            found.append(
+                Specialisation(
+                    name=f"{name} {dtype}",
+                    kernel=activations.gated_kernel,
+                    signature=pointers | dict.fromkeys(("num_rows", *strides), "i32"),
+                    constexprs={"WIDTH": width, "SILU": silu, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
+                    divisible_by_16=(*pointers, *strides),
+                    num_warps=activations.NUM_WARPS,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
+def rms_norms() -> list[Specialisation]:
+    """Of the residual stream, behind its sum and alone, and of heads."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        for name, width, adds in (
+            ("add_rms_norm", HIDDEN, True),
+            ("rms_norm", HIDDEN, False),
+            ("rms_norm of heads", HEAD_DIM, False),
+        ):
+            rows, columns, warps = norms.tile(width)
+            pointers = dict.fromkeys(("out", "x", "weight"), f"*{dtype}")
+            sums = {"total": f"*{dtype}", "residual": f"*{dtype}"}
+            found.append(
+                Specialisation(
+                    name=f"{name} {dtype}",
+                    kernel=norms.rms_norm_kernel,
+                    signature=pointers
+                    | (sums if adds else {})
+                    | {"eps": "fp32", "offset": "fp32", "num_rows": "i32"}
+                    | {"x_row_stride": "i32", "residual_row_stride": "i32"},
+                    constexprs={"WIDTH": width, "ADD": adds, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns}
+                    | ({} if adds else dict.fromkeys(sums)),
+                    divisible_by_16=(
+                        *pointers,
+                        *(sums if adds else ()),
+                        "x_row_stride",
+                        "residual_row_stride",
+                    ),
+                    num_warps=warps,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
+def norms_and_rotations() -> list[Specialisation]:
+    """With norms, as in Qwen's models, and without, as in Bamba's."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        for name, has_norm in (("qk_norm_rotary", True), ("rotary alone", False)):
+            pointers = dict.fromkeys(("query_out", "key_out", "query", "key", "cos", "sin"), f"*{dtype}")
+            weights = ("query_weight", "key_weight")
+            sides = ("query_token", "query_head", "key_token", "key_head", "cos_token", "sin_token")
+            strides = tuple(f"{side}_stride" for side in sides)
+            if has_norm:
+                pointers |= dict.fromkeys(weights, f"*{dtype}")
+            heads = qk_norm_rotary.BLOCK // HEAD_DIM
+            found.append(
+                Specialisation(
+                    name=f"{name} {dtype}",
+                    kernel=qk_norm_rotary.qk_norm_rotary_kernel,
+                    signature=pointers
+                    | dict.fromkeys(("eps", "offset"), "fp32")
+                    | dict.fromkeys(strides, "i32"),
+                    constexprs={"QUERY_HEADS": QUERY_HEADS, "KEY_HEADS": KEY_HEADS, "DIM": HEAD_DIM}
+                    | {"ROTARY": ROTARY, "NORM": has_norm, "QUERY_BLOCKS": QUERY_HEADS // heads}
+                    | {"BLOCK_HEADS": heads, "BLOCK_DIM": HEAD_DIM}
+                    | ({} if has_norm else dict.fromkeys(weights)),
+                    divisible_by_16=(*pointers, *strides),
+                    num_warps=qk_norm_rotary.NUM_WARPS,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
+POINTWISE_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
+    "activations": gates,
+    "norms": rms_norms,
+    "qk_norm_rotary": norms_and_rotations,
+}
+"""As `SHAPES` in `kernel_shapes.py`."""
+
+
+if __name__ == "__main__":
+    print(__doc__)

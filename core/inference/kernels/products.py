@@ -1,0 +1,24 @@
+"""The product of the language model's head on a GPU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The logits hidden @ weight.T in float32, from operands in the model's dtype. Does not synchronise.
+
+    A bfloat16 or float16 weight is read as it lies: cuBLAS adds in float32, and writes float32. torch has
+    this product for GPUs only, and CPU tensors are widened.
+
+    Args:
+        hidden: [..., n].
+        weight: [vocabulary, n].
+
+    Returns: [..., vocabulary] in float32.
+    """
+    if hidden.dtype == torch.float32 or not hidden.is_cuda or not hidden.numel():
+        return F.linear(hidden.float(), weight.float())
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits = torch.mm(rows, weight.to(hidden.dtype).t(), out_dtype=torch.float32)
+    return logits.view(*hidden.shape[:-1], len(weight))

@@ -1,0 +1,149 @@
+"""Rotary positions, the paged KV cache and attention, in plain torch; `reference` has them all.
+
+A KV cache is that of one layer: [2 (K, V), blocks, block size, KV heads, head dim].
+"""
+
+import torch
+from torch import Tensor
+
+from .attention_rows import AttentionRows
+from .reference_chunks import compute_dtype
+
+
+def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
+    """Store `keys[tokens[i]]` and `values[tokens[i]]` at `positions[i]` of the cache.
+
+    A block whose first row is stored is new: its rows that the call does not store become zeros. All rows of
+    a block that holds any token are therefore finite, whatever the memory held before.
+
+    Args:
+        kv_cache: [2, blocks, block size, KV heads, head dim]. Written, in its own dtype.
+        keys, values: [T, KV heads, head dim].
+        tokens: [W] indices into `keys` and `values`.
+        positions: [W] block * block size + offset; -1 writes nothing. Entries of one block stand side by
+            side, in the order of their offsets and without gaps.
+    """
+    real = positions >= 0
+    tokens, positions = tokens[real], positions[real]
+    block_size = kv_cache.shape[2]
+    blocks, offsets = positions // block_size, positions % block_size
+    kv_cache[:, blocks[offsets == 0]] = 0.0
+    kv_cache[0, blocks, offsets] = keys[tokens].to(kv_cache.dtype)
+    kv_cache[1, blocks, offsets] = values[tokens].to(kv_cache.dtype)
+
+
+def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotate x [T, heads, head dim] by `positions` [T] (arXiv 2104.09864).
+
+    Dimension i is paired with i + head dim / 2; the pair's angle is position * base ** (-2 i / head dim).
+
+    Returns: the shape and dtype of `x`.
+    """
+    dtype = compute_dtype(x.dtype)
+    angles = positions.to(dtype)[:, None] * rotary_frequencies(x.shape[-1], base, x.device).to(dtype)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = x.to(dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def rotary_frequencies(head_dim: int, base: float, device: torch.device) -> Tensor:
+    """base ** (-2 i / head dim) for i below head dim / 2, in float64."""
+    half = head_dim // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=device) / half
+    return torch.as_tensor(base**-exponents)
+
+
+def rotary_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    base: float,
+    kv_cache: Tensor,
+    tokens: Tensor,
+    write_positions: Tensor,
+) -> Tensor:
+    """`apply_rotary` of query and key, and `write_kv` of rotated keys and of values.
+
+    Args:
+        query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
+        positions: [T] the position of each token in its sequence.
+        base: of the rotary angles.
+        kv_cache, tokens, write_positions: as for `write_kv`.
+
+    Returns: the rotated query, in the shape and dtype of `query`.
+    """
+    rotated = apply_rotary(key.to(compute_dtype(key.dtype)), positions, base)
+    write_kv(kv_cache, rotated, value, tokens, write_positions)
+    return apply_rotary(query, positions, base)
+
+
+def paged_attention(
+    query: Tensor, kv_cache: Tensor, rows: AttentionRows, *, scale: float | None = None
+) -> Tensor:
+    """Attention of each row's tokens to the row's sequence, each token up to its own position.
+
+    Args:
+        query: [T, heads, head dim]; head h reads KV head h // (heads // KV heads).
+        kv_cache: [2, blocks, block size, KV heads, head dim], keys and values of the tokens included.
+        rows: the rows of the step.
+        scale: of the scores; None is head dim ** -0.5.
+
+    Returns: the shape and dtype of `query`.
+    """
+    decodes, decoded = rows.num_decodes, rows.num_decode_tokens
+    scale = score_scale(scale, query.shape[-1])
+    outputs = []
+    if decodes:
+        table, lengths = rows.block_table[:decodes], rows.kv_lengths[:decodes]
+        if rows.decode_tokens > 1:
+            positions = rows.positions[:decoded].view(decodes, rows.decode_tokens)
+            lengths = torch.minimum(positions + 1, lengths[:, None]).flatten()
+            table = table.repeat_interleave(rows.decode_tokens, dim=0)
+        outputs.append(_attend_single_tokens(query[:decoded], kv_cache, table, lengths, scale))
+    if decodes < rows.num_rows:
+        outputs.append(_attend_prefills(query, kv_cache, rows, scale))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(query.dtype)
+
+
+def _attend_single_tokens(
+    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, scale: float
+) -> Tensor:
+    """Attention of one token a row, [rows, heads, head dim], to `kv_lengths` tokens."""
+    dtype = compute_dtype(query.dtype)
+    kv_heads = kv_cache.shape[3]
+    past = torch.arange(block_table.shape[1] * kv_cache.shape[2], device=query.device) < kv_lengths[:, None]
+    grouped = torch.unflatten(query.to(dtype), 1, (kv_heads, -1)) * scale
+    # Memory beyond a row's length may hold NaN, and 0 * NaN is NaN.
+    keys, values = (
+        cache[block_table].flatten(1, 2).to(dtype).masked_fill(~past[:, :, None, None], 0.0).movedim(1, 2)
+        for cache in kv_cache
+    )
+    scores = (grouped @ keys.mT).masked_fill(~past[:, None, None], float("-inf"))
+    attended: Tensor = scores.softmax(-1) @ values
+    return attended.flatten(1, 2)
+
+
+def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
+    """Attention of the tokens behind the decode rows, row by row; padding tokens get zeros."""
+    dtype = compute_dtype(query.dtype)
+    block_size, kv_heads = kv_cache.shape[2:4]
+    decodes, decoded = rows.num_decodes, rows.num_decode_tokens
+    out = torch.zeros(query[decoded:].shape, dtype=dtype, device=query.device)
+    starts = rows.query_start_loc[decodes:].tolist()
+    for row, length in enumerate(rows.kv_lengths[decodes:].tolist()):
+        first, stop = starts[row], starts[row + 1]
+        new = stop - first
+        grouped = torch.unflatten(query[first:stop].to(dtype), 1, (kv_heads, -1)) * scale
+        blocks = rows.block_table[decodes + row, : -(-length // block_size)]
+        keys, values = (cache[blocks].flatten(0, 1)[:length].to(dtype).movedim(0, 1) for cache in kv_cache)
+        future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
+        scores = (grouped.permute(1, 2, 0, 3) @ keys[:, None].mT).masked_fill(future, float("-inf"))
+        attended = (scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+        out[first - decoded : stop - decoded] = attended
+    return out
+
+
+def score_scale(scale: float | None, head_dim: int) -> float:
+    """What attention multiplies scores by: `scale`, or what None stands for."""
+    return float(head_dim**-0.5) if scale is None else scale

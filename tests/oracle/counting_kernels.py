@@ -1,0 +1,28 @@
+"""A kernel set that counts the calls of its functions between mixers."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from mambaslots.inference.kernels import reference
+
+POINTWISE = (
+    "rms_norm", "add_rms_norm", "relu_squared", "silu_mul", "sigmoid_mul", "qk_norm_rotary", "head_product",
+)  # fmt: skip
+
+
+class CountingKernels(SimpleNamespace):
+    """The reference, with `calls` of the functions in `POINTWISE`."""
+
+    def __init__(self) -> None:
+        super().__init__(**{name: getattr(reference, name) for name in dir(reference)})
+        self.calls: Counter[str] = Counter()
+        for name in POINTWISE:
+            setattr(self, name, self._counted(name))
+
+    def _counted(self, name: str) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return getattr(reference, name)(*args, **kwargs)
+
+        return function

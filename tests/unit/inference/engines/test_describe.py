@@ -1,0 +1,58 @@
+"""`describe` says what serves a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mambaslots.inference.kernels import attention_flash, gpu_kernels
+from oracle.serving import small_engine, small_model
+
+
+@pytest.mark.usefixtures("kind")
+def test_on_a_cpu() -> None:
+    device, kernels, graphs, steps = small_engine().describe().splitlines()
+    assert device == "device: cpu (no GPU), KV in float64"
+    assert kernels == "attention, scans and norms: torch operations in float64"
+    assert graphs.startswith("CUDA graphs: none")
+    assert steps == "decode steps: wait for the tokens of the step before, because of a CPU"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"async_scheduling": True}, "launched before the tokens of the step before are read"),
+        ({"async_scheduling": False}, "because of async_scheduling"),
+        ({"num_speculative_tokens": 2}, "because of num_speculative_tokens"),
+        ({"poison_free_memory": True}, "because of poison_free_memory"),
+    ],
+)
+def test_how_steps_are_launched(setting: dict[str, object], said: str) -> None:
+    assert said in small_engine(**setting).describe().splitlines()[-1]
+
+
+def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: of the kernels of a GPU, for a spec that says it is on one."""
+    states = [SimpleNamespace(name=name, num_layers=1) for name in ("conv", "ssm", "delta")]
+    spec: Any = SimpleNamespace(
+        states=states,
+        num_attention_layers=1,
+        head_dim=64,
+        kv_dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(attention_flash, "_version", lambda: "3")
+    lines = gpu_kernels.describe(spec, 256)
+    assert "FlashAttention-3 needs compute capability 9.0, this GPU has 8.0" in lines[0]
+    assert lines[1].endswith("with products of bfloat16, sums in float32")
+    assert lines[2].startswith("gated delta rule: ")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    model = small_model(dtype=torch.bfloat16).to("cuda")
+    said = small_engine(model=model, num_cuda_graphs=4).describe()
+    assert "KV in bfloat16" in said
+    assert "0 captured; at most 4 of decodes" in said
+    assert said.endswith("launched before the tokens of the step before are read")
