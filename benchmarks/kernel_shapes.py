@@ -143,7 +143,10 @@ def ssd_outputs() -> list[Specialisation]:
     for input_precision, inputs, operands, chunk_size in shapes:
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
         blocks, num_warps, num_stages = ssd_output.block_sizes(
-            **dimensions, operands=TORCH[operands], input_precision=input_precision
+            **dimensions,
+            heads_of_group=HEADS // GROUPS,
+            operands=TORCH[operands],
+            input_precision=input_precision,
         )
         pointers = dict.fromkeys(("x", "C", "y"), inputs) | {"entering_states": operands}
         pointers |= dict.fromkeys(("dt", "log_decays", "CB", "D"), "fp32")

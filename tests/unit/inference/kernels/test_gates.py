@@ -1,6 +1,7 @@
 """Time steps, gates and gated norms of both kernel sets against plain formulas in float64."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -34,6 +35,38 @@ def strided(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) ->
 def softplus(x: Tensor) -> Tensor:
     """In float64 through exp and log1p, which is exact for numbers below 700."""
     return torch.where(x > 0, x + torch.log1p((-x).exp()), torch.log1p(x.exp()))
+
+
+def test_results_go_where_they_are_asked_for(device, kernels, monkeypatch):
+    """The tensor that is passed is written as a whole, and returned."""
+    if device.type == "cpu":  # megatron-core's launchers enter the device of their tensors
+        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    x = randn(3, 1, 2, 16, seed=1).float().to(device)
+    one = torch.ones(2, device=device)
+    index, nowhere = torch.arange(3, device=device), torch.full((3, 1), -1, device=device)
+    pool, windows = torch.zeros(3, 2, 16, 16, device=device), torch.zeros(3, 32, 3, device=device)
+    weight = randn(32, 4, seed=2).float().to(device)
+    starts = torch.arange(4, dtype=torch.int32, device=device)
+    state_args = x[:, 0, :, 0], -one, x[:, 0], x[:, 0], one, pool, index, nowhere[:, 0], 16, starts
+    checkpoints = index[:0], index[:0], index[:0]
+    calls = (
+        (x, lambda out: kernels.selective_state_update(
+            x, x[..., 0], -one, x, x, one, pool, index, nowhere, out=out
+        )),
+        (x[:, 0], lambda out: kernels.ssd_chunk_scan(
+            x[:, 0], *state_args, starts[:3], starts, nowhere[:, 0], out=out
+        )),
+        (x.flatten(2), lambda out: kernels.causal_conv1d_update(
+            x.flatten(2), weight, None, windows, index, nowhere, out=out
+        )),
+        (x.flatten(1), lambda out: kernels.causal_conv1d_prefill(
+            x.flatten(1), weight, None, windows, index, nowhere[:, 0], starts, index, *checkpoints, out=out
+        )),
+    )  # fmt: skip
+    for like, call in calls:
+        out = torch.full_like(like, torch.nan)
+        assert call(out) is out
+        assert same_bits(out, call(None))
 
 
 class TestTimeSteps:
