@@ -9,7 +9,7 @@
 # There:   bash PACK/on_device.sh run PACK OUT [SECONDS@]TREE:SCRIPT ...
 #   unpacks all that once, to /tmp/pack. Then it runs each PACK/queue/SCRIPT in turn, at the root of the TREE (its
 #   last name; "." is the folder in which this script was started), for at most SECONDS (100). OUT/TREE.SCRIPT.out is what the job prints; a job writes its files to $OUT.
-#   OUT/triton.tar.zst is what triton compiled and tuned; as PACK/triton.tar.zst it spares the next machine that.
+#   OUT/triton.tar.zst.* is what triton compiled and tuned; as PACK/triton.tar.zst.* it spares the next machine that.
 set -u
 
 pack() {
@@ -38,7 +38,7 @@ prepare() {
     mkdir -p /tmp/pack/site /tmp/pack/triton
     unzstd_here "$folder" "$folder/fa3.tar.zst" | tar -xf - -C /tmp/pack/site &
     unzstd_here "$folder" "$folder/site.tar.zst" | tar -xf - -C /tmp/pack/site
-    [ -e "$folder/triton.tar.zst" ] && unzstd_here "$folder" "$folder/triton.tar.zst" | tar -xf - -C /tmp/pack/triton
+    cat "$folder"/triton.tar.zst.* 2>/dev/null | unzstd_here "$folder" - | tar -xf - -C /tmp/pack/triton
     wait
     touch /tmp/pack/ready
   fi
@@ -75,7 +75,8 @@ run() {
   done
   find /tmp/pack/triton -type f \( -name '*.ttir' -o -name '*.ttgir' -o -name '*.llir' -o -name '*.ptx' \
     -o -name '*.source' \) -delete
-  tar -cf - -C /tmp/pack/triton . | LD_LIBRARY_PATH=$folder/zstd "$folder/zstd/zstd" -q -f -6 -T8 -o "$out/triton.tar.zst"
+  tar -cf - -C /tmp/pack/triton . | LD_LIBRARY_PATH=$folder/zstd "$folder/zstd/zstd" -q -12 -T8 |
+    split -b 15M - "$out/triton.tar.zst."
   ls -l "$out"
 }
 

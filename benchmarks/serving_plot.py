@@ -138,7 +138,7 @@ def draw(before: Models, after: Models, path: Path) -> None:
             (axes[1][column], "decode", "requests", "step_ms", "limit_ms"),
         ):
             for label, models, key, style in (
-                ("before", before, y, "o--"), ("after", after, y, "o-"), ("limit", after, limit, "k:")
+                ("before", before, y, "C0o--"), ("after", after, y, "C1o-"), ("limit", after, limit, "k:")
             ):  # fmt: skip
                 rows = models.get(name, {}).get(part, [])
                 if rows:
@@ -154,7 +154,8 @@ def draw(before: Models, after: Models, path: Path) -> None:
                 for key in (y, limit)
             ]
             if values:
-                marks = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+                wide = max(values) > 4 * min(values)
+                marks = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if wide else range(1, 100)
                 inside = [mark for mark in marks if min(values) * 0.7 <= mark <= max(values) * 1.4]
                 axis.set_yticks(inside, [f"{mark:,}" for mark in inside])
             axis.grid(alpha=0.3)
