@@ -142,7 +142,7 @@ def a_lost_state(engine: Engine) -> None:
 def another_padding(engine: Engine) -> None:
     begin = engine.context.begin_step
 
-    def begin_wider(chunks: Sequence[RequestStep], _: object) -> StepInputs:
+    def begin_wider(chunks: Sequence[RequestStep], *_: object) -> StepInputs:
         return begin(chunks, lambda shape: shape._replace(table_blocks=shape.table_blocks + 1))
 
     with pytest.MonkeyPatch.context() as patch:

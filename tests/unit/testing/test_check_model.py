@@ -227,7 +227,7 @@ def test_padding_is_that_of_the_contexts_own_builder() -> None:
     context, begin = engine.context, engine.context.begin_step
     kinds = set()
 
-    def begin_twice(steps: Any, padding: Any = None) -> Step:
+    def begin_twice(steps: Any, *_: Any) -> Step:
         plain = begin(steps).inputs
         own = padded(plain, larger_shape(plain.shape))
         tensors = {name: tensor.clone() for name, tensor in _index_tensors(own).items()}
