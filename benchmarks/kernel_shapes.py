@@ -144,7 +144,6 @@ def ssd_outputs() -> list[Specialisation]:
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
         blocks, num_warps, num_stages = ssd_output.block_sizes(
             **dimensions,
-            heads_of_group=HEADS // GROUPS,
             operands=TORCH[operands],
             input_precision=input_precision,
         )

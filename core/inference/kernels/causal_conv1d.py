@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PREFILL_TOKENS, PREFILL_CHANNELS, PREFILL_WARPS = 16, 512, 2
+PREFILL_TOKENS, PREFILL_CHANNELS, PREFILL_WARPS = 16, 256, 8
 UPDATE_CHANNELS, UPDATE_WARPS = 128, 2
 
 
@@ -235,37 +235,31 @@ def _tokens(
     x_token_stride, weight_tap_stride,
     KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of BLOCK_T packed tokens of any rows, except the outputs that `_row` computes.
-
-    A thread has the same channels of all tokens, so that it reads each input once.
-    """
+    """The outputs of BLOCK_T packed tokens of any rows, except the outputs that `_row` computes."""
     WIDTH: tl.constexpr = KERNEL - 1
     first = block.to(tl.int64) * BLOCK_T
     total = tl.load(query_start_loc + rows)
     if first < total:
-        last = tl.minimum(first + BLOCK_T, total) - 1
-        start = tl.load(query_start_loc + tl.load(token_rows + last))
-        x += (first - WIDTH) * x_token_stride
-        out += first * conv_dim
-        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
-        if (start + WIDTH <= first) & (last - first == BLOCK_T - 1):
-            inputs = ()
-            for place in tl.static_range(WIDTH + BLOCK_T):
-                inputs = inputs + (tl.load(x + place * x_token_stride, mask=inside, other=0.0),)
-            for token in tl.static_range(BLOCK_T):
-                y = _convolved(taps, inputs, token, KERNEL, ACTIVATION)
-                tl.store(out + token * conv_dim, y.to(out.dtype.element_ty), mask=inside)
-        else:
-            for token in range(BLOCK_T):
-                place = first + token
-                row = tl.load(token_rows + place, mask=place < total, other=0)
-                if (place < total) & (tl.load(query_start_loc + row) + WIDTH <= place):
-                    inputs = ()
-                    for tap in tl.static_range(KERNEL):
-                        raw = tl.load(x + (token + tap) * x_token_stride, mask=inside, other=0.0)
-                        inputs = inputs + (raw,)
-                    y = _convolved(taps, inputs, 0, KERNEL, ACTIVATION)
-                    tl.store(out + token * conv_dim, y.to(out.dtype.element_ty), mask=inside)
+        token = tl.arange(0, BLOCK_T)
+        real = first + token < total
+        row = tl.load(token_rows + first + token, mask=real, other=0)
+        start = tl.load(query_start_loc + row, mask=real, other=0)
+        # The loads do not wait for the row indices: an output that would mix two rows is not stored.
+        x += first * x_token_stride
+        inputs = ()
+        for tap in tl.static_range(KERNEL):
+            place = token + (tap - WIDTH)
+            mask = (real & (first + place >= 0))[:, None] & inside[None, :]
+            inputs = inputs + (tl.load(x[None, :] + place[:, None] * x_token_stride, mask=mask, other=0.0),)
+        taps = _load_taps(
+            weight[None, :], bias[None, :], inside[None, :], weight_tap_stride, KERNEL, HAS_BIAS
+        )
+        y = _convolved(taps, inputs, 0, KERNEL, ACTIVATION)
+        tl.store(
+            out[None, :] + (first + token[:, None]) * conv_dim,
+            y.to(out.dtype.element_ty),
+            mask=(real & (first + token - start >= WIDTH))[:, None] & inside[None, :],
+        )
 
 
 @triton.jit

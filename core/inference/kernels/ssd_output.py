@@ -3,9 +3,6 @@
 The function has the name that mamba_ssm and megatron-core give to this stage, `chunk_scan`.
 """
 
-# mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
-
 from typing import Literal
 
 import torch
@@ -70,13 +67,11 @@ def chunk_scan(
     groups, state_dim = C.shape[1:]
     chunks, chunk_size = dt.shape[1:]
     operands = entering_states.dtype
-    blocks, num_warps, num_stages = block_sizes(
-        chunk_size, head_dim, state_dim, heads // groups, operands, input_precision
-    )
+    blocks, num_warps, num_stages = block_sizes(chunk_size, head_dim, state_dim, operands, input_precision)
     y = torch.empty(tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     grid = (
         triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"]),
-        heads // blocks["HEADS"],
+        heads,
         chunks,
     )
     chunk_scan_kernel[grid](
@@ -92,7 +87,6 @@ def block_sizes(
     chunk_size: int,
     head_dim: int,
     state_dim: int,
-    heads_of_group: int,
     operands: torch.dtype = torch.float32,
     input_precision: InputPrecision = "ieee",
 ) -> tuple[dict[str, int], int, int]:
@@ -105,7 +99,6 @@ def block_sizes(
     block_p = min((64, 32), key=lambda block: triton.cdiv(head_dim, block) * block)
     narrow = operands.itemsize == 2
     blocks = {
-        "HEADS": 2 if narrow and heads_of_group % 2 == 0 else 1,
         "BLOCK_M": min(64, _padded(chunk_size)),
         "BLOCK_P": min(block_p, _padded(head_dim)),
         "BLOCK_N": min(128 if narrow else 32, _padded(state_dim)),
@@ -132,9 +125,9 @@ def chunk_scan_kernel(
     cu_chunk_seqlens,
     y,
     # Strides
-    x_token_stride,
+    x_token_stride: tl.int64,
     x_head_stride: tl.int64,
-    C_token_stride,
+    C_token_stride: tl.int64,
     C_group_stride: tl.int64,
     D_stride: tl.int64,
     decay_head_stride: tl.int64,
@@ -146,22 +139,18 @@ def chunk_scan_kernel(
     chunk_size: tl.constexpr,
     # Meta-parameters
     INPUT_PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program has a chunk, BLOCK_M of its tokens, and BLOCK_P channels of each of HEADS heads of a group.
-
-    These heads share C and CB. Blocks of one head run side by side and share its state in the L2 cache.
-    """
+    # Blocks of one head run side by side and share the head's state in the L2 cache; those of one group, CB.
     p_blocks: tl.constexpr = tl.cdiv(head_dim, BLOCK_P)
     operand: tl.constexpr = entering_states.dtype.element_ty
     first_m = tl.program_id(0) // p_blocks * BLOCK_M
-    first_head = tl.program_id(1) * HEADS
+    head = tl.program_id(1)
     chunk = tl.program_id(2).to(tl.int64)
-    group = first_head // (heads // groups)
+    group = head // (heads // groups)
 
     start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
     length = (tl.load(cu_chunk_seqlens + chunk + 1) - start).to(tl.int32)
@@ -176,71 +165,51 @@ def chunk_scan_kernel(
     # chunk's own length leaves the loads wide. No token's output depends on a value beyond the length.
     in_chunk = m < chunk_size
 
-    x += start * x_token_stride + first_head * x_head_stride
+    x += start * x_token_stride + head * x_head_stride
     C += start * C_token_stride + group * C_group_stride
-    dt += first_head * decay_head_stride + chunk * chunk_size
-    log_decays += first_head * decay_head_stride + chunk * chunk_size
+    dt += head * decay_head_stride + chunk * chunk_size
+    log_decays += head * decay_head_stride + chunk * chunk_size
     CB += (chunk * groups + group) * (chunk_size * chunk_size)
-    entering_states += (chunk * heads + first_head) * (head_dim * state_dim)
-    y += start * (heads * head_dim) + first_head * head_dim
+    entering_states += (chunk * heads + head) * (head_dim * state_dim)
+    y += start * (heads * head_dim) + head * head_dim
 
-    decays, outputs = (), ()
-    for head in tl.static_range(HEADS):
-        decays = decays + (tl.load(log_decays + head * decay_head_stride + m, mask=in_chunk, other=0.0),)
-        outputs = outputs + (tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32),)
+    decay_m = tl.load(log_decays + m, mask=in_chunk, other=0.0)
+    acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
     for first_n in range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
         queries = tl.load(
             C + m[:, None] * C_token_stride + n[None, :],
             mask=is_token[:, None] & (n < state_dim)[None, :],
             other=0.0,
-        ).to(operand)
-        sums = ()
-        for head in tl.static_range(HEADS):
-            states = tl.load(
-                entering_states + head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :],
-                mask=is_channel[:, None] & (n < state_dim)[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(queries, tl.trans(states), outputs[head], input_precision=INPUT_PRECISION)
-            sums = sums + (acc,)
-        outputs = sums
-    sums = ()
-    for head in tl.static_range(HEADS):
-        sums = sums + (outputs[head] * tl.exp(decays[head])[:, None],)
-    outputs = sums
+        )
+        states = tl.load(
+            entering_states + p[:, None] * state_dim + n[None, :],
+            mask=is_channel[:, None] & (n < state_dim)[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(queries.to(operand), tl.trans(states), acc, input_precision=INPUT_PRECISION)
+    acc *= tl.exp(decay_m)[:, None]
 
     for first_k in range(0, tl.minimum(first_m + BLOCK_M, length), BLOCK_K):
         k = first_k + tl.arange(0, BLOCK_K)
-        products = tl.load(
+        decay_k = tl.load(log_decays + k, mask=k < chunk_size, other=0.0)
+        dt_k = tl.load(dt + k, mask=k < chunk_size, other=0.0)
+        scores = tl.load(
             CB + m[:, None] * chunk_size + k[None, :],
             mask=in_chunk[:, None] & (k < chunk_size)[None, :],
             other=0.0,
         ).to(tl.float32)
-        sums = ()
-        for head in tl.static_range(HEADS):
-            decay = tl.load(log_decays + head * decay_head_stride + k, mask=k < chunk_size, other=0.0)
-            step = tl.load(dt + head * decay_head_stride + k, mask=k < chunk_size, other=0.0)
-            # Above the diagonal the difference is positive, and its exponential could overflow.
-            difference = tl.minimum(decays[head][:, None] - decay[None, :], 0.0)
-            scores = tl.where(m[:, None] >= k[None, :], products * (tl.exp(difference) * step[None, :]), 0.0)
-            values = tl.load(
-                x + head * x_head_stride + k[:, None] * x_token_stride + p[None, :],
-                mask=(k < length)[:, None] & is_channel[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(
-                scores.to(operand), values.to(operand), outputs[head], input_precision=INPUT_PRECISION
-            )
-            sums = sums + (acc,)
-        outputs = sums
+        # Above the diagonal the difference is positive, and its exponential could overflow.
+        scores *= tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
+        scores = tl.where(m[:, None] >= k[None, :], scores, 0.0)
+        values = tl.load(
+            x + k[:, None] * x_token_stride + p[None, :],
+            mask=(k < length)[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(scores.to(operand), values.to(operand), acc, input_precision=INPUT_PRECISION)
 
     inside = is_token[:, None] & is_channel[None, :]
-    for head in tl.static_range(HEADS):
-        skipped = tl.load(
-            x + head * x_head_stride + m[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0
-        )
-        weight = tl.load(D + (first_head + head) * D_stride).to(tl.float32)
-        acc = outputs[head] + weight * skipped.to(tl.float32)
-        place = y + head * head_dim + m[:, None] * (heads * head_dim) + p[None, :]
-        tl.store(place, acc.to(y.dtype.element_ty), mask=inside)
+    skipped = tl.load(x + m[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
+    acc += tl.load(D + head * D_stride).to(tl.float32) * skipped.to(tl.float32)
+    tl.store(y + m[:, None] * (heads * head_dim) + p[None, :], acc.to(y.dtype.element_ty), mask=inside)
