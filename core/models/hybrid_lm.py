@@ -177,7 +177,9 @@ class HybridLM(nn.Module):
                 normed = kernels.rms_norm(hidden, norm, eps)
             else:
                 hidden, normed = kernels.add_rms_norm(hidden, added, norm, eps)
-            added = groups.sum_partials(layer(normed, inputs, kernels))
+            added = layer(normed, inputs, kernels)
+            if groups.tensor_size > 1:
+                added = groups.sum_partials(added.to(config.compute_dtype)).to(config.dtype)
         assert added is not None, "a stage has at least one layer"
         if groups.is_last_stage:
             rows = inputs.logit_tokens

@@ -57,6 +57,10 @@ class AttentionForward:
         value = torch.unflatten(module.v_proj(hidden), -1, (-1, module.head_dim))
         if getattr(module, "key_multiplier", 1) != 1:
             key = key * module.key_multiplier
+        if position_embeddings is None and shape.norms is not None:
+            raise ValueError(
+                f"position_embeddings of {type(module).__name__} is None; accepted: cosines and sines"
+            )
         if position_embeddings is not None:
             query, key = self._rotated(query, key, *(angles[0] for angles in position_embeddings))
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models.layer_steps import convolve, scan_ssd
@@ -81,7 +80,7 @@ class FalconMamba2Forward(Mamba2Forward):
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
         if not self._mixer.mamba_rms_norm:
-            return y * F.silu(gate)
+            return self._step.kernels.silu_mul(gate, y)
         kernels, norm = self._step.kernels, self._mixer.norm
         weight, groups, eps = norm.weight, norm.n_groups, norm.variance_epsilon
         if not norm.norm_before_gate:

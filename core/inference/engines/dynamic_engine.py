@@ -260,7 +260,8 @@ class DynamicInferenceEngine:
             if not scheduled:
                 return (), {}, ()
             step = self._launch(scheduled, None, undo)
-        following = self._books.scheduler.following(step.requests) if self._looks_ahead else []
+        ahead = self._looks_ahead and not self._runner.captures_next
+        following = self._books.scheduler.following(step.requests) if ahead else []
         if following:
             tokens_there = step.sampled.tokens_of([one.request for one in following])
             self._books.unread = self._launch(following, tokens_there, undo)

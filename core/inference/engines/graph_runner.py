@@ -141,6 +141,7 @@ class GraphRunner(ModelRunner):
         self._max_graphs = max_graphs
         self._graphs: dict[StepShape, CapturedForward] = {}
         self._first: StepInputs | None = None
+        self._failure = ""
         self._addresses: tuple[int, ...] = ()
 
     @property
@@ -148,8 +149,14 @@ class GraphRunner(ModelRunner):
         """The shapes that have a graph, in the order of their capture."""
         return tuple(self._graphs)
 
+    @property
+    def captures_next(self) -> bool:
+        return self._first is not None
+
     def describe(self) -> str:
         """How many graphs are captured, and how many may be."""
+        if self._failure:
+            return f"none; the model cannot be captured: {self._failure}"
         return f"{len(self._graphs)} captured; at most {self._max_graphs} of decodes, and of prefills"
 
     def padded(self, shape: StepShape) -> StepShape:
@@ -197,6 +204,7 @@ class GraphRunner(ModelRunner):
             self._max_graphs = 0
             self.drop_graphs()
             failure = failure or "another rank could not capture it"
+            self._failure = str(failure)
             warnings.warn(f"the model cannot be captured, and runs without graphs: {failure}", stacklevel=2)
 
     def drop_graphs(self) -> None:

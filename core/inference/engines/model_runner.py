@@ -26,6 +26,11 @@ class ModelRunner:
         """The shapes that have a graph: none."""
         return ()
 
+    @property
+    def captures_next(self) -> bool:
+        """Whether `after_step` will capture what has run last, before another step may run."""
+        return False
+
     def describe(self) -> str:
         """How many graphs are captured, or why none is."""
         return "none; on a GPU, num_cuda_graphs captures them, except in float64"

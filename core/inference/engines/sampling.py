@@ -96,7 +96,8 @@ class SampledStep:
         prompt_log_probs = []
         for part in self._prompts:
             prompt_log_probs.append(next(numbers))
-            if not all(map(math.isfinite, next(numbers))):
+            finite = all(map(math.isfinite, next(numbers)))
+            if not finite and part.request.result is None:
                 invalid.add(part.request.request_id)
         drawn = [int(token) for token in next(numbers, ())]
         largest = next(numbers, ())
@@ -117,7 +118,7 @@ class SampledStep:
             answers.append((request, tokens, values[reached]))
             first = stop
         for part, own in zip(self._prompts, prompt_log_probs, strict=True):
-            if part.request.request_id not in invalid:
+            if part.request.request_id not in invalid and part.request.result is None:
                 part.request.set_prompt_log_probs(part.positions, own)
         now_s = time.perf_counter()
         generated: dict[int, tuple[GeneratedToken, ...]] = {}

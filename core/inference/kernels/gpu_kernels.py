@@ -4,7 +4,7 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 """
 
 from ...state_spec import HybridStateSpec
-from . import attention, gated_delta_rule, ssd_scan
+from . import attention, attention_flash, gated_delta_rule, ssd_scan
 from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention import paged_attention
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
@@ -15,7 +15,7 @@ from .gated_norms import gated_rms_norm, rms_norm_gated
 from .norms import add_rms_norm, rms_norm
 from .products import head_product
 from .qk_norm_rotary import qk_norm_rotary
-from .reference import apply_rotary, compute_dtype
+from .reference import compute_dtype
 from .selective_state_update import selective_state_update
 from .ssd_scan import ssd_chunk_scan
 from .time_steps import time_steps
@@ -29,10 +29,13 @@ def check_states(spec: HybridStateSpec) -> None:
 
     Raises:
         ImportError: megatron-core (for Mamba-2) or fla-core (for gated delta nets) is not installed.
-        ValueError: the chunk size, or the keys of a delta net, are none that the kernels take.
+        ValueError: the chunk size, or the keys of a delta net, are none that the kernels take, or an
+            environment variable of the kernels has a value that is not accepted.
     """
     shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
+    attention_flash.num_splits()
     if "ssm" in shapes:
+        ssd_scan.operand_dtype(spec.kv_dtype)
         ssd_scan.stages()
     if "delta" in shapes:
         gated_delta_rule.check_sizes(spec.chunk_size or 0, shapes["delta"][1])
@@ -60,7 +63,6 @@ def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
 __all__ = [
     "SEPARATE_STATES",
     "add_rms_norm",
-    "apply_rotary",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
     "check_states",

@@ -79,9 +79,6 @@ class KernelSet(Protocol):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """-exp(A_log) softplus(a + dt_bias) and sigmoid(b), a and b [T, Hv], in the compute dtype."""
 
-    def apply_rotary(self, x: Tensor, positions: Tensor, base: float) -> Tensor:
-        """Rotate x [T, heads, head dim] by `positions` [T]."""
-
     def causal_conv1d_prefill(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor,
         sources: Tensor, destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor,

@@ -9,7 +9,7 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
     """The logits hidden @ weight.T in float32, from operands in the model's dtype. Does not synchronise.
 
     A bfloat16 or float16 weight is read as it lies: cuBLAS adds in float32, and writes float32. torch has
-    this product for GPUs only, and CPU tensors are widened.
+    this product for GPUs only, and for operands of one dtype; others are widened.
 
     Args:
         hidden: [..., n].
@@ -17,8 +17,10 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
 
     Returns: [..., vocabulary] in float32.
     """
-    if hidden.dtype == torch.float32 or not hidden.is_cuda or not hidden.numel():
+    if not hidden.numel():
+        return torch.zeros(*hidden.shape[:-1], len(weight), dtype=torch.float32, device=hidden.device)
+    if hidden.dtype == torch.float32 or not hidden.is_cuda or hidden.dtype != weight.dtype:
         return F.linear(hidden.float(), weight.float())
     rows = hidden.reshape(-1, hidden.shape[-1])
-    logits = torch.mm(rows, weight.to(hidden.dtype).t(), out_dtype=torch.float32)
+    logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
     return logits.view(*hidden.shape[:-1], len(weight))

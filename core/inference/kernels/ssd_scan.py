@@ -125,7 +125,7 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     Raises:
         ValueError: MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
     """
-    operands = os.environ.get(OPERANDS_VARIABLE, "model")
+    operands = os.environ.get(OPERANDS_VARIABLE, "float32" if dtype == torch.float16 else "model")
     if operands not in ("model", "float32"):
         raise ValueError(f"{OPERANDS_VARIABLE} is {operands!r}; accepted: 'model', 'float32'")
     return dtype if operands == "model" else torch.float32

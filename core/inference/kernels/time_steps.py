@@ -80,7 +80,8 @@ def time_steps_kernel(
     place = token[:, None] * dt_token_stride + head[None, :] * dt_head_stride
     raw = tl.load(dt + place, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + head * bias_stride, mask=is_head, other=0.0).to(tl.float32)
-    found = tl.minimum(tl.maximum(softplus(raw + bias[None, :]), shortest), longest)
+    found = tl.maximum(softplus(raw + bias[None, :]), shortest, propagate_nan=tl.PropagateNan.ALL)
+    found = tl.minimum(found, longest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(steps + token[:, None] * HEADS + head[None, :], found, mask=inside)
     if tl.program_id(0) == 0:
         rate = tl.load(A_log + head * a_stride, mask=is_head, other=0.0).to(tl.float32)

@@ -115,6 +115,7 @@ def test_calls_between_a_step_and_the_step_behind_it(call: str) -> None:
     assert engine._books.unread is not None
     getattr(engine, call)(*(("new",) if call == "set_weights_version" else ()))
     engine.check_integrity()
+    assert (engine._books.unread is None) == (call in ("suspend", "reset"))
     if call == "suspend":
         engine.resume()
     if call == "reset":
@@ -150,7 +151,11 @@ def test_a_step_behind_that_fails_loses_no_token() -> None:
     assert_answers(PROMPT, run_checked(engine)[request_id])
 
 
-def test_logits_that_are_no_numbers_end_a_request_whose_next_step_runs() -> None:
+@pytest.mark.parametrize("prompts", [False, True], ids=["", "prompt log-probs"])
+@pytest.mark.parametrize(("first", "last"), [(5, 5), (5, 6)])
+def test_logits_that_are_no_numbers_end_a_request_whose_next_step_runs(
+    first: int, last: int, prompts: bool
+) -> None:
     model = small_model()
     number = 0
 
@@ -162,12 +167,15 @@ def test_logits_that_are_no_numbers_end_a_request_whose_next_step_runs() -> None
             nonlocal number
             number += 1
             logits = model(inputs)
-            if number == 5:
+            if first <= number <= last:
                 logits[0] = float("nan")
             return logits
 
     engine = ahead(model=Spoils())
-    spoilt, other = (engine.add_request(random_tokens(9, seed=seed), greedy()) for seed in (1, 2))
+    spoilt, other = (
+        engine.add_request(random_tokens(9, seed=seed), greedy(skip_prompt_log_probs=not prompts))
+        for seed in (1, 2)
+    )
     results = run_checked(engine)
     assert results[spoilt].finish_reason == "invalid_logits"
     assert_answers(random_tokens(9, seed=2), results[other])
@@ -212,3 +220,27 @@ def test_settings_that_need_the_tokens_first(setting: dict[str, Any]) -> None:
     assert not config.looks_ahead_on(gpu)
     assert small_engine().config.looks_ahead_on(gpu)
     assert not small_engine().config.looks_ahead_on(torch.device("cpu"))
+
+
+def test_a_rebuild_drops_the_step_ahead() -> None:
+    engine = ahead()
+    request_id = engine.add_request(PROMPT, greedy())
+    for _ in range(4):
+        engine.step()
+    assert engine._books.unread is not None
+    engine._books._rebuild()
+    assert engine._books.unread is None
+    assert_answers(PROMPT, run_checked(engine)[request_id])
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_nothing_follows_a_step_whose_shape_is_captured_next(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the shapes of prefills, which steps follow, would have no graph."""
+    engine = ahead()
+    monkeypatch.setattr(type(engine._runner), "captures_next", captures)
+    engine.add_request(PROMPT, greedy())
+    for _ in range(3):
+        engine.step()
+    assert (engine._books.unread is None) == captures
