@@ -71,7 +71,7 @@ FUSIONS: dict[str, Fusion] = {
     "mamba2": Fusion("Mamba2", mlp=None),  # its residual stream may be wider than its weights
     "nemotron_h": Fusion(
         "NemotronH", layer="Block", branches=layers.nemotron_h_branches, final_norm="norm_f",
-        mlp=mlps.relu_squared_mlp,
+        mlp=mlps.relu_squared_mlp, attention=AttentionShape(),
     ),
     "olmo_hybrid": Fusion("OlmoHybrid", layer="LinearAttentionDecoderLayer", branches=layers.olmo_branches),
     "qwen3_next": _qwen("Qwen3Next"),
