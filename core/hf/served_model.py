@@ -51,7 +51,7 @@ class ServedModel:
         self._step = CurrentStep()
         self._replace_mixers()
         self._install_attention()
-        install_fused(self.model, self.config, self._step)
+        self._stack = install_fused(self.model, self.config, self._step)
         register_experts()
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)
@@ -91,15 +91,25 @@ class ServedModel:
         """
         kernels = kernel_set(inputs.token_ids.device, self.dtype)
         with self._step.running(inputs, kernels):
-            output: Any = self.model(
+            logits = self._logits(inputs)
+        return logits.to(kernels.compute_dtype(logits.dtype))
+
+    def _logits(self, inputs: StepInputs) -> Tensor:
+        """[L, vocab_size], in the dtype of the head."""
+        model: Any = self.model
+        if self._stack is None:
+            output = model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 return_dict=True,
                 logits_to_keep=inputs.logit_tokens,
             )
-        logits: Tensor = output.logits[0]
-        return logits.to(kernels.compute_dtype(logits.dtype))
+            logits: Tensor = output.logits[0]
+        else:
+            hidden = self._stack(inputs.token_ids, inputs.positions)
+            logits = model.lm_head(hidden[inputs.logit_tokens])
+        return logits
 
     @property
     def _embedding(self) -> Tensor:

@@ -54,7 +54,7 @@ class AttentionForward:
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] -> [1, T, hidden]; `position_embeddings` are cosines and sines, [1, T, R]."""
         module, shape, hidden = self._attention, self._shape, hidden_states[0]
-        query, key, value = torch.split(self._joint(hidden), self._widths, dim=-1)
+        query, key, value = torch.split_with_sizes(self._joint(hidden), self._widths, dim=-1)
         query = torch.unflatten(query, -1, self._query_heads)
         key, value = torch.unflatten(key, -1, self._heads), torch.unflatten(value, -1, self._heads)
         if shape.is_gated:

@@ -31,6 +31,11 @@ class GatedDeltaNetForward:
         self._layer = layer
         self._step = step
         self._joint = JointLinear(mixer, self.projections)
+        key_dim, value_dim, heads = self._mixer.key_dim, self._mixer.value_dim, self._mixer.num_v_heads
+        self._parts = [key_dim, key_dim, value_dim]
+        self._projected = [2 * key_dim + value_dim, value_dim, heads, heads]
+        self._key_heads = (self._mixer.num_k_heads, self._mixer.head_k_dim)
+        self._value_heads = (heads, self._mixer.head_v_dim)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
@@ -38,19 +43,20 @@ class GatedDeltaNetForward:
         pool = inputs.state_pool
         raw, gate, b, a = self._project(hidden_states)
         g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=self._doubled())
+        conv = mixer.conv1d
         qkv = convolve(
             raw,
-            mixer.conv1d.weight.squeeze(1),
-            mixer.conv1d.bias,
+            conv.weight.squeeze(1),
+            conv.bias,
             pool["gdn_conv"][self._layer],
             inputs,
             kernels,
         )
-        q, k, v = torch.split(qkv, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
+        q, k, v = torch.split_with_sizes(qkv, self._parts, dim=-1)
         out = scan_gated_delta_rule(
-            torch.unflatten(q, -1, (mixer.num_k_heads, mixer.head_k_dim)),
-            torch.unflatten(k, -1, (mixer.num_k_heads, mixer.head_k_dim)),
-            torch.unflatten(v, -1, (mixer.num_v_heads, mixer.head_v_dim)),
+            torch.unflatten(q, -1, self._key_heads),
+            torch.unflatten(k, -1, self._key_heads),
+            torch.unflatten(v, -1, self._value_heads),
             g,
             beta,
             pool["delta"][self._layer],
@@ -61,13 +67,8 @@ class GatedDeltaNetForward:
 
     def _project(self, hidden: Tensor) -> Projections:
         """[1, T, hidden] -> the projections of all tokens."""
-        mixer, heads = self._mixer, self._mixer.num_v_heads
-        raw, gate, b, a = torch.split(
-            self._joint(hidden[0]),
-            [2 * mixer.key_dim + mixer.value_dim, mixer.value_dim, heads, heads],
-            dim=-1,
-        )
-        return raw, torch.unflatten(gate, -1, (heads, mixer.head_v_dim)), b, a
+        raw, gate, b, a = torch.split_with_sizes(self._joint(hidden[0]), self._projected, dim=-1)
+        return raw, torch.unflatten(gate, -1, self._value_heads), b, a
 
     def _doubled(self) -> bool:
         """Whether a token may write twice its value."""
