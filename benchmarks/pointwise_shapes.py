@@ -33,13 +33,15 @@ def gates() -> list[Specialisation]:
         for name, width, silu in (("silu_mul", MLP_WIDTH, True), ("sigmoid_mul", HEAD_DIM, False)):
             rows, columns = activations.tile(width)
             pointers = dict.fromkeys(("out", "x", "gate"), f"*{dtype}")
-            strides = ("x_row_stride", "gate_row_stride")
+            strides = tuple(f"{side}_stride" for side in ("x_outer", "x_inner", "gate_outer", "gate_inner"))
+            inner = 1 if silu else QUERY_HEADS
             found.append(
                 Specialisation(
                     name=f"{name} {dtype}",
                     kernel=activations.gated_kernel,
                     signature=pointers | dict.fromkeys(("num_rows", *strides), "i32"),
-                    constexprs={"WIDTH": width, "SILU": silu, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
+                    constexprs={"INNER": inner, "WIDTH": width, "SILU": silu}
+                    | {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
                     divisible_by_16=(*pointers, *strides),
                     num_warps=activations.NUM_WARPS,
                     wide=("load", "store"),

@@ -13,6 +13,7 @@ from .attention import ATTENTION_NAME, PagedAttention, register_attention
 from .current_step import CurrentStep
 from .experts import EXPERTS_NAME, register_experts
 from .fused.install import install as install_fused
+from .fused.joint import join_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +25,8 @@ class ServedModel:
     The modules of `model` are changed, instance by instance: the forwards of mixers are replaced, and those
     of norms, layers, MLPs, attention and head, which the kernels compute in fewer launches. Attention goes
     through the function that is registered as "mambaslots". Embeddings, rotary angles, routers and experts
-    are computed by transformers' own modules. The weights are used where they lie, and need no gradients.
+    are computed by transformers' own modules. Weights need no gradients. Those that read the same
+    input are laid side by side, and are views of one tensor afterwards; the others stay where they lie.
 
     The model computes one step at a time; two threads must not call it at once.
 
@@ -49,10 +51,11 @@ class ServedModel:
         self._step = CurrentStep()
         self._replace_mixers()
         self._install_attention()
-        install_fused(self.model, self.config, self._step)
+        self._stack = install_fused(self.model, self.config, self._step)
         register_experts()
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)
+        join_weights(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +70,8 @@ class ServedModel:
     def state_spec(self) -> HybridStateSpec:
         """What a context allocates for this model, on the device of the weights.
 
+        Weights that came or were replaced since the model was built are joined; see `fused.joint`.
+
         Raises:
             ImportError: the device's kernels need a package that is not installed.
             ValueError: the device's kernels cannot compute these states.
@@ -74,6 +79,7 @@ class ServedModel:
         kernels = kernel_set(self.device, self.dtype)
         spec = architectures.state_spec(self.config, self.dtype, self.device, kernels.SEPARATE_STATES)
         kernels.check_states(spec)
+        join_weights(self.model)
         return spec
 
     @torch.no_grad()
@@ -85,15 +91,25 @@ class ServedModel:
         """
         kernels = kernel_set(inputs.token_ids.device, self.dtype)
         with self._step.running(inputs, kernels):
-            output: Any = self.model(
+            logits = self._logits(inputs)
+        return logits.to(kernels.compute_dtype(logits.dtype))
+
+    def _logits(self, inputs: StepInputs) -> Tensor:
+        """[L, vocab_size], in the dtype of the head."""
+        model: Any = self.model
+        if self._stack is None:
+            output = model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 return_dict=True,
                 logits_to_keep=inputs.logit_tokens,
             )
-        logits: Tensor = output.logits[0]
-        return logits.to(kernels.compute_dtype(logits.dtype))
+            logits: Tensor = output.logits[0]
+        else:
+            hidden = self._stack(inputs.token_ids, inputs.positions)
+            logits = model.lm_head(hidden[inputs.logit_tokens])
+        return logits
 
     @property
     def _embedding(self) -> Tensor:

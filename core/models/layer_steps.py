@@ -40,12 +40,13 @@ def convolve(
         )
     if inputs.num_prefills:
         chunks, checkpoints = inputs.chunks, inputs.checkpoints
+        raw_rows, out_rows = _behind(decoded, raw, out)
         kernels.causal_conv1d_prefill(
-            raw[decoded:], weight, bias, conv_states,
+            raw_rows, weight, bias, conv_states,
             inputs.state_sources[decodes:], inputs.prefill_destinations,
             chunks.query_start_loc, chunks.token_rows,
             checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
-            activation=activation, out=out[decoded:],
+            activation=activation, out=out_rows,
         )  # fmt: skip
     return out
 
@@ -81,11 +82,12 @@ def scan_ssd(
         )
     if inputs.num_prefills:
         chunks = inputs.chunks
+        x_rows, dt_rows, B_rows, C_rows, out_rows = _behind(decoded, x, dt, B, C, out)
         kernels.ssd_chunk_scan(
-            x[decoded:], dt[decoded:], A, B[decoded:], C[decoded:], D,
+            x_rows, dt_rows, A, B_rows, C_rows, D,
             ssm_states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
             chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
-            out=out[decoded:],
+            out=out_rows,
         )  # fmt: skip
     return out
 
@@ -125,7 +127,7 @@ def scan_gated_delta_rule(
         chunks = inputs.chunks
         outputs.append(
             kernels.gated_delta_rule_scan(
-                q[decoded:], k[decoded:], v[decoded:], g[decoded:], beta[decoded:],
+                *_behind(decoded, q, k, v, g, beta),
                 states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
                 chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
             )
@@ -166,3 +168,8 @@ def attend(
 
 def _joined(outputs: list[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _behind(decoded: int, *packed: Tensor) -> tuple[Tensor, ...]:
+    """The tokens behind the first `decoded`; the tensors themselves where there are none before."""
+    return tuple(tensor[decoded:] for tensor in packed) if decoded else packed

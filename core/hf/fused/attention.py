@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attention import attention_forward
 from ..current_step import CurrentStep
+from .joint import JointLinear
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,34 @@ class AttentionForward:
     """The forward of an attention module that rotates the first channels of each head, or none.
 
     Args:
-        attention: the module; its weights are used, and not copied.
+        attention: the module, at which a `PagedAttention` is installed; its weights are used.
         step: the step that the model computes now.
         shape: how the module differs from the plain one.
     """
 
-    def __init__(self, attention: nn.Module, step: CurrentStep, shape: AttentionShape) -> None:
-        self._attention: Any = attention
+    def __init__(self, attention: Any, step: CurrentStep, shape: AttentionShape) -> None:
+        self._attention = attention
         self._step = step
         self._shape = shape
+        head_dim, projections = attention.head_dim, (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._joint = JointLinear(attention, ("q_proj", "k_proj", "v_proj"))
+        self._widths = [projection.out_features for projection in projections]
+        self._query_heads = (-1, head_dim * (2 if shape.is_gated else 1))
+        self._heads = (-1, head_dim)
 
     def __call__(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] -> [1, T, hidden]; `position_embeddings` are cosines and sines, [1, T, R]."""
         module, shape, hidden = self._attention, self._shape, hidden_states[0]
-        width = module.head_dim * (2 if shape.is_gated else 1)
-        projected = torch.unflatten(module.q_proj(hidden), -1, (-1, width))
-        query, gate = projected[..., : module.head_dim], projected[..., module.head_dim :]
-        key = torch.unflatten(module.k_proj(hidden), -1, (-1, module.head_dim))
-        value = torch.unflatten(module.v_proj(hidden), -1, (-1, module.head_dim))
+        query, key, value = torch.split_with_sizes(self._joint(hidden), self._widths, dim=-1)
+        query = torch.unflatten(query, -1, self._query_heads)
+        key, value = torch.unflatten(key, -1, self._heads), torch.unflatten(value, -1, self._heads)
+        if shape.is_gated:
+            query, gate = query.chunk(2, dim=-1)
         if getattr(module, "key_multiplier", 1) != 1:
             key = key * module.key_multiplier
         if position_embeddings is None and shape.norms is not None:
@@ -63,9 +67,7 @@ class AttentionForward:
             )
         if position_embeddings is not None:
             query, key = self._rotated(query, key, *(angles[0] for angles in position_embeddings))
-        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended, _ = attention_forward(module, query, key, value, attention_mask, module.scaling)
-        out = attended[0]
+        out: Tensor = module.mambaslots_attention(query, key, value, module.scaling)
         if shape.is_gated:
             out = self._step.kernels.sigmoid_mul(out, gate)
         return getattr(module, shape.out)(out.flatten(1))[None], None

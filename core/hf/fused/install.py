@@ -11,6 +11,7 @@ from . import layers, mlps
 from .attention import AttentionForward, AttentionShape
 from .layers import LayerForward, NamedBranches
 from .norms import FinalNormForward, NormForward
+from .stack import LayerStack
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Fusion:
         returned: what such a layer returns.
         mlp: the forward of the MLPs; None: they are left as they are.
         attention: the attention; None: it is left as it is.
+        is_stack: whether the model is an embedding, layers, a norm and a head, with nothing between them.
     """
 
     prefix: str
@@ -37,6 +39,7 @@ class Fusion:
     returned: Callable[[Tensor], Any] = lambda hidden: hidden
     mlp: Callable[[Any, CurrentStep], Callable[[Tensor], Tensor]] | None = mlps.gated_mlp
     attention: AttentionShape | None = None
+    is_stack: bool = False
 
 
 def _qwen(prefix: str) -> Fusion:
@@ -48,13 +51,14 @@ def _qwen(prefix: str) -> Fusion:
         branches=layers.qwen_branches,
         final_norm="norm",
         attention=AttentionShape(norms, norm_offset=1.0, is_gated=True),
+        is_stack=True,
     )
 
 
 FUSIONS: dict[str, Fusion] = {
     "bamba": Fusion(
         "Bamba", layer="DecoderLayer", branches=layers.bamba_branches, final_norm="final_layernorm",
-        returned=lambda hidden: (hidden, None), attention=AttentionShape(),
+        returned=lambda hidden: (hidden, None), attention=AttentionShape(), is_stack=True,
     ),
     "falcon_h1": Fusion(
         "FalconH1", layer="DecoderLayer", branches=layers.falcon_h1_branches, final_norm="final_layernorm",
@@ -67,11 +71,12 @@ FUSIONS: dict[str, Fusion] = {
     "lfm2": Fusion(
         "Lfm2", layer="DecoderLayer", branches=layers.lfm2_branches, final_norm="embedding_norm",
         mlp=mlps.lfm2_mlp, attention=AttentionShape(("q_layernorm", "k_layernorm"), out="out_proj"),
+        is_stack=True,
     ),
     "mamba2": Fusion("Mamba2", mlp=None),  # its residual stream may be wider than its weights
     "nemotron_h": Fusion(
         "NemotronH", layer="Block", branches=layers.nemotron_h_branches, final_norm="norm_f",
-        mlp=mlps.relu_squared_mlp,
+        mlp=mlps.relu_squared_mlp, attention=AttentionShape(), is_stack=True,
     ),
     "olmo_hybrid": Fusion("OlmoHybrid", layer="LinearAttentionDecoderLayer", branches=layers.olmo_branches),
     "qwen3_next": _qwen("Qwen3Next"),
@@ -81,13 +86,15 @@ FUSIONS: dict[str, Fusion] = {
 """By the `model_type` of the text model."""
 
 
-def install(model: nn.Module, config: Any, step: CurrentStep) -> None:
+def install(model: nn.Module, config: Any, step: CurrentStep) -> LayerStack | None:
     """Replace the forwards of a model's norms, layers, MLPs, attention and head.
 
     Args:
         model: a causal language model of transformers. Modules that are not known stay as they are.
         config: of the text model.
         step: the step that the model computes now.
+
+    Returns: what runs the layers; None where transformers' own forward runs them.
     """
     fusion = FUSIONS[config.model_type]
     norms: dict[nn.Module, NormForward] = {}
@@ -104,11 +111,15 @@ def install(model: nn.Module, config: Any, step: CurrentStep) -> None:
         for layer in _modules(model, fusion.prefix + fusion.layer):
             branches = [(norms[getattr(layer, name)], branch) for name, branch in fusion.branches(layer)]
             layer.forward = LayerForward(branches, step, fusion.final_norm is None, fusion.returned)
-    if fusion.final_norm is not None:
-        base: Any = model.base_model
-        final = getattr(base, fusion.final_norm)
-        final.forward = FinalNormForward(norms[final])
     _install_head(model, step)
+    if fusion.final_norm is None:
+        return None
+    base: Any = model.base_model
+    final = getattr(base, fusion.final_norm)
+    final.forward = FinalNormForward(norms[final])
+    if not fusion.is_stack:
+        return None
+    return LayerStack(base, [layer.forward for layer in base.layers], norms[final])
 
 
 def _install_head(model: nn.Module, step: CurrentStep) -> None:

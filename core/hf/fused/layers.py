@@ -41,12 +41,16 @@ class LayerForward:
         self._returned = returned
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return self._returned(self.added(hidden_states, **kwargs))
+
+    def added(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """The residual stream behind the layer, or in front of what waits in the step."""
         for norm, branch in self._branches:
             hidden_states, normed = norm.after_waiting(hidden_states)
             self._step.waiting = branch(normed, **kwargs)
         if self._adds and self._step.waiting is not None:
             hidden_states, self._step.waiting = hidden_states + self._step.waiting, None
-        return self._returned(hidden_states)
+        return hidden_states
 
 
 def _attend(attention: Any, normed: Tensor, **kwargs: Any) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..current_step import CurrentStep
+from .joint import JointLinear
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -23,8 +24,11 @@ def relu_squared_mlp(mlp: Any, step: CurrentStep) -> Forward:
 def gated_mlp(mlp: Any, step: CurrentStep) -> Forward:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
+    gate_up = JointLinear(mlp, ("gate_proj", "up_proj"))
+
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = mlp.down_proj(step.kernels.silu_mul(mlp.gate_proj(x), mlp.up_proj(x)))
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        out: Tensor = mlp.down_proj(step.kernels.silu_mul(gate, up))
         return out
 
     return forward
@@ -33,9 +37,12 @@ def gated_mlp(mlp: Any, step: CurrentStep) -> Forward:
 def falcon_h1_mlp(mlp: Any, step: CurrentStep) -> Forward:
     """`gated_mlp` with a multiplier of the gate and one of the output."""
 
+    gate_up = JointLinear(mlp, ("gate_proj", "up_proj"))
+
     def forward(x: Tensor) -> Tensor:
-        gate = mlp.gate_proj(x) * mlp.gate_multiplier
-        out: Tensor = mlp.down_proj(step.kernels.silu_mul(gate, mlp.up_proj(x))) * mlp.down_multiplier
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        product = step.kernels.silu_mul(gate * mlp.gate_multiplier, up)
+        out: Tensor = mlp.down_proj(product) * mlp.down_multiplier
         return out
 
     return forward
@@ -44,8 +51,11 @@ def falcon_h1_mlp(mlp: Any, step: CurrentStep) -> Forward:
 def lfm2_mlp(mlp: Any, step: CurrentStep) -> Forward:
     """`gated_mlp` under other names."""
 
+    gate_up = JointLinear(mlp, ("w1", "w3"))
+
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = mlp.w2(step.kernels.silu_mul(mlp.w1(x), mlp.w3(x)))
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        out: Tensor = mlp.w2(step.kernels.silu_mul(gate, up))
         return out
 
     return forward

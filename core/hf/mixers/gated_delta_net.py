@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...models.layer_steps import convolve, scan_gated_delta_rule
 from ..current_step import CurrentStep
+from ..fused.joint import JointLinear
 
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
 """What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]. Hk,
@@ -22,10 +23,19 @@ class GatedDeltaNetForward:
         step: the step that the model computes now.
     """
 
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    """The modules that read the hidden states, in the order in which `_project` takes their outputs."""
+
     def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
         self._mixer: Any = mixer
         self._layer = layer
         self._step = step
+        self._joint = JointLinear(mixer, self.projections)
+        key_dim, value_dim, heads = self._mixer.key_dim, self._mixer.value_dim, self._mixer.num_v_heads
+        self._parts = [key_dim, key_dim, value_dim]
+        self._projected = [2 * key_dim + value_dim, value_dim, heads, heads]
+        self._key_heads = (self._mixer.num_k_heads, self._mixer.head_k_dim)
+        self._value_heads = (heads, self._mixer.head_v_dim)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
@@ -33,19 +43,20 @@ class GatedDeltaNetForward:
         pool = inputs.state_pool
         raw, gate, b, a = self._project(hidden_states)
         g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=self._doubled())
+        conv = mixer.conv1d
         qkv = convolve(
             raw,
-            mixer.conv1d.weight.squeeze(1),
-            mixer.conv1d.bias,
+            conv.weight.squeeze(1),
+            conv.bias,
             pool["gdn_conv"][self._layer],
             inputs,
             kernels,
         )
-        q, k, v = torch.split(qkv, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
+        q, k, v = torch.split_with_sizes(qkv, self._parts, dim=-1)
         out = scan_gated_delta_rule(
-            torch.unflatten(q, -1, (mixer.num_k_heads, mixer.head_k_dim)),
-            torch.unflatten(k, -1, (mixer.num_k_heads, mixer.head_k_dim)),
-            torch.unflatten(v, -1, (mixer.num_v_heads, mixer.head_v_dim)),
+            torch.unflatten(q, -1, self._key_heads),
+            torch.unflatten(k, -1, self._key_heads),
+            torch.unflatten(v, -1, self._value_heads),
             g,
             beta,
             pool["delta"][self._layer],
@@ -56,9 +67,8 @@ class GatedDeltaNetForward:
 
     def _project(self, hidden: Tensor) -> Projections:
         """[1, T, hidden] -> the projections of all tokens."""
-        mixer = self._mixer
-        gate = torch.unflatten(mixer.in_proj_z(hidden[0]), -1, (mixer.num_v_heads, mixer.head_v_dim))
-        return mixer.in_proj_qkv(hidden[0]), gate, mixer.in_proj_b(hidden[0]), mixer.in_proj_a(hidden[0])
+        raw, gate, b, a = torch.split_with_sizes(self._joint(hidden[0]), self._projected, dim=-1)
+        return raw, torch.unflatten(gate, -1, self._value_heads), b, a
 
     def _doubled(self) -> bool:
         """Whether a token may write twice its value."""
@@ -79,16 +89,19 @@ class GatedDeltaNetForward:
 class Qwen3NextForward(GatedDeltaNetForward):
     """`GatedDeltaNetForward` with Qwen3-Next's two projections, whose rows are grouped by key head."""
 
+    projections = ("in_proj_qkvz", "in_proj_ba")
+
     def _project(self, hidden: Tensor) -> Projections:
         mixer, hidden = self._mixer, hidden[0]
         heads, heads_of_key = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
         key_dim, values = mixer.head_k_dim, heads_of_key * mixer.head_v_dim
-        query, key, value, gate = torch.split(
-            torch.unflatten(mixer.in_proj_qkvz(hidden), -1, (heads, -1)),
-            [key_dim, key_dim, values, values],
-            dim=-1,
+        qkvz, ba = torch.split(
+            self._joint(hidden), [2 * (mixer.key_dim + mixer.value_dim), 2 * mixer.num_v_heads], dim=-1
         )
-        b, a = torch.unflatten(mixer.in_proj_ba(hidden), -1, (heads, 2, heads_of_key)).unbind(2)
+        query, key, value, gate = torch.split(
+            torch.unflatten(qkvz, -1, (heads, -1)), [key_dim, key_dim, values, values], dim=-1
+        )
+        b, a = torch.unflatten(ba, -1, (heads, 2, heads_of_key)).unbind(2)
         raw = query.new_empty(len(hidden), 2 * mixer.key_dim + mixer.value_dim)
         parts = torch.split(raw, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
         for part, tensor in zip(parts, (query, key, value), strict=True):
@@ -99,11 +112,7 @@ class Qwen3NextForward(GatedDeltaNetForward):
 class OlmoHybridForward(GatedDeltaNetForward):
     """`GatedDeltaNetForward` with OLMo-Hybrid's six projections; beta may lie between 0 and 2."""
 
-    def _project(self, hidden: Tensor) -> Projections:
-        mixer, hidden = self._mixer, hidden[0]
-        raw = torch.cat([mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden)], dim=-1)
-        gate = torch.unflatten(mixer.g_proj(hidden), -1, (mixer.num_v_heads, mixer.head_v_dim))
-        return raw, gate, mixer.b_proj(hidden), mixer.a_proj(hidden)
+    projections = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
     def _doubled(self) -> bool:
         return bool(self._mixer.allow_neg_eigval)

@@ -52,14 +52,26 @@ def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    x, gate = dense_rows(x), dense_rows(gate)
-    num_rows, width = x.shape
+    inner = 1 if _has_even_rows(x) and _has_even_rows(gate) else x.shape[1]
+    x, gate = (_by_outer_row(tensor, inner) for tensor in (x, gate))
+    num_rows, width = x.shape[0] * inner, x.shape[2]
     rows, columns = tile(width)
     gated_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-        out, x, gate, num_rows, x.stride(0), gate.stride(0),
-        WIDTH=width, SILU=silu, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
+        out, x, gate, num_rows, *x.stride()[:2], *gate.stride()[:2],
+        INNER=inner, WIDTH=width, SILU=silu, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
+
+
+def _has_even_rows(x: Tensor) -> bool:
+    """Whether one stride leads from row to row: not so in heads that are some columns of a projection."""
+    return x.dim() != 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def _by_outer_row(x: Tensor, inner: int) -> Tensor:
+    """x as [rows // inner, inner, n], whose columns lie side by side; a view where the strides allow it."""
+    rows = x.reshape(-1, inner, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @triton.jit
@@ -89,16 +101,19 @@ def gated_kernel(
     # Dimensions
     num_rows,
     # Strides
-    x_row_stride, gate_row_stride,
+    x_outer_stride, x_inner_stride, gate_outer_stride, gate_inner_stride,
     # Meta-parameters
-    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """x * sigmoid(gate), times gate where SILU; a program has a tile of rows and columns."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     inside = (row < num_rows) & (column < WIDTH)
-    gates = tl.load(gate + row * gate_row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(x + row * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate += row // INNER * gate_outer_stride + row % INNER * gate_inner_stride
+    x += row // INNER * x_outer_stride + row % INNER * x_inner_stride
+    gates = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     factors = tl.sigmoid(gates)
     if SILU:
         factors = gates * factors

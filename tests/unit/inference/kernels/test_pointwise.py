@@ -99,6 +99,13 @@ def test_gates_that_are_slices_of_a_projection(device: str) -> None:
         x, gate = projected[..., :64], projected[..., 64:]
         expected = kernels.sigmoid_mul(x.contiguous(), gate.contiguous())
         assert torch.equal(kernels.sigmoid_mul(x, gate), expected)
+        wider = drawn(
+            7, 3 * 2 * 64 + 32, dtype=dtype, device=device
+        )  # heads, and keys and values beside them
+        gate = torch.unflatten(wider[:, 32:], -1, (3, 2 * 64))[..., 64:]
+        expected = kernels.sigmoid_mul(x.contiguous(), gate.contiguous())
+        assert torch.equal(kernels.sigmoid_mul(x.contiguous(), gate), expected)
+        assert torch.equal(kernels.sigmoid_mul(x, gate), expected)
         columns = projected.flatten(1).chunk(2, dim=-1)
         expected = kernels.silu_mul(*(part.contiguous() for part in columns))
         assert torch.equal(kernels.silu_mul(*columns), expected)

@@ -1,0 +1,140 @@
+"""Linear modules that read the same input, multiplied as one product.
+
+    rows of the joint weight       0 ......... a ........ b ... c
+                                   q_proj      k_proj     v_proj
+    the weight of each module      a view of its rows
+
+A narrow product leaves most of a GPU idle. One wide product reads the same bytes at the speed of the memory.
+"""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_ATTRIBUTE = "mambaslots_joint_linear"
+
+
+class JointLinear:
+    """The linear modules `names` of `owner`, as one.
+
+    `join` lays their weights side by side in one tensor. Each module's parameter stays the same object and
+    becomes a view of its rows: names and values of a state dict do not change, and a write into a parameter
+    is a write into the joint weight. A call first checks that all parameters still lie there. Where one does
+    not, because it was never joined, was replaced or moved to another device, the modules are called one by
+    one.
+
+    Args:
+        owner: a module whose children `names` are linear. Gets an attribute, by which `join_weights` finds
+            this object.
+        names: of the children, in the order of their outputs.
+    """
+
+    def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
+        self._modules = owner._modules
+        self._names = names
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._places: list[_Place] = []
+        setattr(owner, _ATTRIBUTE, self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., n] -> [..., sum of the modules' outputs], the outputs side by side."""
+        if self._is_joined():
+            return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
+        return torch.cat([self._modules[name](x) for name in self._names], dim=-1)  # type: ignore[misc]
+
+    def join(self, num_users: Counter[int]) -> bool:
+        """Lay the weights side by side; the tensors that held them are freed.
+
+        Nothing happens where they lie so already, and where a parameter is on the meta device, is of a class
+        of its own or has other users. Nothing happens where dtypes or devices differ, where some modules have
+        a bias and others have none, and where a module is more than a linear one.
+
+        Args:
+            num_users: the number of parameters of the model at each address.
+
+        Returns: whether the weights were laid side by side now.
+        """
+        if self._is_joined():
+            return False
+        self._weight, self._bias, self._places = None, None, []
+        parts: list[Any] = [self._modules[name] for name in self._names]
+        if any(type(part) is not nn.Linear for part in parts):
+            return False
+        weights: list[nn.Parameter] = [part.weight for part in parts]
+        biases: list[nn.Parameter] = [part.bias for part in parts if part.bias is not None]
+        kinds = {(parameter.dtype, parameter.device) for parameter in weights + biases}
+        if len(kinds) > 1 or len(biases) not in (0, len(parts)):
+            return False
+        if not all(_has_address(parameter) for parameter in weights + biases):
+            return False
+        if any(num_users[parameter.data_ptr()] > 1 for parameter in weights + biases):
+            return False
+        self._weight = _side_by_side(weights)
+        self._bias = _side_by_side(biases) if biases else None
+        for name, part in zip(self._names, parts, strict=True):
+            self._places.append(_Place(name, part, part.weight.data_ptr(), _address(part.bias)))
+        return True
+
+    def _is_joined(self) -> bool:
+        """Whether all parameters lie where `join` put them."""
+        if self._weight is None:
+            return False
+        for name, part, weight_address, bias_address in self._places:
+            weight, bias = part._parameters["weight"], part._parameters["bias"]
+            if (
+                self._modules[name] is not part
+                or _address(weight) != weight_address
+                or _address(bias) != bias_address
+                or weight.dtype is not self._weight.dtype  # type: ignore[union-attr]
+            ):
+                return False
+        return True
+
+
+class _Place(NamedTuple):
+    """Where `join` put a module's parameters."""
+
+    name: str
+    part: nn.Module
+    weight: int
+    bias: int | None
+
+
+def join_weights(model: nn.Module) -> None:
+    """Join the weights of every `JointLinear` in a model, one after another.
+
+    At no time more is allocated than the weights, and once more those of one `JointLinear`. On a GPU it
+    synchronises where it joined something, and gives freed memory back to the driver.
+    """
+    every = (parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    num_users = Counter(parameter.data_ptr() for parameter in every if _has_address(parameter))
+    joints = [vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)]
+    joined = [joint for joint in joints if joint.join(num_users)]
+    if joined:
+        torch.cuda.empty_cache()
+
+
+def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor with the rows of all parameters, of which each becomes a view."""
+    joint = torch.cat([parameter.data for parameter in parameters])
+    for parameter, view in zip(
+        parameters, torch.split(joint, [len(each) for each in parameters]), strict=True
+    ):
+        parameter.data = view
+    return joint
+
+
+def _has_address(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a plain tensor in memory: not on the meta device, and of no class of its own."""
+    return type(parameter) is nn.Parameter and not parameter.is_meta
+
+
+def _address(parameter: nn.Parameter | None) -> int | None:
+    """Where a parameter begins. None where there is none, -1 where the parameter has no address."""
+    if parameter is None:
+        return None
+    return parameter.data_ptr() if type(parameter) is nn.Parameter else -1
