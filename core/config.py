@@ -17,6 +17,7 @@ from .validation import (
     optional_integer,
     real,
     set_field,
+    shown,
 )
 
 NO_CACHE = "enable_prefix_caching=False"
@@ -121,7 +122,10 @@ class InferenceConfig:
     def _check_async_scheduling(self) -> None:
         if self.async_scheduling is None:
             return
-        boolean("async_scheduling", self.async_scheduling)
+        if not isinstance(self.async_scheduling, bool):
+            raise ValueError(
+                f"async_scheduling is {shown(self.async_scheduling)}; accepted: True, False or None"
+            )
         for name in ("num_speculative_tokens", "poison_free_memory"):
             if self.async_scheduling and getattr(self, name):
                 raise ValueError(

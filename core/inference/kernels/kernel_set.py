@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from ...state_spec import HybridStateSpec
+from ...tensor_validation import float_dtype
+from ...validation import shown
 from . import reference
 from .attention_rows import AttentionRows
 
@@ -149,8 +151,11 @@ def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:
 
     Raises:
         ImportError: triton is not installed.
+        ValueError: `device` is no torch.device, or `dtype` none in which weights can be computed.
     """
-    if device.type != "cuda" or dtype == torch.float64:
+    if not isinstance(device, torch.device):
+        raise ValueError(f"device is {shown(device)}; accepted: a torch.device")
+    if float_dtype("dtype", dtype) == torch.float64 or device.type != "cuda":
         return reference
     try:
         from . import gpu_kernels

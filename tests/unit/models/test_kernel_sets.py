@@ -30,6 +30,15 @@ class TestChoice:
     def test_a_cpu_runs_the_reference(self, dtype):
         assert kernel_set(CPU, dtype) is reference
 
+    @pytest.mark.parametrize(
+        ("device", "dtype", "name"),
+        [("cpu", torch.float32, "device"), (None, torch.float32, "device"), (CPU, "float32", "dtype"),
+         (CPU, torch.int32, "dtype"), (CPU, None, "dtype")],
+    )  # fmt: skip
+    def test_what_is_no_device_or_dtype_is_refused(self, device: Any, dtype: Any, name: str) -> None:
+        with pytest.raises(ValueError, match=rf"{name} is .*; accepted: "):
+            kernel_set(device, dtype)
+
     def test_a_gpu_runs_triton_but_for_float64(self):
         from mambaslots.inference.kernels import gpu_kernels
 

@@ -364,3 +364,11 @@ for _ in range(2):
     os.environ["TRITON_F32_DEFAULT"] = "tf32"
     importlib.reload(ssd_scan)
 """
+
+
+def test_scores_of_float16_are_widened_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAMBASLOTS_SSD_OPERANDS", raising=False)
+    assert module.operand_dtype(torch.float16) == torch.float32  # 65,504 is soon reached by a sum of products
+    assert module.operand_dtype(torch.bfloat16) == torch.bfloat16
+    monkeypatch.setenv("MAMBASLOTS_SSD_OPERANDS", "model")
+    assert module.operand_dtype(torch.float16) == torch.float16
