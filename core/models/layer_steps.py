@@ -125,13 +125,13 @@ def scan_gated_delta_rule(
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
         chunks = inputs.chunks
-        outputs.append(
-            kernels.gated_delta_rule_scan(
-                *_behind(decoded, q, k, v, g, beta),
-                states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
-                chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
-            )
+        q_rows, k_rows, v_rows, g_rows, beta_rows = _behind(decoded, q, k, v, g, beta)
+        out = kernels.gated_delta_rule_scan(
+            q_rows, k_rows, v_rows, g_rows, beta_rows,
+            states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
+            chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
         )  # fmt: skip
+        outputs.append(out)
     return _joined(outputs)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...models.layer_steps import convolve, scan_gated_delta_rule
 from ..current_step import CurrentStep
@@ -26,16 +26,16 @@ class GatedDeltaNetForward:
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     """The modules that read the hidden states, in the order in which `_project` takes their outputs."""
 
-    def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
-        self._mixer: Any = mixer
+    def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:
+        self._mixer = mixer
         self._layer = layer
         self._step = step
         self._joint = JointLinear(mixer, self.projections)
-        key_dim, value_dim, heads = self._mixer.key_dim, self._mixer.value_dim, self._mixer.num_v_heads
+        key_dim, value_dim, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
         self._parts = [key_dim, key_dim, value_dim]
         self._projected = [2 * key_dim + value_dim, value_dim, heads, heads]
-        self._key_heads = (self._mixer.num_k_heads, self._mixer.head_k_dim)
-        self._value_heads = (heads, self._mixer.head_v_dim)
+        self._key_heads = (mixer.num_k_heads, mixer.head_k_dim)
+        self._value_heads = (heads, mixer.head_v_dim)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""

@@ -18,7 +18,7 @@ from oracle.counting_kernels import POINTWISE, CountingKernels
 from oracle.float64_casts import Float64Casts
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, relative_error, served_model
 from oracle.hf_steps import BLOCK, Steps, texts
-from oracle.steps import Row
+from oracle.steps import Row, build_step
 
 UNIT_ROUNDOFF = 2.0**-8
 """Of bfloat16."""
@@ -159,3 +159,21 @@ def test_the_head_is_left_alone_where_it_is_more_than_a_product() -> None:
     del model.lm_head.forward
     model.lm_head.bias = nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
     assert "forward" not in vars(ServedModel(model).model.lm_head)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_the_layers_alone_compute_what_transformers_forward_computes(case: str) -> None:
+    """Some logits of a step of two rows; models with more than layers keep transformers' forward."""
+    model = served_model(case)
+    kept = {"falcon_h1", "granitemoehybrid", "mamba2", "olmo_hybrid"}
+    assert (model._stack is None) == (model.config.model_type in kept)
+    long, short = texts(VOCABULARY)
+    found = {}
+    for name in ("stack", "transformers"):
+        if name == "transformers":
+            model._stack = None
+        rows = [Row(text, 0, -1, i, range(10 * i, 10 * i + 10)) for i, text in enumerate((short, long))]
+        steps = Steps(model)
+        found[name] = model(build_step(steps.spec, steps.pool, steps.kv_cache, BLOCK, rows))
+    assert found["stack"].shape == (2, VOCABULARY)
+    torch.testing.assert_close(found["stack"], found["transformers"], rtol=0, atol=0)
