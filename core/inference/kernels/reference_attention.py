@@ -53,7 +53,8 @@ def rotary_frequencies(head_dim: int, base: float, device: torch.device) -> Tens
     """base ** (-2 i / head dim) for i below head dim / 2, in float64."""
     half = head_dim // 2
     exponents = torch.arange(half, dtype=torch.float64, device=device) / half
-    return torch.as_tensor(base**-exponents)
+    frequencies: Tensor = base**-exponents
+    return frequencies
 
 
 def rotary_and_write_kv(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from mambaslots.inference.kernels import attention_flash, gpu_kernels
-from oracle.serving import small_engine, small_model
+from oracle.serving import small_engine, tiny_model
 
 
 @pytest.mark.usefixtures("kind")
@@ -51,8 +51,8 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    model = small_model(dtype=torch.bfloat16).to("cuda")
-    said = small_engine(model=model, num_cuda_graphs=4).describe()
+    model = tiny_model(torch.bfloat16, "cuda")  # whose chunks the kernels of a GPU take
+    said = small_engine(model=model, block_size_tokens=64, num_cuda_graphs=4).describe()
     assert "KV in bfloat16" in said
     assert "0 captured; at most 4 of decodes" in said
     assert said.endswith("launched before the tokens of the step before are read")
