@@ -152,7 +152,7 @@ def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(
         config = replace(small_config(16, dtype), head_dim=64)
         engine = small_engine(
             model=ms.models.HybridLM(config, seed=3).to("cuda"), block_size_tokens=block,
-            max_sequence_length=512, poison_free_memory=poison, num_cuda_graphs=graphs,
+            max_tokens=256, max_sequence_length=512, poison_free_memory=poison, num_cuda_graphs=graphs,
         )  # fmt: skip
         prompts = [random_tokens(length, seed=length) for length in (20, 40, 7)]
         return [result.tokens for _ in range(2) for result in engine.generate(prompts, _params())]
