@@ -158,8 +158,9 @@ class Heartbeat:
         """Stop beating, and tell the other ranks `deaths`: dead rank -> how its death is known."""
         if self._closing.is_set():
             return
-        atexit.unregister(self._stop)
         self._stop()
+        if not any(thread.is_alive() for thread in self._threads):
+            atexit.unregister(self._stop)
         beats = self._threads[0]
         if not beats.is_alive():  # else it hangs in a store that answers nothing
             with suppress(RuntimeError):
