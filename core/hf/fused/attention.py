@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..current_step import CurrentStep
 from .joint import JointLinear
+from .norms import eps_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class AttentionForward:
         self._widths = [projection.out_features for projection in projections]
         self._query_heads = (-1, head_dim * (2 if shape.is_gated else 1))
         self._heads = (-1, head_dim)
+        self._eps = eps_of(getattr(attention, shape.norms[0])) if shape.norms is not None else 0.0
 
     def __call__(
         self,
@@ -77,7 +79,6 @@ class AttentionForward:
         if shape.norms is None:
             return kernels.qk_norm_rotary(query, key, cos, sin)
         query_norm, key_norm = (getattr(module, name) for name in shape.norms)
-        eps = query_norm.eps if hasattr(query_norm, "eps") else query_norm.variance_epsilon
         return kernels.qk_norm_rotary(
-            query, key, cos, sin, query_norm.weight, key_norm.weight, eps, offset=shape.norm_offset
+            query, key, cos, sin, query_norm.weight, key_norm.weight, self._eps, offset=shape.norm_offset
         )

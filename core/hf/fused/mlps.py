@@ -23,15 +23,7 @@ def relu_squared_mlp(mlp: Any, step: CurrentStep) -> Forward:
 
 def gated_mlp(mlp: Any, step: CurrentStep) -> Forward:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    gate_up = JointLinear(mlp, ("gate_proj", "up_proj"))
-
-    def forward(x: Tensor) -> Tensor:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        out: Tensor = mlp.down_proj(step.kernels.silu_mul(gate, up))
-        return out
-
-    return forward
+    return _swiglu(mlp, step, JointLinear(mlp, ("gate_proj", "up_proj")), "down_proj")
 
 
 def falcon_h1_mlp(mlp: Any, step: CurrentStep) -> Forward:
@@ -50,23 +42,20 @@ def falcon_h1_mlp(mlp: Any, step: CurrentStep) -> Forward:
 
 def lfm2_mlp(mlp: Any, step: CurrentStep) -> Forward:
     """`gated_mlp` under other names."""
-
-    gate_up = JointLinear(mlp, ("w1", "w3"))
-
-    def forward(x: Tensor) -> Tensor:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        out: Tensor = mlp.w2(step.kernels.silu_mul(gate, up))
-        return out
-
-    return forward
+    return _swiglu(mlp, step, JointLinear(mlp, ("w1", "w3")), "w2")
 
 
 def granite_mlp(mlp: Any, step: CurrentStep) -> Forward:
     """`gated_mlp` with one projection for gate and up."""
+    return _swiglu(mlp, step, lambda x: mlp.input_linear(x), "output_linear")
+
+
+def _swiglu(mlp: Any, step: CurrentStep, gate_up: Forward, down: str) -> Forward:
+    """The forward of an MLP; `gate_up` gives gate and up side by side, `down` names the last projection."""
 
     def forward(x: Tensor) -> Tensor:
-        gate, up = mlp.input_linear(x).chunk(2, dim=-1)
-        out: Tensor = mlp.output_linear(step.kernels.silu_mul(gate, up))
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        out: Tensor = getattr(mlp, down)(step.kernels.silu_mul(gate, up))
         return out
 
     return forward

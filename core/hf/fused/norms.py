@@ -7,6 +7,12 @@ from torch import Tensor, nn
 from ..current_step import CurrentStep
 
 
+def eps_of(norm: Any) -> float:
+    """What a norm of transformers adds to the mean square, under either of its names."""
+    eps: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return eps
+
+
 class NormForward:
     """The forward of an RMS norm: x / rms(x) * (weight + offset), in one launch on a GPU.
 
@@ -20,7 +26,7 @@ class NormForward:
         self._norm: Any = norm
         self._step = step
         self._offset = offset
-        self._eps: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon  # type: ignore[assignment]
+        self._eps = eps_of(norm)
         self._original = norm.forward
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
