@@ -99,15 +99,15 @@ def block_sizes(
     block_p = min((64, 32), key=lambda block: triton.cdiv(head_dim, block) * block)
     narrow = operands.itemsize == 2
     blocks = {
-        "BLOCK_M": min(64, _padded(chunk_size)),
-        "BLOCK_P": min(block_p, _padded(head_dim)),
-        "BLOCK_N": min(128 if narrow else 32, _padded(state_dim)),
-        "BLOCK_K": min(32, _padded(chunk_size)),
+        "BLOCK_M": min(64, padded_side(chunk_size)),
+        "BLOCK_P": min(block_p, padded_side(head_dim)),
+        "BLOCK_N": min(128 if narrow else 32, padded_side(state_dim)),
+        "BLOCK_K": min(32, padded_side(chunk_size)),
     }
     return blocks, 4, 2 if input_precision == "ieee" and not narrow else 3
 
 
-def _padded(size: int) -> int:
+def padded_side(size: int) -> int:
     """`size` as a side of a Triton product: a power of two, 16 at least."""
     return max(16, 1 << (size - 1).bit_length())
 

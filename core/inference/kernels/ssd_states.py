@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .ssd_output import padded_side
+
 NUM_WARPS = 4
 
 
@@ -87,16 +89,11 @@ def block_sizes(chunk_size: int, head_dim: int, state_dim: int) -> tuple[dict[st
     H100. They were the fastest of ten tiles there. Larger chunks leave shared memory for fewer stages.
     """
     blocks = {
-        "BLOCK_P": min(32, _padded(head_dim)),
-        "BLOCK_N": min(128, _padded(state_dim)),
-        "BLOCK_K": min(128, _padded(chunk_size)),
+        "BLOCK_P": min(32, padded_side(head_dim)),
+        "BLOCK_N": min(128, padded_side(state_dim)),
+        "BLOCK_K": min(128, padded_side(chunk_size)),
     }
     return blocks, 4 if chunk_size <= 128 else 2
-
-
-def _padded(size: int) -> int:
-    """`size` as a side of a Triton product: a power of two, 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 @triton.jit
