@@ -21,6 +21,7 @@ from .validation import (
 )
 
 NO_CACHE = "enable_prefix_caching=False"
+_NEED_TOKENS = ("num_speculative_tokens", "poison_free_memory")  # settings that read a step's tokens first
 MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
 
 
@@ -126,7 +127,7 @@ class InferenceConfig:
             raise ValueError(
                 f"async_scheduling is {shown(self.async_scheduling)}; accepted: True, False or None"
             )
-        for name in ("num_speculative_tokens", "poison_free_memory"):
+        for name in _NEED_TOKENS:
             if self.async_scheduling and getattr(self, name):
                 raise ValueError(
                     f"async_scheduling is True and {name} is {getattr(self, name)}; accepted: one of the two"
@@ -134,10 +135,16 @@ class InferenceConfig:
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         """Whether an engine on `device` launches decode steps ahead; see `async_scheduling`."""
+        return self.why_steps_wait(device) is None
+
+    def why_steps_wait(self, device: torch.device) -> str | None:
+        """What keeps an engine on `device` from launching decode steps ahead; None where nothing does."""
+        for name in _NEED_TOKENS:
+            if getattr(self, name):
+                return name
         if self.async_scheduling is None:
-            needs_tokens = self.num_speculative_tokens > 0 or self.poison_free_memory
-            return device.type == "cuda" and not needs_tokens
-        return self.async_scheduling
+            return None if device.type == "cuda" else "a CPU"
+        return None if self.async_scheduling else "async_scheduling"
 
     def _check_state_budget(self) -> None:
         caching = self.enable_prefix_caching

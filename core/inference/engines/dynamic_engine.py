@@ -578,13 +578,9 @@ class DynamicInferenceEngine:
         )
 
     def _describe_steps(self) -> str:
-        if self._looks_ahead:
+        because = self.config.why_steps_wait(self.context.spec.device)
+        if because is None:
             return "launched before the tokens of the step before are read"
-        config = self.config
-        if config.num_speculative_tokens or config.poison_free_memory:
-            because = "num_speculative_tokens" if config.num_speculative_tokens else "poison_free_memory"
-        else:
-            because = "async_scheduling" if config.async_scheduling is False else "a CPU"
         return f"wait for the tokens of the step before, because of {because}"
 
     def memory_summary(self) -> str:

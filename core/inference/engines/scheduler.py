@@ -143,19 +143,20 @@ class Scheduler:
         Args:
             steps: the last step, ended in the context.
         """
-        live = [step.request for step in steps if step.request.holding is step.holding]
+        live = [step for step in steps if step.request.holding is step.holding]
         may_admit = self.waiting and len(self.running) < self._config.max_requests
         if len(live) < len(self.running) or may_admit or self._drafter:
             return []
         following = []
-        for request in live:
-            if len(request.tokens) + 1 < request.max_length:
-                step = None
-                if request.holding is not None and request.holding.num_computed == len(request.tokens):
-                    step = self._context.schedule(request, 1)
-                if step is None:
-                    return []
-                following.append(step)
+        for request, holding in ((step.request, step.holding) for step in live):
+            if len(request.tokens) + 1 >= request.max_length:
+                continue
+            if holding.num_computed != len(request.tokens):
+                return []
+            step = self._context.schedule(request, 1)
+            if step is None:
+                return []
+            following.append(step)
         return following
 
     def _advance_running(self) -> list[RequestStep]:
