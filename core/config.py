@@ -54,6 +54,14 @@ class InferenceConfig:
             wherever nothing but its inputs depends on these tokens. The device then waits for no bookkeeping.
             When `step` returns, the next step may run already, and may read the weights. None: on a GPU,
             without drafts and without `poison_free_memory`, which both need the tokens first.
+        batch_invariant: whether the tokens of a request, and the bits of its log-probs, depend on its own
+            tokens, sampling parameters and seed alone: not on what was cached, what runs beside it, how its
+            prompt is cut, CUDA graphs, drafts or preemption. For bfloat16 and float16 models on a GPU. An
+            engine checks itself at its start, and refuses what it cannot promise. Takes `decode_by_replay`.
+        decode_by_replay: whether a decode computes its token from the state at the last grid point and the
+            inputs since, which the request keeps, and writes a state once in a chunk. Otherwise a decode
+            updates the state at each token. A replay rounds as a prefill does, and drafts take no further
+            states. None: with `batch_invariant`.
         max_overtaking_requests: how many later requests may be admitted while a request waits for memory, at
             most, before no further one passes.
         poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
@@ -83,6 +91,8 @@ class InferenceConfig:
     cuda_graph_max_tokens: int = 512
     num_speculative_tokens: int = 0
     async_scheduling: bool | None = None
+    batch_invariant: bool = False
+    decode_by_replay: bool | None = None
     max_overtaking_requests: int = 64
     poison_free_memory: bool = False
     seed: int = 0
@@ -111,6 +121,7 @@ class InferenceConfig:
         drafts = integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         set_field(self, "num_speculative_tokens", drafts)
         self._check_async_scheduling()
+        self._check_replay()
         overtaking = integer("max_overtaking_requests", self.max_overtaking_requests, 1, INT32_MAX)
         set_field(self, "max_overtaking_requests", overtaking)
         boolean("poison_free_memory", self.poison_free_memory)
@@ -132,6 +143,21 @@ class InferenceConfig:
                 raise ValueError(
                     f"async_scheduling is True and {name} is {getattr(self, name)}; accepted: one of the two"
                 )
+
+    def _check_replay(self) -> None:
+        boolean("batch_invariant", self.batch_invariant)
+        if self.decode_by_replay is not None:
+            boolean("decode_by_replay", self.decode_by_replay)
+        if self.batch_invariant and self.decode_by_replay is False:
+            raise ValueError(
+                "decode_by_replay is False and batch_invariant is True; accepted: True or None, because a "
+                "state that decodes update rounds otherwise than that of a prefill"
+            )
+
+    @property
+    def replays(self) -> bool:
+        """Whether decodes replay the inputs since the last grid point; see `decode_by_replay`."""
+        return self.batch_invariant if self.decode_by_replay is None else self.decode_by_replay
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         """Whether an engine on `device` launches decode steps ahead; see `async_scheduling`."""

@@ -5,6 +5,7 @@
 
 import torch
 
+from .input_tensor import InputTensor
 from .model_shard import Part
 from .state_tensor import StateSegment, StateSplit, StateTensor
 
@@ -32,9 +33,14 @@ def mamba2_states(
         StateSegment(groups, state_dim),
         StateSegment(groups, state_dim),
     )
+    inputs = (
+        InputTensor("ssm_x", (heads.count, head_dim), conv_dtype),
+        InputTensor("ssm_B", (groups.count, state_dim), conv_dtype),
+        InputTensor("ssm_gates", (2, heads.count), _gate_dtype(conv_dtype), "by_head"),
+    )
     return (
-        _tensor("conv", layers, channels, (conv_kernel - 1,), conv_dtype, 1),
-        _tensor("ssm", layers, (StateSegment(heads),), (head_dim, state_dim), ssm_dtype, grid),
+        _window("conv", layers, channels, conv_kernel, conv_dtype),
+        _tensor("ssm", layers, (StateSegment(heads),), (head_dim, state_dim), ssm_dtype, grid, inputs),
     )
 
 
@@ -59,9 +65,18 @@ def gated_delta_net_states(
         StateSegment(key_heads, key_dim),
         StateSegment(value_heads, value_dim),
     )
+    gates = _gate_dtype(conv_dtype)
+    inputs = (
+        InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype),
+        InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype),
+        InputTensor("delta_g", (value_heads.count,), gates),
+        InputTensor("delta_beta", (value_heads.count,), gates),
+    )
     return (
-        _tensor("gdn_conv", layers, channels, (conv_kernel - 1,), conv_dtype, 1),
-        _tensor("delta", layers, (StateSegment(value_heads),), (key_dim, value_dim), state_dtype, grid),
+        _window("gdn_conv", layers, channels, conv_kernel, conv_dtype),
+        _tensor(
+            "delta", layers, (StateSegment(value_heads),), (key_dim, value_dim), state_dtype, grid, inputs
+        ),
     )
 
 
@@ -70,7 +85,20 @@ def short_conv_states(
 ) -> tuple[StateTensor]:
     """A short convolution (LFM2): "short_conv" [channels, taps - 1], and nothing else."""
     segments = (StateSegment(_part(channels)),)
-    return (_tensor("short_conv", layers, segments, (conv_kernel - 1,), dtype, 1),)
+    return (_window("short_conv", layers, segments, conv_kernel, dtype),)
+
+
+def _window(
+    name: str, layers: Count, segments: tuple[StateSegment, ...], conv_kernel: int, dtype: torch.dtype
+) -> StateTensor:
+    """The last inputs of a convolution."""
+    channels = sum(segment.size for segment in segments)
+    ring = InputTensor(f"{name}_in", (channels,), dtype, "ring", taps=conv_kernel)
+    return _tensor(name, layers, segments, (conv_kernel - 1,), dtype, 1, (ring,))
+
+
+def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _tensor(
@@ -80,10 +108,11 @@ def _tensor(
     inner: tuple[int, ...],
     dtype: torch.dtype,
     grid: int,
+    inputs: tuple[InputTensor, ...],
 ) -> StateTensor:
     split = StateSplit(_part(layers), segments)
     shape = sum(segment.size for segment in segments), *inner
-    return StateTensor(name, split.layers.count, shape, dtype, grid, split)
+    return StateTensor(name, split.layers.count, shape, dtype, grid, split, inputs)
 
 
 def _part(count: Count) -> Part:

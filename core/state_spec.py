@@ -27,6 +27,8 @@ class HybridStateSpec:
         separate_states: whether the model's kernels read a state at one pool index and write the new state at
             others. Other kernels update a state in place: the context copies the state to a live slot before
             the step, and copies boundary states to their slots after the step.
+        replays: whether the model replays decodes where `StepInputs.replay` is set; its states have inputs.
+            Without effect for kernels that update states in place.
         shard: which part of the KV of a split model this rank holds; `StateTensor.split` says the same of the
             states. None where this rank holds all.
         groups: the ranks that hold the other parts. All ranks take the same decisions.
@@ -41,6 +43,7 @@ class HybridStateSpec:
     vocab_size: int
     device: torch.device
     separate_states: bool = True
+    replays: bool = False
     shard: ModelShard | None = None
     groups: ParallelGroups = field(default_factory=ParallelGroups)
     model: str = ""
@@ -66,6 +69,7 @@ class HybridStateSpec:
         float_dtype("kv_dtype", self.kv_dtype)
         set_field(self, "device", device("device", self.device))
         boolean("separate_states", self.separate_states)
+        boolean("replays", self.replays)
         if self.shard is not None:
             instance("shard", self.shard, ModelShard)
         instance("groups", self.groups, ParallelGroups)
@@ -101,6 +105,14 @@ class HybridStateSpec:
     @property
     def _grids(self) -> list[int]:
         return [tensor.grid for tensor in self.states if tensor.grid > 1]
+
+    def input_bytes(self, chunk_size: int, num_drafts: int) -> int:
+        """Bytes of the inputs that a running request keeps where decodes replay them; see `InputTensor`."""
+        return sum(
+            tensor.num_layers * math.prod(entry.of_request(chunk_size, num_drafts)) * entry.dtype.itemsize
+            for tensor in self.states
+            for entry in tensor.inputs
+        )
 
     def kv_block_bytes(self, block_size_tokens: int) -> int:
         """Bytes of one KV block of `block_size_tokens` tokens, all layers."""

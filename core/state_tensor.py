@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .input_tensor import InputTensor, checked_inputs
 from .model_shard import Part
 from .tensor_validation import float_dtype
 from .validation import INT32_MAX, instance, integer, integers, set_field, shown
@@ -70,6 +71,8 @@ class StateTensor:
         grid: inside a prefill the tensor exists at positions that are multiples of this; at 1 it exists after
             each token.
         split: which part of a split model this is; None where this rank holds the whole.
+        inputs: what a running request keeps of its tokens since the last grid point, so that decodes can
+            replay them. Without inputs the tensor cannot be replayed.
     """
 
     name: str
@@ -78,6 +81,7 @@ class StateTensor:
     dtype: torch.dtype
     grid: int = 1
     split: StateSplit | None = None
+    inputs: tuple[InputTensor, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
@@ -86,6 +90,7 @@ class StateTensor:
         set_field(self, "shape", tuple(integers("shape", self.shape, 1, INT32_MAX)))
         float_dtype("dtype", self.dtype)
         set_field(self, "grid", integer("grid", self.grid, 1, INT32_MAX))
+        set_field(self, "inputs", checked_inputs(self.inputs))
         if self.split is not None:
             instance("split", self.split, StateSplit)
             here = self.split.layers.count, sum(segment.size for segment in self.split.segments)

@@ -243,6 +243,7 @@ def state_spec(
         vocab_size=config.vocab_size,
         device=torch.device(device),
         separate_states=separate_states,
+        replays=separate_states,
         model=f"{config.model_type} {config.to_diff_dict()}",
     )
 

@@ -151,6 +151,7 @@ class HybridLM(nn.Module):
             vocab_size=config.vocab_size,
             device=device,
             separate_states=kernels.SEPARATE_STATES,
+            replays=kernels.SEPARATE_STATES,
             shard=shard,
             groups=self.groups,
             model=f"{config}, {self.weights_name}",

@@ -1,13 +1,14 @@
 """What every mixer does in a step: decode rows by one kernel, prefill rows by another, in one call.
 
-`T` counts all tokens of the step, padding included, decode rows first. Pools are those of one layer. Every
-function writes the states or the KV of the step, and does not synchronise where `kernels` do not.
+`T` counts all tokens of the step, padding included, decode rows first. `layer` counts the layers that have
+the same state. Every function writes the states or the KV of the step, and does not synchronise where
+`kernels` do not. Decodes by replay (`StepInputs.replay`) read and write the requests' inputs, too.
 """
 
 import torch
 from torch import Tensor
 
-from ..inference.contexts.step_inputs import StepInputs
+from ..inference.contexts.step_inputs import Replay, StepInputs
 from ..inference.kernels.kernel_set import KernelSet
 
 
@@ -15,7 +16,8 @@ def convolve(
     raw: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    conv_states: Tensor,
+    name: str,
+    layer: int,
     inputs: StepInputs,
     kernels: KernelSet,
     activation: bool = True,
@@ -26,18 +28,26 @@ def convolve(
         raw: [T, channels].
         weight: [channels, taps].
         bias: [channels], or None.
-        conv_states: [slots, channels, taps - 1]. Written.
+        name, layer: of the windows, `inputs.state_pool[name][layer]`. [slots, channels, taps - 1]. Written.
 
     Returns: [T, channels] in the dtype of `raw`.
     """
+    conv_states, replay = inputs.state_pool[name][layer], inputs.replay
+    conv_inputs = None if replay is None else replay.pool[f"{name}_in"][layer]
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
         sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
         rows, out_rows = (torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (raw, out))
-        kernels.causal_conv1d_update(
-            rows, weight, bias, conv_states, sources, destinations, activation=activation, out=out_rows
-        )
+        if replay is None:
+            kernels.causal_conv1d_update(
+                rows, weight, bias, conv_states, sources, destinations, activation=activation, out=out_rows
+            )
+        else:
+            kernels.causal_conv1d_replay(
+                rows, weight, bias, conv_states, conv_inputs, *_decode_rows(inputs, replay),
+                replay.destinations[:decodes], activation=activation, out=out_rows,
+            )  # fmt: skip
     if inputs.num_prefills:
         chunks, checkpoints = inputs.chunks, inputs.checkpoints
         raw_rows, out_rows = _behind(decoded, raw, out)
@@ -48,6 +58,11 @@ def convolve(
             checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
             activation=activation, out=out_rows,
         )  # fmt: skip
+        if replay is not None:
+            kernels.keep_conv_inputs(
+                raw_rows, conv_states, conv_inputs, replay.slots[decodes:], replay.starts[decodes:],
+                inputs.state_sources[decodes:], chunks.query_start_loc,
+            )  # fmt: skip
     return out
 
 
@@ -58,7 +73,7 @@ def scan_ssd(
     B: Tensor,
     C: Tensor,
     D: Tensor,
-    ssm_states: Tensor,
+    layer: int,
     inputs: StepInputs,
     kernels: KernelSet,
 ) -> Tensor:
@@ -66,10 +81,12 @@ def scan_ssd(
 
     Args:
         x: [T, H, P]. dt: [T, H], after bias and softplus. A: [H], negative. B, C: [T, G, N]. D: [H].
-        ssm_states: [slots, H, P, N]. Written.
+        layer: of the states, `inputs.state_pool["ssm"][layer]`, [slots, H, P, N]. Written.
 
     Returns: y, [T, H, P] in the dtype of x.
     """
+    ssm_states, replay = inputs.state_pool["ssm"][layer], inputs.replay
+    kept = _kept(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -77,9 +94,15 @@ def scan_ssd(
         x_rows, dt_rows, B_rows, C_rows, out_rows = (
             torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (x, dt, B, C, out)
         )
-        kernels.selective_state_update(
-            x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, sources, destinations, out=out_rows
-        )
+        if replay is None:
+            kernels.selective_state_update(
+                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, sources, destinations, out=out_rows
+            )
+        else:
+            kernels.ssd_replay(
+                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, *kept, *_decode_rows(inputs, replay),
+                sources, replay.destinations[:decodes], inputs.chunks.chunk_size, out=out_rows,
+            )  # fmt: skip
     if inputs.num_prefills:
         chunks = inputs.chunks
         x_rows, dt_rows, B_rows, C_rows, out_rows = _behind(decoded, x, dt, B, C, out)
@@ -89,6 +112,11 @@ def scan_ssd(
             chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
             out=out_rows,
         )  # fmt: skip
+        if replay is not None:
+            kernels.keep_ssd_inputs(
+                x_rows, dt_rows, A, B_rows, *kept, replay.slots[decodes:], replay.tail_starts,
+                chunks.query_start_loc, chunks.chunk_size,
+            )  # fmt: skip
     return out
 
 
@@ -98,7 +126,7 @@ def scan_gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    states: Tensor,
+    layer: int,
     inputs: StepInputs,
     kernels: KernelSet,
 ) -> Tensor:
@@ -108,10 +136,13 @@ def scan_gated_delta_rule(
         q, k: [T, key heads, key dim], as they come: the kernels normalise them.
         v: [T, value heads, value dim].
         g: [T, value heads], logarithms of the decays. beta: [T, value heads].
-        states: [slots, value heads, key dim, value dim]. Written.
+        layer: of the states, `inputs.state_pool["delta"][layer]`, [slots, value heads, key dim, value dim].
+            Written.
 
     Returns: [T, value heads, value dim] in the dtype of v.
     """
+    states, replay = inputs.state_pool["delta"][layer], inputs.replay
+    kept = _kept(replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta")
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -119,9 +150,15 @@ def scan_gated_delta_rule(
         q_rows, k_rows, v_rows, g_rows, beta_rows = (
             torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (q, k, v, g, beta)
         )
-        out = kernels.gated_delta_rule_update(
-            q_rows, k_rows, v_rows, g_rows, beta_rows, states, sources, destinations
-        )
+        if replay is None:
+            out = kernels.gated_delta_rule_update(
+                q_rows, k_rows, v_rows, g_rows, beta_rows, states, sources, destinations
+            )
+        else:
+            out = kernels.gated_delta_rule_replay(
+                q_rows, k_rows, v_rows, g_rows, beta_rows, states, *kept, *_decode_rows(inputs, replay),
+                sources, replay.destinations[:decodes], inputs.chunks.chunk_size,
+            )  # fmt: skip
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
         chunks = inputs.chunks
@@ -132,6 +169,11 @@ def scan_gated_delta_rule(
             chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
         )  # fmt: skip
         outputs.append(out)
+        if replay is not None:
+            kernels.keep_delta_inputs(
+                k_rows, v_rows, g_rows, beta_rows, *kept, replay.slots[decodes:], replay.tail_starts,
+                chunks.query_start_loc,
+            )  # fmt: skip
     return _joined(outputs)
 
 
@@ -164,6 +206,17 @@ def attend(
             query, key, value, inputs.positions, rotary_base, kv_cache, tokens, places
         )
     return kernels.paged_attention(query, kv_cache, inputs.attention_rows, scale=scale)
+
+
+def _decode_rows(inputs: StepInputs, replay: Replay) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots, starts and lengths of the decode rows."""
+    decodes = inputs.num_decodes
+    return replay.slots[:decodes], replay.starts[:decodes], inputs.query_lengths[:decodes]
+
+
+def _kept(replay: Replay | None, layer: int, *names: str) -> tuple[Tensor, ...]:
+    """The layer's inputs by name; nothing without replay."""
+    return () if replay is None else tuple(replay.pool[name][layer] for name in names)
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:

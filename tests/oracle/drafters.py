@@ -93,6 +93,10 @@ MODES: dict[str, dict[str, object]] = {
     "in place, no drafts": {"in_place": True},
     "ahead": {"async_scheduling": True},
     "in place, ahead": {"in_place": True, "async_scheduling": True},
+    "replay": {"decode_by_replay": True},
+    "replay, ahead": {"decode_by_replay": True, "async_scheduling": True},
+    "replay, mixed": {"decode_by_replay": True, "num_speculative_tokens": 4, "make_drafter": MixedDrafter},
+    "replay, right": {"decode_by_replay": True, "num_speculative_tokens": 17, "make_drafter": RightDrafter},
 }
 
 

@@ -40,7 +40,6 @@ class GatedDeltaNetForward:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        pool = inputs.state_pool
         raw, gate, b, a = self._project(hidden_states)
         g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=self._doubled())
         conv = mixer.conv1d
@@ -48,7 +47,8 @@ class GatedDeltaNetForward:
             raw,
             conv.weight.squeeze(1),
             conv.bias,
-            pool["gdn_conv"][self._layer],
+            "gdn_conv",
+            self._layer,
             inputs,
             kernels,
         )
@@ -59,7 +59,7 @@ class GatedDeltaNetForward:
             torch.unflatten(v, -1, self._value_heads),
             g,
             beta,
-            pool["delta"][self._layer],
+            self._layer,
             inputs,
             kernels,
         )

@@ -31,7 +31,6 @@ class Mamba2Forward:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        pool = inputs.state_pool
         gate, raw, dt = torch.split(
             self._project(hidden_states[0]),
             [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads],
@@ -39,7 +38,7 @@ class Mamba2Forward:
         )
         dt, A = kernels.time_steps(dt, mixer.dt_bias, mixer.A_log, self._shortest, self._longest)
         xBC = convolve(
-            raw, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, pool["conv"][self._layer], inputs, kernels
+            raw, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, "conv", self._layer, inputs, kernels
         )
         x, B, C = torch.split(
             xBC, [mixer.intermediate_size, *[mixer.n_groups * mixer.ssm_state_size] * 2], dim=-1
@@ -51,7 +50,7 @@ class Mamba2Forward:
             torch.unflatten(B, -1, (mixer.n_groups, mixer.ssm_state_size)),
             torch.unflatten(C, -1, (mixer.n_groups, mixer.ssm_state_size)),
             mixer.D,
-            pool["ssm"][self._layer],
+            self._layer,
             inputs,
             kernels,
         )

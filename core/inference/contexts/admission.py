@@ -103,6 +103,8 @@ class Admission:
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
         """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
         path = step.holding.path
+        if self._config.replays:  # a draft may be wrong, and so may not complete a chunk
+            tokens = tokens[: max(0, -(-step.stop // self._chunk_size) * self._chunk_size - 1 - step.stop)]
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
@@ -119,7 +121,10 @@ class Admission:
         self._cache.trim(holding.path, self._num_blocks(holding.num_computed))
 
     def _stop(self, start: int, length: int, budget: int) -> int:
-        """Where the step ends. A step that is cut ends on a block or chunk, where a state can be kept."""
+        """Where the step ends. A step that is cut ends on a block or chunk, where a state can be kept.
+
+        Where decodes replay, a step is cut there or not made.
+        """
         if length - start <= budget:
             return length
         if not self._config.enable_chunked_prefill:
@@ -128,7 +133,7 @@ class Admission:
             stop = (start + budget) // grid * grid
             if stop > start:
                 return stop
-        return start + budget
+        return start if self._config.replays else start + budget
 
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks can be had; a waiting request needs the blocks of its whole prompt."""

@@ -4,6 +4,7 @@ import torch
 
 from ...state_spec import HybridStateSpec
 from ...tensor_validation import addressable
+from .input_pool import InputPool
 from .state_pool import StatePool
 
 MEBIBYTE = 1 << 20
@@ -15,6 +16,7 @@ class DeviceMemory:
     Attributes:
         kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim].
         state_pool: live states, then durable states.
+        input_pool: the inputs of running requests since their last grid points.
         allocated: whether all these tensors are there.
     """
 
@@ -25,12 +27,15 @@ class DeviceMemory:
         block_size_tokens: int,
         num_live_slots: int,
         num_durable_slots: int,
+        input_pool: InputPool | None = None,
     ) -> None:
+        """`input_pool`: for decodes by replay; None for others."""
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size_tokens
         self.kv_cache = self._new_kv_cache()
         self.state_pool = StatePool(spec.states, num_live_slots, num_durable_slots, spec.device)
+        self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
 
     def _new_kv_cache(self) -> torch.Tensor:
@@ -50,15 +55,19 @@ class DeviceMemory:
         if not self.allocated:
             self.free()  # what an interrupted call has left
             # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            kv_cache, states = self._new_kv_cache(), self.state_pool.new_memory()
+            kv_cache, states, inputs = (
+                self._new_kv_cache(), self.state_pool.new_memory(), self.input_pool.new_tensors()
+            )  # fmt: skip
             self.kv_cache = kv_cache
             self.state_pool.put(states)
+            self.input_pool.put(inputs)
             self.allocated = True
 
     def free(self) -> None:
         """Free the tensors' memory."""
         self.allocated = False
         self.state_pool.free()
+        self.input_pool.free()
         self.kv_cache = self.kv_cache.new_empty(0)
 
     def summary(self) -> str:
@@ -66,9 +75,14 @@ class DeviceMemory:
         pool, num_blocks = self.state_pool, self._num_kv_blocks
         state = self._spec.slot_bytes / MEBIBYTE
         kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
-        total = (pool.num_live + pool.num_durable) * state + kv
+        inputs = self.input_pool
+        total = (pool.num_live + pool.num_durable) * state + kv + inputs.num_bytes / MEBIBYTE
+        replayed = ""
+        if inputs.slots:
+            each = inputs.num_bytes / inputs.slots / MEBIBYTE
+            replayed = f"inputs of running requests {inputs.slots} x {each:.3g} MiB; "
         return (
-            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; "
+            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {replayed}"
             f"durable states {pool.num_durable} x {state:.3g} MiB; "
             f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB; "
             f"total {total:.4g} MiB on {self._spec.device}"

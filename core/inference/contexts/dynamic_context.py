@@ -20,11 +20,13 @@ from ..policies.compute_reasons import TokenLedger
 from .admission import Admission
 from .device_memory import DeviceMemory
 from .host_view import HostView
+from .input_pool import InputPool
 from .kv_block_allocator import KVBlockAllocator
 from .mamba_metadata import MambaMetadata
 from .mamba_slot_allocator import MambaSlotAllocator
 from .prefix_cache import PrefixCache
 from .prefix_match import PrefixMatch
+from .replayed_states import ReplayedStates
 from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates
@@ -62,10 +64,12 @@ class DynamicInferenceContext:
             )
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
-        num_live_slots = config.max_requests * (1 + config.num_speculative_tokens)
+        slots_per_row = 1 if config.replays else 1 + config.num_speculative_tokens
+        num_live_slots = config.max_requests * slots_per_row
         self.memory = DeviceMemory(
-            spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots, sizes.num_mamba_slots
-        )
+            spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots, sizes.num_mamba_slots,
+            self._new_input_pool(),
+        )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
             sizes.num_mamba_slots,
@@ -74,25 +78,54 @@ class DynamicInferenceContext:
             config.enable_prefix_caching,
         )
         self.mamba_metadata = MambaMetadata(config.max_requests, num_live_slots)
-        self._states = RequestStates(self.memory.state_pool, self.prefix_cache, spec.separate_states)
+        self._states = self._new_states()
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
             self.request_to_kv_block_ids.shape[1], self._chunk_size,
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
-        self._builder = StepBuilder(self._buffer, config.block_size_tokens, self._chunk_size)
+        self._builder = StepBuilder(
+            self._buffer, config.block_size_tokens, self._chunk_size, config.replays, config.batch_invariant
+        )
         self._steps: tuple[RequestStep, ...] = ()
         self._observers: list[StepObserver] = []
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
         logger.info(self.memory.summary())
 
+    def _new_input_pool(self) -> InputPool | None:
+        spec, config = self.spec, self.config
+        if not config.replays:
+            return None
+        setting = "batch_invariant" if config.batch_invariant else "decode_by_replay"
+        unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]
+        if unknown or not (spec.replays and spec.separate_states):
+            because = f"has no inputs of {', '.join(unknown)}" if unknown else "does not replay decodes"
+            raise ValueError(
+                f"{setting} is True, and the model {because}; accepted: a model whose state_spec() has "
+                "`replays`"
+            )
+        if config.max_tokens < self._chunk_size:
+            raise ValueError(
+                f"max_tokens is {config.max_tokens}; accepted with {setting}: at least {self._chunk_size}, "
+                "one chunk, because a prompt is cut at multiples of it"
+            )
+        return InputPool(
+            spec.states, config.max_requests, self._chunk_size, config.num_speculative_tokens, spec.device
+        )
+
+    def _new_states(self) -> RequestStates:
+        pool, cache = self.memory.state_pool, self.prefix_cache
+        if self.config.replays:
+            return ReplayedStates(pool, cache, self._chunk_size)
+        return RequestStates(pool, cache, self.spec.separate_states)
+
     def _empty_rows(self) -> None:
         config, cache = self.config, self.prefix_cache
         longest = -(-config.max_sequence_length // config.block_size_tokens)
         blocks_per_row = min(cache.kv_blocks.total_count, longest)
-        slots_per_row = 1 + config.num_speculative_tokens
+        slots_per_row = self.mamba_metadata.num_live_slots // config.max_requests
         self.mamba_metadata.reset()
         self._rows = RequestRows(
             config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row
@@ -257,9 +290,8 @@ class DynamicInferenceContext:
         inputs = self._builder.build(
             self._steps,
             self.request_to_kv_block_ids.numpy(),
-            [index for step in self._steps for index in self._states.destinations(step)],
-            self.memory.kv_cache,
-            self.memory.state_pool,
+            self._states,
+            self.memory,
             padding or (lambda shape: shape),
             sampled_tokens,
         )
@@ -287,7 +319,7 @@ class DynamicInferenceContext:
         late = self._verify(num_accepted) if any(step.drafts for step in self._steps) else []
         self._states.scatter(self._steps, late)
         for step in self._steps:
-            self.prefix_cache.release_state(step.holding.path)
+            self._states.leave_source(step)
             self._count(step)
             self.prefix_cache.register(step.holding.path, step.request.tokens, step.stop)
             self._states.advance(step, self.prefix_cache.commit(step))

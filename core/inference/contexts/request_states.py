@@ -57,6 +57,18 @@ class RequestStates:
                     places.append(self._pool.durable_index(slot))
         self._copy(sources, places)
 
+    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
+        """Positions inside a prefill, and the pool indices where the prefill stores the states there."""
+        return [
+            (position, self._pool.durable_index(slot))
+            for position, slot in step.destinations.items()
+            if position != step.stop
+        ]
+
+    def completed_destination(self, step: RequestStep) -> int:
+        """The pool index for the state of a chunk that a decode by replay completes; -1: none."""
+        return -1
+
     def destinations(self, step: RequestStep) -> list[int]:
         """The pool index for the state after the step; with drafts, one index for each token's state."""
         if not step.drafts:
@@ -72,20 +84,28 @@ class RequestStates:
         """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
         return step.holding.live_slots[position - step.stop + len(step.drafts)]
 
+    def leave_source(self, step: RequestStep) -> None:
+        """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
+        self._cache.release_state(step.holding.path)
+
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         """Note where a launched step leaves its request's state.
 
         `committed`: boundary -> the slot that holds the state there now, or -1 where no slot holds it.
         """
+        step.holding.num_computed = step.stop
+        self._move(step, step.stop, committed)
+
+    def _move(self, step: RequestStep, position: int, committed: Mapping[int, int]) -> None:
+        """Let the request continue from the state that the step has left at `position`."""
         holding = step.holding
-        holding.num_computed = step.stop
-        slot = committed.get(step.stop, -1) if self._separate else -1
+        slot = committed.get(position, -1) if self._separate else -1
         if slot >= 0:
             self._cache.hold_state(holding.path, slot, resumes=False)
             holding.state_index = self._pool.durable_index(slot)
             return
-        written = self._destination(step, step.stop)
-        holding.state_index = self._live_slot(step, step.stop)
+        written = self._destination(step, position)
+        holding.state_index = self._live_slot(step, position)
         if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
             self._copy([written], [holding.state_index])
 
@@ -106,5 +126,9 @@ class RequestStates:
         for holding in holdings:
             if holding.path.state_slot >= 0:
                 assert holding.state_index == self._pool.durable_index(holding.path.state_slot)
-            elif holding.num_computed and not during_step:
+            elif self._has_state(holding) and not during_step:
                 assert holding.state_index in holding.live_slots, "a request's state is somewhere else"
+
+    def _has_state(self, holding: Holding) -> bool:
+        """Whether the request's state is that of one token or more, so that a slot holds it."""
+        return holding.num_computed > 0

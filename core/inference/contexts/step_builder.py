@@ -9,11 +9,12 @@ import numpy.typing as npt
 from torch import Tensor
 
 from .chunk_grid import chunk_grid
+from .device_memory import DeviceMemory
+from .request_states import RequestStates
 from .request_step import RequestStep
-from .state_pool import StatePool
 from .step_buffer import StepBuffer
 from .step_fields import STEP_FIELDS, StepField
-from .step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
+from .step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape
 
 Array = npt.NDArray[np.integer[Any]]
 Padding = Callable[[StepShape], StepShape]
@@ -30,8 +31,25 @@ class BatchDimensions(NamedTuple):
 class StepBuilder:
     """Fills the step buffer for one step after another, and sends it to the device."""
 
-    def __init__(self, buffer: StepBuffer, block_size_tokens: int, chunk_size: int) -> None:
+    def __init__(
+        self,
+        buffer: StepBuffer,
+        block_size_tokens: int,
+        chunk_size: int,
+        replays: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        """
+        Args:
+            buffer: where the index tensors of a step lie.
+            block_size_tokens: tokens of a KV block.
+            chunk_size: tokens of a chunk.
+            replays: whether decodes replay inputs.
+            batch_invariant: passed on to the model.
+        """
         self._buffer = buffer
+        self._replays = replays
+        self._batch_invariant = batch_invariant
         self._block_size = block_size_tokens
         self._chunk_size = chunk_size
 
@@ -39,9 +57,8 @@ class StepBuilder:
         self,
         steps: Sequence[RequestStep],
         block_table: Array,
-        destinations: Sequence[int],
-        kv_cache: Tensor,
-        state_pool: StatePool,
+        states: RequestStates,
+        memory: DeviceMemory,
         padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
@@ -52,16 +69,16 @@ class StepBuilder:
         Args:
             steps: what each request does, decodes first.
             block_table: [rows, blocks] the KV blocks of all rows of the context.
-            destinations: pool indices for the state after each decode token and after each prefill.
-            kv_cache, state_pool: passed on to the model.
+            states: where the requests' states are, and go.
+            memory: the pools, passed on to the model.
             padding: maps the step's shape to the shape to pad to.
             sampled_tokens: [steps] on the device: what takes the place of the steps' tokens, one each.
         """
         packing = _Packing.of(steps)
-        values: dict[str, Any] = {"state_destinations": destinations}
-        values |= _token_values(steps, packing)
+        values = _token_values(steps, packing)
         values |= self._kv_values(steps, packing, block_table)
-        values |= self._state_values(steps, packing, state_pool.num_live)
+        values |= self._state_values(steps, packing, states, memory.state_pool.num_live)
+        values |= self._replay_values(steps, packing, states)
         shape = padding(packing.shape(values))
         layout = _Layout(packing, shape)
         values["row_query_start_loc"] = layout.query_start_loc()
@@ -73,7 +90,7 @@ class StepBuilder:
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
         if sampled_tokens is not None:
             tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
-        return _inputs(shape, num_logits, tensors, self._chunk_size, kv_cache, state_pool)
+        return self._inputs(shape, num_logits, tensors, memory)
 
     def _kv_values(
         self, steps: Sequence[RequestStep], packing: "_Packing", block_table: Array
@@ -95,15 +112,20 @@ class StepBuilder:
         }
 
     def _state_values(
-        self, steps: Sequence[RequestStep], packing: "_Packing", first_durable: int
+        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates, num_live: int
     ) -> dict[str, Any]:
-        inner = [
-            (row, position, first_durable + slot)
-            for row, step in enumerate(steps[packing.num_decodes :])
-            for position, slot in step.destinations.items()
-            if position != step.stop
-        ]
+        # A live slot is written at a grid point only where decodes replay, which read no window there. Such
+        # entries come last, and are no checkpoints.
+        inner = sorted(
+            (
+                (row, position, index)
+                for row, step in enumerate(steps[packing.num_decodes :])
+                for position, index in states.inner_destinations(step)
+            ),
+            key=lambda entry: entry[2] < num_live,
+        )
         rows, slots = [row for row, _, _ in inner], [slot for _, _, slot in inner]
+        count = sum(slot >= num_live for slot in slots)
         decodes, num_decode_tokens = packing.num_decodes, packing.num_decode_tokens
         grid = chunk_grid(
             packing.starts[decodes:],
@@ -115,6 +137,7 @@ class StepBuilder:
         chunk_destinations = np.full(len(grid.seq_idx), -1)
         chunk_destinations[grid.checkpoint_chunks] = slots
         return {
+            "state_destinations": [index for step in steps for index in states.destinations(step)],
             "state_sources": [
                 step.holding.state_index if step.holding.num_computed else -1 for step in steps
             ],
@@ -124,10 +147,50 @@ class StepBuilder:
             "seq_idx": grid.seq_idx,
             "row_chunk_starts": grid.row_chunk_starts,
             "chunk_destinations": chunk_destinations,
-            "checkpoint_rows": rows,
-            "checkpoint_token_ends": grid.checkpoint_token_ends,
-            "checkpoint_destinations": slots,
+            "checkpoint_rows": rows[:count],
+            "checkpoint_token_ends": grid.checkpoint_token_ends[:count],
+            "checkpoint_destinations": slots[:count],
         }
+
+    def _replay_values(
+        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates
+    ) -> dict[str, Any]:
+        decodes = packing.num_decodes
+        if not self._replays:
+            nothing = np.full(len(steps), -1)
+            return {
+                "replay_slots": nothing,
+                "replay_starts": nothing,
+                "replay_destinations": nothing,
+                "tail_starts": nothing[decodes:],
+            }
+        starts, stops = np.array(packing.starts), np.array(packing.stops)
+        tails = packing.query_start_loc[:-1] - packing.num_decode_tokens - starts
+        tails += stops // self._chunk_size * self._chunk_size
+        return {
+            "replay_slots": [step.holding.live_slots[0] for step in steps],
+            "replay_starts": starts,
+            "replay_destinations": [states.completed_destination(step) for step in steps],
+            "tail_starts": tails[decodes:],
+        }
+
+    def _inputs(
+        self, shape: StepShape, num_logits: int, tensors: dict[str, Tensor], memory: DeviceMemory
+    ) -> StepInputs:
+        owned: dict[str, dict[str, Any]] = {"": {}, "chunks": {}, "checkpoints": {}, "replay": {}}
+        for field in STEP_FIELDS:
+            owned[field.owner][field.attribute or field.name] = tensors[field.name]
+        return StepInputs(
+            shape=shape,
+            **owned[""],
+            chunks=PrefillChunks(**owned["chunks"], chunk_size=self._chunk_size),
+            checkpoints=Checkpoints(**owned["checkpoints"]),
+            num_logits=num_logits,
+            kv_cache=memory.kv_cache,
+            state_pool=memory.state_pool,
+            replay=Replay(memory.input_pool, **owned["replay"]) if self._replays else None,
+            batch_invariant=self._batch_invariant,
+        )
 
 
 class _Packing(NamedTuple):
@@ -256,25 +319,3 @@ class _Layout:
             return tokens
         first = self._shape.decodes * self._shape.decode_tokens
         return np.append(tokens, np.arange(self._packing.num_prefills) + first)
-
-
-def _inputs(
-    shape: StepShape,
-    num_logits: int,
-    tensors: dict[str, Tensor],
-    chunk_size: int,
-    kv_cache: Tensor,
-    pool: StatePool,
-) -> StepInputs:
-    owned: dict[str, dict[str, Any]] = {"": {}, "chunks": {}, "checkpoints": {}}
-    for field in STEP_FIELDS:
-        owned[field.owner][field.attribute or field.name] = tensors[field.name]
-    return StepInputs(
-        shape=shape,
-        **owned[""],
-        chunks=PrefillChunks(**owned["chunks"], chunk_size=chunk_size),
-        checkpoints=Checkpoints(**owned["checkpoints"]),
-        num_logits=num_logits,
-        kv_cache=kv_cache,
-        state_pool=pool,
-    )

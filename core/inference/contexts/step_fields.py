@@ -15,6 +15,9 @@ state_writes: as "tokens" for decodes, then one value for each prefill row.
 """
 
 
+Owner = Literal["", "chunks", "checkpoints", "replay"]
+
+
 class StepField(NamedTuple):
     """One index tensor.
 
@@ -32,7 +35,7 @@ class StepField(NamedTuple):
     size: Callable[[StepShape], int]
     layout: Layout = "front"
     padding: int | None = 0
-    owner: Literal["", "chunks", "checkpoints"] = ""
+    owner: Owner = ""
     attribute: str = ""
     int32: bool = False
 
@@ -60,8 +63,16 @@ STEP_FIELDS = (
     StepField("checkpoint_rows", lambda s: s.checkpoints, padding=-1, owner="checkpoints", attribute="rows"),
     StepField("checkpoint_token_ends", lambda s: s.checkpoints, owner="checkpoints", attribute="token_ends"),
     StepField(
-        "checkpoint_destinations", lambda s: s.checkpoints, padding=-1, owner="checkpoints",
+        "checkpoint_destinations",
+        lambda s: s.checkpoints,
+        padding=-1,
+        owner="checkpoints",
         attribute="destinations",
     ),
-)  # fmt: skip
-"""All fields, in their order in the step buffer. `step_inputs` documents their meanings."""
+    StepField("replay_slots", lambda s: s.rows, "rows", padding=-1, owner="replay", attribute="slots"),
+    StepField("replay_starts", lambda s: s.rows, "rows", owner="replay", attribute="starts", int32=True),
+    StepField(
+        "replay_destinations", lambda s: s.rows, "rows", padding=-1, owner="replay", attribute="destinations"
+    ),
+    StepField("tail_starts", lambda s: s.prefills, owner="replay"),
+)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels.attention_rows import AttentionRows
+from .input_pool import InputPool
 from .state_pool import StatePool
 
 
@@ -89,6 +90,26 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """What decodes by replay need: where each request's inputs since its last grid point lie.
+
+    A grid point is a multiple of `PrefillChunks.chunk_size`. Between steps, the state of a request is the
+    state at its last grid point: `StepInputs.state_sources` names it. A decode row reads the inputs behind
+    that point, and appends its tokens' own; it does not go beyond the next grid point. The row that reaches
+    the next grid point writes the state there. A prefill row starts on a grid point. It stores the state at
+    its last grid point, and the inputs behind that point, its tail.
+
+    Beyond a request's tokens a slot may hold anything, NaN included.
+    """
+
+    pool: InputPool
+    slots: Tensor  # [R] int64: each row's slot in `pool`; -1 = a padding row
+    starts: Tensor  # [R] int32: absolute position of each row's first token
+    destinations: Tensor  # [R] int64: pool index for the state that a decode row completes; -1 = none
+    tail_starts: Tensor  # [prefill rows] int64: packed prefill token that follows the row's last grid point
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """One step's batch of R rows and T tokens: decode rows first, then prefill rows.
 
@@ -97,7 +118,8 @@ class StepInputs:
 
     Index tensors lie on the model's device, and are valid until the context begins its next step. The model
     writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else; in a KV
-    block whose first row it writes, it may also write zeros behind the sequence's last token.
+    block whose first row it writes, it may also write zeros behind the last token. With `replay` it
+    also writes its tokens' inputs.
 
     All tensors may be padded to `shape`: padding lies behind the real decode rows and behind the real prefill
     rows, as `kernels.reference` describes. The logits of padding are ignored. The padding tokens of a real
@@ -121,6 +143,8 @@ class StepInputs:
     num_logits: int  # the first `num_logits` logit tokens are real, the others padding
     kv_cache: Tensor  # [attention layers, 2 (K, V), blocks, block_size_tokens, kv heads, head dim]
     state_pool: StatePool
+    replay: Replay | None = None  # None: decodes update states at each token
+    batch_invariant: bool = False  # whether no result may depend on the rows beside it
 
     @property
     def num_decodes(self) -> int:

@@ -14,7 +14,8 @@ class MemoryPoison:
 
     Free are live slots that hold no request's state, durable slots that hold no committed state and that no
     request reads, and KV blocks that nobody holds and that store no prefix. A slot reserved for a state of
-    the step is free: the forward writes it.
+    the step is free: the forward writes it. Where decodes replay, all is free in the slots of inputs except
+    the inputs since each request's last grid point, and its last raw inputs of convolutions.
 
     The fill is launched before the forward and outside of it, so it also precedes the replay of a CUDA graph.
     It costs a pass over the free memory a step, and on a GPU a synchronisation.
@@ -40,6 +41,27 @@ class MemoryPoison:
         for states in pool.tensors:
             _fill(states, 1, slots)
         _fill(self._context.memory.kv_cache, 2, blocks)
+        self._fill_inputs()
+
+    def _fill_inputs(self) -> None:
+        spec, pool = self._context.spec, self._context.memory.input_pool
+        if not pool.slots:
+            return
+        chunk = spec.chunk_tokens(self._context.config.block_size_tokens)
+        holdings = [request.holding for request in self._context.requests if request.holding is not None]
+        for entry in (entry for tensor in spec.states for entry in tensor.inputs):
+            inputs = pool[entry.name]
+            axis = inputs.dim() - 1 if entry.layout == "by_head" else 2
+            length = inputs.shape[axis]
+            free = torch.ones(pool.slots, length, dtype=torch.bool, device="cpu")
+            for holding in holdings:
+                stop = holding.num_computed
+                first = stop - entry.taps + 1 if entry.layout == "ring" else stop // chunk * chunk
+                for position in range(max(0, first), stop) if holding.decoding else ():
+                    free[holding.live_slots[0], position % length] = False
+            shape = [1] * inputs.dim()
+            shape[1], shape[axis] = pool.slots, length
+            inputs.masked_fill_(free.view(shape).to(inputs.device), float("nan"))
 
     def check(self, logits: Tensor) -> None:
         """Raise RuntimeError where logits [tokens, vocabulary] are NaN; synchronises."""

@@ -49,18 +49,17 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = weights.linear("out_proj", config.hidden_size, values, columns=v)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        config, pool = self.config, inputs.state_pool
+        config = self.config
         heads, values = config.delta_num_value_heads, config.delta_inner_dim
         gate, raw, b, a = torch.split(
             F.linear(hidden, self.in_proj), [values, config.delta_conv_dim, heads, heads], dim=-1
         )
         g, beta = kernels.delta_gates(a, b, self.A_log, self.dt_bias)
-        conv_states, states = pool["gdn_conv"][self.layer_index], pool["delta"][self.layer_index]
-        qkv = convolve(raw, self.conv_weight, None, conv_states, inputs, kernels)
+        qkv = convolve(raw, self.conv_weight, None, "gdn_conv", self.layer_index, inputs, kernels)
         keys = (config.delta_conv_dim - values) // 2
         q, k, v = torch.split(qkv, [keys, keys, values], dim=-1)
         q, k = (torch.unflatten(part, -1, (config.delta_num_key_heads, -1)) for part in (q, k))
         v = torch.unflatten(v, -1, (heads, -1))
-        o = scan_gated_delta_rule(q, k, v, g, beta, states, inputs, kernels)
+        o = scan_gated_delta_rule(q, k, v, g, beta, self.layer_index, inputs, kernels)
         normed = kernels.rms_norm_gated(o, torch.unflatten(gate, -1, (heads, -1)), self.norm, config.norm_eps)
         return F.linear(normed.flatten(1), self.out_proj)

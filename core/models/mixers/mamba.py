@@ -48,17 +48,17 @@ class MambaMixer(nn.Module):
         self.out_proj = weights.linear("out_proj", config.hidden_size, config.inner_dim, columns=x)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        config, pool = self.config, inputs.state_pool
+        config = self.config
         gate, raw, dt = torch.split(
             F.linear(hidden, self.in_proj),
             [config.inner_dim, config.conv_dim, config.mamba_num_heads],
             dim=-1,
         )
         dt, A = kernels.time_steps(dt, self.dt_bias, self.A_log)
-        conv_states, ssm_states = pool["conv"][self.layer_index], pool["ssm"][self.layer_index]
-        xBC = convolve(raw, self.conv_weight, self.conv_bias, conv_states, inputs, kernels)
+        layer = self.layer_index
+        xBC = convolve(raw, self.conv_weight, self.conv_bias, "conv", layer, inputs, kernels)
         B, C = self._BC(xBC)
-        y = scan_ssd(self._x(xBC), dt, A, B, C, self.D, ssm_states, inputs, kernels).flatten(1)
+        y = scan_ssd(self._x(xBC), dt, A, B, C, self.D, layer, inputs, kernels).flatten(1)
         if self.groups.tensor_size > self.head_groups.total:
             normed = self._norm_over_ranks(y, gate)
         else:

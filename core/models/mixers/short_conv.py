@@ -27,9 +27,15 @@ class ShortConv(nn.Module):
         self.out_proj = weights.linear("out_proj", hidden, hidden, columns=own)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        conv_states = inputs.state_pool["short_conv"][self.layer_index]
         before, behind, x = torch.chunk(F.linear(hidden, self.in_proj), 3, dim=-1)
         convolved = convolve(
-            before * x, self.conv_weight, None, conv_states, inputs, kernels, activation=False
+            before * x,
+            self.conv_weight,
+            None,
+            "short_conv",
+            self.layer_index,
+            inputs,
+            kernels,
+            activation=False,
         )
         return F.linear(behind * convolved, self.out_proj)

@@ -39,7 +39,7 @@ def test_sizes_types_and_alignment(shape):
     assert tensors["cu_chunk_seqlens"].shape == (shape.chunks + 1,)
     assert tensors["row_query_start_loc"].shape == (shape.decodes + shape.prefills + 1,)
     narrow = {"cu_chunk_seqlens", "seq_idx", "row_chunk_starts"}
-    narrow |= {"kv_lengths", "block_table", "row_query_start_loc", "query_lengths"}
+    narrow |= {"kv_lengths", "block_table", "row_query_start_loc", "query_lengths", "replay_starts"}
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.int32} == narrow
     assert all(tensor.dtype == torch.int64 for name, tensor in tensors.items() if name not in narrow)
     begin = min(tensor.data_ptr() for tensor in tensors.values())
