@@ -181,13 +181,13 @@ def _row(
     carried = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
     tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
     if tokens > 0:
-        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
+        taps = load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
         inputs = carried
         for token in tl.static_range(WIDTH):
             raw = tl.load(x + token * x_token_stride, mask=inside & (token < tokens), other=0.0)
             inputs = inputs + (raw,)
         for token in tl.static_range(WIDTH):
-            y = _convolved(taps, inputs, token, KERNEL, ACTIVATION)
+            y = convolved(taps, inputs, token, KERNEL, ACTIVATION)
             tl.store(
                 out + (start + token) * conv_dim, y.to(out.dtype.element_ty), mask=inside & (token < tokens)
             )
@@ -251,10 +251,8 @@ def _tokens(
             place = token + (tap - WIDTH)
             mask = (real & (first + place >= 0))[:, None] & inside[None, :]
             inputs = inputs + (tl.load(x[None, :] + place[:, None] * x_token_stride, mask=mask, other=0.0),)
-        taps = _load_taps(
-            weight[None, :], bias[None, :], inside[None, :], weight_tap_stride, KERNEL, HAS_BIAS
-        )
-        y = _convolved(taps, inputs, 0, KERNEL, ACTIVATION)
+        taps = load_taps(weight[None, :], bias[None, :], inside[None, :], weight_tap_stride, KERNEL, HAS_BIAS)
+        y = convolved(taps, inputs, 0, KERNEL, ACTIVATION)
         tl.store(
             out[None, :] + (first + token[:, None]) * conv_dim,
             y.to(out.dtype.element_ty),
@@ -298,13 +296,13 @@ def update_kernel(
     for token in tl.static_range(TOKENS):
         any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
     if any_index >= 0:
-        taps = _load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
+        taps = load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
         inputs = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
         for token in tl.static_range(TOKENS):
             inputs = inputs + (tl.load(x + token * x_token_stride, mask=inside, other=0.0),)
         tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
         for token in tl.static_range(TOKENS):
-            y = _convolved(taps, inputs, token, KERNEL, ACTIVATION)
+            y = convolved(taps, inputs, token, KERNEL, ACTIVATION)
             tl.store(out + token * conv_dim, y.to(out.dtype.element_ty), mask=inside)
             destination = tl.load(destinations + token * destination_token_stride)
             if destination >= 0:
@@ -342,7 +340,7 @@ def _store_window(
 
 
 @triton.jit
-def _load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr):
+def load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The bias or zeros, then the KERNEL weights, as a tuple in float32."""
     taps = (tl.load(bias, mask=inside & HAS_BIAS, other=0.0).to(tl.float32),)
     for tap in tl.static_range(KERNEL):
@@ -351,7 +349,7 @@ def _load_taps(weight, bias, inside, tap_stride, KERNEL: tl.constexpr, HAS_BIAS:
 
 
 @triton.jit
-def _convolved(taps, inputs, first: tl.constexpr, KERNEL: tl.constexpr, ACTIVATION: tl.constexpr):
+def convolved(taps, inputs, first: tl.constexpr, KERNEL: tl.constexpr, ACTIVATION: tl.constexpr):
     """The convolution of KERNEL `inputs` from `first`; every caller gets one order of operations."""
     acc = taps[0]
     for tap in tl.static_range(KERNEL):

@@ -8,7 +8,9 @@ from . import attention, attention_flash, gated_delta_rule, ssd_scan
 from .activations import relu_squared, sigmoid_mul, silu_mul
 from .attention import paged_attention
 from .causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from .conv_replay import causal_conv1d_replay, keep_conv_inputs
 from .delta_gates import delta_gates
+from .delta_replay import gated_delta_rule_replay, keep_delta_inputs
 from .gated_delta_rule import gated_delta_rule_scan
 from .gated_delta_rule_update import gated_delta_rule_update
 from .gated_norms import gated_rms_norm, rms_norm_gated
@@ -64,15 +66,19 @@ __all__ = [
     "SEPARATE_STATES",
     "add_rms_norm",
     "causal_conv1d_prefill",
+    "causal_conv1d_replay",
     "causal_conv1d_update",
     "check_states",
     "compute_dtype",
     "delta_gates",
     "describe",
     "gated_rms_norm",
+    "gated_delta_rule_replay",
     "gated_delta_rule_scan",
     "gated_delta_rule_update",
     "head_product",
+    "keep_conv_inputs",
+    "keep_delta_inputs",
     "paged_attention",
     "qk_norm_rotary",
     "relu_squared",

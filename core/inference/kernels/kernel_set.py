@@ -96,6 +96,25 @@ class KernelSet(Protocol):
     ) -> Tensor:  # fmt: skip
         """Convolve rows of T tokens, x [rows, T, conv_dim], like a prefill. Writes `conv_states`."""
 
+    def causal_conv1d_replay(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, conv_inputs: Tensor,
+        slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor,
+        *, activation: bool = True, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`causal_conv1d_prefill`, to the bit, of rows x [rows, T, conv_dim] behind the inputs in rings.
+
+        Writes `conv_inputs` and `conv_states`.
+        """
+
+    def keep_conv_inputs(
+        self, x: Tensor, conv_states: Tensor, conv_inputs: Tensor,
+        slots: Tensor, starts: Tensor, sources: Tensor, query_start_loc: Tensor,
+    ) -> None:  # fmt: skip
+        """Store the last inputs of packed rows x [tokens, conv_dim] for replays. Writes `conv_inputs`.
+
+        Reads `conv_states`, and so comes before the prefill that writes them.
+        """
+
     def ssd_chunk_scan(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
         sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
@@ -121,6 +140,24 @@ class KernelSet(Protocol):
         sources: Tensor, destinations: Tensor,
     ) -> Tensor:  # fmt: skip
         """The rule over T tokens of each row, q and k [rows, T, Hk, Dk]. Writes `states`."""
+
+    def gated_delta_rule_replay(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor,
+        k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
+        slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor, destinations: Tensor,
+        chunk_size: int,
+    ) -> Tensor:  # fmt: skip
+        """`gated_delta_rule_scan` from the last grid point; the outputs of T tokens of each row.
+
+        Writes the four kinds of inputs, and `states` behind chunks that the tokens complete.
+        """
+
+    def keep_delta_inputs(
+        self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
+        slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
+    ) -> None:  # fmt: skip
+        """Store the inputs of packed rows behind their last grid points for replays. Writes them."""
 
     def write_kv(
         self, kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor

@@ -38,6 +38,10 @@ from .reference_pointwise import relu_squared as relu_squared
 from .reference_pointwise import rms_norm as rms_norm
 from .reference_pointwise import sigmoid_mul as sigmoid_mul
 from .reference_pointwise import silu_mul as silu_mul
+from .reference_replay_conv import causal_conv1d_replay as causal_conv1d_replay
+from .reference_replay_conv import keep_conv_inputs as keep_conv_inputs
+from .reference_replay_delta import gated_delta_rule_replay as gated_delta_rule_replay
+from .reference_replay_delta import keep_delta_inputs as keep_delta_inputs
 
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""

@@ -61,7 +61,7 @@ def gated_delta_rule_scan(
     # From here [chunks, Hv, chunk_size (, chunk_size, Dk or Dv)]. Padding has q = k = v = g = beta = 0: it
     # changes no state and no output of a token.
     queries, keys = (
-        _normalised(chunks.padded(x, dtype).movedim(1, 2)).repeat_interleave(heads_of_key, dim=1)
+        normalised(chunks.padded(x, dtype).movedim(1, 2)).repeat_interleave(heads_of_key, dim=1)
         for x in (q, k)
     )
     queries = queries * q.shape[-1] ** -0.5
@@ -124,22 +124,32 @@ def gated_delta_rule_update(
     """
     narrow, dtype = v.dtype, compute_dtype(v.dtype)
     heads_of_key = v.shape[2] // k.shape[2]
-    query, key = (_normalised(x.to(dtype)).repeat_interleave(heads_of_key, dim=2) for x in (q, k))
+    query, key = (normalised(x.to(dtype)).repeat_interleave(heads_of_key, dim=2) for x in (q, k))
     query = query * q.shape[-1] ** -0.5
     v, beta = v.to(dtype), beta.to(dtype)
     decay = g.to(dtype).exp()[..., None, None]
     state = read_states(states, sources).to(dtype)
     after = []
     for t in range(v.shape[1]):
-        state = decay[:, t] * state
-        held = (state * key[:, t, ..., None]).sum(-2)
-        new_value = beta[:, t, :, None] * (v[:, t] - held)
-        state = state + key[:, t, ..., None] * new_value[..., None, :]
+        state = state_after(state, key[:, t], v[:, t], decay[:, t], beta[:, t])
         after.append(state)
     states_after = torch.stack(after, dim=1)
     write_states(states, destinations.flatten(), states_after.flatten(0, 1))
     o: Tensor = (states_after * query[..., None]).sum(-2)
     return o.to(narrow)
+
+
+def state_after(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """The states [rows, Hv, Dk, Dv] after one token of each row.
+
+    Args:
+        key: [rows, Hv, Dk] normalised. value: [rows, Hv, Dv]. decay: [rows, Hv, 1, 1], exp(g).
+            beta: [rows, Hv].
+    """
+    state = decay * state
+    held = (state * key[..., None]).sum(-2)
+    new_value = beta[..., None] * (value - held)
+    return state + key[..., None] * new_value[..., None, :]
 
 
 def _next_states(state: Tensor, decay: Tensor, read_keys: Tensor, written: Tensor, keys: Tensor) -> Tensor:
@@ -153,5 +163,5 @@ def _next_states(state: Tensor, decay: Tensor, read_keys: Tensor, written: Tenso
     return decay[..., None, None] * state + keys @ (written - read_keys @ state)
 
 
-def _normalised(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPSILON)
