@@ -1,0 +1,113 @@
+"""Where decodes replay, every cut of every step lies on the chunk grid, and states are those of grid points."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mambaslots as ms
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.inference.contexts.request_step import RequestStep
+from oracle.budget import costly
+from oracle.drafters import MixedDrafter
+from oracle.model_kinds import kind_of_model, kinds
+from oracle.serving import assert_answers, random_tokens, small_engine
+
+
+class GridWatch:
+    """Asserts of each step what a replay relies on."""
+
+    def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
+        spec, config = engine.context.spec, engine.config
+        self._chunk = spec.chunk_tokens(config.block_size_tokens)
+        self._pool = engine.context.memory.state_pool
+        self.num_prefills = self.num_cut = self.num_completed = self.num_drafts = 0
+        engine.context.observe(self)
+
+    def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
+        replay, chunk = inputs.replay, self._chunk
+        assert replay is not None
+        for row, step in enumerate(steps):
+            assert replay.starts[row] == step.start
+            assert replay.slots[row] == step.holding.live_slots[0]
+            completed = int(replay.destinations[row])
+            if step.decoding:
+                first = step.start // chunk * chunk
+                assert step.stop <= first + chunk, "a decode goes beyond its chunk"
+                assert not step.drafts or step.stop < first + chunk, "a draft completes a chunk"
+                assert (completed >= 0) == (step.stop == first + chunk)
+                self.num_completed += completed >= 0
+                self.num_drafts += len(step.drafts)
+            else:
+                assert completed == -1
+                assert step.start % chunk == 0, "a prefill starts beside the grid"
+                is_cut = step.stop < len(step.request.tokens)
+                assert not is_cut or step.stop % chunk == 0, "a prefill is cut beside the grid"
+                self.num_cut += is_cut
+                self._check_prefill(step, row - inputs.num_decodes, inputs)
+        self.num_prefills += inputs.num_prefills
+
+    def _check_prefill(self, step: RequestStep, row: int, inputs: ms.StepInputs) -> None:
+        replay, chunks, chunk = inputs.replay, inputs.chunks, self._chunk
+        assert replay is not None
+        last = step.stop // chunk * chunk
+        begin, end = chunks.query_start_loc[row : row + 2].tolist()
+        assert replay.tail_starts[row] == begin + last - step.start
+        ends = chunks.cu_chunk_seqlens[1:].tolist()
+        written = {
+            step.start + stop - begin: index
+            for stop, index in zip(ends, chunks.destinations.tolist(), strict=True)
+            if begin < stop <= end and index >= 0
+        }
+        final = int(inputs.prefill_destinations[row])
+        if step.stop == last:
+            assert final >= 0
+        else:
+            assert final == -1
+            assert last == step.start or last in written, "the state of the last grid point is lost"
+
+    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+        for step in steps:
+            holding = step.holding
+            if step.request.holding is holding and holding.num_computed < self._chunk:
+                assert holding.state_index == -1
+
+
+@costly()
+@given(
+    kind=kinds,
+    max_tokens=st.integers(8, 40),
+    slots=st.integers(1, 20),
+    drafts=st.integers(0, 9),
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.booleans()), min_size=1, max_size=6),
+    caching=st.booleans(),
+)
+def test_every_cut_lies_on_the_grid(
+    kind: str,
+    max_tokens: int,
+    slots: int,
+    drafts: int,
+    lengths: list[tuple[int, int, bool]],
+    caching: bool,
+) -> None:
+    with kind_of_model(kind):
+        settings: dict[str, Any] = {"make_drafter": MixedDrafter} if drafts else {}
+        engine = small_engine(
+            decode_by_replay=True, max_tokens=max_tokens, num_mamba_slots=slots, num_kv_blocks=24,
+            num_speculative_tokens=drafts, enable_prefix_caching=caching, **settings,
+        )  # fmt: skip
+        watch = GridWatch(engine)
+        stem = random_tokens(60, seed=1)
+        asked: dict[int, list[int]] = {}
+        results: dict[int, ms.RequestResult] = {}
+        for index, (prompt_length, answer, shares) in enumerate(lengths):
+            prompt = stem[:prompt_length] if shares else random_tokens(prompt_length, seed=2 + index)
+            params = ms.SamplingParams(num_tokens_to_generate=answer, return_log_probs=True)
+            asked[engine.add_request(prompt, params)] = prompt
+            results |= {result.request_id: result for result in engine.step().finished}
+            engine.check_integrity()
+        while engine.has_unfinished_requests():
+            results |= {result.request_id: result for result in engine.step().finished}
+            engine.check_integrity()
+        for request_id, result in results.items():
+            assert_answers(asked[request_id], result)
+        assert results.keys() == asked.keys()
