@@ -8,10 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mambaslots.inference.kernels import delta_operands, delta_state_passing, gated_delta_rule_update
+from mambaslots.inference.kernels import (
+    delta_operands,
+    delta_replay,
+    delta_state_passing,
+    gated_delta_rule_update,
+)
 from specialisation import Specialisation
 
 KEY_HEADS, CHUNK = 16, 64
+GATES = ("g", "beta")
 HEADS = ((32, 128), (48, 128), (32, 256))
 """Value heads, and numbers of a head's keys and values."""
 TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -104,8 +110,59 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
     )
 
 
+def replays() -> list[Specialisation]:
+    """What replays of one token and of four gather, and what prefills keep; inputs of each dtype."""
+    found = []
+    for dtype in TORCH:
+        for heads, dim in HEADS:
+            sizes = {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
+            sizes |= {"CHUNK": CHUNK}
+            inputs = {f"{x}_inputs": f"*{dtype}" for x in "kv"} | {f"{x}_inputs": "*fp32" for x in GATES}
+            slot_strides = dict.fromkeys((f"{x}_slot_stride" for x in ("k", "v", *GATES)), "i64")
+            for tokens in (1, 4):
+                step = dict.fromkeys("qkv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32")
+                chunks = {f"{name}_chunks": pointer for name, pointer in step.items()}
+                indices = {"places": "*i64", "slots": "*i64", "starts": "*i32", "lengths": "*i32"}
+                pointers = step | chunks | inputs | indices
+                strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
+                strides += [f"{x}_{axis}_stride" for x in GATES for axis in ("row", "token")]
+                ones = [*(f"{x}_dim_stride" for x in "qkv"), *(f"{x}_head_stride" for x in GATES)]
+                found.append(
+                    Specialisation(
+                        name=f"gated_delta_rule_replay {dtype} T={tokens} {heads} x {dim}",
+                        kernel=delta_replay.gather_kernel,
+                        signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
+                        constexprs=dict.fromkeys(ones, 1)
+                        | sizes
+                        | {"TOKENS": tokens}
+                        | delta_replay.block_sizes(tokens, heads, dim, dim),
+                        divisible_by_16=(*pointers, *strides, *slot_strides),
+                        num_warps=delta_replay.NUM_WARPS,
+                        wide=("load", "store"),
+                    )
+                )
+            pointers = dict.fromkeys("kv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32") | inputs
+            pointers |= {"slots": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
+            strides = [f"{x}_{axis}_stride" for x in "kv" for axis in ("token", "head")]
+            strides += [f"{x}_token_stride" for x in GATES]
+            ones = ["k_dim_stride", "v_dim_stride", *(f"{x}_head_stride" for x in GATES)]
+            found.append(
+                Specialisation(
+                    name=f"keep_delta_inputs {dtype} {heads} x {dim}",
+                    kernel=delta_replay.keep_kernel,
+                    signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
+                    constexprs=dict.fromkeys(ones, 1) | sizes | delta_replay.block_sizes(1, heads, dim, dim),
+                    divisible_by_16=(*pointers, *strides, *slot_strides),
+                    num_warps=delta_replay.NUM_WARPS,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
 DELTA_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
     "delta_operands": operands,
+    "delta_replay": replays,
     "delta_state_passing": state_passings,
     "gated_delta_rule_update": updates,
 }

@@ -15,6 +15,7 @@ from gate_shapes import GATE_SHAPES
 from mambaslots.inference.kernels import (
     boundary_capture,
     causal_conv1d,
+    conv_replay,
     selective_state_update,
     ssd_output,
     ssd_states,
@@ -241,6 +242,48 @@ def convolutions() -> list[Specialisation]:
     return found
 
 
+def convolution_replays() -> list[Specialisation]:
+    """Decode by replay of one token and of four, and what prefills keep for it, for inputs of each dtype."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        blocks = {"BLOCK_C": conv_replay.CHANNELS}
+        indices = {"slots": "*i64", "starts": "*i32"}
+        even = ("conv_dim", "x_token_stride", "slot_stride", "ring_stride")
+        for tokens in (1, 4):
+            tensors = dict.fromkeys(("x", "weight", "bias", "states", "rings", "out"), f"*{dtype}")
+            pointers = tensors | indices | {"lengths": "*i32", "destinations": "*i64"}
+            integers = dict.fromkeys((*even[:3], "x_row_stride", "weight_channel_stride"), "i32")
+            found.append(
+                Specialisation(
+                    name=f"causal_conv1d_replay {dtype} T={tokens}",
+                    kernel=conv_replay.replay_kernel,
+                    signature=pointers | integers | {"state_channel_stride": "i32", "ring_stride": "i64"},
+                    constexprs={"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
+                    | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
+                    | {"TOKENS": tokens, "RING": TAPS + tokens - 1}
+                    | blocks,
+                    divisible_by_16=(*pointers, *even, "x_row_stride"),
+                    num_warps=conv_replay.NUM_WARPS,
+                )
+            )
+        pointers = dict.fromkeys(("x", "states", "rings"), f"*{dtype}") | indices
+        pointers |= {"sources": "*i64", "query_start_loc": "*i32"}
+        integers = dict.fromkeys((*even[:3], "state_channel_stride"), "i32")
+        found.append(
+            Specialisation(
+                name=f"keep_conv_inputs {dtype}",
+                kernel=conv_replay.keep_kernel,
+                signature=pointers | integers | {"ring_stride": "i64"},
+                constexprs={"x_channel_stride": 1, "state_tap_stride": 1}
+                | {"WIDTH": TAPS - 1, "RING": TAPS}
+                | blocks,
+                divisible_by_16=(*pointers, *even),
+                num_warps=conv_replay.NUM_WARPS,
+            )
+        )
+    return found
+
+
 def state_updates() -> list[Specialisation]:
     """Decode of one token and of four, for pools of each dtype."""
     block_p, block_n = selective_state_update.block_sizes(HEAD_DIM, STATE_DIM)
@@ -361,6 +404,7 @@ SHAPES: dict[str, Callable[[], list[Specialisation]]] = (
         "ssd_output": ssd_outputs,
         "ssd_states": ssd_state_makers,
         "causal_conv1d": convolutions,
+        "conv_replay": convolution_replays,
         "selective_state_update": state_updates,
         "write_kv": kv_writes,
         "token_draws_gpu": token_draws,

@@ -1,4 +1,4 @@
-"""Requests that decode by replay: which tokens each step has, drawn at random, for the tests of its kernels."""
+"""Requests that decode by replay: the tokens of each step, drawn at random."""
 
 import random
 from collections.abc import Iterator

@@ -154,13 +154,13 @@ def replay_kernel(
         start = tl.load(starts + row)
         length = tl.load(lengths + row)
         destination = tl.load(destinations + row)
-        rings += slot * ring_stride + channel
+        ring = rings + slot * ring_stride + channel
         taps = load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
         inputs = ()
         for tap in tl.static_range(WIDTH):
             position = start - WIDTH + tap
             place = (position + RING) % RING  # C's remainder of a negative number would be negative
-            raw = tl.load(rings + place * conv_dim, mask=inside & (position >= 0), other=0.0)
+            raw = tl.load(ring + place * conv_dim, mask=inside & (position >= 0), other=0.0)
             inputs = inputs + (raw,)
         for token in tl.static_range(TOKENS):
             raw = tl.load(x + token * x_token_stride, mask=inside & (token < length), other=0.0)
@@ -169,7 +169,7 @@ def replay_kernel(
             y = convolved(taps, inputs, token, KERNEL, ACTIVATION)
             tl.store(out + token * conv_dim, y.to(out.dtype.element_ty), mask=inside)
             raw = inputs[WIDTH + token].to(rings.dtype.element_ty)
-            tl.store(rings + (start + token) % RING * conv_dim, raw, mask=inside & (token < length))
+            tl.store(ring + (start + token) % RING * conv_dim, raw, mask=inside & (token < length))
         if destination >= 0:
             window = states + destination * slot_stride
             for tokens in tl.static_range(TOKENS + 1):
@@ -203,18 +203,18 @@ def keep_kernel(
         first = tl.load(query_start_loc + row).to(tl.int64)
         length = tl.load(query_start_loc + row + 1).to(tl.int64) - first
         start = tl.load(starts + row).to(tl.int64)
-        x += first * x_token_stride + channel * x_channel_stride
-        states += source * slot_stride + channel.to(tl.int64) * state_channel_stride
-        rings += slot * ring_stride + channel
+        tokens = x + first * x_token_stride + channel * x_channel_stride
+        window = states + source * slot_stride + channel.to(tl.int64) * state_channel_stride
+        ring = rings + slot * ring_stride + channel
         for tap in tl.static_range(WIDTH):
             token = length - WIDTH + tap  # of the row; below 0 it lies in the carried window
-            own = tl.load(x + token * x_token_stride, mask=inside & (token >= 0), other=0.0)
+            own = tl.load(tokens + token * x_token_stride, mask=inside & (token >= 0), other=0.0)
             carried = tl.load(
-                states + (token + WIDTH) * state_tap_stride,
+                window + (token + WIDTH) * state_tap_stride,
                 mask=inside & (token < 0) & (source >= 0),
                 other=0.0,
             )
             raw = tl.where(token >= 0, own.to(rings.dtype.element_ty), carried.to(rings.dtype.element_ty))
             position = start + token
             place = (position + RING) % RING
-            tl.store(rings + place * conv_dim, raw, mask=inside & (position >= 0))
+            tl.store(ring + place * conv_dim, raw, mask=inside & (position >= 0))

@@ -64,12 +64,14 @@ def gated_delta_rule_replay(
     _check_contiguous(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    chunks = [x.new_empty(rows * chunk_size, *x.shape[2:]) for x in (q, k, v, g, beta)]
+    queries, keys, values, gates, strengths = (
+        x.new_empty(rows * chunk_size, *x.shape[2:]) for x in (q, k, v, g, beta)
+    )
     places = torch.empty(rows * tokens, dtype=torch.int64, device=v.device)
     blocks = triton.cdiv(chunk_size, BLOCK_T)
     gather_kernel[(rows * blocks * (2 * key_heads + heads + 1),)](
-        q, k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs, *chunks, places,
-        slots, starts, lengths,
+        q, k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs,
+        queries, keys, values, gates, strengths, places, slots, starts, lengths,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         k_inputs.stride(0), v_inputs.stride(0), g_inputs.stride(0), beta_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
@@ -78,7 +80,7 @@ def gated_delta_rule_replay(
     )  # fmt: skip
     row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=v.device)
     o = gated_delta_rule_scan(
-        *chunks, states, sources, destinations, chunk_size,
+        queries, keys, values, gates, strengths, states, sources, destinations, chunk_size,
         row_chunks * chunk_size, row_chunks, row_chunks, torch.full_like(destinations, -1),
     )  # fmt: skip
     return o.index_select(0, places).view(v.shape)

@@ -44,7 +44,7 @@ def delta_state_passing(
         cu_chunk_seqlens: [chunks + 1] where each chunk's tokens start.
         row_chunk_starts: [rows + 1] the first chunk of each row and the trailing total. Chunks from the total
             on are padding, and are not touched.
-        chunk_destinations: [chunks] int64 pool indices, -1: nowhere.
+        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
 
     Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values that tokens bring,
         [tokens, Hv, Dv], both in the dtype of `keys`. Both are unspecified for padding.

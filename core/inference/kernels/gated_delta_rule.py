@@ -70,8 +70,8 @@ def gated_delta_rule_scan(
     Args:
         q, k, v, g, beta, states, sources, destinations, chunk_size, cu_chunk_seqlens, row_chunk_starts,
             chunk_destinations: as for `reference.gated_delta_rule_scan`, float32 or narrower. q, k and v are
-            views with any strides. States have any slot stride. Padding chunks may follow the rows' chunks. A
-            row's destination may be its own source, no other row's.
+            views with any strides. States have any slot stride. Padding chunks may follow the rows' chunks.
+            Destinations of a row and of its chunks may be its own source, no other row's.
         seq_idx: is not read, because `row_chunk_starts` holds the same facts.
 
     Returns: o, [tokens, Hv, Dv] in the dtype of v; unspecified for padding tokens.

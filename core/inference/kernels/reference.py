@@ -215,8 +215,8 @@ def ssd_chunk_scan(
     carried = queries[:, :, None] @ torch.unflatten(entering, 1, grouped).mT
     y = y + carried * log_decay.exp()[..., None]
 
-    write_states(ssm_states, destinations, final)
     write_states(ssm_states, chunk_destinations[: chunks.num_chunks], leaving)
+    write_states(ssm_states, destinations, final)
     outputs = x.to(dtype) * D.to(dtype)[:, None]
     packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
     outputs[: packed.shape[0]] += packed

@@ -94,8 +94,8 @@ def gated_delta_rule_scan(
     carried = (queries * from_start[..., None]) @ entering
     o = carried + ((queries @ keys.mT) * decay) @ new_values
 
-    write_states(states, destinations, final)
     write_states(states, chunk_destinations[: chunks.num_chunks], leaving)
+    write_states(states, destinations, final)
     out = torch.zeros(v.shape, dtype=dtype, device=v.device)
     packed = chunks.packed(o.movedim(1, 2))
     out[: packed.shape[0]] = packed

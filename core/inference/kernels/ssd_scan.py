@@ -75,8 +75,8 @@ def ssd_chunk_scan(
     Args:
         x, dt, A, B, C, D, ssm_states, sources, destinations, chunk_size, cu_chunk_seqlens, row_chunk_starts,
             chunk_destinations: as for `reference.ssd_chunk_scan`, float32 or narrower. The last stride of x,
-            B and C is 1. Padding chunks may follow the rows' chunks. A row's destination may be its own
-            source, no other row's.
+            B and C is 1. Padding chunks may follow the rows' chunks. Destinations of a row and of its chunks
+            may be its own source, no other row's.
         seq_idx: is not read, because `row_chunk_starts` holds the same facts.
         out: where y goes, contiguous, of the dtype of x; None allocates it.
         input_precision: the precision of the last stage where it multiplies float32. The other products of

@@ -50,7 +50,7 @@ def ssd_states(
         cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
         row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
             the total on are padding, and are not touched.
-        chunk_destinations: [chunks] int64 pool indices, -1: nowhere.
+        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
 
     Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype of x; unspecified for padding.
 

@@ -39,7 +39,7 @@ def state_passing(
         sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
         row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
             the total on are padding, and are not touched.
-        chunk_destinations: [chunks] int64 pool indices, -1: nowhere.
+        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
 
     Raises:
         ValueError: a state is not contiguous.

@@ -93,10 +93,10 @@ class Walk:
             count, self.layer.conv_dim, self.width, dtype=self.layer.dtype, device=self.device
         )
         out = self.kernels.causal_conv1d_prefill(
-            x.to(self.device), *self.layer.parameters(self.device), windows, self.index([-1]), self.index([-1]),
-            self.index([0, LONGEST], torch.int32), self.index([0] * LONGEST),
-            self.index([0] * count), self.index(self.points), self.index(list(range(count))),
-            activation=self.layer.activation,
+            x.to(self.device), *self.layer.parameters(self.device), windows,
+            self.index([-1]), self.index([-1]), self.index([0, LONGEST], torch.int32),
+            self.index([0] * LONGEST), self.index([0] * count), self.index(self.points),
+            self.index(list(range(count))), activation=self.layer.activation,
         )  # fmt: skip
         return out.cpu(), windows.cpu()
 
@@ -242,8 +242,8 @@ def test_moves_no_byte_too_many(taps):
     x = layer.normal(4, 2, layer.conv_dim, seed=5)
     with traffic_of(rings) as of_rings, traffic_of(pool) as of_pool:
         conv_replay.causal_conv1d_replay(
-            x, layer.weight, layer.bias, pool, rings, torch.tensor([0, 3, -1, 1]), torch.tensor([9, 15, 0, 0]),
-            torch.tensor([2, 1, 0, 1]), torch.tensor([-1, 2, -1, -1]),
+            x, layer.weight, layer.bias, pool, rings, torch.tensor([0, 3, -1, 1]),
+            torch.tensor([9, 15, 0, 0]), torch.tensor([2, 1, 0, 1]), torch.tensor([-1, 2, -1, -1]),
         )  # fmt: skip
     token = layer.conv_dim * 4
     assert of_rings.loaded == 2 * (taps - 1) * token  # positions before 0 are not read

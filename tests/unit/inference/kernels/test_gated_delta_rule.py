@@ -114,6 +114,18 @@ class TestScan:
         crossed = scan(Batch(EXACT, [Row(0, 0, 3, 0, 1), Row(1, 0, 20, 1, 0)], 16), EXACT.pool(4))[1]
         assert torch.equal(crossed[[1, 0]], apart[[2, 3]])
 
+    def test_a_checkpoint_may_replace_its_rows_source(self):
+        """The row's destination is written last, as the GPU's kernels do."""
+        rows = [
+            Row(0, 5, 40, source=0, checkpoints={32: 0}),
+            Row(1, 16, 40, source=1, destination=2, checkpoints={32: 1}),
+        ]
+        batch, before = Batch(EXACT, rows, 16), EXACT.pool(3)
+        o, pool = scan(batch, before)
+        batch.check(before, pool, o, 1e-11)
+        in_place = scan(Batch(EXACT, [Row(1, 16, 40, 1, 1, {32: 1})], 16), before)[1]
+        assert torch.equal(in_place[1], scan(Batch(EXACT, [Row(1, 16, 40, 1, 2)], 16), before)[1][2])
+
     def test_a_key_of_zeros_changes_no_state(self):
         batch, before = Batch(EXACT, [Row(0, 0, 1, 0, 1)], 16), EXACT.pool(2)
         batch.inputs["k"].zero_()

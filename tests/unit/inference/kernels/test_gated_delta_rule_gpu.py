@@ -111,6 +111,16 @@ class TestScan:
         rows = [Row(0, 5, 40, source=0, destination=1, checkpoints={32: 2}), Row(1, 0, 3, destination=3)]
         scan_and_check(Batch(self.layer, rows, 16), poisoned_pool(self.layer, rows, 4, stored), device)
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_checkpoint_may_replace_its_rows_source(self, device, dtype):
+        """In the middle of a row that goes elsewhere, and at the end of one that goes nowhere."""
+        layer = Layer(Hk=1, Hv=2, dtype=dtype, jumps=False)
+        rows = [
+            Row(0, 5, 40, source=0, destination=1, checkpoints={32: 0}),
+            Row(1, 16, 16, source=2, checkpoints={32: 2}),
+        ]
+        scan_and_check(Batch(layer, rows, 16, (1, 1, 1)), poisoned_pool(layer, rows, 3), device)
+
     def test_doubled_beta_and_strong_decays(self, device):
         layer = Layer(decay=3.0, doubled=True)
         rows = [Row(0, 5, 100, source=0, destination=1)]

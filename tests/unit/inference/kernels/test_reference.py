@@ -296,6 +296,16 @@ class TestSSD:
         ssd.scan(crossed, ssd.row_slices(), [0, 0], [0, 1], [1, 0])
         assert torch.equal(crossed[[1, 0]], apart[[2, 3]])
 
+    def test_a_checkpoint_may_replace_its_rows_source(self):
+        """The row's destination is written last, as the GPU's kernels do."""
+        ssd = SSD([40])
+        apart, replaced, in_place = (ssd.pool(3) for _ in range(3))
+        expected = ssd.scan(apart, ssd.row_slices(), [0], [0], [1], [(0, 32, 2)])
+        assert torch.equal(ssd.scan(replaced, ssd.row_slices(), [0], [0], [-1], [(0, 32, 0)]), expected)
+        assert torch.equal(replaced[0], apart[2])
+        ssd.scan(in_place, ssd.row_slices(), [0], [0], [0], [(0, 32, 0)])
+        assert torch.equal(in_place[0], apart[1])
+
     def test_nothing_is_stored_at_minus_one(self):
         ssd = SSD([20])
         pool = ssd.pool(3)

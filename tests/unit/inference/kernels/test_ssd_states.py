@@ -108,6 +108,18 @@ def test_sizes_that_fill_no_block_and_several(device, sizes):
     check(Batch(layer, rows, 16), poisoned_pool(layer, rows, 4), device)
 
 
+@pytest.mark.parametrize("sizes", [(4, 8, 2, 12), (2, 64, 1, 128)])
+def test_a_checkpoint_may_replace_its_rows_source(device, sizes):
+    """Of a row that goes nowhere and of one that goes elsewhere, in the middle and at the end."""
+    layer = Layer(*sizes, dtype=torch.float16)
+    rows = [
+        Row(0, 5, 40, source=0, checkpoints={32: 0}),
+        Row(1, 16, 40, source=1, destination=2, checkpoints={32: 1, 48: 3}),
+        Row(2, 16, 32, source=4, checkpoints={48: 4}),
+    ]
+    check(Batch(layer, rows, 16, (1, 1, 1)), poisoned_pool(layer, rows, 5), device)
+
+
 def test_a_row_without_chunks_moves_bits(device):
     layer = Layer(H=2, dtype=torch.float16)
     rows = [Row(0, 5, 0, source=0, destination=1), Row(1, 5, 0, source=2, destination=2)]

@@ -112,6 +112,13 @@ def test_states_of_several_blocks(device, shape):
     Case([2, 3], [(0, 1), (2, 2)], {0: 3, 3: 4}, (1, 1), shape=shape).check(device)
 
 
+@pytest.mark.parametrize("shape", [(H, P, N), (2, 33, 64)])
+def test_a_checkpoint_may_replace_its_rows_source(device, shape):
+    """Of a row that goes nowhere and of one that goes elsewhere, in the middle and at the end."""
+    places = [(0, -1), (1, 2), (3, -1)]
+    Case([3, 2, 2], places, {1: 0, 3: 1, 6: 3}, (1, 1), shape=shape).check(device)
+
+
 def test_slots_of_any_stride(device):
     """As one layer's part of a pool `[slots, layers, ...]`."""
     case = Case([2], [(0, 1)])

@@ -1,0 +1,217 @@
+"""What does decode by replay cost beside decode by recurrence, in a convolution and a gated delta rule?
+
+Convolution: bfloat16, 10,240 channels, 4 taps, with bias and SiLU. Gated delta rule: bfloat16, 16 key heads,
+32 value heads, Dk = Dv = 128, chunks of 64 tokens, states in float32, as in Qwen3.5-4B and Qwen3-Next.
+
+Rows: 1, 32 and 128 decodes of one token in the middle of a chunk. Times are medians of replays of a CUDA
+graph, in microseconds a call. "kept" is what a prefill of 4,096 tokens in 8 rows stores for replays. The
+difference is || replay - recurrence || / || recurrence || of the outputs.
+
+    python benchmarks/replay_delta.py --json out.json        (one GPU)
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from command_line import make_parser
+
+CHANNELS, TAPS = 10240, 4
+KEY_HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
+START = 40
+"""Where in its chunk the token of every row is."""
+ROWS = (1, 32, 128)
+PREFILL_ROWS, PREFILL_TOKENS = 8, 512
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One row of the table: microseconds."""
+
+    name: str
+    replay: float
+    recurrence: float | None = None
+    difference: float | None = None
+
+
+class Bench:
+    """Inputs of both sides on the GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.device = torch.device("cuda")
+        torch.manual_seed(0)
+
+    def normal(self, *shape: int, dtype: Any = None) -> Any:
+        made = self.torch.randn(*shape, device=self.device, dtype=self.torch.float32)
+        return made.to(dtype or self.torch.bfloat16)
+
+    def index(self, values: list[int], dtype: Any = None) -> Any:
+        return self.torch.tensor(values, dtype=dtype or self.torch.int64, device=self.device)
+
+    def places(self, rows: int) -> dict[str, Any]:
+        """Each row's slot, and where its token is."""
+        int32 = self.torch.int32
+        return {
+            "slots": self.index(list(range(rows))),
+            "starts": self.index([START] * rows, int32),
+            "lengths": self.index([1] * rows, int32),
+        }
+
+    def graph_us(self, call: Callable[[], Any]) -> float:
+        """The median of replays of ten calls, divided by ten."""
+        torch = self.torch
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                call()
+        times = []
+        for _ in range(20):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(100 * start.elapsed_time(end))
+        return statistics.median(times)
+
+    def compared(self, name: str, replay: Callable[[], Any], recurrence: Callable[[], Any]) -> Figures:
+        found, expected = replay().float(), recurrence().float()
+        difference = float((found - expected).norm() / expected.norm())
+        return Figures(name, self.graph_us(replay), self.graph_us(recurrence), difference)
+
+
+def convolution(bench: Bench, rows: int) -> Figures:
+    from mambaslots.inference.kernels import gpu_kernels as kernels
+
+    torch = bench.torch
+    x, weight, bias = bench.normal(rows, 1, CHANNELS), bench.normal(CHANNELS, TAPS), bench.normal(CHANNELS)
+    windows = bench.normal(2 * rows, CHANNELS, TAPS - 1)
+    rings = torch.zeros(rows, TAPS, CHANNELS, device=bench.device, dtype=torch.bfloat16)
+    for tap in range(TAPS - 1):
+        rings[:, (START - TAPS + 1 + tap) % TAPS] = windows[:rows, :, tap]
+    sources, nowhere = bench.index(list(range(rows))), bench.index([-1] * rows)
+    elsewhere = bench.index(list(range(rows, 2 * rows)))[:, None]
+    places = bench.places(rows)
+    return bench.compared(
+        f"convolution, {rows} rows",
+        lambda: kernels.causal_conv1d_replay(
+            x, weight, bias, windows, rings, **places, destinations=nowhere
+        ),
+        lambda: kernels.causal_conv1d_update(x, weight, bias, windows, sources, elsewhere),
+    )  # fmt: skip
+
+
+def inputs(bench: Bench, *shape: int) -> dict[str, Any]:
+    """What a convolution and gates give: q, k and v, parts of one tensor, g and beta."""
+    F = bench.torch.nn.functional
+    heads = (KEY_HEADS, KEY_HEADS, VALUE_HEADS)
+    parts = bench.normal(*shape, sum(heads) * DIM).split([count * DIM for count in heads], dim=-1)
+    gates = bench.normal(2, *shape, VALUE_HEADS, dtype=bench.torch.float32)
+    named = {name: part.unflatten(-1, (-1, DIM)) for name, part in zip("qkv", parts, strict=True)}
+    return named | {"g": -F.softplus(gates[0] - 3), "beta": gates[1].sigmoid()}
+
+
+def delta_rule(bench: Bench, rows: int) -> Figures:
+    from mambaslots.inference.kernels import gpu_kernels as kernels
+
+    kept = inputs(bench, rows, CHUNK)
+    step = {name: tensor[:, START : START + 1] for name, tensor in kept.items()}
+    buffers = {f"{name}_inputs": tensor.contiguous() for name, tensor in kept.items() if name != "q"}
+    states = bench.normal(3 * rows, VALUE_HEADS, DIM, DIM, dtype=bench.torch.float32) / 8
+    sources, nowhere = bench.index(list(range(rows))), bench.index([-1] * rows)
+    # The recurrence decodes from the state after the tokens before this one.
+    before = {name: tensor[:, :START] for name, tensor in kept.items()}
+    live = list(range(rows, 2 * rows))
+    at_last = bench.index([[-1] * (START - 1) + [slot] for slot in live])
+    kernels.gated_delta_rule_update(**before, states=states, sources=sources, destinations=at_last)
+    elsewhere = bench.index(list(range(2 * rows, 3 * rows)))[:, None]
+    return bench.compared(
+        f"gated delta rule, {rows} rows",
+        partial(
+            kernels.gated_delta_rule_replay, **step, states=states, **buffers, **bench.places(rows),
+            sources=sources, destinations=nowhere, chunk_size=CHUNK,
+        ),
+        partial(
+            kernels.gated_delta_rule_update, **step, states=states, sources=bench.index(live),
+            destinations=elsewhere,
+        ),
+    )  # fmt: skip
+
+
+def keeping(bench: Bench) -> list[Figures]:
+    """What a prefill stores for replays: the last inputs of each row, and a tail of START tokens."""
+    from mambaslots.inference.kernels import gpu_kernels as kernels
+
+    torch, rows = bench.torch, PREFILL_ROWS
+    int32 = torch.int32
+    cuts = bench.index([row * PREFILL_TOKENS for row in range(rows + 1)], int32)
+    slots, x = bench.index(list(range(rows))), bench.normal(rows * PREFILL_TOKENS, CHANNELS)
+    windows = bench.normal(rows, CHANNELS, TAPS - 1)
+    rings = torch.zeros(rows, TAPS, CHANNELS, device=bench.device, dtype=torch.bfloat16)
+    starts = bench.index([0] * rows, int32)
+    packed = {name: part for name, part in inputs(bench, rows * PREFILL_TOKENS).items() if name != "q"}
+    buffers = {
+        f"{name}_inputs": torch.zeros(rows, CHUNK, *part.shape[1:], device=bench.device, dtype=part.dtype)
+        for name, part in packed.items()
+    }
+    tails = bench.index([(row + 1) * PREFILL_TOKENS - START for row in range(rows)])
+    calls: dict[str, Callable[[], Any]] = {
+        "convolution, kept": partial(kernels.keep_conv_inputs, x, windows, rings, slots, starts, slots, cuts),
+        "gated delta rule, kept": partial(
+            kernels.keep_delta_inputs, **packed, **buffers, slots=slots, tail_starts=tails,
+            query_start_loc=cuts,
+        ),
+    }  # fmt: skip
+    return [Figures(name, bench.graph_us(call)) for name, call in calls.items()]
+
+
+def table(rows: list[Figures]) -> list[str]:
+    lines = ["| | replay us | recurrence us | ratio | difference |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row.recurrence is None:
+            lines.append(f"| {row.name} | {row.replay:.1f} | - | - | - |")
+        else:
+            ratio = row.replay / row.recurrence
+            times = f"{row.replay:.1f} | {row.recurrence:.1f} | {ratio:.2f}"
+            lines.append(f"| {row.name} | {times} | {row.difference:.1e} |")
+    return lines
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    arguments = parser.parse_args()
+    import torch
+    import triton
+
+    if not torch.cuda.is_available():
+        print("nothing measured: this needs a GPU")
+        return 0
+    bench = Bench()
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    print(f"{machine}; the first calls compile and tune", flush=True)
+    rows = []
+    with torch.no_grad():
+        for measure in (convolution, delta_rule):
+            for count in ROWS:
+                rows.append(measure(bench, count))
+                print(table(rows)[-1], flush=True)
+        rows += keeping(bench)
+    print("\n".join(table(rows)))
+    if arguments.json:
+        figures = {"machine": machine, "figures": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""The gated delta rule of decode by replay: bit for bit the scan of the same tokens from the same state.
+
+In Triton's interpreter, fla-core's stages included, and on CUDA under the gpu mark. The torch reference goes
+token by token: it is compared with the recurrence in float64.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.kernels import delta_replay, reference
+from mambaslots.inference.kernels.gated_delta_rule import gated_delta_rule_scan
+from oracle.budget import dear
+from oracle.fla_stages import one_configuration
+from oracle.gated_delta import INPUTS, LONGEST, Batch, Layer, error
+from oracle.replays import Move, Request, decode_steps
+from oracle.scan_rows import Row
+from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
+from oracle.synchronisation import no_synchronisation
+from oracle.traffic import traffic_of
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
+few = settings(dear(), derandomize=True)
+# The interpreter would multiply the bits of bfloat16 as integers.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+KEPT = INPUTS[1:]
+"""What a replay reads of earlier tokens: k, v, g and beta."""
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def device(request):
+    return kernel_device(request.param)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_configuration():
+    with one_configuration():
+        yield
+
+
+class Uncut:
+    """One sequence in one prefill by the scan: all outputs, and the state at every grid point."""
+
+    def __init__(self, layer: Layer, seed: int, chunk: int, length: int, device: torch.device) -> None:
+        points = list(range(chunk, length + 1, chunk))
+        pool = layer.pool(len(points), torch.float32).to(device)
+        row = Row(seed, 0, length, checkpoints={point: slot for slot, point in enumerate(points)})
+        self.outputs = Batch(layer, [row], chunk).scan(gated_delta_rule_scan, pool)
+        self.states = dict(zip(points, pool.cpu(), strict=True))
+
+
+class Walk:
+    """Requests through prefill and decode by replay, every invalid number being NaN before each call.
+
+    The live state of request i is at slot i. Chunks are completed in place, or at other slots.
+    """
+
+    def __init__(
+        self, layer: Layer, device: torch.device, requests: list[Request], chunk: int, length: int
+    ) -> None:
+        self.layer, self.device, self.requests, self.chunk = layer, device, requests, chunk
+        self.tokens = [layer.tokens(index) for index in range(len(requests))]
+        self.uncut = [Uncut(layer, index, chunk, length, device) for index in range(len(requests))]
+        slots = len(requests) + 2
+        self.inputs = {
+            name: torch.full((slots, chunk, *self.tokens[0][name].shape[1:]), torch.nan).to(
+                self.tokens[0][name].dtype
+            )
+            for name in KEPT
+        }
+        self.slots = torch.randperm(slots, generator=torch.Generator().manual_seed(0)).tolist()
+
+    def index(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
+
+    def named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"{name}_inputs": tensor for name, tensor in tensors.items()}
+
+    def prefill(self, kernels: Any) -> None:
+        """Keep the tails of one packed step of all prompts, with padding behind."""
+        lengths = [request.prompt - request.resumed for request in self.requests]
+        cuts = torch.tensor([0, *lengths, 0]).cumsum(0).tolist()
+        tails = [
+            end - request.prompt % self.chunk for end, request in zip(cuts[1:], self.requests, strict=False)
+        ]
+        packed = {}
+        for name in KEPT:
+            parts = [x[name][r.resumed : r.prompt] for x, r in zip(self.tokens, self.requests, strict=True)]
+            packed[name] = torch.cat([*parts, parts[0].new_full((3, *parts[0].shape[1:]), torch.nan)])
+        expected = {name: tensor.clone() for name, tensor in self.inputs.items()}
+        for index, request in enumerate(self.requests):
+            tail = request.prompt % self.chunk
+            for name in KEPT:
+                kept = self.tokens[index][name][request.prompt - tail : request.prompt]
+                expected[name][self.slots[index], :tail] = kept
+        inputs = self.moved(self.inputs)
+        kernels.keep_delta_inputs(
+            **self.moved(packed), **self.named(inputs),
+            slots=self.index([*self.slots[: len(lengths)], -1]), tail_starts=self.index([*tails, 0]),
+            query_start_loc=self.index(cuts, torch.int32),
+        )  # fmt: skip
+        for name in KEPT:
+            self.inputs[name] = inputs[name].cpu()
+            assert same_bits(self.inputs[name], expected[name])
+
+    def decode(self, moves: list[Move], tokens: int, kernels: Any) -> tuple[Tensor, Tensor]:
+        """The outputs and the pool after a step; asserts what was stored among the inputs."""
+        rows = len(moves)
+        step = {
+            name: torch.full((rows, tokens, *x.shape[1:]), torch.nan).to(x.dtype)
+            for name, x in self.tokens[0].items()
+        }
+        valid = {name: torch.full_like(tensor, torch.nan) for name, tensor in self.inputs.items()}
+        pool = torch.full((2 * rows, *self.layer.pool(1).shape[1:]), torch.nan)
+        slots, sources, destinations = [-1] * rows, [-1] * rows, [-1] * rows
+        for row, move in enumerate(moves):
+            if move.request < 0:
+                continue
+            slots[row], first = self.slots[move.request], move.start % self.chunk
+            point = move.start - first
+            if point:
+                sources[row] = row
+                pool[row] = self.uncut[move.request].states[point]
+            if first + move.length == self.chunk:
+                destinations[row] = sources[row] if move.request % 2 else rows + row
+            for name in INPUTS:
+                own, other = self.tokens[move.request][name], self.tokens[0][name].flip(0)
+                step[name][row, : move.accepted] = own[move.start : move.start + move.accepted]
+                step[name][row, move.accepted : move.length] = other[: move.length - move.accepted]
+            for name in KEPT:
+                valid[name][slots[row], :first] = self.inputs[name][slots[row], :first]
+        expected = {name: tensor.clone() for name, tensor in valid.items()}
+        for row, move in enumerate(moves):
+            if move.request >= 0:
+                part = slice(move.start % self.chunk, move.start % self.chunk + move.length)
+                for name in KEPT:
+                    expected[name][slots[row], part] = step[name][row, : move.length]
+        inputs, after = self.moved(valid), pool.to(self.device)
+        wide = torch.cat([step[name].flatten(2) for name in INPUTS[:3]], dim=2).to(self.device)
+        views = wide.split([step[name][0, 0].numel() for name in INPUTS[:3]], dim=2)
+        views = [view.unflatten(2, step[name].shape[2:]) for view, name in zip(views, INPUTS, strict=False)]
+        with poisoned_allocations():
+            o = kernels.gated_delta_rule_replay(
+                *views, step["g"].to(self.device), step["beta"].to(self.device), after, **self.named(inputs),
+                slots=self.index(slots), starts=self.index([move.start for move in moves], torch.int32),
+                lengths=self.index([move.length for move in moves], torch.int32), sources=self.index(sources),
+                destinations=self.index(destinations), chunk_size=self.chunk,
+            )  # fmt: skip
+        assert o.dtype == self.layer.dtype
+        for name in KEPT:
+            assert same_bits(inputs[name].cpu(), expected[name])
+            self.inputs[name] = torch.where(expected[name].isnan(), self.inputs[name], expected[name])
+        after = after.cpu()
+        untouched = [slot for slot in range(2 * rows) if slot not in destinations]
+        assert same_bits(after[untouched], pool[untouched])
+        self.completed = {row: after[slot] for row, slot in enumerate(destinations) if slot >= 0}
+        return o.cpu(), after
+
+    def check_bits(self, moves: list[Move], o: Tensor) -> None:
+        for row, move in enumerate(moves):
+            if move.request >= 0:
+                uncut = self.uncut[move.request]
+                assert same_bits(
+                    o[row, : move.accepted], uncut.outputs[move.start : move.start + move.accepted]
+                )
+                if row in self.completed:
+                    assert same_bits(self.completed[row], uncut.states[move.start + move.length])
+
+    def run(self, tokens: int, seed: int) -> None:
+        self.prefill(delta_replay)
+        for moves in decode_steps(self.requests, self.chunk, tokens, seed):
+            o, _ = self.decode(moves, tokens, delta_replay)
+            self.check_bits(moves, o)
+
+
+class TestBits:
+    """Every token, and every state at a grid point, has the bits of one prefill of the whole sequence."""
+
+    requests = (Request(0, 0, 5), Request(16, 27, 35), Request(0, 15, 18), Request(16, 16, 18))
+
+    @pytest.mark.sampled
+    @pytest.mark.parametrize("tokens", [1, 3])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_bits_of_a_prefill_in_any_company(self, device, dtype, tokens):
+        walk = Walk(Layer(Hk=1, Hv=2, dtype=dtype), device, list(self.requests), 16, 48)
+        walk.run(tokens, seed=tokens)
+
+    @pytest.mark.sampled
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("chunk", [32, 64])
+    def test_bits_for_other_chunks_and_sizes(self, device, dtype, chunk):
+        """Heads of no power of two; the last tokens of a chunk and the first of the next."""
+        layer = Layer(Hk=2, Hv=2, Dk=24, Dv=40, dtype=dtype)
+        Walk(layer, device, [Request(chunk, 2 * chunk - 3, 2 * chunk + 1)], chunk, 3 * chunk).run(2, seed=1)
+
+    @few
+    @given(data=st.data())
+    def test_bits_for_any_cuts(self, device, data):
+        requests = []
+        for _ in range(data.draw(st.integers(1, 2))):
+            resumed = 16 * data.draw(st.integers(0, 2))
+            prompt = resumed + data.draw(st.integers(0, 16))
+            requests.append(Request(resumed, prompt, prompt + data.draw(st.integers(0, 4))))
+        layer = Layer(Hk=1, Hv=2, dtype=data.draw(st.sampled_from(DTYPES)))
+        Walk(layer, device, requests, 16, 64).run(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99)))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("tokens", [1, 4])
+    @pytest.mark.parametrize("value_heads", [32, 48])
+    def test_bits_at_full_size(self, value_heads, tokens):
+        """Qwen3.5's and Qwen3-Next's layers in bfloat16: chunks of 64 tokens."""
+        device = kernel_device("cuda")
+        layer = Layer(Hk=16, Hv=value_heads, Dk=128, Dv=128, dtype=torch.bfloat16)
+        requests = [
+            Request(0, 0, 20),
+            Request(64, 100, 131),
+            Request(128, 190, 200),
+            Request(192, 192, 200),
+            Request(0, 63, 70),
+        ]
+        Walk(layer, device, requests, 64, 256).run(tokens, seed=tokens)
+
+
+class TestRecurrence:
+    """Against the recurrence in float64 numpy, the Triton path and the reference."""
+
+    @pytest.mark.sampled
+    @pytest.mark.parametrize(
+        ("kernels", "dtype"),
+        [
+            *((delta_replay, dtype) for dtype in DTYPES),
+            *((reference, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+        ],
+        ids=lambda value: str(value).split(".")[-1].rstrip("py'<>"),
+    )
+    def test_outputs_states_and_what_is_kept(self, device, kernels, dtype):
+        layer = Layer(Hk=1, Hv=2, dtype=dtype, jumps=False)
+        # The uncut runs supply the states at grid points, in float32.
+        scanned = layer if dtype in DTYPES else Layer(Hk=1, Hv=2, jumps=False)
+        walk = Walk(scanned, device, list(TestBits.requests), 16, 48)
+        if scanned is not layer:
+            walk.layer, walk.tokens = layer, [layer.tokens(index) for index in range(4)]
+            walk.inputs = {name: x.to(walk.tokens[0][name].dtype) for name, x in walk.inputs.items()}
+        tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[
+            dtype
+        ]
+        state_tolerance = tolerance if dtype != torch.float64 else 1e-6  # the pool is float32
+        walk.prefill(kernels)
+        for moves in decode_steps(walk.requests, 16, 2, seed=5):
+            o, _ = walk.decode(moves, 2, kernels)
+            for row, move in enumerate(moves):
+                if move.request < 0:
+                    continue
+                point = move.start // 16 * 16
+                inputs = {
+                    name: x[point : move.start + move.accepted]
+                    for name, x in walk.tokens[move.request].items()
+                }
+                initial = walk.uncut[move.request].states[point] if point else None
+                expected, states = layer.run(inputs, initial)
+                assert error(o[row, : move.accepted], expected[move.start - point :]) <= tolerance
+                if row in walk.completed:
+                    assert error(walk.completed[row], states[-1]) <= state_tolerance
+
+
+class TestCost:
+    def test_inputs_and_states_are_read_once_and_written_once(self):
+        layer = Layer(Hk=1, Hv=2)
+        step = {name: x[None, :2].repeat(4, *[1] * x.dim()) for name, x in layer.tokens(0).items()}
+        keys, pool = torch.zeros(3, 16, layer.Hk, layer.Dk), layer.pool(4)
+        inputs = {f"{name}_inputs": torch.zeros(3, 16, *step[name].shape[2:]) for name in KEPT}
+        inputs["k_inputs"] = keys
+
+        def index(*values: int) -> Tensor:
+            return torch.tensor(values)
+
+        with traffic_of(keys) as of_keys, traffic_of(pool) as of_pool:
+            delta_replay.gated_delta_rule_replay(
+                **step, states=pool, **inputs, slots=index(0, 2, -1, 1), starts=index(21, 31, 0, 0),
+                lengths=index(2, 1, 0, 1), sources=index(0, 1, -1, -1), destinations=index(-1, 1, -1, -1),
+                chunk_size=16,
+            )  # fmt: skip
+        token, state = keys[0, 0].numel() * 4, pool[0].numel() * 4
+        assert (of_keys.loaded, of_keys.stored) == ((5 + 15) * token, 4 * token)
+        assert (of_pool.loaded, of_pool.stored) == (2 * state, state)
+
+    def test_inputs_in_pieces_are_refused(self):
+        layer = Layer()
+        step = {name: x[None, :1] for name, x in layer.tokens(0).items()}
+        inputs = {f"{name}_inputs": torch.zeros(1, 16, *step[name].shape[2:]) for name in KEPT}
+        inputs["v_inputs"] = inputs["v_inputs"].mT.contiguous().mT
+        indices = dict.fromkeys(("slots", "starts", "lengths", "sources", "destinations"), torch.tensor([0]))
+        with pytest.raises(ValueError, match=r"v_inputs has strides .* accepted: contiguous inputs"):
+            delta_replay.gated_delta_rule_replay(
+                **step, states=layer.pool(1), **inputs, **indices, chunk_size=16
+            )
+
+    @pytest.mark.gpu
+    def test_bits_from_a_graph_without_synchronising(self):
+        """Captured as padding only, replayed with rows: launches and addresses do not depend on values."""
+        device = kernel_device("cuda")
+        layer = Layer(Hk=2, Hv=4, Dk=64, Dv=64, dtype=torch.bfloat16)
+        step = {name: x[6:12].unflatten(0, (3, 2)).to(device) for name, x in layer.tokens(0).items()}
+        kept = {name: layer.tokens(1)[name][:64].unflatten(0, (4, 16)).to(device) for name in KEPT}
+
+        def index(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        real = {
+            "slots": index([2, -1, 0]), "starts": index([21, 0, 14], torch.int32),
+            "lengths": index([2, 0, 2], torch.int32), "sources": index([1, -1, 0]),
+            "destinations": index([-1, -1, 0]),
+        }  # fmt: skip
+        static = {name: torch.full_like(tensor, -1) for name, tensor in real.items()}
+        static["starts"].zero_()
+        tail = {"tail_starts": index([1, 3, 3]), "query_start_loc": index([0, 3, 3, 6], torch.int32)}
+        packed = {name: step[name].flatten(0, 1) for name in KEPT}
+
+        def launch(pool: Tensor, inputs: dict[str, Tensor], at: dict[str, Tensor]) -> Tensor:
+            named = {f"{name}_inputs": tensor for name, tensor in inputs.items()}
+            delta_replay.keep_delta_inputs(**packed, **named, slots=at["slots"], **tail)
+            return delta_replay.gated_delta_rule_replay(**step, states=pool, **named, **at, chunk_size=16)
+
+        pools = [layer.pool(3, torch.float32).to(device) for _ in range(2)]
+        inputs = [{name: tensor.clone() for name, tensor in kept.items()} for _ in range(2)]
+        launch(pools[0], inputs[0], static)  # tunes and compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = launch(pools[0], inputs[0], static)
+        with no_synchronisation():
+            for name, tensor in static.items():
+                tensor.copy_(real[name])
+            graph.replay()
+            expected = launch(pools[1], inputs[1], real)
+        assert same_bits(o[[0, 2]].cpu(), expected[[0, 2]].cpu())
+        assert same_bits(pools[0].cpu(), pools[1].cpu())
+        assert not same_bits(pools[1].cpu(), layer.pool(3, torch.float32))
+        for name in KEPT:
+            assert same_bits(inputs[0][name].cpu(), inputs[1][name].cpu())
+
+
+assert LONGEST >= 256
