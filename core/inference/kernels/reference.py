@@ -38,6 +38,8 @@ from .reference_pointwise import relu_squared as relu_squared
 from .reference_pointwise import rms_norm as rms_norm
 from .reference_pointwise import sigmoid_mul as sigmoid_mul
 from .reference_pointwise import silu_mul as silu_mul
+from .reference_replay_ssd import keep_ssd_inputs as keep_ssd_inputs
+from .reference_replay_ssd import ssd_replay as ssd_replay
 
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""
