@@ -19,6 +19,8 @@ from .products import head_product
 from .qk_norm_rotary import qk_norm_rotary
 from .reference import compute_dtype
 from .selective_state_update import selective_state_update
+from .ssd_inputs import keep_ssd_inputs
+from .ssd_replay import ssd_replay
 from .ssd_scan import ssd_chunk_scan
 from .time_steps import time_steps
 from .write_kv import rotary_and_write_kv, write_kv
@@ -79,6 +81,7 @@ __all__ = [
     "head_product",
     "keep_conv_inputs",
     "keep_delta_inputs",
+    "keep_ssd_inputs",
     "paged_attention",
     "qk_norm_rotary",
     "relu_squared",
@@ -89,6 +92,7 @@ __all__ = [
     "sigmoid_mul",
     "silu_mul",
     "ssd_chunk_scan",
+    "ssd_replay",
     "time_steps",
     "write_kv",
 ]

@@ -128,6 +128,22 @@ class KernelSet(Protocol):
     ) -> Tensor:  # fmt: skip
         """The recurrence over T tokens of each row, x [rows, T, H, P]. Writes `ssm_states`."""
 
+    def ssd_replay(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+        x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
+        sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The scan of T tokens of each row, x [rows, T, H, P], from the inputs since the last grid point.
+
+        Writes the inputs, and `ssm_states` at grid points.
+        """
+
+    def keep_ssd_inputs(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
+        slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
+    ) -> None:  # fmt: skip
+        """Store the inputs of packed rows x [tokens, H, P] behind their last grid points. Writes the inputs."""
+
     def gated_delta_rule_scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor,
         sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,

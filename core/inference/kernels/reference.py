@@ -42,6 +42,8 @@ from .reference_replay_conv import causal_conv1d_replay as causal_conv1d_replay
 from .reference_replay_conv import keep_conv_inputs as keep_conv_inputs
 from .reference_replay_delta import gated_delta_rule_replay as gated_delta_rule_replay
 from .reference_replay_delta import keep_delta_inputs as keep_delta_inputs
+from .reference_replay_ssd import keep_ssd_inputs as keep_ssd_inputs
+from .reference_replay_ssd import ssd_replay as ssd_replay
 
 SEPARATE_STATES = True
 """See `KernelSet.SEPARATE_STATES`."""

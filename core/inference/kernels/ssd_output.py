@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether Triton's interpreter runs the kernels of this process, on a CPU."""
+
 InputPrecision = Literal["ieee", "tf32x3", "tf32"]
 """How float32 operands are multiplied. "ieee": in float32, without tensor cores. "tf32x3": in three tensor
 core products of the operands' 11-bit halves, with errors near float32's. "tf32": in one tensor core product
@@ -113,6 +116,23 @@ def padded_side(size: int) -> int:
 
 
 @triton.jit
+def multiply_add(a, b, acc, INPUT_PRECISION: tl.constexpr):
+    """acc + a b, in float32. The interpreter would multiply the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
+def masked_scores(scores, decay_m, decay_k, dt_k, m, k):
+    """The factors of x[k] in y[m]: C[m] B[k] with the decay from k to m and with the step of k; 0 for k > m."""
+    # Above the diagonal the difference is positive, and its exponential could overflow.
+    scores *= tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
+    return tl.where(m[:, None] >= k[None, :], scores, 0.0)
+
+
+@triton.jit
 def chunk_scan_kernel(
     # Pointers
     x,
@@ -187,7 +207,7 @@ def chunk_scan_kernel(
             mask=is_channel[:, None] & (n < state_dim)[None, :],
             other=0.0,
         )
-        acc = tl.dot(queries.to(operand), tl.trans(states), acc, input_precision=INPUT_PRECISION)
+        acc = multiply_add(queries.to(operand), tl.trans(states), acc, INPUT_PRECISION)
     acc *= tl.exp(decay_m)[:, None]
 
     for first_k in range(0, tl.minimum(first_m + BLOCK_M, length), BLOCK_K):
@@ -199,17 +219,15 @@ def chunk_scan_kernel(
             mask=in_chunk[:, None] & (k < chunk_size)[None, :],
             other=0.0,
         ).to(tl.float32)
-        # Above the diagonal the difference is positive, and its exponential could overflow.
-        scores *= tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
-        scores = tl.where(m[:, None] >= k[None, :], scores, 0.0)
+        scores = masked_scores(scores, decay_m, decay_k, dt_k, m, k)
         values = tl.load(
             x + k[:, None] * x_token_stride + p[None, :],
             mask=(k < length)[:, None] & is_channel[None, :],
             other=0.0,
         )
-        acc = tl.dot(scores.to(operand), values.to(operand), acc, input_precision=INPUT_PRECISION)
+        acc = multiply_add(scores.to(operand), values.to(operand), acc, INPUT_PRECISION)
 
     inside = is_token[:, None] & is_channel[None, :]
     skipped = tl.load(x + m[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
-    acc += tl.load(D + head * D_stride).to(tl.float32) * skipped.to(tl.float32)
+    acc = tl.fma(skipped.to(tl.float32), tl.load(D + head * D_stride).to(tl.float32), acc)
     tl.store(y + m[:, None] * (heads * head_dim) + p[None, :], acc.to(y.dtype.element_ty), mask=inside)

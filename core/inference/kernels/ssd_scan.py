@@ -29,7 +29,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from .ssd_decays import chunk_cumsum
 from .ssd_output import InputPrecision, chunk_scan
+from .ssd_scores import chunk_scores
 from .ssd_states import ssd_states
 from .state_passing import state_passing
 
@@ -101,21 +103,23 @@ def ssd_chunk_scan(
             f"the step has {chunks} chunks of {groups} groups and {rows} rows; accepted: at most "
             f"{_MAX_PROGRAMS} chunks times groups, and rows, in one step; lower max_tokens"
         )
-    megatron = stages()
-    log_decays, chunk_dt = megatron.chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
+    operands = operand_dtype(x.dtype)
     slots = ssm_states, sources, destinations
-    if operand_dtype(x.dtype) == torch.float32:
-        keys, queries = B.float(), C.float()
+    if x.dtype == torch.float32:
+        megatron = stages()
+        log_decays, chunk_dt = megatron.chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
         entering: Tensor = megatron.chunk_state_fwd(
-            keys, x.float(), chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True
+            B, x, chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True
         )
         state_passing(entering, log_decays, *slots, row_chunk_starts, chunk_destinations)
+        CB = megatron.bmm_chunk_fwd(C, B, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
     else:
-        keys, queries = B, C
+        chunk_dt, log_decays = chunk_cumsum(dt, A, chunk_size, cu_chunk_seqlens)
         entering = ssd_states(
-            x, B, chunk_dt, log_decays, *slots, cu_chunk_seqlens, row_chunk_starts, chunk_destinations
-        )
-    CB = megatron.bmm_chunk_fwd(queries, keys, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
+            x, B, chunk_dt, log_decays, *slots, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+            operands,
+        )  # fmt: skip
+        CB = chunk_scores(C, B, chunk_size, cu_chunk_seqlens, operands)
     return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, input_precision, out)
 
 

@@ -1,6 +1,6 @@
 """The SSD stages that make states, in one launch: updates of chunks, and the recurrence over a row's chunks.
 
-Serves operands of 16 bits. A program keeps its part of a state in registers from the first chunk of a row to
+Serves inputs of 16 bits. A program keeps its part of a state in registers from the first chunk of a row to
 the last. Memory therefore sees no update of a chunk, and the state that enters a chunk only as the rounded
 operand of `chunk_scan`: 67 MB for 4,096 tokens of Nemotron-H-8B instead of 537 MB by way of
 `state_passing`.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .ssd_output import padded_side
+from .ssd_output import multiply_add, padded_side
 
 NUM_WARPS = 4
 
@@ -27,11 +27,12 @@ def ssd_states(
     cu_chunk_seqlens: Tensor,
     row_chunk_starts: Tensor,
     chunk_destinations: Tensor,
+    operands: torch.dtype | None = None,
 ) -> Tensor:
     """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
     k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section 6).
-    Products multiply numbers of the dtype of x and B, to which x with its decay and time step is rounded, and
+    Products multiply numbers of the dtype `operands`, to which x with its decay and time step is rounded, and
     add in float32. The recurrence is float32. Reads a row's initial state at its source. Stores the state
     that leaves a chunk at the chunk's destination, and the state that leaves the row at the row's
     destination. There is no other access to the pool, and each of these happens once. A row without chunks
@@ -51,8 +52,10 @@ def ssd_states(
         row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
             the total on are padding, and are not touched.
         chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
+        operands: float32, or the dtype of x and B; None is the latter.
 
-    Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype of x; unspecified for padding.
+    Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype `operands`; unspecified for
+        padding.
 
     Raises:
         ValueError: a tensor has other strides.
@@ -69,8 +72,9 @@ def ssd_states(
             raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
     heads, head_dim, state_dim = ssm_states.shape[1:]
     chunks, chunk_size = dt.shape[1:]
-    entering = torch.empty(chunks, heads, head_dim, state_dim, dtype=x.dtype, device=x.device)
-    blocks, num_stages = block_sizes(chunk_size, head_dim, state_dim)
+    operands = operands or x.dtype
+    entering = torch.empty(chunks, heads, head_dim, state_dim, dtype=operands, device=x.device)
+    blocks, num_stages = block_sizes(chunk_size, head_dim, state_dim, operands)
     tiles = triton.cdiv(head_dim, blocks["BLOCK_P"]) * triton.cdiv(state_dim, blocks["BLOCK_N"])
     ssd_states_kernel[(tiles * heads * sources.shape[0],)](
         x, B, dt, log_decays, ssm_states, entering,
@@ -82,18 +86,29 @@ def ssd_states(
     return entering
 
 
-def block_sizes(chunk_size: int, head_dim: int, state_dim: int) -> tuple[dict[str, int], int]:
+def block_sizes(
+    chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype = torch.bfloat16
+) -> tuple[dict[str, int], int]:
     """Tile sizes and pipeline stages. The number of rows has no say, so that other rows change no bits.
 
     32 x 128 numbers of a state are 256 programs for a row of Nemotron-H-8B, two on each multiprocessor of an
     H100. They were the fastest of ten tiles there. Larger chunks leave shared memory for fewer stages.
     """
+    wide = operands == torch.float32
     blocks = {
         "BLOCK_P": min(32, padded_side(head_dim)),
         "BLOCK_N": min(128, padded_side(state_dim)),
-        "BLOCK_K": min(128, padded_side(chunk_size)),
+        "BLOCK_K": min(32 if wide else 128, padded_side(chunk_size)),
     }
-    return blocks, 4 if chunk_size <= 128 else 2
+    return blocks, 4 if chunk_size <= 128 and not wide else 2
+
+
+@triton.jit
+def add_update(update, values, keys, decay_of_chunk, decay, step, operand: tl.constexpr):
+    """update + the sum over tokens k of exp(l[last] - l[k]) dt[k] x[k] B[k]; x and B are values and keys."""
+    scale = tl.exp(tl.minimum(decay_of_chunk - decay, 0.0)) * step
+    scaled = (values.to(tl.float32) * scale[:, None]).to(operand)
+    return multiply_add(tl.trans(scaled), keys.to(operand), update, "ieee")
 
 
 @triton.jit
@@ -112,6 +127,7 @@ def ssd_states_kernel(
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A program has a row, a head, BLOCK_P of P and BLOCK_N of N. No other program touches this part."""
+    operand: tl.constexpr = entering.dtype.element_ty
     n_blocks: tl.constexpr = (state_dim + BLOCK_N - 1) // BLOCK_N
     tiles: tl.constexpr = (head_dim + BLOCK_P - 1) // BLOCK_P * n_blocks
     tile = tl.program_id(0) % tiles
@@ -170,9 +186,7 @@ def ssd_states_kernel(
                     mask=real[:, None] & (n < state_dim)[None, :],
                     other=0.0,
                 )
-                scale = tl.exp(tl.minimum(decay_of_chunk - decay, 0.0)) * step
-                scaled = (values.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
-                update = tl.dot(tl.trans(scaled), keys, update)
+                update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
             # Written as a sum, Triton would add within the product, where tensor cores round otherwise.
             state = tl.fma(state, tl.exp(decay_of_chunk), update)
             if checkpoint >= 0:

@@ -1,0 +1,307 @@
+"""Mamba-2's decode by replay: rows of the SSD scan, from a chunk's first state and the inputs since.
+
+The reference is `reference.ssd_replay`. A recurrent update rounds otherwise than the scan does. A replay does
+what `ssd_scores`, `ssd_output` and `ssd_states` do for the same tokens: the same products over the same
+operands, added in the same order, so that its results have the same bits. Tensor cores add over K in an order
+that no tile's side changes. numpy does not, which multiplies in Triton's interpreter; there the tiles are the
+scan's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .ssd_output import INTERPRETED, masked_scores, multiply_add, padded_side
+from .ssd_output import block_sizes as scan_blocks
+from .ssd_scan import operand_dtype
+from .ssd_states import add_update
+from .ssd_states import block_sizes as state_blocks
+
+NUM_WARPS = 4
+
+
+def ssd_replay(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    ssm_states: Tensor,
+    x_inputs: Tensor,
+    B_inputs: Tensor,
+    gates: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    chunk_size: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y of the next tokens of each row, as `ssd_chunk_scan` gives it in one run over the chunk.
+
+    A chunk begins at the last multiple g of `chunk_size` at or before a row's start. Reads the row's state at
+    g and the inputs of [g, start) once, and stores the inputs of the row's tokens. Where a row has a
+    destination, computes the state behind the row's tokens, and stores it there. One launch, whose grid and
+    addresses depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
+
+    Args:
+        x: [rows, T, H, P]. dt: [rows, T, H] float32, after bias and softplus. A: [H], negative. D: [H].
+        B, C: [rows, T, G, N] of the dtype of x; head h belongs to group h // (H // G). The last stride of x,
+            B and C is 1.
+        ssm_states: [slots, H, P, N], with any slot stride. Written at `destinations`.
+        x_inputs, B_inputs: [slots, chunk size, H, P] and [slots, chunk size, G, N] of the dtype of x: a
+            token's inputs lie at its position modulo `chunk_size`. Written.
+        gates: [slots, 2, H, chunk size] float32: dt, and the sums of dt * A from the chunk's first token to
+            this one. Written. All these tensors have any slot stride. Numbers at positions from
+            start + length on have no effect, NaN included.
+        slots: [rows] int64, where a row's inputs lie; -1: padding, which reads and writes nothing.
+        starts, lengths: [rows] int32, the position of a row's first token, and its number of tokens, at most
+            T. No row goes beyond its chunk's end. Outputs of tokens from `length` on are unspecified.
+        sources: [rows] int64, where in `ssm_states` the state at g lies; -1: zeros.
+        destinations: [rows] int64, where the state behind the tokens goes, -1: nowhere. A destination may be
+            the row's own source, no other row's.
+        chunk_size: the tokens of a chunk.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
+
+    Returns: y, [rows, T, H, P] in the dtype of x.
+
+    Raises:
+        ValueError: a tensor has other strides, or MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
+    """
+    for name, last_one in (("x", x), ("B", B), ("C", C)):
+        if last_one.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {last_one.stride()}; accepted: a last stride of 1")
+    pools = {"ssm_states": ssm_states, "x_inputs": x_inputs, "B_inputs": B_inputs, "gates": gates}
+    for name, pool in pools.items():
+        if not pool[:1].is_contiguous():
+            raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
+    rows, tokens, heads, head_dim = x.shape
+    groups, state_dim = B.shape[2:]
+    operands = operand_dtype(x.dtype)
+    blocks, num_stages = block_sizes(tokens, chunk_size, head_dim, state_dim, operands)
+    y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
+    ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads, rows)](
+        x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
+        slots, starts, lengths, sources, destinations,
+        *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
+        ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), gates.stride(0),
+        tokens, heads, groups, head_dim, state_dim, chunk_size, operands == torch.float32,
+        **blocks, num_warps=NUM_WARPS, num_stages=num_stages,
+    )  # fmt: skip
+    return y
+
+
+def block_sizes(
+    tokens: int, chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype
+) -> tuple[dict[str, int | bool], int]:
+    """Tile sizes, whether rows of tiles lie on the scan's own grid, and pipeline stages.
+
+    On a GPU a tile has the 16 rows that tensor cores need, the first of them the first new token.
+    """
+    scan, _, _ = scan_blocks(chunk_size, head_dim, state_dim, operands)
+    states, _ = state_blocks(chunk_size, head_dim, state_dim, operands)
+    blocks: dict[str, int | bool] = scan | {f"STATE_{name}": size for name, size in states.items()}
+    if not INTERPRETED:
+        wide = operands == torch.float32
+        blocks["BLOCK_M"] = 16
+        blocks["BLOCK_K"] = min(32 if wide else 64, padded_side(chunk_size))
+    aligned = bool(INTERPRETED)
+    reach = tokens + blocks["BLOCK_M"] - 1 if aligned else tokens
+    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, 2
+
+
+@triton.jit
+def tokens_of(kept, new, k, offset, kept_stride, new_stride):
+    """Pointers to the inputs of tokens k of a chunk: the first `offset` are kept, the others are new."""
+    return tl.where(k < offset, kept + k.to(tl.int64) * kept_stride, new + (k - offset) * new_stride)
+
+
+@triton.jit
+def gates_of(
+    gates, dt, k, offset, length, rate, before, dt_token_stride, tokens: tl.constexpr, log_offset: tl.constexpr
+):
+    """The steps and sums of tokens k, finite behind the tokens. `before` is the sum of the kept tokens."""
+    step = tl.load(gates + k, mask=k < offset, other=0.0)
+    total = tl.load(gates + log_offset + k, mask=k < offset, other=0.0)
+    last = before
+    for t in tl.static_range(0, tokens):
+        new = tl.load(dt + t * dt_token_stride, mask=t < length, other=0.0).to(tl.float32)
+        last = tl.fma(new, rate, last)
+        step = tl.where(k == offset + t, new, step)
+        total = tl.where(k == offset + t, last, total)
+    return step, total
+
+
+@triton.jit
+def ssd_replay_kernel(
+    # Pointers
+    x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
+    slots, starts, lengths, sources, destinations,
+    # Strides
+    x_row_stride: tl.int64, x_token_stride: tl.int64, x_head_stride: tl.int64,
+    dt_row_stride: tl.int64, dt_token_stride: tl.int64, dt_head_stride: tl.int64,
+    B_row_stride: tl.int64, B_token_stride: tl.int64, B_group_stride: tl.int64,
+    C_row_stride: tl.int64, C_token_stride: tl.int64, C_group_stride: tl.int64,
+    A_stride, D_stride,
+    state_slot_stride: tl.int64, x_slot_stride: tl.int64, B_slot_stride: tl.int64, gate_slot_stride: tl.int64,
+    # Dimensions
+    tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
+    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr,
+    # Meta-parameters
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STATE_BLOCK_P: tl.constexpr, STATE_BLOCK_N: tl.constexpr,
+    STATE_BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr, M_TILES: tl.constexpr,
+):  # fmt: skip
+    """A program has a row, a head and BLOCK_P of P. No other program touches this part of the row's state.
+
+    Padding costs one load.
+    """
+    row = tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    operand: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    first_p = tl.program_id(0) * BLOCK_P
+    head = tl.program_id(1)
+    group = head // (heads // groups)
+    offset = tl.load(starts + row) % chunk_size
+    length = tl.load(lengths + row)
+    end = offset + length
+    source = tl.load(sources + row)
+    destination = tl.load(destinations + row)
+
+    x += row * x_row_stride + head * x_head_stride
+    dt += row * dt_row_stride + head * dt_head_stride
+    B += row * B_row_stride + group * B_group_stride
+    C += row * C_row_stride + group * C_group_stride
+    x_inputs += slot * x_slot_stride + head * head_dim
+    B_inputs += slot * B_slot_stride + group * state_dim
+    gates += slot * gate_slot_stride + head * chunk_size
+    ssm_states += head * (head_dim * state_dim)
+    y += row * (tokens * heads * head_dim) + head * head_dim
+    x_kept_stride: tl.constexpr = heads * head_dim
+    B_kept_stride: tl.constexpr = groups * state_dim
+    log_offset: tl.constexpr = heads * chunk_size
+
+    p = first_p + tl.arange(0, BLOCK_P)
+    is_channel = p < head_dim
+    rate = tl.load(A + head * A_stride).to(tl.float32)
+    skip = tl.load(D + head * D_stride).to(tl.float32)
+    before = tl.load(gates + log_offset + offset - 1, mask=offset > 0, other=0.0)
+
+    for tile in range(0, M_TILES):
+        first_m = (offset // BLOCK_M * BLOCK_M if ALIGNED else offset) + tile * BLOCK_M
+        if first_m < end:
+            m = first_m + tl.arange(0, BLOCK_M)
+            is_new = (m >= offset) & (m < end)
+            token = m - offset
+            step_m, decay_m = gates_of(
+                gates, dt, m, offset, length, rate, before, dt_token_stride, tokens, log_offset
+            )
+            acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
+            for first_n in tl.static_range(0, state_dim, BLOCK_N):
+                n = first_n + tl.arange(0, BLOCK_N)
+                queries = tl.load(
+                    C + token[:, None] * C_token_stride + n[None, :],
+                    mask=is_new[:, None] & (n < state_dim)[None, :],
+                    other=0.0,
+                ).to(operand)
+                states = tl.load(
+                    ssm_states + source * state_slot_stride + p[:, None] * state_dim + n[None, :],
+                    mask=is_channel[:, None] & (n < state_dim)[None, :] & (source >= 0),
+                    other=0.0,
+                ).to(tl.float32)
+                acc = multiply_add(queries, tl.trans(states.to(operand)), acc, "ieee")
+            acc *= tl.exp(decay_m)[:, None]
+
+            for first_k in range(0, tl.minimum(first_m + BLOCK_M, end), BLOCK_K):
+                k = first_k + tl.arange(0, BLOCK_K)
+                step_k, decay_k = gates_of(
+                    gates, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset
+                )
+                B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
+                scores = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+                for first_n in tl.static_range(0, state_dim, BLOCK_N):
+                    n = first_n + tl.arange(0, BLOCK_N)
+                    if state_dim > BLOCK_N:
+                        queries = tl.load(
+                            C + token[:, None] * C_token_stride + n[None, :],
+                            mask=is_new[:, None] & (n < state_dim)[None, :],
+                            other=0.0,
+                        ).to(operand)
+                    keys = tl.load(
+                        B_k[:, None] + n[None, :],
+                        mask=(k < end)[:, None] & (n < state_dim)[None, :],
+                        other=0.0,
+                    ).to(operand)
+                    scores = multiply_add(queries, tl.trans(keys), scores, "ieee")
+                scores = masked_scores(scores, decay_m, decay_k, step_k, m, k)
+                x_k = tokens_of(x_inputs, x, k, offset, x_kept_stride, x_token_stride)
+                values = tl.load(
+                    x_k[:, None] + p[None, :], mask=(k < end)[:, None] & is_channel[None, :], other=0.0
+                )
+                acc = multiply_add(scores.to(operand), values.to(operand), acc, "ieee")
+
+            inside = is_new[:, None] & is_channel[None, :]
+            skipped = tl.load(x + token[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
+            acc = tl.fma(skipped.to(tl.float32), skip, acc)
+            y_at = y + token[:, None] * (heads * head_dim) + p[None, :]
+            tl.store(y_at, acc.to(y.dtype.element_ty), mask=inside)
+
+            # What other programs read of the inputs lies before `offset`.
+            tl.store(x_inputs + m[:, None] * x_kept_stride + p[None, :], skipped, mask=inside)
+            if first_p == 0:
+                tl.store(gates + m, step_m, mask=is_new)
+                tl.store(gates + log_offset + m, decay_m, mask=is_new)
+                if head % (heads // groups) == 0:
+                    for first_n in tl.static_range(0, state_dim, BLOCK_N):
+                        n = first_n + tl.arange(0, BLOCK_N)
+                        mask = is_new[:, None] & (n < state_dim)[None, :]
+                        keys = tl.load(
+                            B + token[:, None] * B_token_stride + n[None, :], mask=mask, other=0.0
+                        )
+                        tl.store(B_inputs + m[:, None] * B_kept_stride + n[None, :], keys, mask=mask)
+
+    if destination >= 0:
+        decay_of_chunk = before
+        for t in range(0, length):
+            decay_of_chunk = tl.fma(tl.load(dt + t * dt_token_stride).to(tl.float32), rate, decay_of_chunk)
+        tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
+        for part_p in range(0, BLOCK_P, STATE_BLOCK_P):
+            p = first_p + part_p + tl.arange(0, STATE_BLOCK_P)
+            for first_n in range(0, state_dim, STATE_BLOCK_N):
+                n = first_n + tl.arange(0, STATE_BLOCK_N)
+                update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
+                for first_k in range(0, end, STATE_BLOCK_K):
+                    k = first_k + tl.arange(0, STATE_BLOCK_K)
+                    step, decay = gates_of(
+                        gates, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset
+                    )
+                    x_k = tokens_of(x_inputs, x, k, offset, x_kept_stride, x_token_stride)
+                    values = tl.load(
+                        x_k[:, None] + p[None, :],
+                        mask=(k < end)[:, None] & (p < head_dim)[None, :],
+                        other=0.0,
+                    )
+                    B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
+                    keys = tl.load(
+                        B_k[:, None] + n[None, :],
+                        mask=(k < end)[:, None] & (n < state_dim)[None, :],
+                        other=0.0,
+                    )
+                    update = add_update(
+                        update, values, keys, decay_of_chunk, decay, step, operand
+                    )
+                inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
+                within = p[:, None] * state_dim + n[None, :]
+                state = tl.load(
+                    ssm_states + source * state_slot_stride + within, mask=inside & (source >= 0), other=0.0
+                ).to(tl.float32)
+                state = tl.fma(state, tl.exp(decay_of_chunk), update)
+                tl.debug_barrier()
+                place = ssm_states + destination * state_slot_stride + within
+                tl.store(place, state.to(ssm_states.dtype.element_ty), mask=inside)
