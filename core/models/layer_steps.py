@@ -5,6 +5,8 @@ the same state. Every function writes the states or the KV of the step, and does
 `kernels` do not. Decodes by replay (`StepInputs.replay`) read and write the requests' inputs, too.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def convolve(
     Returns: [T, channels] in the dtype of `raw`.
     """
     conv_states, replay = inputs.state_pool[name][layer], inputs.replay
-    conv_inputs = None if replay is None else replay.pool[f"{name}_in"][layer]
+    (conv_inputs,) = _kept(replay, layer, f"{name}_in") or (None,)
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -208,14 +210,14 @@ def attend(
     return kernels.paged_attention(query, kv_cache, inputs.attention_rows, scale=scale)
 
 
-def _decode_rows(inputs: StepInputs, replay: Replay) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots, starts and lengths of the decode rows."""
+def _decode_rows(inputs: StepInputs, replay: Replay) -> Any:
+    """Slots, starts and lengths of the decode rows: three tensors."""
     decodes = inputs.num_decodes
     return replay.slots[:decodes], replay.starts[:decodes], inputs.query_lengths[:decodes]
 
 
-def _kept(replay: Replay | None, layer: int, *names: str) -> tuple[Tensor, ...]:
-    """The layer's inputs by name; nothing without replay."""
+def _kept(replay: Replay | None, layer: int, *names: str) -> Any:
+    """The layer's inputs by name, a tensor each; nothing without replay."""
     return () if replay is None else tuple(replay.pool[name][layer] for name in names)
 
 
