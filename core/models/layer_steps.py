@@ -35,7 +35,7 @@ def convolve(
     Returns: [T, channels] in the dtype of `raw`.
     """
     conv_states, replay = inputs.state_pool[name][layer], inputs.replay
-    (conv_inputs,) = _kept(replay, layer, f"{name}_in") or (None,)
+    (conv_inputs,) = _kept(replay, layer, f"{name}_in")
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -46,8 +46,9 @@ def convolve(
                 rows, weight, bias, conv_states, sources, destinations, activation=activation, out=out_rows
             )
         else:
+            slots, starts, lengths = _decode_rows(inputs, replay)
             kernels.causal_conv1d_replay(
-                rows, weight, bias, conv_states, conv_inputs, *_decode_rows(inputs, replay),
+                rows, weight, bias, conv_states, conv_inputs, slots, starts, lengths,
                 replay.destinations[:decodes], activation=activation, out=out_rows,
             )  # fmt: skip
     if inputs.num_prefills:
@@ -88,7 +89,7 @@ def scan_ssd(
     Returns: y, [T, H, P] in the dtype of x.
     """
     ssm_states, replay = inputs.state_pool["ssm"][layer], inputs.replay
-    kept = _kept(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
+    x_kept, B_kept, gates = _kept(replay, layer, "ssm_x", "ssm_B", "ssm_gates")  # noqa: N806
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -101,9 +102,10 @@ def scan_ssd(
                 x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, sources, destinations, out=out_rows
             )
         else:
+            slots, starts, lengths = _decode_rows(inputs, replay)
             kernels.ssd_replay(
-                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, *kept, *_decode_rows(inputs, replay),
-                sources, replay.destinations[:decodes], inputs.chunks.chunk_size, out=out_rows,
+                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, x_kept, B_kept, gates, slots, starts,
+                lengths, sources, replay.destinations[:decodes], inputs.chunks.chunk_size, out=out_rows,
             )  # fmt: skip
     if inputs.num_prefills:
         chunks = inputs.chunks
@@ -116,8 +118,8 @@ def scan_ssd(
         )  # fmt: skip
         if replay is not None:
             kernels.keep_ssd_inputs(
-                x_rows, dt_rows, A, B_rows, *kept, replay.slots[decodes:], replay.tail_starts,
-                chunks.query_start_loc, chunks.chunk_size,
+                x_rows, dt_rows, A, B_rows, x_kept, B_kept, gates, replay.slots[decodes:],
+                replay.tail_starts, chunks.query_start_loc, chunks.chunk_size,
             )  # fmt: skip
     return out
 
@@ -144,7 +146,7 @@ def scan_gated_delta_rule(
     Returns: [T, value heads, value dim] in the dtype of v.
     """
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
-    kept = _kept(replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta")
+    k_kept, v_kept, g_kept, beta_kept = _kept(replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta")
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -157,9 +159,10 @@ def scan_gated_delta_rule(
                 q_rows, k_rows, v_rows, g_rows, beta_rows, states, sources, destinations
             )
         else:
+            slots, starts, lengths = _decode_rows(inputs, replay)
             out = kernels.gated_delta_rule_replay(
-                q_rows, k_rows, v_rows, g_rows, beta_rows, states, *kept, *_decode_rows(inputs, replay),
-                sources, replay.destinations[:decodes], inputs.chunks.chunk_size,
+                q_rows, k_rows, v_rows, g_rows, beta_rows, states, k_kept, v_kept, g_kept, beta_kept,
+                slots, starts, lengths, sources, replay.destinations[:decodes], inputs.chunks.chunk_size,
             )  # fmt: skip
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
@@ -173,8 +176,8 @@ def scan_gated_delta_rule(
         outputs.append(out)
         if replay is not None:
             kernels.keep_delta_inputs(
-                k_rows, v_rows, g_rows, beta_rows, *kept, replay.slots[decodes:], replay.tail_starts,
-                chunks.query_start_loc,
+                k_rows, v_rows, g_rows, beta_rows, k_kept, v_kept, g_kept, beta_kept,
+                replay.slots[decodes:], replay.tail_starts, chunks.query_start_loc,
             )  # fmt: skip
     return _joined(outputs)
 
@@ -217,8 +220,8 @@ def _decode_rows(inputs: StepInputs, replay: Replay) -> Any:
 
 
 def _kept(replay: Replay | None, layer: int, *names: str) -> Any:
-    """The layer's inputs by name, a tensor each; nothing without replay."""
-    return () if replay is None else tuple(replay.pool[name][layer] for name in names)
+    """The layer's inputs by name, a tensor each; None for each without replay."""
+    return [None if replay is None else replay.pool[name][layer] for name in names]
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
