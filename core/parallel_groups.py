@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .cuda_device import on_device_of
-from .validation import shown
+from .validation import boolean, shown
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,17 @@ class ParallelGroups:
     Attributes:
         tensor: the ranks that share the same layers and split the heads of these layers.
         pipeline: the ranks that hold consecutive layers, in the order of the layers.
+        ordered_sums: whether sums over the tensor group are added in the order of the ranks, so that the bits
+            of a row do not depend on the number of rows. Each rank then receives the numbers of all others:
+            `tensor_size` times the traffic and the memory of an all-reduce.
     """
 
     tensor: ProcessGroup | None = None
     pipeline: ProcessGroup | None = None
+    ordered_sums: bool = False
 
     def __post_init__(self) -> None:
+        boolean("ordered_sums", self.ordered_sums)
         for name, group in (("tensor", self.tensor), ("pipeline", self.pipeline)):
             if group is not None and not isinstance(group, ProcessGroup):
                 raise ValueError(
@@ -81,9 +86,18 @@ class ParallelGroups:
 
     def sum_partials(self, partial: Tensor) -> Tensor:
         """Sum `partial` over the tensor group, in place; every rank gets the same bits."""
-        if self.tensor_size > 1:
+        if self.tensor_size == 1:
+            return partial
+        if not self.ordered_sums:
             dist.all_reduce(partial, group=self.tensor)
-        return partial
+            return partial
+        mine = partial.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.tensor_size)]
+        dist.all_gather(parts, mine, group=self.tensor)
+        torch.add(parts[0], parts[1], out=parts[0])
+        for part in parts[2:]:
+            parts[0] += part
+        return partial.copy_(parts[0])
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """Concatenate the tensor group's `columns` [..., n] to [..., ranks x n], on every rank."""

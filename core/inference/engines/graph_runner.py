@@ -12,6 +12,7 @@ from torch import Tensor
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs, StepShape
+from ..policies.row_ladder import FEWEST_ROWS, power_of_two, rung
 from .model import Model
 from .model_runner import ModelRunner
 
@@ -27,6 +28,10 @@ class GraphBuckets:
     prefills: the numbers of prefill rows and of decode rows are powers of four; there may be no decode row.
     The number of prefill tokens is 2^k or 3 * 2^k, up to `max_prefill_tokens`. Steps with prefills are not
     captured where `max_prefill_tokens` is 0.
+
+    With `ladder`, the tokens and the logits of a step are rungs of `policies.row_ladder`. The tokens of a
+    decode step are a power of two, 32 or more, and so are those of a decode row with drafts. Of steps with
+    prefills, all tokens together are 2^k or 3 * 2^k.
     """
 
     max_requests: int
@@ -35,10 +40,11 @@ class GraphBuckets:
     chunk_size: int
     block_size: int
     decode_tokens: int = 1
+    ladder: bool = False
 
     @classmethod
-    def of(cls, context: DynamicInferenceContext) -> "GraphBuckets":
-        """The shapes for the steps of a context."""
+    def of(cls, context: DynamicInferenceContext, ladder: bool = False) -> "GraphBuckets":
+        """The shapes for the steps of a context. `ladder`: whether steps are padded to the ladder."""
         config = context.config
         prefill_tokens = min(config.cuda_graph_max_tokens, config.max_tokens)
         return cls(
@@ -48,6 +54,7 @@ class GraphBuckets:
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens,
             decode_tokens=1 + config.num_speculative_tokens,
+            ladder=ladder,
         )
 
     def smallest(self, shape: StepShape) -> StepShape | None:
@@ -55,9 +62,11 @@ class GraphBuckets:
 
         Steps that return prompt log-probs fit no captured shape: they need more logits than there are rows.
         """
-        per_row = self.decode_tokens if shape.decode_tokens > 1 else 1
+        if self.ladder and shape.prefills and not self.max_prefill_tokens:
+            return None
+        per_row = self._tokens_per_row(shape)
         if shape.prefills == 0:
-            decodes = _up(shape.decodes, 2, self.max_requests)
+            decodes = self._decodes(shape.decodes, per_row)
             fitting = shape._replace(
                 decodes=decodes,
                 table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
@@ -66,8 +75,8 @@ class GraphBuckets:
                 decode_tokens=per_row,
             )
         else:
-            tokens = self._prefill_tokens(shape.prefill_tokens)
             decodes = _up(shape.decodes, 4, self.max_requests) if shape.decodes else 0
+            tokens = self._prefill_tokens(shape.prefill_tokens, decodes * per_row)
             prefills = _up(shape.prefills, 4, self.max_requests)
             fitting = StepShape(
                 decodes=decodes,
@@ -78,20 +87,34 @@ class GraphBuckets:
                 kv_writes=decodes * per_row + tokens,
                 chunks=tokens // self.chunk_size + 2 * prefills,
                 checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-                logits=decodes * per_row + prefills,
+                logits=self._rows(decodes * per_row + prefills),
                 decode_tokens=per_row,
             )
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
 
-    def _prefill_tokens(self, needed: int) -> int:
-        size = SMALLEST_PREFILL_TOKENS
-        while size < needed:
-            if size * 3 // 2 >= needed:
-                size = size * 3 // 2
-                break
-            size *= 2
-        return min(size, self.max_prefill_tokens)
+    def _tokens_per_row(self, shape: StepShape) -> int:
+        if shape.decode_tokens == 1:
+            return 1
+        return power_of_two(self.decode_tokens) if self.ladder else self.decode_tokens
+
+    def _decodes(self, needed: int, per_row: int) -> int:
+        """Decode rows of a step without prefills."""
+        if not self.ladder:
+            return _up(needed, 2, self.max_requests)
+        tokens = max(needed * per_row, FEWEST_ROWS)
+        return _up(tokens, 2, rung(self.max_requests * per_row)) // per_row
+
+    def _prefill_tokens(self, needed: int, decoded: int) -> int:
+        """Prefill tokens of a step that also has `decoded` decode tokens, padding included."""
+        if not self.ladder:
+            return min(_size(needed, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
+        # The sizes between 32, 64, 128 and 256 are no rungs: `rung` takes the next one.
+        most = rung(decoded + self.max_prefill_tokens)
+        return min(rung(_size(decoded + needed, FEWEST_ROWS)), most) - decoded
+
+    def _rows(self, logits: int) -> int:
+        return rung(logits) if self.ladder else logits
 
 
 class CapturedForward:
@@ -136,7 +159,7 @@ class GraphRunner(ModelRunner):
         inspect: Callable[[Tensor], None] | None = None,
     ) -> None:
         """`max_graphs`: maximum number of decode graphs, and of graphs with prefills."""
-        super().__init__(spec, inspect)
+        super().__init__(spec, inspect, buckets.ladder)
         self._buckets = buckets
         self._max_graphs = max_graphs
         self._graphs: dict[StepShape, CapturedForward] = {}
@@ -160,10 +183,10 @@ class GraphRunner(ModelRunner):
         return f"{len(self._graphs)} captured; at most {self._max_graphs} of decodes, and of prefills"
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to; `shape` itself where the step gets no graph."""
+        """The shape to pad a step of `shape` to. A step without a graph is padded as one of `ModelRunner`."""
         fitting = self._buckets.smallest(shape)
         if fitting is None or (fitting not in self._graphs and not self._has_room(fitting)):
-            return shape
+            return super().padded(shape)
         return fitting
 
     def _has_room(self, shape: StepShape) -> bool:
@@ -227,3 +250,13 @@ def _up(count: int, base: int, maximum: int) -> int:
     while size < count:
         size *= base
     return min(size, maximum)
+
+
+def _size(needed: int, smallest: int) -> int:
+    """The first of `smallest` * 2^k and `smallest` * 3 * 2^k that is at least `needed`."""
+    size = smallest
+    while size < needed:
+        if size * 3 // 2 >= needed:
+            return size * 3 // 2
+        size *= 2
+    return size

@@ -6,20 +6,28 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..contexts.step_inputs import StepInputs, StepShape
+from ..contexts.step_ladder import padded_to_ladder
 from .model import Model
 
 
 class ModelRunner:
-    """Runs every step eagerly, without padding; `GraphRunner` runs steps as CUDA graphs."""
+    """Runs every step eagerly; `GraphRunner` runs steps as CUDA graphs."""
 
-    def __init__(self, spec: HybridStateSpec, inspect: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        spec: HybridStateSpec,
+        inspect: Callable[[Tensor], None] | None = None,
+        ladder: bool = False,
+    ) -> None:
         """
         Args:
             spec: what the model said of itself.
             inspect: called with the logits of every step; what it raises fails the step.
+            ladder: whether every step is padded, so that products have rungs of the ladder as rows.
         """
         self._spec = spec
         self._inspect = inspect
+        self._ladder = ladder
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -36,8 +44,8 @@ class ModelRunner:
         return "none; on a GPU, num_cuda_graphs captures them, except in float64"
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to: `shape` itself."""
-        return shape
+        """The shape to pad a step of `shape` to."""
+        return padded_to_ladder(shape) if self._ladder else shape
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
         """Run the model on a step's inputs. Does not synchronise, unless `inspect` does.

@@ -46,7 +46,7 @@ def paged_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
         page_table=rows.block_table,
         softmax_scale=scale,
         is_causal=True,
-        num_splits=num_splits(),
+        num_splits=1 if rows.one_split else num_splits(),
     )[0]
     return out.to(query.dtype)
 

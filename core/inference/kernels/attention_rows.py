@@ -22,6 +22,8 @@ class AttentionRows(NamedTuple):
         num_decodes: the number of decode rows, padding included.
         decode_tokens: the tokens of each decode row, padding included.
         max_query_tokens: at least the tokens of the longest prefill row.
+        one_split: whether a backend that cuts a sequence's KV into parts for more thread blocks leaves it
+            whole, so that the bits of a row do not depend on the other rows.
     """
 
     block_table: Tensor
@@ -32,6 +34,7 @@ class AttentionRows(NamedTuple):
     num_decodes: int
     decode_tokens: int
     max_query_tokens: int
+    one_split: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -45,7 +45,7 @@ def paged_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
         enable_gqa=query.shape[1] != kv_cache.shape[3],
         seqused_k=lengths,
         block_table=table,
-        num_splits=num_splits() or None,
+        num_splits=1 if rows.one_split else num_splits() or None,
     )
     assert isinstance(out, Tensor)  # a tuple where log-sums are asked for
     return out.to(query.dtype)

@@ -1,0 +1,325 @@
+"""What makes the bits of a request's answers depend on the request alone, and what checks it at the start."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ...config import InferenceConfig
+from ...cuda_device import on_device_of
+from ...state_spec import HybridStateSpec
+from ..contexts.step_inputs import StepInputs, StepShape
+from ..contexts.step_ladder import padded_to_ladder
+from ..kernels import attention_flash
+from ..policies.row_ladder import power_of_two, rung, rungs
+from . import attention_check, product_check
+from .attention_check import AttentionSizes
+from .blas_switches import BLAS_SWITCHES
+from .dummy_steps import DummySteps
+from .model import Model
+from .recorded_products import (
+    ATTENTION,
+    BatchVarianceError,
+    Call,
+    CallRecorder,
+    DecomposingMode,
+    Product,
+    StepSizes,
+    operator_name,
+    products,
+    weight_key,
+)
+
+SETTING = "batch_invariant is True"
+_SMALL, _LARGE = 64, 128  # tokens of the recorded prefills; their logits: 32 and 128
+_REPLACED = ("aten.mm", "aten.addmm")
+
+
+class CheckedProduct(NamedTuple):
+    """A product, and the numbers of rows that were compared."""
+
+    product: Product
+    num_rungs: int
+    replaced: bool
+
+
+class BatchInvariance:
+    """Holds torch's switches for one engine, and has checked the engine's model when it is built.
+
+    The promise: tokens and the bits of log-probs of a request depend on its own tokens, sampling parameters
+    and seed alone, for one model, one kind of GPU, one set of library versions and one tensor-parallel size.
+
+    Attributes:
+        products: what was compared.
+        attentions: likewise.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: HybridStateSpec,
+        config: InferenceConfig,
+        max_logits: int | None = None,
+        *,
+        replaces_products: bool = True,
+    ) -> None:
+        """Refuse, set torch's switches, and check the model. Where the model is split, this is a collective.
+
+        Takes seconds. Needs memory for pools of two short requests and for the largest result of a product,
+        and gives it back to torch.
+
+        Args:
+            model: what the engine serves.
+            spec: what the model said of itself.
+            config: of the engine.
+            max_logits: the most logit rows of a step; None: those of decodes.
+            replaces_products: whether a product whose bits depend on the number of rows is computed by
+                `kernels.sequential_product` instead; otherwise it is refused.
+
+        Raises:
+            ValueError: a setting, or an operation of the model, cannot keep bits. The message names it.
+            RuntimeError: another engine holds torch's switches, and somebody has changed one.
+        """
+        check_settings(spec, config)
+        self._spec = spec
+        self.products: tuple[CheckedProduct, ...] = ()
+        self.attentions: tuple[AttentionSizes, ...] = ()
+        self._replaces = replaces_products
+        width = power_of_two(1 + config.num_speculative_tokens)
+        self._most_tokens = rung(config.max_requests * width + config.max_tokens)
+        self._most_logits = rung(max_logits or config.max_requests * width)
+        self._release = BLAS_SWITCHES.hold(self)
+        try:
+            if spec.device.type == "cuda":
+                with on_device_of(spec.device):
+                    self._check_on_all_ranks(model, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let torch's switches go; calling twice is fine. A collected object is closed."""
+        self._release()
+
+    def check_switches(self) -> None:
+        """Raise RuntimeError where somebody has changed a switch; for every step, takes microseconds."""
+        BLAS_SWITCHES.check()
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The shape to pad a step of `shape` to, so that products have rungs of the ladder as rows."""
+        return padded_to_ladder(shape)
+
+    def served(self, model: Model) -> Model:
+        """The model with its replaced products; `model` itself where no product is replaced."""
+        replaced = {checked.product.weight_key for checked in self.products if checked.replaced}
+        return _WithReplacedProducts(model, replaced) if replaced else model
+
+    def describe(self) -> tuple[str, ...]:
+        """What was chosen and checked, and what is not promised; a line each."""
+        spec = self._spec
+        if spec.device.type != "cuda":
+            return ("batch invariance: not checked, in Triton's interpreter on a CPU",)
+        compared = sum(checked.num_rungs for checked in self.products)
+        replaced = [checked.product.name for checked in self.products if checked.replaced]
+        lines = [
+            "batch invariance: rows of steps are padded to 32, 64, 128, 256 and multiples of 256",
+            f"products: cuBLASLt without split-K; {len(self.products)} shapes, {compared} numbers of rows "
+            "compared, 0 differ",
+        ]
+        lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
+        if spec.num_attention_layers:
+            lines.append(f"attention: one split; {len(self.attentions)} shapes compared, 0 differ")
+        size = spec.groups.tensor_size
+        ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
+        lines.append(
+            f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
+            f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits"
+        )
+        return tuple(lines)
+
+    # ---- the check
+
+    def _check_on_all_ranks(self, model: Model, config: InferenceConfig) -> None:
+        refusal = ""
+        try:
+            self._check(model, config)
+        except BatchVarianceError as error:
+            refusal = str(error)
+        if self._spec.groups.is_split:
+            refusals = self._spec.groups.gather(refusal, self._spec.device)
+            refusal = next(filter(None, refusals), "")
+        if refusal:
+            raise BatchVarianceError(refusal)
+        self.check_switches()
+
+    def _check(self, model: Model, config: InferenceConfig) -> None:
+        found, attentions = record(model, self._spec, config)
+        self.attentions = tuple(attentions)
+        self.products = tuple(map(self._checked, found))
+        for sizes in attentions:
+            case = attention_check.first_difference(sizes, self._spec.device)
+            if case:
+                raise BatchVarianceError(
+                    f"{SETTING}, and {sizes} gives {case} other bits than in one prefill; accepted: a "
+                    f"GPU and a version of {attention_flash.PACKAGE} that keep bits with one split"
+                )
+
+    def _checked(self, product: Product) -> CheckedProduct:
+        most = self._most_logits if product.of_logits else self._most_tokens
+        count = len(rungs(most))
+        case = product_check.first_difference(product, most)
+        if not case:
+            return CheckedProduct(product, count, False)
+        if self._replaces and _is_replaceable(product):
+            again = product_check.first_difference(product, most, _sequential)
+            if not again:
+                return CheckedProduct(product, count, True)
+            case = f"{case}, and by the sequential product {again}"
+        raise BatchVarianceError(
+            f"{SETTING}, and {product.name} gives a row other bits {case} than among 256; accepted: products "
+            "whose rows do not depend on the number of rows"
+        )
+
+
+def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
+    """Raise a ValueError where a setting, the device or a dtype cannot keep bits. The message names it."""
+    device, interpreted = spec.device, os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"{SETTING}, and the model is on {device}; accepted: a GPU, because products and scans of a CPU "
+            "depend on the number of rows. Triton's interpreter, TRITON_INTERPRET=1, is accepted for tests"
+        )
+    sixteen = (torch.bfloat16, torch.float16)
+    accepted = sixteen if device.type == "cuda" else (*sixteen, torch.float32)
+    if spec.kv_dtype not in accepted:
+        raise ValueError(
+            f"{SETTING}, and the model is {_dtype(spec.kv_dtype)}; accepted: bfloat16 or float16, because "
+            "products of wider numbers on a GPU depend on the number of rows"
+        )
+    splits = os.environ.get(attention_flash.SPLITS_VARIABLE)
+    if splits not in (None, "1"):
+        raise ValueError(
+            f"{attention_flash.SPLITS_VARIABLE} is {splits!r} and {SETTING}; accepted: 1, or not set"
+        )
+    if spec.num_attention_layers and device.type == "cuda":
+        rejected = attention_flash.rejection(device, spec.kv_dtype, spec.head_dim, config.block_size_tokens)
+        if rejected:
+            raise ValueError(f"{SETTING}, and {rejected}; accepted: a model that FlashAttention-3 takes")
+    if spec.groups.tensor_size > 1 and not spec.groups.ordered_sums:
+        raise ValueError(
+            f"{SETTING}, and ordered_sums of the model's ParallelGroups is False with "
+            f"{spec.groups.tensor_size} tensor ranks; accepted: True, because an all-reduce adds in an order "
+            "that depends on the number of rows"
+        )
+
+
+def record(
+    model: Model, spec: HybridStateSpec, config: InferenceConfig
+) -> tuple[list[Product], list[AttentionSizes]]:
+    """The different products and attentions that a model makes in prefills and in decodes.
+
+    Runs four short steps. Where the model is split, this is a collective.
+
+    Raises:
+        BatchVarianceError: an operation cannot keep bits, or attention runs with several splits.
+    """
+    steps = DummySteps(model, spec, config, longest=2 * _LARGE)
+    prompts = [steps.request(steps.tokens(_SMALL // 2, seed)) for seed in range(2)]
+    prefills = [
+        _recorded(steps, prompt, _padding(tokens, logits))
+        for prompt, (tokens, logits) in zip(prompts, ((_SMALL, 32), (_LARGE, 128)), strict=True)
+    ]
+    for prompt in prompts:
+        prompt.append(steps.tokens(1), [None], 0.0)
+    decodes = [
+        _recorded(steps, prompt, _padding(tokens, logits))
+        for prompt, (tokens, logits) in zip(prompts, ((32, 32), (64, 128)), strict=True)
+    ]
+    found = [
+        *products(prefills[0], prefills[1], StepSizes(_SMALL, 32), StepSizes(_LARGE, 128)),
+        *products(decodes[0], decodes[1], StepSizes(32, 32), StepSizes(64, 128)),
+    ]
+    calls = [call for part in (*prefills, *decodes) for call in part if call.name == ATTENTION]
+    attentions = {_attention(call, config.block_size_tokens): None for call in calls}
+    return list({product.key: product for product in reversed(found)}.values()), list(attentions)
+
+
+def _sequential(arguments: Sequence[Any]) -> Tensor:
+    """A product from its arguments, by `kernels.sequential_product`."""
+    from ..kernels.sequential_product import matmul
+
+    tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+    out_dtype = next((leaf for leaf in arguments if isinstance(leaf, torch.dtype)), None)
+    result: Tensor = matmul(tensors[-2], tensors[-1], tensors[0] if len(tensors) == 3 else None, out_dtype)
+    return result
+
+
+class _WithReplacedProducts(DecomposingMode):  # type: ignore[no-untyped-call]
+    """A model some of whose products are others; it can be captured as the model can."""
+
+    def __init__(self, model: Model, replaced: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._replaced = model, replaced
+        self.state_spec = model.state_spec
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        with self:
+            return self._model(inputs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = operator_name(func)
+        if name in _REPLACED:
+            arguments = tree_leaves((args, kwargs))
+            if weight_key(name, arguments) in self._replaced:
+                return _sequential(arguments)
+        return func(*args, **kwargs)
+
+
+def _is_replaceable(product: Product) -> bool:
+    """Whether the product is x @ weight, or x @ weight + bias, of the rows x of a step."""
+    arguments = product.call.arguments
+    tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
+    scaled = any(isinstance(leaf, (int, float)) for leaf in arguments)  # alpha and beta
+    is_linear = [row[:2] for row in product.rows] == [(tensors[-2], 0)]
+    return product.call.name in _REPLACED and is_linear and not scaled and arguments[tensors[0]].dim() < 3
+
+
+def _recorded(steps: DummySteps, request: Any, padding: Callable[[StepShape], StepShape]) -> list[Call]:
+    recorder = CallRecorder()
+    with recorder:
+        steps.run([(request, steps.longest)], padding)
+    return recorder.calls
+
+
+def _padding(tokens: int, logits: int) -> Callable[[StepShape], StepShape]:
+    def padded(shape: StepShape) -> StepShape:
+        if shape.prefills:
+            return shape._replace(prefill_tokens=tokens, logits=logits)
+        return shape._replace(decodes=tokens, logits=logits)
+
+    return padded
+
+
+def _attention(call: Call, block_size: int) -> AttentionSizes:
+    named = call.named
+    query, keys = named["q"], named["k"]
+    if named["num_splits"] != 1:
+        raise BatchVarianceError(
+            f"{SETTING}, and the model calls {call.name} with num_splits {named['num_splits']}; accepted: 1, "
+            "as kernels.paged_attention has it for inputs.attention_rows"
+        )
+    return AttentionSizes(
+        heads=query.shape[1],
+        kv_heads=keys.shape[2],
+        head_dim=query.shape[2],
+        block_size=block_size,
+        dtype=keys.dtype,
+        scale=named["softmax_scale"],
+    )
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,115 @@
+"""Steps of made-up requests, to see what a model does before it serves any."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...config import InferenceConfig
+from ...sampling_params import SamplingParams
+from ...state_spec import HybridStateSpec
+from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.request import DynamicInferenceRequest
+from ..contexts.step_inputs import StepShape
+from ..policies.prefix_hash import PrefixHashChain
+from .model import Model
+
+ROOM = 2
+"""Requests that run at once."""
+
+
+class DummySteps:
+    """Runs a model on requests of its own, over pools of its own, which are as small as they can be.
+
+    Where the model is split, the constructor and each step are collectives.
+
+    Attributes:
+        longest: the most tokens of a request.
+    """
+
+    def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig, longest: int) -> None:
+        """Allocate the pools.
+
+        Args:
+            model: what is run.
+            spec: what the model said of itself.
+            config: of the engine; sizes are replaced.
+            longest: the most tokens of a request.
+        """
+        self.longest = longest
+        self._model, self._vocab_size = model, spec.vocab_size
+        self._block_size = config.block_size_tokens
+        small = replace(
+            config,
+            max_requests=ROOM,
+            max_tokens=ROOM * longest,
+            max_sequence_length=longest,
+            num_kv_blocks=ROOM * -(-longest // self._block_size),
+            buffer_size_gb=None,
+            num_mamba_slots=None,
+            prefix_caching_mamba_gb=None,
+            enable_prefix_caching=False,
+            enable_chunked_prefill=True,
+            num_speculative_tokens=0,
+            poison_free_memory=False,
+        )
+        self._context = DynamicInferenceContext(spec, small)
+        self._num_requests = 0
+
+    def request(self, tokens: Sequence[int]) -> DynamicInferenceRequest:
+        """A request with this prompt, which wants the log-probs of all its tokens."""
+        self._num_requests += 1
+        params = SamplingParams(
+            num_tokens_to_generate=max(1, self.longest - len(tokens)),
+            return_log_probs=True,
+            skip_prompt_log_probs=False,
+        )
+        return DynamicInferenceRequest(
+            request_id=self._num_requests,
+            prompt_tokens=list(tokens),
+            sampling=params,
+            plan=self._context.config.checkpoint_plan,
+            hashes=PrefixHashChain(self._block_size),
+            arrival_s=0.0,
+        )
+
+    def tokens(self, count: int, seed: int = 0) -> list[int]:
+        """Random tokens."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(self._vocab_size, (count,), generator=generator, device="cpu").tolist()
+
+    @torch.inference_mode()
+    def run(
+        self,
+        work: Sequence[tuple[DynamicInferenceRequest, int]],
+        padding: Callable[[StepShape], StepShape],
+    ) -> list[Tensor]:
+        """One step.
+
+        Args:
+            work: each request, and how many of its tokens are computed at most.
+            padding: maps the step's shape to the shape to pad to.
+
+        Returns: the logits of each request, [tokens of the step, vocabulary]; padding's logits are cut off.
+        """
+        steps = [self._context.schedule(request, budget) for request, budget in work]
+        ready = [step for step in steps if step is not None]
+        assert len(ready) == len(work), "the pools hold all requests"
+        inputs = self._context.begin_step(ready, padding).inputs
+        try:
+            logits = self._model(inputs)
+        except BaseException:
+            self._context.abort_step()
+            raise
+        self._context.end_step()
+        counts = {step.request.request_id: len(step.logit_positions) for step in ready}
+        in_row_order = sorted(ready, key=lambda step: not step.decoding)
+        sizes = [counts[step.request.request_id] for step in in_row_order]
+        parts = torch.split(logits[: inputs.num_logits], sizes)
+        by_id = {step.request.request_id: part for step, part in zip(in_row_order, parts, strict=True)}
+        return [by_id[request.request_id].clone() for request, _ in work]
+
+    def release(self, request: DynamicInferenceRequest) -> None:
+        """Take back what a request holds."""
+        self._context.release(request)

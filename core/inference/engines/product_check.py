@@ -1,0 +1,162 @@
+"""Whether the rows of a product have the same bits whatever the number of rows."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..policies.row_ladder import rungs
+from .recorded_products import GROUPED, Product
+
+BASE_ROWS = 256
+"""Different rows of the operands. Larger products repeat them, so that a row comes at several places."""
+SHIFT = 37
+_SEED = 16
+
+
+def first_difference(
+    product: Product, most_rows: int, run: Callable[[Sequence[object]], Tensor] | None = None
+) -> str:
+    """Where a row of a product has other bits than the same row among 256; empty where nowhere.
+
+    Random rows are multiplied by the product's own weights, in every number of rows that is a rung of the
+    ladder, and at other places. Grouped products are also made with all rows, and with one, in a group.
+    Synchronises once for each call. Holds one result at a time, and 256 rows.
+
+    Args:
+        product: the product.
+        most_rows: the largest step has as many tokens, or as many logits.
+        run: takes the product's arguments and computes it; None: the operator that the model runs.
+
+    Returns: the first number of rows where bits differ, in words.
+    """
+    rows = rungs(most_rows)
+    num_base = min(BASE_ROWS, rows[-1])
+    check = (_GroupedCheck if product.call.name in GROUPED else _DenseCheck)(
+        product, num_base, run or product.call.run
+    )
+    different = [(text, check.differs(ids)) for text, ids in check.cases(rows)]
+    if not different:
+        return ""
+    flags = torch.stack([flag for _, flag in different]).tolist()
+    return next((text for (text, _), differs in zip(different, flags, strict=True) if differs), "")
+
+
+class _DenseCheck:
+    """Runs a product on chosen rows of one set of random rows."""
+
+    def __init__(self, product: Product, num_base: int, run: Callable[[Sequence[object]], Tensor]) -> None:
+        self._product, self._num_base, self._run = product, num_base, run
+        self._device = product.call.arguments[product.rows[0].argument].device
+        generator = torch.Generator(self._device).manual_seed(_SEED)
+        self._base = {
+            row.argument: _random(
+                product.call.arguments[row.argument], row.dim, row.per_row * num_base, generator
+            )
+            for row in product.rows
+        }
+        self._reference = self._compute(self._all())
+
+    def _all(self) -> Tensor:
+        return torch.arange(self._num_base, device=self._device)
+
+    def cases(self, rows: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        """The rows to compute, by what is said of them."""
+        base = self._all()
+        for count in rows:
+            ids = torch.arange(count, device=self._device) % self._num_base
+            yield f"among {count} rows", ids
+            if count <= self._num_base:
+                yield f"at another place among {count} rows", base.roll(-SHIFT)[:count]
+
+    def differs(self, ids: Tensor) -> Tensor:
+        """Whether any of these rows has other bits than in the reference: one bool on the device."""
+        return self._unequal(self._compute(ids), self._entries(ids, self._per_row_out()))
+
+    def _unequal(self, result: Tensor, entries: Tensor) -> Tensor:
+        flags = [
+            _bits(part).ne(_bits(self._reference[here])).any()
+            for part, here in zip(
+                torch.split(result, BASE_ROWS), torch.split(entries, BASE_ROWS), strict=True
+            )
+        ]
+        return torch.stack(flags).any()
+
+    def _per_row_out(self) -> int:
+        return len(self._reference) // self._num_base
+
+    def _compute(self, ids: Tensor) -> Tensor:
+        """The result's rows, first dimension."""
+        arguments = list(self._product.call.arguments)
+        for row in self._product.rows:
+            chosen = self._base[row.argument].index_select(row.dim, self._entries(ids, row.per_row))
+            arguments[row.argument] = _laid_out_like(chosen, arguments[row.argument])
+        return self._run(arguments).movedim(self._product.out_dim, 0)
+
+    def _entries(self, ids: Tensor, per_row: int) -> Tensor:
+        if per_row == 1:
+            return ids
+        return (ids[:, None] * per_row + torch.arange(per_row, device=ids.device)).flatten()
+
+
+class _GroupedCheck(_DenseCheck):
+    """Each random row belongs to one group for good; rows are sorted by group, as experts' rows are."""
+
+    def __init__(self, product: Product, num_base: int, run: Callable[[Sequence[object]], Tensor]) -> None:
+        arguments = product.call.arguments
+        tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
+        self._ends = tensors[2]
+        ends = arguments[self._ends]
+        self._num_groups = len(ends)
+        generator = torch.Generator(ends.device).manual_seed(_SEED)
+        entries = num_base * product.rows[0].per_row
+        self._groups = torch.randint(self._num_groups, (entries,), generator=generator, device=ends.device)
+        super().__init__(product, num_base, run)
+
+    def cases(self, rows: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        yield from super().cases(rows)
+        per_row = self._product.rows[0].per_row
+        groups = self._groups.view(-1, per_row)
+        for group in (0, self._num_groups - 1):
+            alone = self._all()[(groups == group).any(1)]
+            if len(alone):
+                yield f"of group {group} alone among {len(alone)} rows", alone
+                yield f"of group {group} alone", alone[:1]
+
+    def _compute(self, ids: Tensor) -> Tensor:
+        row = self._product.rows[0]
+        entries = self._entries(ids, row.per_row)
+        groups, order = torch.sort(self._groups[entries], stable=True)
+        numbers = torch.arange(self._num_groups, device=ids.device)
+        arguments = list(self._product.call.arguments)
+        ends = arguments[self._ends]
+        arguments[self._ends] = torch.searchsorted(groups, numbers, right=True).to(ends.dtype)
+        arguments[row.argument] = self._base[row.argument][entries[order]]
+        result = self._run(arguments)
+        unsorted = torch.empty_like(result)
+        unsorted[order] = result
+        return unsorted
+
+
+def _random(like: Tensor, dim: int, size: int, generator: torch.Generator) -> Tensor:
+    shape = [*like.shape]
+    shape[dim] = size
+    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+
+
+def _laid_out_like(values: Tensor, like: Tensor) -> Tensor:
+    """`values` with the order of dimensions in memory of `like`, and its distance of matrix rows."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    ordered = values.permute(order)
+    if like.dim() == 2 and like.stride(order[1]) == 1 and like.stride(order[0]) > ordered.shape[1]:
+        wide = ordered.new_empty(len(ordered), like.stride(order[0]))
+        ordered = wide[:, : ordered.shape[1]].copy_(ordered)
+    else:
+        ordered = ordered.contiguous()
+    return ordered.permute([order.index(dim) for dim in range(like.dim())])
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Floating-point numbers as integers, so that a NaN equals itself."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(integers[values.element_size()])

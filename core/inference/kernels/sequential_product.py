@@ -1,0 +1,106 @@
+"""Matrix products that add over K in one fixed order, in Triton.
+
+`linear` is `torch.nn.functional.linear`, and `head_product` is `products.head_product`. A row has the same
+bits whatever the number of rows, because every program computes one tile of one size, from the first of K to
+the last, and no two programs add to one number.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
+NUM_WARPS, NUM_STAGES = 4, 3
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. One launch. Does not synchronise.
+
+    Sums are float32, and rounded once, after the bias. Products of float32 are exact to float32 ("ieee").
+
+    Args:
+        x: [..., n]. weight: [m, n]. bias: [m] or None. bfloat16, float16 or float32, all of one dtype.
+
+    Returns: [..., m] in the dtype of x.
+    """
+    return matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+
+
+def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden @ weight.T in float32. Does not synchronise.
+
+    Args:
+        hidden: [..., n]. weight: [vocabulary, n], of the same dtype.
+
+    Returns: [..., vocabulary] in float32.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return matmul(rows, weight.t(), None, torch.float32).view(*hidden.shape[:-1], len(weight))
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """a @ b + bias, of matrices with any strides; see `linear`.
+
+    Args:
+        a: [M, K]. b: [K, N]. bias: [N] or None.
+        out_dtype: of the result; None: that of a.
+
+    Returns: [M, N].
+
+    Raises:
+        ValueError: the dtypes differ, or are none that are multiplied here.
+    """
+    if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"a is {a.dtype} and b is {b.dtype}; accepted: bfloat16, float16 or float32, both the same"
+        )
+    rows, columns = a.shape[0], b.shape[1]
+    out = torch.empty(rows, columns, dtype=out_dtype or a.dtype, device=a.device)
+    if not out.numel():
+        return out
+    grid = triton.cdiv(columns, BLOCK_N), triton.cdiv(rows, BLOCK_M)
+    sequential_product_kernel[grid](
+        out, a, b, bias,
+        rows, columns, a.shape[1],
+        *a.stride(), *b.stride(), 0 if bias is None else bias.stride(0),
+        HAS_BIAS=bias is not None, WIDEN=a.device.type == "cpu",  # the interpreter's dot knows no bfloat16
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def sequential_product_kernel(
+    # pointers
+    out, a, b, bias,
+    # dimensions
+    rows, columns, length,
+    # strides
+    a_row, a_column, b_row, b_column, bias_stride,
+    # meta-parameters
+    HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_M, BLOCK_N] of a @ b + bias, over all of K."""
+    m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    here, there = m < rows, n < columns
+    lefts = a + m[:, None] * a_row + k[None] * a_column
+    rights = b + k[:, None] * b_row + n[None] * b_column
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, length, BLOCK_K):
+        inside = first + k < length
+        left = tl.load(lefts, mask=here[:, None] & inside[None], other=0.0)
+        right = tl.load(rights, mask=inside[:, None] & there[None], other=0.0)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        lefts += BLOCK_K * a_column
+        rights += BLOCK_K * b_row
+    if HAS_BIAS:
+        total += tl.load(bias + n * bias_stride, mask=there, other=0.0).to(tl.float32)[None]
+    places = out + m[:, None] * columns + n[None]
+    tl.store(places, total.to(out.dtype.element_ty), mask=here[:, None] & there[None])

@@ -1,0 +1,140 @@
+"""Steps are padded to rungs: every padded step holds the step, fits the step buffer, and stays as it is."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.inference.contexts.step_inputs import StepShape
+from mambaslots.inference.contexts.step_ladder import largest_on_ladder, padded_to_ladder
+from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.model_runner import ModelRunner
+from mambaslots.inference.policies.row_ladder import MOST_PADDING, power_of_two, rung, rungs
+from oracle.serving import small_model
+
+
+def is_rung(rows: int) -> bool:
+    return rows in (0, 32, 64, 128) or rows % 256 == 0
+
+
+class TestRungs:
+    @given(st.integers(0, 100_000))
+    def test_the_next_rung(self, rows):
+        padded = rung(rows)
+        assert is_rung(padded)
+        assert rows <= padded <= rows + MOST_PADDING
+        assert not any(is_rung(between) for between in range(rows, padded) if between)
+        assert rung(padded) == padded
+
+    @given(st.integers(0, 5_000))
+    def test_all_rungs(self, rows):
+        assert rungs(rows) == [size for size in range(1, rung(rows) + 1) if is_rung(size)]
+
+    @given(st.integers(1, 5_000))
+    def test_powers_of_two(self, count):
+        assert count <= power_of_two(count) < 2 * count
+        assert power_of_two(count).bit_count() == 1
+
+
+@st.composite
+def contexts(draw: st.DrawFn) -> tuple[StepShape, int]:
+    """The largest sizes of some context's steps, and the tokens of a chunk."""
+    chunk_size = draw(st.sampled_from([1, 4, 64]))
+    requests = draw(st.integers(1, 400))
+    largest = StepShape.largest(
+        requests,
+        draw(st.integers(requests, 3000)),
+        draw(st.integers(1, 64)),
+        draw(st.integers(1, 9)),
+        chunk_size,
+    )
+    return largest, chunk_size
+
+
+@st.composite
+def steps(draw: st.DrawFn, largest: StepShape, chunk_size: int) -> StepShape:
+    """A step's shape without padding."""
+    decodes = draw(st.integers(0, largest.decodes))
+    prefills = draw(st.integers(0 if decodes else 1, min(largest.prefills, 5)))
+    width = draw(st.integers(1, largest.decode_tokens)) if decodes else 1
+    tokens = draw(st.integers(prefills, max(prefills, largest.prefill_tokens))) if prefills else 0
+    return StepShape(
+        decodes=decodes,
+        prefills=prefills,
+        prefill_tokens=tokens,
+        max_query_tokens=draw(st.integers(-(-tokens // prefills), tokens)) if prefills else 0,
+        table_blocks=draw(st.integers(1, largest.table_blocks)),
+        kv_writes=draw(st.integers(0, decodes * width + tokens)),
+        chunks=draw(st.integers(0, tokens // chunk_size + prefills)),
+        checkpoints=draw(st.integers(0, tokens // chunk_size)),
+        logits=draw(st.integers(0, decodes * width + draw(st.sampled_from([prefills, tokens])))),
+        decode_tokens=width,
+    )
+
+
+def assert_padded(shape: StepShape, padded: StepShape, largest: StepShape) -> None:
+    assert is_rung(padded.tokens)
+    assert padded.tokens
+    assert is_rung(padded.logits)
+    assert all(has >= needs for has, needs in zip(padded, shape, strict=True))
+    bound = largest_on_ladder(largest)
+    assert all(has <= most for has, most in zip(padded, bound, strict=True))
+
+
+class TestSteps:
+    @given(st.data())
+    def test_a_padded_step_is_on_the_ladder_and_holds_the_step(self, data):
+        largest, chunk_size = data.draw(contexts())
+        shape = data.draw(steps(largest, chunk_size))
+        padded = padded_to_ladder(shape)
+        assert_padded(shape, padded, largest)
+        assert padded_to_ladder(padded) == padded
+        assert padded.prefills == shape.prefills
+        assert padded.tokens - shape.tokens <= MOST_PADDING or padded.decode_tokens > shape.decode_tokens
+        if shape.prefills:
+            assert (padded.decodes, padded.decode_tokens) == (shape.decodes, shape.decode_tokens)
+        else:
+            assert padded.decode_tokens == power_of_two(shape.decode_tokens)
+
+    @given(st.data())
+    def test_captured_shapes_are_too(self, data):
+        largest, chunk_size = data.draw(contexts())
+        shape = data.draw(steps(largest, chunk_size))
+        most = data.draw(st.integers(0, largest.prefill_tokens))
+        buckets = GraphBuckets(
+            largest.prefills, largest.table_blocks, most, chunk_size, 64, largest.decode_tokens, ladder=True
+        )
+        for asked in (shape, padded_to_ladder(shape)):
+            fitting = buckets.smallest(asked)
+            if fitting is not None:
+                assert_padded(asked, fitting, largest)
+                assert buckets.smallest(fitting) == fitting
+                assert padded_to_ladder(fitting).tokens == fitting.tokens
+        usual = shape.logits <= shape.decodes * shape.decode_tokens + shape.prefills
+        fits = shape.checkpoints <= shape.prefill_tokens // 64 + shape.prefills
+        if shape.prefill_tokens <= most and usual and fits:
+            assert buckets.smallest(shape) is not None
+        if shape.prefills and not most:
+            assert buckets.smallest(shape) is None
+
+    def test_captured_shapes_are_few(self):
+        buckets = GraphBuckets(100, 8, 512, 64, 64, ladder=True)
+        decodes = {buckets.smallest(StepShape(n, 0, 0, 0, 8, n, 0, 0, n)).decodes for n in range(1, 101)}
+        assert decodes == {32, 64, 128}
+        tokens = {
+            buckets.smallest(StepShape(0, 1, n, n, 8, n, n // 64 + 1, 0, 1)).tokens for n in range(1, 513)
+        }
+        assert tokens == {32, 64, 128, 256, 512}
+        drafts = GraphBuckets(100, 8, 512, 64, 64, decode_tokens=4, ladder=True)
+        shape = drafts.smallest(StepShape(3, 0, 0, 0, 8, 12, 0, 0, 12, 3))
+        assert (shape.decodes, shape.decode_tokens, shape.logits) == (8, 4, 32)
+
+    @pytest.mark.parametrize("ladder", [False, True])
+    def test_runners_pad(self, ladder):
+        spec = small_model().state_spec()
+        buckets = GraphBuckets(8, 4, max_prefill_tokens=0, chunk_size=4, block_size=8, ladder=ladder)
+        prefill, decode = StepShape(1, 1, 7, 7, 3, 8, 3, 1, 1), StepShape(3, 0, 0, 0, 3, 3, 0, 0, 3)
+        eager, graphed = ModelRunner(spec, ladder=ladder), GraphRunner(spec, buckets, 10)
+        for runner in (eager, graphed):
+            padded = prefill._replace(prefill_tokens=31, logits=32) if ladder else prefill
+            assert runner.padded(prefill) == padded
+        assert eager.padded(decode).tokens == (32 if ladder else 3)
+        assert graphed.padded(decode).tokens == (32 if ladder else 4)

@@ -1,0 +1,544 @@
+"""Refusals, torch's switches, the products that a model makes, and what finds that rows change their bits."""
+
+import gc
+import time
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import mambaslots as ms
+import pytest
+import torch
+import torch.nn.functional as F
+from mambaslots.inference.engines import batch_invariance, product_check
+from mambaslots.inference.engines.attention_check import AttentionSizes
+from mambaslots.inference.engines.attention_check import first_difference as attention_difference
+from mambaslots.inference.engines.batch_invariance import BatchInvariance, check_settings, record
+from mambaslots.inference.engines.blas_switches import BLAS_SWITCHES, SWITCHES, BlasSwitches, Switch
+from mambaslots.inference.engines.recorded_products import (
+    BatchVarianceError,
+    Call,
+    CallRecorder,
+    Product,
+    StepSizes,
+    products,
+)
+from mambaslots.inference.policies.row_ladder import rungs
+from oracle.hf_models import served_model
+from oracle.serving import small_config
+from torch import Tensor, nn
+
+CONFIG = ms.InferenceConfig(
+    block_size_tokens=16, max_requests=4, max_tokens=64, max_sequence_length=256, num_kv_blocks=64,
+    num_mamba_slots=8,
+)  # fmt: skip
+
+
+def model_of(pattern: str, dtype: torch.dtype = torch.bfloat16) -> ms.models.HybridLM:
+    return ms.models.HybridLM(small_config(16, dtype, pattern), seed=3)
+
+
+def on(device: str, model: ms.models.HybridLM, **changes: Any) -> ms.HybridStateSpec:
+    """The model's spec, as if the model were on `device`."""
+    spec = replace(model.state_spec(), **changes)
+    object.__setattr__(spec, "device", torch.device(device))
+    return spec
+
+
+class TestRefusals:
+    def test_a_cpu(self, monkeypatch):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        with pytest.raises(
+            ValueError, match="batch_invariant is True, and the model is on cpu; accepted: a GPU"
+        ):
+            BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG).close()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_wide_models(self, dtype):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(ValueError, match=f"the model is {name}; accepted: bfloat16 or float16"):
+            check_settings(on("cuda", model_of("M", dtype)), CONFIG)
+
+    @pytest.mark.parametrize("splits", ["0", "2", "128"])
+    def test_splits_of_attention(self, monkeypatch, splits):
+        monkeypatch.setenv("MAMBASLOTS_ATTENTION_SPLITS", splits)
+        with pytest.raises(
+            ValueError, match=f"MAMBASLOTS_ATTENTION_SPLITS is '{splits}' .* accepted: 1, or not"
+        ):
+            check_settings(on("cuda", model_of("M")), CONFIG)
+
+    def test_one_split_is_fine(self, monkeypatch):
+        monkeypatch.setenv("MAMBASLOTS_ATTENTION_SPLITS", "1")
+        check_settings(on("cuda", model_of("M")), CONFIG)
+
+    def test_attention_without_flash_attention(self, monkeypatch):
+        monkeypatch.setattr(
+            batch_invariance.attention_flash, "rejection", lambda *_: "FlashAttention-3 needs x"
+        )
+        with pytest.raises(ValueError, match="and FlashAttention-3 needs x; accepted: a model that FlashAtt"):
+            check_settings(on("cuda", model_of("M*")), CONFIG)
+        check_settings(on("cuda", model_of("MG")), CONFIG)
+
+    @pytest.mark.parametrize("ordered", [False, True])
+    def test_tensor_ranks(self, ordered, monkeypatch):
+        monkeypatch.setattr(ms.ParallelGroups, "tensor_size", 2)
+        spec = on("cuda", model_of("M-"), groups=ms.ParallelGroups(ordered_sums=ordered))
+        if ordered:
+            check_settings(spec, CONFIG)
+            return
+        with pytest.raises(
+            ValueError, match="ordered_sums of the model's ParallelGroups is False with 2 tensor"
+        ):
+            check_settings(spec, CONFIG)
+
+    def test_ordered_sums_is_a_bool(self):
+        with pytest.raises(ValueError, match="ordered_sums is 1; accepted: True or False"):
+            ms.ParallelGroups(ordered_sums=1)  # type: ignore[arg-type]
+
+
+class Settings:
+    """Two switches of nothing."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, object] = {"library": "old", "split": True}
+        self.fails = False
+        self.switches = BlasSwitches(
+            tuple(
+                Switch(name, lambda name=name: self.values[name], self._writer(name), needed, repr(needed))
+                for name, needed in (("library", "new"), ("split", False))
+            )
+        )
+
+    def _writer(self, name: str) -> Any:
+        def write(value: object) -> None:
+            if self.fails and name == "split":
+                raise OSError("no such switch")
+            self.values[name] = value
+
+        return write
+
+
+class Owner:
+    pass
+
+
+class TestSwitches:
+    BEFORE: ClassVar = {"library": "old", "split": True}
+    HELD: ClassVar = {"library": "new", "split": False}
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+    def test_the_last_to_let_go_puts_them_back(self, order):
+        settings = Settings()
+        owners = [Owner() for _ in order]
+        releases = [settings.switches.hold(owner) for owner in owners]
+        for index in order:
+            assert settings.values == self.HELD
+            settings.switches.check()
+            releases[index]()
+            releases[index]()  # again: nothing happens
+        assert settings.values == self.BEFORE
+
+    def test_owners_that_are_collected_let_go(self):
+        settings = Settings()
+        first, second = Owner(), Owner()
+        settings.switches.hold(first)
+        release = settings.switches.hold(second)
+        del first
+        gc.collect()
+        assert settings.values == self.HELD
+        release()
+        del second
+        gc.collect()
+        assert settings.values == self.BEFORE
+
+    def test_a_change_is_named_and_left_alone(self):
+        settings = Settings()
+        owner = Owner()
+        release = settings.switches.hold(owner)
+        settings.values["split"] = "mine"
+        with pytest.raises(
+            RuntimeError, match="split is mine; accepted: False, while an engine with batch_inv"
+        ):
+            settings.switches.check()
+        with pytest.raises(RuntimeError, match="split is mine"):
+            settings.switches.hold(Owner())
+        assert settings.values == {"library": "new", "split": "mine"}
+        release()
+        assert settings.values == {"library": "old", "split": "mine"}
+        later = settings.switches.hold(owner)
+        assert settings.values == self.HELD
+        later()
+        assert settings.values == {"library": "old", "split": "mine"}
+
+    def test_a_switch_that_cannot_be_set_puts_the_others_back(self):
+        settings = Settings()
+        settings.fails = True
+        with pytest.raises(OSError, match="no such switch"):
+            settings.switches.hold(Owner())
+        assert settings.values == self.BEFORE
+        settings.fails = False
+        settings.switches.hold(Owner())
+
+    def test_torch_has_them(self):
+        before = [switch.read() for switch in SWITCHES]
+        owner = Owner()
+        release = BLAS_SWITCHES.hold(owner)
+        assert [switch.read() for switch in SWITCHES] == [switch.needed for switch in SWITCHES]
+        assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction_split_k is False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        with pytest.raises(RuntimeError, match=r"matmul\.allow_bf16_reduced_precision_reduction is"):
+            BLAS_SWITCHES.check()
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        release()
+        assert [switch.read() for switch in SWITCHES] == before
+
+    def test_a_failed_check_lets_go(self, monkeypatch):
+        before = [switch.read() for switch in SWITCHES]
+        model = model_of("M-")
+        spec = on("cuda", model)
+
+        def fails(*_: object) -> None:
+            assert [switch.read() for switch in SWITCHES] == [switch.needed for switch in SWITCHES]
+            raise BatchVarianceError("aten.mm of something")
+
+        monkeypatch.setattr(BatchInvariance, "_check", fails)
+        monkeypatch.setattr(batch_invariance, "on_device_of", lambda _: torch.cuda.device(-1))
+        with pytest.raises(ValueError, match="of something"):
+            BatchInvariance(model, spec, CONFIG)
+        assert [switch.read() for switch in SWITCHES] == before
+
+
+def weights_of(found: list[Product]) -> set[tuple[int, ...]]:
+    return {tuple(product.call.arguments[-1].shape) for product in found if product.call.name == "aten.mm"}
+
+
+class TestRecorder:
+    def test_all_products_of_a_hybrid_lm(self):
+        model = model_of("M-*G-C")
+        found, attentions = record(model, model.state_spec(), CONFIG)
+        matrices = {
+            tuple(reversed(weight.shape))
+            for name, weight in model.named_parameters()
+            if weight.dim() == 2 and "conv" not in name and name != "embedding"
+        }
+        matrices |= {  # those that are convolved by a product all the same
+            tuple(reversed(weight.shape))
+            for name, weight in model.named_parameters()
+            if weight.dim() == 2 and "proj" in name
+        }
+        assert weights_of(found) == matrices
+        assert [product.of_logits for product in found].count(True) == 1
+        assert attentions == []  # FlashAttention-3 runs on a GPU alone
+        assert all(row.dim == 0 and row.per_row == 1 for product in found for row in product.rows)
+
+    @pytest.mark.parametrize("name", ["nemotron_h dense", "bamba"])
+    def test_all_linear_modules_of_a_model_of_transformers(self, name):
+        model = served_model(name, torch.bfloat16)
+        found, _ = record(model, model.state_spec(), CONFIG)
+        made = weights_of(found) | {
+            tuple(product.call.arguments[-1].shape) for product in found if product.call.name == "aten.addmm"
+        }
+        linear = {
+            (module.in_features, module.out_features)
+            for module in model.model.modules()
+            if isinstance(module, nn.Linear)
+        }
+        inputs = {inner for inner, _ in made}
+        assert inputs == {inner for inner, _ in linear}
+        assert sum(outer for _, outer in made) >= max(outer for _, outer in linear)
+
+    def recorded(self, step: Any) -> list[list[Call]]:
+        both = []
+        for tokens, logits in ((64, 32), (128, 128)):
+            recorder = CallRecorder()
+            with torch.inference_mode(), recorder:
+                step(torch.randn(tokens, 16), torch.randn(logits, 16))
+            both.append(recorder.calls)
+        return both
+
+    def products_of(self, step: Any) -> list[Product]:
+        small, large = self.recorded(step)
+        return products(small, large, StepSizes(64, 32), StepSizes(128, 128))
+
+    def test_which_dimension_has_the_rows(self):
+        weight, bias, many = torch.randn(8, 16), torch.randn(8), torch.randn(4, 16, 8)
+
+        def step(x: Tensor, logits: Tensor) -> None:
+            F.linear(x, weight, bias)
+            F.linear(logits, weight)
+            weight @ x.T
+            torch.bmm(x.view(1, -1, 16).expand(4, -1, -1), many)
+            torch.einsum("tk,tkn->tn", x, x.new_zeros(len(x), 16, 8))
+            weight @ weight.T
+            F.linear(x.view(-1, 8).repeat(1, 2), weight)
+
+        found = self.products_of(step)
+        described = [
+            (one.call.name, one.of_logits, one.out_dim, [tuple(row) for row in one.rows]) for one in found
+        ]
+        assert described == [
+            ("aten.addmm", False, 0, [(1, 0, 1)]),
+            ("aten.mm", True, 0, [(0, 0, 1)]),
+            ("aten.mm", False, 1, [(1, 1, 1)]),
+            ("aten.bmm", False, 1, [(0, 1, 1)]),
+            ("aten.bmm", False, 0, [(0, 0, 1), (1, 0, 1)]),
+            ("aten.mm", False, 0, [(0, 0, 2)]),
+        ]
+        for one in found:
+            assert product_check.first_difference(one, 64, exact(one)) == ""
+
+    @pytest.mark.parametrize(
+        ("step", "message"),
+        [
+            (lambda x, _: x.T @ x, "aten.mm of .*64.* adds over the rows of the step"),
+            (lambda x, _: x @ x.T, "multiplies rows of the step with rows"),
+            (lambda x, _: x.double() @ torch.zeros(16, 4).double(), "multiplies torch.float64"),
+            (lambda x, _: torch.mv(x, x[0]), "aten.mv of .* is none of aten.mm"),
+            (lambda x, _: F.conv1d(x.T[None], torch.zeros(4, 16, 3)), "convolution of .* is none of"),
+            (lambda x, _: [x @ torch.zeros(16, 4) for _ in range(len(x) // 64)], "other products for other"),
+            (lambda x, _: x[: len(x) // 3] @ torch.zeros(16, 4), "has 21 rows, and 42 in a larger step"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_keep_bits_is_named(self, step, message):
+        with pytest.raises(BatchVarianceError, match=message):
+            self.products_of(step)
+
+    def test_what_a_kernel_multiplies_inside_belongs_to_the_kernel(self):
+        model = model_of("*")
+        found, _ = record(model, model.state_spec(), CONFIG)
+        assert all(product.call.name == "aten.mm" for product in found)
+
+
+def exact(product: Product) -> Any:
+    """The product in float64, rounded: its rows depend on nothing."""
+
+    def run(arguments: list[Any]) -> Tensor:
+        wide = [leaf.double() if isinstance(leaf, Tensor) else leaf for leaf in arguments]
+        return product.call.run(wide).float()
+
+    return run
+
+
+class TestProductCheck:
+    def product(self, x: Tensor, *weights: Tensor, step: Any = torch.mm) -> Product:
+        both = []
+        for tokens in (64, 128):
+            recorder = CallRecorder()
+            with torch.inference_mode(), recorder:
+                step(x[:1].repeat(tokens, 1), *weights)
+            both.append(recorder.calls)
+        (found,) = products(*both, StepSizes(64, 32), StepSizes(128, 128))
+        return found
+
+    def test_a_product_that_keeps_bits(self):
+        product = self.product(torch.randn(1, 16), torch.randn(16, 8))
+        assert product_check.first_difference(product, 1024, exact(product)) == ""
+
+    @pytest.mark.parametrize("rows", [32, 64, 128, 512, 768, 1024])
+    def test_the_first_number_of_rows_that_differs(self, rows):
+        product = self.product(torch.randn(1, 16), torch.randn(16, 8))
+
+        def run(arguments: list[Any]) -> Tensor:
+            result = exact(product)(arguments)
+            if len(result) >= rows and len(result) != 256:
+                result[5] = result[5].nextafter(torch.tensor(9.0))
+            return result
+
+        assert product_check.first_difference(product, 1024, run) == f"among {rows} rows"
+
+    def test_a_row_that_differs_at_another_place(self):
+        product = self.product(torch.randn(1, 16), torch.randn(16, 8))
+
+        def run(arguments: list[Any]) -> Tensor:
+            result = exact(product)(arguments)
+            result[0] *= 2  # the first row of any product
+            return result
+
+        assert product_check.first_difference(product, 256, run) == "at another place among 32 rows"
+
+    def test_every_rung_is_computed(self):
+        product = self.product(torch.randn(1, 16), torch.randn(16, 8))
+        seen = []
+
+        def run(arguments: list[Any]) -> Tensor:
+            seen.append(len(arguments[0]))
+            return exact(product)(arguments)
+
+        product_check.first_difference(product, 1000, run)
+        assert set(seen) == set(rungs(1000)) == {32, 64, 128, 256, 512, 768, 1024}
+
+    def test_operands_lie_in_memory_as_the_model_s_do(self):
+        product = self.product(torch.randn(1, 16), torch.randn(16, 8), step=lambda x, w: wide_rows(x) @ w)
+        seen = []
+
+        def run(arguments: list[Any]) -> Tensor:
+            seen.append(arguments[0].stride())
+            return exact(product)(arguments)
+
+        product_check.first_difference(product, 64, run)
+        assert set(seen) == {(48, 1)}
+
+    @pytest.mark.parametrize("differs", [False, True])
+    def test_grouped_products(self, differs):
+        weight = torch.randn(4, 16, 8).bfloat16()
+        per_row = 2
+
+        def step(x: Tensor, weight: Tensor) -> Tensor:
+            rows = x.bfloat16().repeat(per_row, 1)
+            ends = torch.tensor([8, 8, 40, len(rows)], dtype=torch.int32)
+            return F.grouped_mm(rows, weight, offs=ends)
+
+        product = self.product(torch.randn(1, 16), weight, step=step)
+        assert product.rows == ((0, 0, per_row),)
+
+        def run(arguments: list[Any]) -> Tensor:
+            rows, matrices, ends = (leaf for leaf in arguments if isinstance(leaf, Tensor))
+            groups = torch.searchsorted(ends, torch.arange(len(rows)), right=True)
+            result = (rows.double()[:, None] @ matrices.double()[groups]).squeeze(1).bfloat16()
+            if differs and len(rows) == 1024:
+                result[7] = -result[7]
+            return result
+
+        expected = "among 512 rows" if differs else ""
+        assert product_check.first_difference(product, 512, run) == expected
+
+
+def wide_rows(x: Tensor) -> Tensor:
+    return torch.cat([x, x, x], 1)[:, :16]
+
+
+class TestReplacedProducts:
+    """On the CPU, in Triton's interpreter."""
+
+    def test_a_product_that_differs_is_replaced_or_refused(self, monkeypatch):
+        model = model_of("M-")
+        spec = model.state_spec()
+        own = product_check.first_difference
+
+        def difference(product: Product, most: int, run: Any = None) -> str:
+            if run is None and product.call.arguments[-1].shape == (32, 100):
+                return "among 512 rows"
+            return own(product, 64, run or exact(product))
+
+        monkeypatch.setattr(product_check, "first_difference", difference)
+        invariance = BatchInvariance(model, spec, CONFIG)
+        invariance._check(model, CONFIG)
+        replaced = [checked for checked in invariance.products if checked.replaced]
+        assert [tuple(checked.product.call.arguments[-1].shape) for checked in replaced] == [(32, 100)]
+
+        refusing = BatchInvariance(model, spec, CONFIG, replaces_products=False)
+        message = (
+            r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 gives .* among 512 rows than among 256"
+        )
+        with pytest.raises(BatchVarianceError, match=message):
+            refusing._check(model, CONFIG)
+
+    def test_the_served_model_makes_the_other_product(self, monkeypatch):
+        model = model_of("M-", torch.float32)
+        invariance = BatchInvariance(model, model.state_spec(), CONFIG)
+        assert invariance.served(model) is model
+        found, _ = record(model, model.state_spec(), CONFIG)
+        chosen = next(one for one in found if one.call.arguments[-1].shape == (32, 100))
+        invariance.products = (batch_invariance.CheckedProduct(chosen, 4, True),)
+        calls = []
+        own = batch_invariance._sequential
+
+        def sequential(arguments: Any) -> Tensor:
+            calls.append(len(arguments[0]))
+            return own(arguments)
+
+        monkeypatch.setattr(batch_invariance, "_sequential", sequential)
+        results = []
+        for served in (invariance.served(model), model):
+            engine = ms.DynamicInferenceEngine(served, CONFIG)
+            params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
+            results.append(engine.generate([list(range(20))], params)[0])
+        assert calls == [20, 1, 1]
+        assert results[0].tokens == results[1].tokens
+        assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
+
+
+@pytest.mark.gpu
+class TestOnAGPU:
+    """Run with -s: prints what the check says of itself, and how long it takes."""
+
+    @pytest.fixture(scope="class")
+    def model(self) -> ms.models.HybridLM:
+        config = ms.models.HybridConfig(
+            vocab_size=131072, hidden_size=4096, pattern="M-*-", mamba_num_heads=128, mamba_head_dim=64,
+            mamba_num_groups=8, mamba_state_dim=128, conv_kernel=4, ssd_chunk_size=128,
+            num_attention_heads=32, num_kv_heads=8, head_dim=128, mlp_hidden_size=21504,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        return ms.models.HybridLM(config, seed=0, device="cuda")
+
+    CONFIG = ms.InferenceConfig(
+        block_size_tokens=256, max_requests=32, max_tokens=4096, max_sequence_length=8192, num_kv_blocks=64,
+        num_mamba_slots=8,
+    )  # fmt: skip
+
+    def test_an_8b_shaped_model_keeps_bits(self, model, needs_gpu_memory):
+        needs_gpu_memory(16)
+        spec = model.state_spec()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        invariance = BatchInvariance(model, spec, self.CONFIG)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+        print(f"\nself-check: {seconds:.2f} s, {peak:.2f} GiB at most")
+        print(*invariance.describe(), sep="\n")
+        for checked in invariance.products:
+            print(f"  {checked.num_rungs} numbers of rows: {checked.product.name}")
+        assert not any(checked.replaced for checked in invariance.products)
+        assert len(invariance.attentions) == 1
+        invariance.check_switches()
+        invariance.close()
+        assert seconds < 5
+        assert peak < 1
+
+    def test_split_k_is_found_and_named(self, model, monkeypatch, needs_gpu_memory):
+        needs_gpu_memory(16)
+        spec = model.state_spec()
+        invariance = BatchInvariance(model, spec, self.CONFIG, replaces_products=False)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        torch.backends.cuda.preferred_blas_library("default")
+        try:
+            with pytest.raises(BatchVarianceError, match=r"aten.mm of \[rows, 21504\]") as refused:
+                invariance._check(model, self.CONFIG)
+            print(f"\nrefused: {refused.value}")
+            with pytest.raises(RuntimeError, match="accepted: 'cublaslt'") as named:
+                invariance.check_switches()
+            print(f"refused: {named.value}")
+            replacing = BatchInvariance.__new__(BatchInvariance)
+            replacing.__dict__ |= invariance.__dict__ | {"_replaces": True}
+            replacing._check(model, self.CONFIG)
+            print(*[c.product.name for c in replacing.products if c.replaced], sep="\nreplaced: ")
+        finally:
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            invariance.close()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("sizes", [(32, 8, 128, 256), (16, 2, 256, 64), (32, 2, 128, 16)])
+    def test_attention_rows_keep_bits(self, dtype, sizes):
+        attention = AttentionSizes(*sizes, dtype, None)
+        assert attention_difference(attention, torch.device("cuda")) == ""
+
+    @pytest.mark.parametrize("per_row", [2, 8])
+    def test_grouped_products_keep_bits(self, per_row):
+        weight = torch.randn(64, 1024, 2048, device="cuda").bfloat16()
+
+        def step(x: Tensor, weight: Tensor) -> Tensor:
+            rows = x.repeat(per_row, 1)
+            ends = torch.full((64,), len(rows), dtype=torch.int32, device="cuda")
+            return F.grouped_mm(rows, weight, offs=ends)
+
+        x = torch.randn(1, 1024, device="cuda").bfloat16()
+        owner = Owner()
+        release = BLAS_SWITCHES.hold(owner)
+        product = TestProductCheck().product(x, weight, step=step)
+        assert product_check.first_difference(product, 2048) == ""
+        release()

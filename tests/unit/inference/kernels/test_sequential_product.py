@@ -1,0 +1,61 @@
+"""Products that add over K in order: right, and the same bits whatever the number of rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mambaslots.inference.kernels.sequential_product import head_product, linear, matmul
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCES))
+
+
+def operands(rows: int, inner: int, outer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, inner, generator=generator).to(DEVICE, dtype)
+    return x, (torch.randn(outer, inner, generator=generator) * inner**-0.5).to(DEVICE, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 32, 16), (65, 200, 130), (3, 7, 5)])
+def test_against_float64(dtype, rows, inner, outer):
+    x, weight = operands(rows, inner, outer, dtype)
+    bias = torch.linspace(-1, 1, outer).to(DEVICE, dtype)
+    close = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
+    for given in (None, bias):
+        expected = F.linear(x.double(), weight.double(), None if given is None else given.double())
+        out = linear(x, weight, given)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, **close)
+    logits = head_product(x.view(1, rows, inner), weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(
+        logits[0].double(), F.linear(x.double(), weight.double()), rtol=1e-5, atol=1e-5
+    )
+
+
+@DTYPES
+def test_rows_have_the_same_bits_alone_and_anywhere(dtype):
+    x, weight = operands(150, 160, 70, dtype)
+    whole = linear(x, weight)
+    for count in (1, 2, 31, 32, 64, 65, 149):
+        assert torch.equal(linear(x[:count], weight), whole[:count])
+    for row in (0, 63, 64, 149):
+        assert torch.equal(linear(x[row : row + 1], weight)[0], whole[row])
+    order = torch.arange(150, device=DEVICE).roll(37)
+    assert torch.equal(linear(x[order], weight), whole[order])
+
+
+def test_any_strides_and_no_rows():
+    x, weight = operands(40, 48, 24, torch.float32)
+    wide = torch.randn(40, 100, device=DEVICE)
+    wide[:, 3:51] = x
+    assert torch.equal(matmul(wide[:, 3:51], weight.t()), matmul(x, weight.t().contiguous()))
+    assert linear(x[:0], weight).shape == (0, 24)
+
+
+def test_dtypes_that_differ_are_refused():
+    with pytest.raises(
+        ValueError, match=r"a is torch\.float32 and b is torch\.bfloat16; accepted: bfloat16, fl"
+    ):
+        matmul(torch.zeros(2, 2), torch.zeros(2, 2).bfloat16())
