@@ -89,7 +89,7 @@ def scan_ssd(
     Returns: y, [T, H, P] in the dtype of x.
     """
     ssm_states, replay = inputs.state_pool["ssm"][layer], inputs.replay
-    x_kept, B_kept, gates = _kept(replay, layer, "ssm_x", "ssm_B", "ssm_gates")  # noqa: N806
+    x_kept, B_kept, gates = _kept(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:

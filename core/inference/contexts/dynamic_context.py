@@ -35,6 +35,7 @@ from .step import Step, StepObserver
 from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
 from .step_inputs import StepShape
+from .step_ladder import largest_on_ladder
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class DynamicInferenceContext:
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
             self.request_to_kv_block_ids.shape[1], self._chunk_size,
         )  # fmt: skip
+        if config.batch_invariant:
+            largest = largest_on_ladder(largest)
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(
             self._buffer, config.block_size_tokens, self._chunk_size, config.replays, config.batch_invariant

@@ -41,6 +41,7 @@ from .arguments import (
     checked_sampling,
     one_each,
 )
+from .batch_invariance import BatchInvariance
 from .drafter import Drafter
 from .engine_books import EngineBooks, LaunchedStep, StepUndo
 from .graph_runner import GraphBuckets, GraphRunner
@@ -81,8 +82,10 @@ class DynamicInferenceEngine:
             raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
         self.model = model
         self.config = instance("config", config, InferenceConfig)
-        self.context = DynamicInferenceContext(model.state_spec(), config)
-        spec = self.context.spec
+        spec = model.state_spec()
+        self._invariance = BatchInvariance(model, spec, config) if config.batch_invariant else None
+        self._forward = model if self._invariance is None else self._invariance.served(model)
+        self.context = DynamicInferenceContext(spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self._runner = self._new_runner()
@@ -101,8 +104,9 @@ class DynamicInferenceEngine:
         dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
         synchronises = spec.device.type != "cuda" or torch.float64 in dtypes
         if max_graphs is None or synchronises:
-            return ModelRunner(spec, inspect)
-        return GraphRunner(spec, GraphBuckets.of(self.context), max_graphs, inspect)
+            return ModelRunner(spec, inspect, self.config.batch_invariant)
+        buckets = GraphBuckets.of(self.context, self.config.batch_invariant)
+        return GraphRunner(spec, buckets, max_graphs, inspect)
 
     # ---- requests
 
@@ -266,17 +270,19 @@ class DynamicInferenceEngine:
             tokens_there = step.sampled.tokens_of([one.request for one in following])
             self._books.unread = self._launch(following, tokens_there, undo)
         tokens = step.sampled.wait()
-        self._runner.after_step(self.model)
+        self._runner.after_step(self._forward)
         return step.requests, tokens, step.sampled.invalid
 
     def _launch(
         self, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None, undo: StepUndo
     ) -> LaunchedStep:
         """Launch a step. `sampled_tokens`: its tokens, where it follows a step that nobody has read."""
+        if self._invariance is not None:
+            self._invariance.check_switches()
         undo.settled = False
         step = self.context.begin_step(scheduled, self._runner.padded, sampled_tokens)  # reserve, publish
         undo.settled = True
-        logits = self._runner.run(self.model, step.inputs)  # forward
+        logits = self._runner.run(self._forward, step.inputs)  # forward
         sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
         undo.settled = False
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
@@ -574,6 +580,8 @@ class DynamicInferenceEngine:
                 *kernels.describe(spec, config.block_size_tokens),
                 f"CUDA graphs: {self._runner.describe()}",
                 f"decode steps: {self._describe_steps()}",
+                f"decodes: {self._describe_decodes()}",
+                *(self._invariance.describe() if self._invariance is not None else ()),
             )
         )
 
@@ -582,6 +590,12 @@ class DynamicInferenceEngine:
         if because is None:
             return "launched before the tokens of the step before are read"
         return f"wait for the tokens of the step before, because of {because}"
+
+    def _describe_decodes(self) -> str:
+        if not self.config.replays:
+            return "update a state at each token"
+        chunk = self.context.spec.chunk_tokens(self.config.block_size_tokens)
+        return f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
 
     def memory_summary(self) -> str:
         """One line that says how many bytes each pool takes."""

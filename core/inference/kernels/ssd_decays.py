@@ -58,9 +58,7 @@ def load_step(dt, token, token_stride, length, is_head):
 
 
 @triton.jit
-def sum_decays(
-    dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr
-):
+def sum_decays(dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr):
     """Store the steps and the sums of `stored` tokens, of which `length` are real.
 
     dt points at the first token, steps_out and sums_out at the first number, each [BLOCK_H]. The numbers of a

@@ -122,7 +122,16 @@ def tokens_of(kept, new, k, offset, kept_stride, new_stride):
 
 @triton.jit
 def gates_of(
-    gates, dt, k, offset, length, rate, before, dt_token_stride, tokens: tl.constexpr, log_offset: tl.constexpr
+    gates,
+    dt,
+    k,
+    offset,
+    length,
+    rate,
+    before,
+    dt_token_stride,
+    tokens: tl.constexpr,
+    log_offset: tl.constexpr,
 ):
     """The steps and sums of tokens k, finite behind the tokens. `before` is the sum of the kept tokens."""
     step = tl.load(gates + k, mask=k < offset, other=0.0)
@@ -261,9 +270,7 @@ def ssd_replay_kernel(
                     for first_n in tl.static_range(0, state_dim, BLOCK_N):
                         n = first_n + tl.arange(0, BLOCK_N)
                         mask = is_new[:, None] & (n < state_dim)[None, :]
-                        keys = tl.load(
-                            B + token[:, None] * B_token_stride + n[None, :], mask=mask, other=0.0
-                        )
+                        keys = tl.load(B + token[:, None] * B_token_stride + n[None, :], mask=mask, other=0.0)
                         tl.store(B_inputs + m[:, None] * B_kept_stride + n[None, :], keys, mask=mask)
 
     if destination >= 0:
@@ -293,9 +300,7 @@ def ssd_replay_kernel(
                         mask=(k < end)[:, None] & (n < state_dim)[None, :],
                         other=0.0,
                     )
-                    update = add_update(
-                        update, values, keys, decay_of_chunk, decay, step, operand
-                    )
+                    update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
                 inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
                 within = p[:, None] * state_dim + n[None, :]
                 state = tl.load(
