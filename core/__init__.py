@@ -33,7 +33,7 @@ from .inference.policies.prefix_hash import PrefixHashChain
 from .loaded_model import LoadedModel, load
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
-from .request import FinishReason, RequestResult
+from .request import FinishReason, RequestResult, ScoreResult
 from .sampling_params import SamplingParams
 from .state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from .state_spec import HybridStateSpec
@@ -49,7 +49,8 @@ __version__ = "0.1.0"
 __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
-    "RequestResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport", "PinnedPrefix",
+    "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport",
+    "PinnedPrefix",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "Drafter", "NgramDrafter",
     "load", "LoadedModel", "TextCodec", "text",

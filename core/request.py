@@ -1,4 +1,4 @@
-"""What a finished request returns."""
+"""What a finished request returns, and a scored sequence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ class RequestResult:
         request_id: as `add_request` returned it.
         tokens: the generated tokens.
         log_probs: one a generated token; None unless asked for.
-        prompt_log_probs: of prompt tokens 1 .. N-1; None unless asked for.
+        prompt_log_probs: of prompt tokens `SamplingParams.prompt_log_probs_start` .. N-1, in order; None
+            unless asked for. Fewer where the request ended before all were computed.
         num_prompt_tokens: tokens of the prompt.
         num_resumed_tokens: prompt tokens that were not computed on the request's first way through its
             prompt, because it started from a cached state behind them.
@@ -37,4 +38,34 @@ class RequestResult:
     computed_by_reason: Mapping[ComputeReason, int]
     num_recomputed_tokens: int
     ttft_s: float | None
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """A scored sequence of N tokens.
+
+    The last token is never computed, because nothing follows it: N - 1 = `num_resumed_tokens` + the sum of
+    `computed_by_reason`.
+
+    Attributes:
+        log_probs: of tokens `start` .. N-1, in order, under the model's own distribution (before temperature,
+            top_k and top_p), as `RequestResult.log_probs` has them. Fewer where `finish_reason` is not
+            "length".
+        start: position of the first scored token.
+        num_tokens: N.
+        num_resumed_tokens: tokens before `start` that were not computed on the first way through the
+            sequence, because that started from a cached state behind them.
+        computed_by_reason: the other tokens but the last, by why they were computed.
+        num_recomputed_tokens: tokens computed again after the request was preempted.
+        finish_reason: "length": all log-probs are there. Else "invalid_logits" (the model's logits were NaN
+            or infinite), "cancelled" or "reset", as for a `RequestResult`.
+    """
+
+    log_probs: list[float]
+    start: int
+    num_tokens: int
+    num_resumed_tokens: int
+    computed_by_reason: Mapping[ComputeReason, int]
+    num_recomputed_tokens: int
     finish_reason: FinishReason

@@ -22,8 +22,10 @@ class SamplingParams:
         stop_token_ids: more tokens that end the answer.
         return_log_probs: return one log-prob per generated token, under the model's own distribution (before
             temperature, top_k and top_p).
-        skip_prompt_log_probs: False also returns the log-probs of prompt tokens 1 .. N-1. Every prompt token
-            is then computed, so that the request resumes from no cached state.
+        skip_prompt_log_probs: False also returns the log-probs of prompt tokens `prompt_log_probs_start` ..
+            N-1. The tokens from `prompt_log_probs_start` - 1 on are then computed: the request resumes from
+            no deeper state.
+        prompt_log_probs_start: position of the first prompt token whose log-prob is returned, >= 1.
     """
 
     num_tokens_to_generate: int = 16
@@ -35,6 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     return_log_probs: bool = False
     skip_prompt_log_probs: bool = True
+    prompt_log_probs_start: int = 1
 
     def __post_init__(self) -> None:
         length = integer("num_tokens_to_generate", self.num_tokens_to_generate, 1, INT32_MAX)
@@ -51,6 +54,8 @@ class SamplingParams:
         set_field(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
         boolean("return_log_probs", self.return_log_probs)
         boolean("skip_prompt_log_probs", self.skip_prompt_log_probs)
+        first = integer("prompt_log_probs_start", self.prompt_log_probs_start, 1, INT32_MAX)
+        set_field(self, "prompt_log_probs_start", first)
 
     @property
     def greedy(self) -> bool:

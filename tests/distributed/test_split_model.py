@@ -1,5 +1,6 @@
 """A model split over ranks does, step by step, what the whole one does in one process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mambaslots as ms
@@ -118,6 +119,23 @@ def test_random_traffic(world: World, split: str, pools: dict[str, object], mode
     assert all(each == stats[0] for each in stats)
     assert bool(stats[0].num_resumed_tokens) == engines[0].config.enable_prefix_caching
     assert stats[0].num_states_evicted or pools.get("num_mamba_slots") != 3
+
+
+@pytest.mark.usefixtures("kind")
+@every_split
+def test_scores_are_those_of_the_whole_model(world: World, split: str) -> None:
+    context = random_tokens(26, seed=1)
+    sequences = [context + random_tokens(length, seed=length) for length in (1, 9, 20)]
+    engines = [small_engine(model=model, max_tokens=13) for model in (world.model(split), world.model(None))]
+    scored = [[*engine.score(sequences, 26), *engine.score(sequences)] for engine in engines]
+    for one, other in zip(*scored, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=0, atol=TOLERANCE)
+        assert replace(one, log_probs=other.log_probs) == other
+    assert [one.num_resumed_tokens for one in scored[0]] == [0, 24, 24, 0, 0, 0]
+    for engine in engines:
+        engine.check_integrity()
+    stats = world.gathered(engines[0].stats())
+    assert all(each == stats[0] for each in stats)
 
 
 def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferenceContext:

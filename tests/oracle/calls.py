@@ -338,6 +338,7 @@ CALLS = {
     "step (ends requests)": Call(ending, Stage.step),
     "step (preempts)": Call(short_of_blocks, Stage.step, SHORT_OF_BLOCKS),
     "generate": Call(running, lambda s: s.serve([*TEXT[:18], 1, 2], OTHER[:7], length=1)),
+    "score": Call(running, lambda s: s.score([*TEXT[:18], 1, 2], OTHER[:7], start=6)),
     "stream": Call(running, lambda s: s.open("new", TEXT[:17], 2)),
     "next(stream)": Call(read_out, _read_one),
     "async for": Call(read_out, _read_one_async),

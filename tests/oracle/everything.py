@@ -65,7 +65,17 @@ class Fuzzer(Ledger):
                         self._claim,
                     ),
                 ),
-                (1, (self._forget_prefixes, self._swap_weights, self._warm, self._look, self._spoil)),
+                (
+                    1,
+                    (
+                        self._forget_prefixes,
+                        self._swap_weights,
+                        self._warm,
+                        self._look,
+                        self._spoil,
+                        self._score,
+                    ),
+                ),
                 (1, (self._suspend, self._reset_now_and_then)),
             )
             for operation in operations
@@ -192,6 +202,10 @@ class Fuzzer(Ledger):
 
     def _serve(self) -> None:
         self.generate([self._entry() for _ in range(self.random.randint(1, 3))])
+
+    def _score(self) -> None:
+        sequences = [self._prompt() + self._tokens(5) for _ in range(self.random.randint(1, 3))]
+        self.score(*sequences, start=self.random.choice([1, 2, 4, 5]))
 
     def _fail(self) -> None:
         self.model.fails = self.random.choice(["before", "after"])

@@ -5,7 +5,7 @@ Only public names of an engine are used: a ledger survives any change behind the
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -167,6 +167,15 @@ class Ledger:
         for entry, result in zip(entries, results, strict=True):
             self.strays.remove(entry)
             self._check(entry, result)
+
+    def score(self, *sequences: Sequence[int], start: int) -> None:
+        """Score sequences with the model's present weights, and check the log-probs."""
+        for tokens, result in zip(sequences, self.engine.score(sequences, start), strict=True):
+            wanted = prompt_log_probs(tuple(tokens), self.model.version, self.model.kind)[start - 1 :]
+            if not _close(result.log_probs, wanted):
+                raise LeftWrongError("answer", f"scored {result.log_probs}, not {wanted}")
+            if result.num_resumed_tokens + sum(result.computed_by_reason.values()) != len(tokens) - 1:
+                raise LeftWrongError("counts", f"tokens are not accounted for: {result}")
 
     # ---- serving
 

@@ -41,9 +41,8 @@ class Admission:
         path = request.holding.path if request.holding is not None else None
         if self._config.enable_prefix_caching and (path is None or path.shares):
             request.hashes.extend_to(request.tokens)
-        resume = not request.sampling.returns_prompt_log_probs
-        num_tokens = len(request.tokens)
-        request.match = self._cache.match(request.hashes, num_tokens, path, resume, request.match)
+        num_tokens, limit = len(request.tokens), request.max_resume_tokens
+        request.match = self._cache.match(request.hashes, num_tokens, path, limit, request.match)
         return request.match
 
     def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:

@@ -95,7 +95,7 @@ class PrefixCache:
         chain: PrefixHashChain,
         num_tokens: int,
         path: CachedPath | None = None,
-        resume: bool = True,
+        max_resume_tokens: int | None = None,
         known: PrefixMatch | None = None,
     ) -> PrefixMatch:
         """What is cached of the first `num_tokens` tokens of a sequence. Changes nothing.
@@ -104,18 +104,20 @@ class PrefixCache:
             chain: the hashes of at least the whole blocks of these tokens.
             num_tokens: tokens of the sequence. Only states that leave at least one token to compute count.
             path: what the sequence holds already. States within the path's registered blocks do not count.
-            resume: where False, the sequence shares KV but computes every token, from a state of zeros.
+            max_resume_tokens: deeper states do not count, because the tokens behind are to be computed: the
+                sequence shares their KV only. None for no limit.
             known: an earlier result for the same sequence, or for its beginning. The call returns what it
                 would return without `known`, at the cost of what has changed: O(1) where nothing has that
                 concerns the sequence. Where the result is the same, the call returns `known` itself. A
-                result of another sequence, path or `resume` is ignored.
+                result of another sequence, path or limit is ignored.
         """
         if not self._enabled or (path is not None and not path.shares):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         if path is None:
-            return self._matcher.match(chain, num_tokens, (), 0, resume, known)
-        return self._matcher.match(chain, num_tokens, path.blocks, path.num_registered, resume, known)
+            return self._matcher.match(chain, num_tokens, (), 0, max_resume_tokens, known)
+        blocks, num_held = path.blocks, path.num_registered
+        return self._matcher.match(chain, num_tokens, blocks, num_held, max_resume_tokens, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""

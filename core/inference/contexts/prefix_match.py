@@ -13,7 +13,7 @@ class MatchBasis:
         num_tokens: tokens of the sequence.
         last_key: the hash of its last whole block, or 0.
         num_held: leading registered blocks of the sequence's path; -1 where nothing was looked up.
-        resumes: whether states were asked for.
+        max_resume_tokens: states deeper than this did not count; None for no limit.
         num_lost: leading blocks up to the deepest ghost of a state behind the resume point.
         clock: the clock of the prefix tree when the match was right.
         family_change: the last change of a state of the prefix's family at that time; see `PrefixTree`.
@@ -23,7 +23,7 @@ class MatchBasis:
     num_tokens: int = -1
     last_key: int = 0
     num_held: int = -1
-    resumes: bool = True
+    max_resume_tokens: int | None = None
     num_lost: int = 0
     clock: int = -1
     family_change: int = -1
@@ -39,7 +39,8 @@ class PrefixMatch:
 
     Attributes:
         blocks: the registered KV blocks of the sequence's longest known prefix.
-        resume_tokens: the deepest boundary <= N-1 within `blocks` that has a state; 0 = start from zeros.
+        resume_tokens: the deepest boundary <= N-1, and within the limit that was asked for, that has a state
+            within `blocks`; 0 = start from zeros.
         resume_slot: the durable slot of that state, or -1.
         seen_tokens: how far the sequence follows a known path, evicted blocks included.
         spans: why each token from `resume_tokens` to N is computed, in order and without gaps.

@@ -41,7 +41,7 @@ class PrefixMatcher:
         num_tokens: int,
         path_blocks: Sequence[int],
         num_held: int,
-        resumes: bool,
+        max_resume_tokens: int | None,
         known: PrefixMatch | None,
     ) -> PrefixMatch:
         """What is cached of the first `num_tokens` tokens; see `PrefixCache.match`.
@@ -50,19 +50,19 @@ class PrefixMatcher:
             path_blocks: the blocks of the sequence's path.
             num_held: leading ones of these that are registered. States within these do not count.
         """
-        if known is None or not self._fits(known.basis, chain, num_tokens, num_held, resumes):
+        if known is None or not self._fits(known.basis, chain, num_tokens, num_held, max_resume_tokens):
             blocks = tuple(path_blocks[:num_held])
-            basis = MatchBasis(0, 0, num_held, resumes, clock=self._tree.clock)
+            basis = MatchBasis(0, 0, num_held, max_resume_tokens, clock=self._tree.clock)
             known = PrefixMatch(blocks, 0, -1, 0, (), basis)
         elif self._is_right(known, chain.keys, num_tokens):
             return known
         return self._continued(known, chain, num_tokens)
 
     def _fits(
-        self, basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, resumes: bool
+        self, basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, limit: int | None
     ) -> bool:
         """Whether a match on this basis is one of the same sequence, or of its beginning."""
-        if basis.num_held != num_held or basis.resumes != resumes or basis.num_tokens > num_tokens:
+        if basis.num_held != num_held or basis.max_resume_tokens != limit or basis.num_tokens > num_tokens:
             return False
         whole = basis.num_tokens // self._size
         return basis.last_key == (chain.keys[whole - 1] if whole else 0)
@@ -84,8 +84,8 @@ class PrefixMatcher:
         depth = known.resume_tokens // size
         if depth and self._slots.map.slot_of(blocks[depth - 1]) != known.resume_slot:
             return False
-        at_the_end = depth == min(num_blocks, (num_tokens - 1) // size)
-        return at_the_end or not basis.resumes or tree.family_changes[blocks[0]] == basis.family_change
+        at_the_end = depth == self._num_reachable(num_blocks, num_tokens, basis)
+        return at_the_end or tree.family_changes[blocks[0]] == basis.family_change
 
     def _continued(self, known: PrefixMatch, chain: PrefixHashChain, num_tokens: int) -> PrefixMatch:
         """The match that `known`, of the same sequence or its beginning, has become."""
@@ -95,46 +95,54 @@ class PrefixMatcher:
         standing = self._standing(known.blocks, basis.clock)
         blocks = self._extended(standing, chain, whole)
         num_blocks = len(blocks)
-        reachable = min(num_blocks, (num_tokens - 1) // size)
+        reachable = self._num_reachable(num_blocks, num_tokens, basis)
         family_change = tree.family_changes[blocks[0]] if blocks else -1
         quiet = num_lapses == basis.num_lapses and family_change == basis.family_change
         num_seen = self._num_seen(known, num_blocks, keys, whole, num_lapses == basis.num_lapses)
 
         depth, slot, lost = known.resume_tokens // size, known.resume_slot, basis.num_lost
-        if basis.resumes:
-            if depth and (depth > len(standing) or states.slot_of(blocks[depth - 1]) != slot):
-                depth, quiet = 0, False
-            # Where all is quiet, no state and no ghost of the known part is deeper than the known ones.
-            searched = min(len(standing), (basis.num_tokens - 1) // size) if quiet else depth
-            deeper = self._deepest_state(blocks, max(searched, depth, basis.num_held), reachable)
-            if deeper or not quiet or lost > reachable:
-                depth = searched = lost = deeper or depth
-            slot = states.slot_of(blocks[depth - 1]) if depth else -1
-            searched = max(searched, depth)
-            newly_lost = ghosts.deepest(keys, searched, reachable)
-            lost = newly_lost if newly_lost > searched else max(lost, depth)
-            spans = compute_spans(
-                keys if len(keys) == whole else keys[:whole],
-                num_resumed=depth,
-                num_reachable=reachable,
-                num_matched=num_blocks,
-                num_seen=num_seen,
-                num_tokens=num_tokens,
-                block_size_tokens=size,
-                state_ghosts=ghosts,
-                num_lost=lost,
-            )
-        else:
-            spans = (Span(0, num_tokens, "disabled"),)
+        if depth and (depth > len(standing) or states.slot_of(blocks[depth - 1]) != slot):
+            depth, quiet = 0, False
+        # Where all is quiet, no state and no ghost of the known part is deeper than the known ones.
+        searched = self._num_reachable(len(standing), basis.num_tokens, basis) if quiet else depth
+        deeper = self._deepest_state(blocks, max(searched, depth, basis.num_held), reachable)
+        if deeper or not quiet or lost > reachable:
+            depth = searched = lost = deeper or depth
+        slot = states.slot_of(blocks[depth - 1]) if depth else -1
+        searched = max(searched, depth)
+        newly_lost = ghosts.deepest(keys, searched, reachable)
+        lost = newly_lost if newly_lost > searched else max(lost, depth)
+        limit = basis.max_resume_tokens
+        limited = limit is not None and limit < num_tokens - 1
+        asked = limit // size if limit is not None and limited else whole
+        spans = compute_spans(
+            keys if len(keys) == asked else keys[:asked],
+            num_resumed=depth,
+            num_reachable=reachable,
+            num_matched=min(num_blocks, asked),
+            num_seen=min(num_seen, asked),
+            num_tokens=asked * size if limited else num_tokens,
+            block_size_tokens=size,
+            state_ghosts=ghosts,
+            num_lost=lost,
+        )
+        if limited:
+            spans = (*spans, Span(asked * size, num_tokens, "disabled"))
         last_key = keys[whole - 1] if whole else 0
         basis = MatchBasis(
-            num_tokens, last_key, basis.num_held, basis.resumes, lost, tree.clock, family_change, num_lapses
+            num_tokens, last_key, basis.num_held, limit, lost, tree.clock, family_change, num_lapses
         )
         match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
         if known.basis.num_tokens == num_tokens and match == known:
             self._refresh(known.basis, basis)
             return known
         return match
+
+    def _num_reachable(self, num_blocks: int, num_tokens: int, basis: MatchBasis) -> int:
+        """How many of the leading blocks a sequence of `num_tokens` tokens may resume behind."""
+        limit = basis.max_resume_tokens
+        most = num_tokens - 1 if limit is None else min(limit, num_tokens - 1)
+        return min(num_blocks, most // self._size)
 
     @staticmethod
     def _refresh(old: MatchBasis, new: MatchBasis) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...request import FinishReason, RequestResult
 from ...sampling_params import SamplingParams
@@ -30,11 +30,12 @@ class DynamicInferenceRequest:
 
     Attributes:
         seed: seed of the request's random numbers.
+        next_token: the token behind the prompt, of a request that scores. Such a request generates nothing:
+            it ends with the log-prob of this token.
         hashes: hashes of the whole blocks of `tokens`; the chain is extended when a hash is needed.
         tokens: the prompt, then the answer.
         log_probs: log-probs of the generated tokens; empty unless asked for.
-        prompt_log_probs: log-probs of prompt tokens 1 .. N-1, None where not known yet; empty unless asked
-            for.
+        prompt_log_probs: the log-probs that the logits at `scored_positions` give, as far as they are known.
         ttft_s: seconds from the arrival to the first token; None until then.
         holding: None while the request waits.
         ledger: how many prompt tokens were resumed, computed (by reason) and recomputed.
@@ -55,9 +56,10 @@ class DynamicInferenceRequest:
     hashes: PrefixHashChain
     arrival_s: float
     seed: int = 0
+    next_token: int | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    prompt_log_probs: list[float | None] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
     ttft_s: float | None = None
     holding: Holding | None = None
     ledger: TokenLedger = field(default_factory=TokenLedger)
@@ -72,8 +74,6 @@ class DynamicInferenceRequest:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
-        if self.sampling.returns_prompt_log_probs:
-            self.prompt_log_probs = [None] * (len(self.prompt_tokens) - 1)
 
     @property
     def token_view(self) -> TokenView:
@@ -95,8 +95,24 @@ class DynamicInferenceRequest:
         return len(self.prompt_tokens) + self.sampling.num_tokens_to_generate
 
     @property
+    def scored_positions(self) -> range:
+        """The positions whose logits give log-probs of known tokens: position p that of token p + 1."""
+        if not self.sampling.returns_prompt_log_probs:
+            return range(0)
+        last = len(self.prompt_tokens) - (self.next_token is None)
+        return range(self.sampling.prompt_log_probs_start - 1, last)
+
+    @property
+    def max_resume_tokens(self) -> int | None:
+        """How many leading tokens may stay without logits; None where only the next token needs logits."""
+        scored, num_known = self.scored_positions, len(self.prompt_log_probs)
+        return scored[num_known] if num_known < len(scored) else None
+
+    @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the answer is complete; None for an incomplete answer."""
+        """Why the answer, or the scoring, is complete; None where it is not."""
+        if self.next_token is not None:
+            return "length" if len(self.prompt_log_probs) == len(self.scored_positions) else None
         if self.num_generated and self.tokens[-1] in self.sampling.stops:
             return "stop"
         return "length" if len(self.tokens) >= self.max_length else None
@@ -109,12 +125,11 @@ class DynamicInferenceRequest:
 
     def result_for(self, reason: FinishReason) -> RequestResult:
         """The result of a request that ends for `reason`."""
-        prompt_log_probs: list[Any] = self.prompt_log_probs
         return RequestResult(
             request_id=self.request_id,
             tokens=self.generated,
             log_probs=self.log_probs if self.sampling.return_log_probs else None,
-            prompt_log_probs=prompt_log_probs if self.sampling.returns_prompt_log_probs else None,
+            prompt_log_probs=self.prompt_log_probs if self.sampling.returns_prompt_log_probs else None,
             num_prompt_tokens=len(self.prompt_tokens),
             num_resumed_tokens=self.ledger.resumed,
             computed_by_reason=self.ledger.by_reason(),
@@ -130,8 +145,17 @@ class DynamicInferenceRequest:
         if self.ttft_s is None:
             self.ttft_s = now_s - self.arrival_s
 
-    def set_prompt_log_probs(self, positions: slice, log_probs: Sequence[float]) -> None:
-        self.prompt_log_probs[positions] = log_probs
+    def following_tokens(self, positions: range) -> list[int]:
+        """The known tokens behind these positions, all of `scored_positions`."""
+        tokens = self.prompt_tokens[positions.start + 1 : positions.stop + 1]
+        if self.next_token is not None and positions.stop == len(self.prompt_tokens):
+            tokens.append(self.next_token)
+        return tokens
+
+    def set_prompt_log_probs(self, positions: range, log_probs: Sequence[float]) -> None:
+        """Note the log-probs of these of the `scored_positions`; those before them are known."""
+        first = positions.start - self.scored_positions.start
+        self.prompt_log_probs[first : first + len(positions)] = log_probs
 
     def cut_to(self, num_tokens: int) -> None:
         """Cut the request to its first `num_tokens` tokens; the step that generated the others failed."""

@@ -46,6 +46,8 @@ class RequestStep:
     @property
     def completes(self) -> bool:
         """Whether the request's next token is sampled after this step."""
+        if self.request.next_token is not None:
+            return False
         return self.follows or self.stop - len(self.drafts) == len(self.request.tokens)
 
     @property
@@ -67,14 +69,20 @@ class RequestStep:
         return [*known, *self.drafts] if self.drafts else known
 
     @property
+    def scored_positions(self) -> range:
+        """The step's positions among the request's `scored_positions`."""
+        scored = self.request.scored_positions
+        return range(max(self.start, scored.start), min(self.stop, scored.stop))
+
+    @property
     def logit_positions(self) -> range:
         """The token positions whose logits the step must return."""
-        request = self.request
         if self.drafts:
             return range(self.start, self.stop)
-        if request.sampling.returns_prompt_log_probs and self.start < len(request.prompt_tokens):
-            return range(self.start, self.stop)
-        return range(self.stop - 1 if self.completes else self.stop, self.stop)
+        scored = self.scored_positions
+        if not self.completes:
+            return scored if scored else range(self.stop, self.stop)
+        return range(scored.start if scored else self.stop - 1, self.stop)
 
     def max_drafts(self, num_speculative_tokens: int) -> int:
         """How many drafts the step can take: 0 unless the step is a decode without drafts."""

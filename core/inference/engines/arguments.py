@@ -1,15 +1,16 @@
 """What callers of an engine pass, checked."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...config import InferenceConfig
 from ...sampling_params import SamplingParams
-from ...validation import instance, integers, is_unordered, optional_integer, shown
+from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
 from ..policies.checkpoint_plan import CheckpointPlan
+from ..policies.salt_key import salt_bytes
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor
@@ -24,34 +25,34 @@ class _NamedPrompt:
     prompt: Prompt
 
 
-def checked_prompts(prompts: Iterable[Prompt]) -> list[Any]:
+def checked_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[Any]:
     """`prompts` as a list of what `checked_prompt` takes; a ValueError says what else `prompts` is.
 
-    The prompts themselves are not checked yet.
+    The prompts themselves are not checked yet. `name`: what messages call them, in the plural.
     """
     if isinstance(prompts, (str, bytes)):
         raise ValueError(
-            f"prompts is {shown(prompts)}; accepted: a list of prompts, each a list of token ids: tokenize "
+            f"{name} is {shown(prompts)}; accepted: a list of {name}, each a list of token ids: tokenize "
             "text first"
         )
     if getattr(prompts, "ndim", 0) == 1 and str(getattr(prompts, "dtype", "")) != "object":
         raise ValueError(
-            "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one"
+            f"{name} is a 1-D tensor or array; accepted: a list of {name}: pass [{name[:-1]}] for one"
         )
     try:
         listed = None if is_unordered(prompts) else list(prompts)
     except TypeError:
         listed = None
     if listed is None:
-        raise ValueError(f"prompts is {shown(prompts)}; accepted: a list of prompts")
+        raise ValueError(f"{name} is {shown(prompts)}; accepted: a list of {name}")
     if listed and all(isinstance(prompt, int) for prompt in listed):
         raise ValueError(
-            f"prompts is a list of {len(listed)} token ids; accepted: a list of prompts: pass [prompt] for "
-            "one"
+            f"{name} is a list of {len(listed)} token ids; accepted: a list of {name}: pass [{name[:-1]}] "
+            "for one"
         )
     if len(listed) == 1:
         return listed
-    return [_NamedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(listed)]
+    return [_NamedPrompt(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
 
 
 def checked_prompt(name: str, prompt: Prompt | _NamedPrompt, vocab_size: int) -> list[int]:
@@ -93,6 +94,52 @@ def check_length(
         )
 
 
+class ScoredSequence(NamedTuple):
+    """A sequence to score: tokens `start` and later ones, under the model's distribution."""
+
+    tokens: list[int]
+    start: int
+    salt: bytes | None
+    plan: CheckpointPlan
+
+
+def checked_sequence(
+    number: int,
+    sequence: Prompt | _NamedPrompt,
+    start: int,
+    cache_salt: Salt,
+    plan: CheckpointPlan | None,
+    *,
+    vocab_size: int,
+    config: InferenceConfig,
+    pool: int,
+) -> ScoredSequence:
+    """A sequence to score as the caller passed it, checked; a ValueError where it can never be scored.
+
+    `number`: its place among the sequences, for messages. `pool`: how many tokens the whole KV pool holds.
+    """
+    name = f"sequences[{number}]"
+    tokens = checked_prompt(name, sequence, vocab_size)
+    if len(tokens) < 2:
+        raise ValueError(f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score")
+    longest = min(config.max_sequence_length, pool)
+    if len(tokens) > longest:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens; accepted: at most max_sequence_length "
+            f"({config.max_sequence_length}) and the KV pool ({pool})"
+        )
+    if not config.enable_chunked_prefill and len(tokens) - 1 > config.max_tokens:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens; accepted: at most max_tokens + 1 ({config.max_tokens + 1}) "
+            "without chunked prefill"
+        )
+    start = integer(f"start of {name}", start, 1, len(tokens) - 1)
+    taken = checked_plan(plan, config)
+    if plan is None:  # other sequences may share the context
+        taken = replace(taken, marks=(*taken.marks, start - 1))
+    return ScoredSequence(tokens, start, salt_bytes("cache_salt", cache_salt), taken)
+
+
 def checked_sampling(sampling_params: SamplingParams | None, vocab_size: int) -> SamplingParams:
     """The request's own settings, or the defaults; a ValueError where an id lies beyond the vocabulary."""
     sampling = SamplingParams() if sampling_params is None else sampling_params
@@ -124,12 +171,12 @@ def checked_drafter(drafter: Drafter | None, num_speculative_tokens: int) -> Dra
     return drafter
 
 
-def one_each(name: str, value: Any, count: int) -> list[Any]:
+def one_each(name: str, value: Any, count: int, noun: str = "prompt") -> list[Any]:
     """`count` values: the entries of a list or tuple, or `value` repeated."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
             raise ValueError(
-                f"{name} has {len(value)} entries; accepted: one for all, or {count}, one a prompt"
+                f"{name} has {len(value)} entries; accepted: one for all, or {count}, one a {noun}"
             )
         return list(value)
     return [value] * count

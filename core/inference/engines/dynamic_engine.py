@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
 from ...cuda_device import on_device_of
 from ...errors import KVBlockCapacityError
-from ...request import FinishReason, RequestResult
+from ...request import FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...validation import instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -33,12 +32,14 @@ from .agreed_salt_key import agreed_salt_key
 from .arguments import (
     Prompt,
     Salt,
+    ScoredSequence,
     check_length,
     checked_drafter,
     checked_plan,
     checked_prompt,
     checked_prompts,
     checked_sampling,
+    checked_sequence,
     one_each,
 )
 from .batch_invariance import BatchInvariance
@@ -93,8 +94,8 @@ class DynamicInferenceEngine:
         self._looks_ahead = config.looks_ahead_on(spec.device)
         self._books = EngineBooks(self.context, self._drafter, self._runner.drop_graphs)
         self._new_ids = count()
-        # Apart from the ids of users' requests, so that no seed depends on what is cached.
-        self._ids_of_warm = count(-1, -1)
+        # Apart from the ids of users' requests, so that no seed depends on what is cached or scored.
+        self._ids_without_seed = count(-1, -1)
         self._num_resets = 0
         self._weights_version: object = None
 
@@ -156,13 +157,28 @@ class DynamicInferenceEngine:
             self._books.state.check_not_broken()
         else:
             self.check_usable("add_request")
-        config, kv = self.config, self.context.prefix_cache.kv_blocks
         tokens = checked_prompt("prompt", prompt, self.context.spec.vocab_size)
         sampling = checked_sampling(sampling_params, self.context.spec.vocab_size)
-        plan = checked_plan(checkpoint_plan, config)
+        plan = checked_plan(checkpoint_plan, self.config)
         salt = salt_bytes("cache_salt", cache_salt)
-        check_length(len(tokens), sampling, config, kv.total_count * config.block_size_tokens)
-        request_id = next(ids)
+        check_length(len(tokens), sampling, self.config, self._num_pool_tokens)
+        return self._request_of(tokens, sampling, plan, salt, next(ids), owned)
+
+    @property
+    def _num_pool_tokens(self) -> int:
+        """How many tokens the whole KV pool holds."""
+        return self.context.prefix_cache.kv_blocks.total_count * self.config.block_size_tokens
+
+    def _request_of(
+        self,
+        tokens: list[int],
+        sampling: SamplingParams,
+        plan: CheckpointPlan,
+        salt: bytes | None,
+        request_id: int,
+        owned: bool,
+        next_token: int | None = None,
+    ) -> DynamicInferenceRequest:
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt_tokens=tokens,
@@ -170,10 +186,11 @@ class DynamicInferenceEngine:
             plan=plan,
             hashes=self._new_chain(salt),
             arrival_s=time.perf_counter(),
-            seed=request_seed(sampling, config.seed, request_id),
+            seed=request_seed(sampling, self.config.seed, request_id),
             owned=owned,
+            next_token=next_token,
         )
-        if config.enable_prefix_caching:
+        if self.config.enable_prefix_caching:
             request.hashes.extend_to(tokens)  # here, so that a crowd that arrives holds up no step
         return request
 
@@ -247,7 +264,7 @@ class DynamicInferenceEngine:
         undo = books.begin_step()
         with books.in_step(sys._getframe(), undo), on_device_of(self.context.spec.device):
             steps, tokens, invalid = self._run_step(undo)
-            finished = self._finish_completed(tokens, invalid)
+            finished = self._finish_completed(steps, invalid)
             if self._drafter is not None:
                 self._count_drafts(steps, tokens)
             if reports:
@@ -307,13 +324,15 @@ class DynamicInferenceEngine:
             tokens=tokens,
         )
 
-    def _finish_completed(self, tokens: NewTokens, invalid: Sequence[int]) -> tuple[RequestResult, ...]:
-        """End the requests whose answer is complete, and those whose logits are no numbers."""
+    def _finish_completed(
+        self, steps: Sequence[RequestStep], invalid: Sequence[int]
+    ) -> tuple[RequestResult, ...]:
+        """End the requests that are complete, and those whose logits are no numbers."""
         reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
-        for request_id in tokens:
-            reason = self._books.requests[request_id].finish_reason
-            if reason is not None:
-                reasons[request_id] = reason
+        for request in (step.request for step in steps):
+            reason = request.finish_reason
+            if reason is not None and request.result is None:  # of a step ahead, requests may have ended
+                reasons.setdefault(request.request_id, reason)
         return tuple(
             self._books.finish(self._books.requests[request_id], reason)
             for request_id, reason in reasons.items()
@@ -373,18 +392,80 @@ class DynamicInferenceEngine:
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
-        return self._serve(zip(listed, params, salts, plans, strict=True), self._new_ids)
+        arguments = zip(listed, params, salts, plans, strict=True)
+        return self._serve(self._new_request(*each, self._new_ids, owned=True) for each in arguments)
 
-    def _serve(
-        self, arguments: Iterable[tuple[Prompt, Any, Salt, Any]], ids: Iterator[int]
-    ) -> list[RequestResult]:
-        """Add requests with these arguments of `_new_request` and these ids, and serve them to the end."""
+    def score(
+        self,
+        sequences: Iterable[Prompt],
+        start: int | Sequence[int] = 1,
+        *,
+        cache_salt: Salt | Sequence[Salt] = None,
+        checkpoint_plan: CheckpointPlan | Sequence[CheckpointPlan | None] | None = None,
+    ) -> list[ScoreResult]:
+        """The log-probs of given tokens, each under the model's distribution after the tokens before it.
+
+        Sequences are computed as prompts are, beside the requests that were added before, and cached as
+        prompts are. The tokens before `start` are resumed from a cached state where there is one. Nothing is
+        sampled, and no seed of a request changes. When the call raises, its sequences are dropped.
+
+        Args:
+            sequences: a list of sequences, each of 2 or more token ids, as `add_request` takes a prompt.
+            start: position of the first scored token, >= 1. What goes before is context. One value for all
+                sequences, or a list of one per sequence.
+            cache_salt: as for `generate`.
+            checkpoint_plan: as for `generate`. None takes the last boundary before the scored tokens, too,
+                for the sequences that share their context.
+
+        Returns:
+            The log-probs, in the order of the sequences.
+
+        Raises:
+            ValueError: an argument is of another kind, a sequence can never run, or has no token at `start`.
+            RuntimeError: as `step`.
+        """
+        listed = checked_prompts(sequences, "sequences")
+        starts = one_each("start", start, len(listed), "sequence")
+        salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
+        plans = one_each("checkpoint_plan", checkpoint_plan, len(listed), "sequence")
+        self.check_usable("score")
+        vocab_size, config, pool = self.context.spec.vocab_size, self.config, self._num_pool_tokens
+        checked = [
+            checked_sequence(number, *each, vocab_size=vocab_size, config=config, pool=pool)
+            for number, each in enumerate(zip(listed, starts, salts, plans, strict=True))
+        ]
+        results = self._serve(map(self._scoring_request, checked))
+        return [
+            ScoreResult(
+                log_probs=result.prompt_log_probs or [],
+                start=sequence.start,
+                num_tokens=len(sequence.tokens),
+                num_resumed_tokens=result.num_resumed_tokens,
+                computed_by_reason=result.computed_by_reason,
+                num_recomputed_tokens=result.num_recomputed_tokens,
+                finish_reason=result.finish_reason,
+            )
+            for sequence, result in zip(checked, results, strict=True)
+        ]
+
+    def _scoring_request(self, sequence: ScoredSequence) -> DynamicInferenceRequest:
+        """A request that ends with its prompt: the sequence's last token is the one behind the prompt."""
+        wanted = SamplingParams(
+            num_tokens_to_generate=1, skip_prompt_log_probs=False, prompt_log_probs_start=sequence.start
+        )
+        *prompt, last = sequence.tokens
+        request_id = next(self._ids_without_seed)
+        return self._request_of(
+            prompt, wanted, sequence.plan, sequence.salt, request_id, owned=True, next_token=last
+        )
+
+    def _serve(self, wanted: Iterable[DynamicInferenceRequest]) -> list[RequestResult]:
+        """Add new requests, each when it is reached, and serve them to the end."""
         lease = Lease(self._books.abandoned, not self._is_split)
         results: list[RequestResult] = []
         try:
             requests = []
-            for prompt, sampling, salt, plan in arguments:
-                request = self._new_request(prompt, sampling, salt, plan, ids, owned=True)
+            for request in wanted:
                 requests.append(request)
                 lease.request_ids.append(request.request_id)
                 self._books.enter(request)
@@ -464,9 +545,10 @@ class DynamicInferenceEngine:
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
-            once = SamplingParams(num_tokens_to_generate=1)
+            once, plan = SamplingParams(num_tokens_to_generate=1), CheckpointPlan(marks=(whole,))
             self._serve(
-                [(prefix[:whole], once, cache_salt, CheckpointPlan(marks=(whole,)))], self._ids_of_warm
+                self._new_request(prompt, once, cache_salt, plan, self._ids_without_seed, owned=True)
+                for prompt in (prefix[:whole],)
             )
         return cache.resumable_tokens(chain)
 

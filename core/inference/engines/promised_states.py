@@ -38,14 +38,16 @@ class PromisedStates:
         if request.awaited_tokens > match.resume_tokens:
             request.awaited_tokens = 0
             request.awaits_states = False
-        if not request.awaits_states or request.sampling.returns_prompt_log_probs:
+        if not request.awaits_states:
             return False
+        limit = request.max_resume_tokens
+        deepest = len(request.tokens) - 1 if limit is None else limit
         size, keys = request.hashes.block_size_tokens, request.hashes.keys
         request.awaited_tokens = max(
             (
                 position
                 for key, position in self._positions.items()
-                if match.resume_tokens < position < len(request.tokens) and keys[position // size - 1] == key
+                if match.resume_tokens < position <= deepest and keys[position // size - 1] == key
             ),
             default=0,
         )

@@ -18,6 +18,9 @@ from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
 from .acceptance import accepted_tokens
 
+LOG_PROB_ROWS = 256
+"""The log-probs of so many rows of logits are computed at once, so that they take little memory."""
+
 
 class SampledStep:
     """The new tokens of a step, on the device of the logits; perhaps not computed yet.
@@ -31,7 +34,7 @@ class SampledStep:
     def __init__(
         self,
         sampled: "list[_Sampled]",
-        prompts: "list[_PromptPart]",
+        scored: "list[_Scored]",
         columns: list[Tensor],
         drawn: Tensor | None = None,
     ) -> None:
@@ -39,15 +42,15 @@ class SampledStep:
 
         Args:
             sampled: the requests that get new tokens.
-            prompts: the requests that get prompt log-probs.
-            columns: for each entry of `prompts` the log-probs, and the largest logits of the request's rows.
+            scored: the requests that get log-probs of known tokens.
+            columns: for each entry of `scored` the log-probs, and the largest logits of the request's rows.
                 Then, if `sampled` is not empty, the drawn tokens and the largest logits of their rows. Then
                 the tokens' log-probs, if a request returns log-probs.
             drawn: the drawn tokens; None where `sampled` is empty.
         """
         self.invalid: tuple[int, ...] = ()
         self._sampled = sampled
-        self._prompts = prompts
+        self._scored = scored
         self._results = _Results(columns)
         self._drawn = drawn
         self._tokens: dict[int, tuple[GeneratedToken, ...]] | None = None
@@ -72,7 +75,7 @@ class SampledStep:
         Waits as `wait` does, unless the step has no logits of the request.
         """
         if self._tokens is None:
-            requests = [part.request for part in self._prompts] + [part.request for part in self._sampled]
+            requests = [part.request for part in self._scored] + [part.request for part in self._sampled]
             if all(request.request_id != request_id for request in requests):
                 return True
         self.wait()
@@ -93,9 +96,9 @@ class SampledStep:
     def _read(self) -> dict[int, tuple[GeneratedToken, ...]]:
         numbers = iter(self._results.wait())
         invalid: set[int] = set()
-        prompt_log_probs = []
-        for part in self._prompts:
-            prompt_log_probs.append(next(numbers))
+        scored = []
+        for part in self._scored:
+            scored.append(next(numbers))
             finite = all(map(math.isfinite, next(numbers)))
             if not finite and part.request.result is None:
                 invalid.add(part.request.request_id)
@@ -117,7 +120,7 @@ class SampledStep:
             values = log_probs if request.sampling.return_log_probs else no_log_probs
             answers.append((request, tokens, values[reached]))
             first = stop
-        for part, own in zip(self._prompts, prompt_log_probs, strict=True):
+        for part, own in zip(self._scored, scored, strict=True):
             if part.request.request_id not in invalid and part.request.result is None:
                 part.request.set_prompt_log_probs(part.positions, own)
         now_s = time.perf_counter()
@@ -138,11 +141,11 @@ class _Sampled(NamedTuple):
     num_known: int
 
 
-class _PromptPart(NamedTuple):
-    """A request that gets prompt log-probs, and where they belong in the request's list."""
+class _Scored(NamedTuple):
+    """A request that gets log-probs of known tokens, and the positions whose logits give them."""
 
     request: DynamicInferenceRequest
-    positions: slice
+    positions: range
 
 
 def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
@@ -159,17 +162,19 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
     params: list[SamplingParams] = []
     positions: list[int] = []
     seeds: list[int] = []
-    prompts: list[_PromptPart] = []
+    scored: list[_Scored] = []
     columns: list[Tensor] = []
     drawn: Tensor | None = None
     first = 0
     for step in steps:
         num_logits = len(step.logit_positions)
         request = step.request
-        if request.sampling.returns_prompt_log_probs:
-            part, log_probs = _prompt_log_probs(step, logits[first : first + num_logits])
-            prompts.append(_PromptPart(request, part))
-            columns += [log_probs, logits[first : first + num_logits].amax(dim=-1)]
+        if step.scored_positions:
+            part = _Scored(request, step.scored_positions)
+            scored.append(part)
+            own = logits[first : first + len(part.positions)]
+            following = torch.tensor(request.following_tokens(part.positions), device="cpu")
+            columns += [_log_probs_of(own, _on_device(following, logits.device)), own.amax(dim=-1)]
         first += num_logits
         if step.completes:
             sampled.append(_Sampled(request, step.drafts, step.stop - len(step.drafts)))
@@ -185,24 +190,28 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
         drawn, largest = _choose(chosen, params, positions, seeds)
         columns += [drawn, largest]
         if any(one.request.sampling.return_log_probs for one in sampled):
-            columns.append(log_softmax(chosen).gather(1, drawn[:, None])[:, 0])
-    return SampledStep(sampled, prompts, columns, drawn)
+            columns.append(_log_probs_of(chosen, drawn))
+    return SampledStep(sampled, scored, columns, drawn)
 
 
-def _prompt_log_probs(step: RequestStep, logits: Tensor) -> tuple[slice, Tensor]:
-    """The positions in the request's list, and the log-probs: the logits at p belong to token p + 1."""
-    prompt = step.request.prompt_tokens
-    start, stop = step.logit_positions.start, min(step.logit_positions.stop, len(prompt) - 1)
-    following = _on_device(
-        torch.tensor(prompt[start + 1 : stop + 1], dtype=torch.int64, device="cpu"), logits.device
-    )
-    log_probs = log_softmax(logits[: len(following)]).gather(1, following[:, None])[:, 0]
-    return slice(start, start + len(following)), log_probs
+def _log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probs [rows] of one token for each row of logits, with the same bits in any batch of rows."""
+    blocks = zip(torch.split(logits, LOG_PROB_ROWS), torch.split(tokens, LOG_PROB_ROWS), strict=True)
+    return torch.cat([log_softmax(rows).gather(1, chosen[:, None])[:, 0] for rows, chosen in blocks])
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype)."""
-    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype).
+
+    The bits of a row do not depend on the other rows. torch's CUDA kernel adds up a row in an order that
+    depends on the row's address modulo 16 bytes; so all rows start at multiples of 16 bytes.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    missing = -wide.shape[1] % (16 // wide.element_size()) if wide.device.type == "cuda" else 0
+    if not missing:
+        return torch.log_softmax(wide, dim=-1)
+    padded = torch.nn.functional.pad(wide, (0, missing), value=-torch.inf)
+    return torch.log_softmax(padded, dim=-1)[:, : wide.shape[1]]
 
 
 def sample(

@@ -149,10 +149,10 @@ class Scheduler:
             return []
         following = []
         for request, holding in ((step.request, step.holding) for step in live):
-            if len(request.tokens) + 1 >= request.max_length:
-                continue
             if holding.num_computed != len(request.tokens):
                 return []
+            if len(request.tokens) + 1 >= request.max_length:
+                continue
             step = self._context.schedule(request, 1)
             if step is None:
                 return []

@@ -71,6 +71,7 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
     "stop_token_ids": bad.ids(0, good=(3,)),
     "return_log_probs": bad.boolean(),
     "skip_prompt_log_probs": bad.boolean(),
+    "prompt_log_probs_start": _count,
 }
 PLAN_ARGUMENTS: dict[str, Bad] = {
     "tail": bad.boolean(),

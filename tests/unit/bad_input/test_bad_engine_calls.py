@@ -172,6 +172,59 @@ def test_generate_takes_one_for_all_or_one_each(served: Served, name: str, good:
         served.unchanged()
 
 
+# ---- score
+
+
+def test_score_takes_sequences(served: Served) -> None:
+    none = (None, 1, 1.5, float("nan"), len, torch.tensor(1), bad.Nothing(), np.array(3), int, ...)
+    bad_lists = Bad(none, bad.anything().more.filter(lambda value: not np.iterable(value)))
+    refuse_all(_engine_target, bad_lists, served.engine.score, "sequences", served.unchanged)
+
+
+def test_score_scores_all_sequences_or_none(served: Served) -> None:
+    """The second sequence is bad: the first is not computed either."""
+    too_short_or_long = _ids.also([1], [*_too_long, 1], [1] * 10**5, torch.ones(97, dtype=torch.int64))
+    refuse_all(
+        _engine_target,
+        too_short_or_long.inside(lambda value: [[1, 2], value]),
+        served.engine.score,
+        r"sequences\[1\]",
+        served.unchanged,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "good"), [("start", 1), ("cache_salt", b"a"), ("checkpoint_plan", ms.CheckpointPlan())]
+)
+def test_score_takes_one_for_all_or_one_each(served: Served, name: str, good: Any) -> None:
+    engine = served.engine
+
+    def call(value: Any) -> object:
+        return engine.score([[1, 2], [3, 4]], **{name: value})
+
+    kind = bad.integer(1, 1) if name == "start" else _request[name]
+    named = r"start of sequences\[[01]\]" if name == "start" else _named[name]
+    refuse_all(
+        _engine_target, kind.only(lambda v: isinstance(v, (list, tuple))), call, named, served.unchanged
+    )
+    refuse_all(_engine_target, kind.inside(lambda v: [good, v]), call, named, served.unchanged)
+    for count in (0, 1, 3):
+        refuse(_engine_target, lambda n=count: call([good] * n), name)  # type: ignore[misc]
+        served.unchanged()
+
+
+def test_sequences_beyond_the_kv_pool_or_one_step() -> None:
+    small = small_engine(num_kv_blocks=4)
+    refuse(_engine_target, lambda: small.score([[1] * 33]), r"sequences\[0\]")
+    whole = small_engine(enable_chunked_prefill=False, max_tokens=32)
+    refuse(_engine_target, lambda: whole.score([[1] * 34]), r"sequences\[0\]")
+    for engine, length in ((small, 32), (whole, 33)):
+        assert not engine.has_unfinished_requests()
+        engine.context.check_integrity()
+        (result,) = engine.score([[1] * length])
+        assert len(result.log_probs) == length - 1
+
+
 # ---- the cache
 
 
@@ -377,6 +430,7 @@ def test_a_suspended_engine_computes_nothing() -> None:
     for call in (
         engine.step,
         lambda: engine.generate([[1, 2]]),
+        lambda: engine.score([[1, 2]]),
         lambda: engine.warm(PREFIX),
         lambda: engine.pin(PREFIX),
         lambda: next(stream),

@@ -96,7 +96,7 @@ def test_a_sequence_computed_before_is_resumed_before_its_last_token():
 def test_without_resuming_kv_is_shared_and_every_token_is_computed():
     cache = PrefixCache(8, 4, SIZE)
     path = computed(cache, [1, 2, 3, 4], positions=[2])
-    match = cache.match(chain_of([1, 2, 3, 4]), 4, resume=False)
+    match = cache.match(chain_of([1, 2, 3, 4]), 4, max_resume_tokens=0)
     assert (match.blocks, match.resume_tokens, match.resume_slot) == (tuple(path.blocks), 0, -1)
     assert [(span.start, span.stop, span.reason) for span in match.spans] == [(0, 4, "disabled")]
 
@@ -413,18 +413,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def num_evictable_states(self):
         return len(set(self.states) - self.pinned_states())
 
-    def checked_match(self, sequence, resume=True):
+    def checked_match(self, sequence, limit=None):
         """What the cache finds of all tokens of a sequence, compared with what the model does."""
         chain, length = sequence.path.chain, len(sequence.tokens)
         chain.extend_to(sequence.tokens)
         before = picture(self.cache, self.paths)
         held = sequence.path if sequence in self.sequences else None
-        match = self.cache.match(chain, length, held, resume)
+        match = self.cache.match(chain, length, held, limit)
         assert picture(self.cache, self.paths) == before
         blocks = self.known(sequence.salt, sequence.tokens) if sequence.shares else []
         assert list(match.blocks) == blocks
-        first, reachable = sequence.num_registered, min(len(blocks), (length - 1) // SIZE)
-        depths = [d for d in range(first + 1, reachable + 1) if resume and blocks[d - 1] in self.states]
+        most = length - 1 if limit is None else min(limit, length - 1)
+        first, reachable = sequence.num_registered, min(len(blocks), most // SIZE)
+        depths = [d for d in range(first + 1, reachable + 1) if blocks[d - 1] in self.states]
         assert match.resume_tokens == SIZE * max(depths, default=0)
         if depths:
             assert match.resume_slot == self.cache.slots.map.slot_of(blocks[depths[-1] - 1]) >= 0
@@ -490,11 +491,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # ---- what callers do
 
-    @rule(salt=SALTS, tokens=PROMPTS, resume=st.sampled_from([True, True, True, False]))
-    def a_sequence_comes(self, salt, tokens, resume):
+    @rule(salt=SALTS, tokens=PROMPTS, limit=st.none() | st.integers(0, 9))
+    def a_sequence_comes(self, salt, tokens, limit):
         chain = PrefixHashChain(SIZE, salt)
         sequence = Sequence(salt, tokens, self.cache.open(chain, PLAN, table_row()))
-        match = self.checked_match(sequence, resume)
+        match = self.checked_match(sequence, limit)
         affords = self.cache.affords(num_blocks_of(tokens), match, None)
         self.sequences.append(sequence)
         self.hold(sequence, match)
@@ -508,7 +509,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def a_sequence_is_served(self, data, salt, tokens, stays):
         """It comes and is computed to its end, and perhaps leaves."""
         running = len(self.sequences)
-        self.a_sequence_comes(salt, tokens, True)
+        self.a_sequence_comes(salt, tokens, None)
         if len(self.sequences) > running:
             sequence = self.sequences[-1]
             self.take_states(data, [sequence], [len(tokens)], fails=False)

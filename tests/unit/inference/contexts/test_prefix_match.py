@@ -52,7 +52,7 @@ def copied(match):
     return replace(match, basis=replace(match.basis))
 
 
-def looked_up(cache, chain, num_tokens, held=(), resume=True):
+def looked_up(cache, chain, num_tokens, held=(), limit=None):
     """What a match must be, by looking at everything: no path, no memory, one token after the other."""
     tree, slots = cache.kv_blocks.tree, cache.slots
     whole = num_tokens // SIZE
@@ -67,9 +67,9 @@ def looked_up(cache, chain, num_tokens, held=(), resume=True):
     assert blocks[: len(held)] == list(held)
     gone = itertools.takewhile(lambda key: key in tree.ghosts, chain.keys[len(blocks) : whole])
     seen = len(blocks) + len(list(gone))
-    if not resume:
-        return tuple(blocks), 0, -1, seen * SIZE, ["disabled"] * num_tokens
-    reachable = min(len(blocks), (num_tokens - 1) // SIZE)
+    limited = limit is not None and limit < num_tokens - 1
+    reachable = min(len(blocks), (limit if limited else num_tokens - 1) // SIZE)
+    asked = limit // SIZE if limited else whole  # blocks whose states count
     with_state = [d for d in range(1, reachable + 1) if slots.map.slot_of(blocks[d - 1]) >= 0]
     depth = max([d for d in with_state if d > len(held)], default=0)
     slot = slots.map.slot_of(blocks[depth - 1]) if depth else -1
@@ -77,17 +77,19 @@ def looked_up(cache, chain, num_tokens, held=(), resume=True):
     for token in range(depth * SIZE, num_tokens):
         inside = token // SIZE + 1
         ghosts = [d for d in range(inside, reachable + 1) if chain.keys[d - 1] in slots.ghosts]
-        if ghosts:
+        if limited and token >= asked * SIZE:
+            reasons.append("disabled")
+        elif ghosts:
             capacity = slots.ghosts.reason(chain.keys[ghosts[-1] - 1]) == "capacity"
             reasons.append("capacity" if capacity else "state_evicted")
         elif inside <= reachable:
-            reasons.append("state_not_taken" if seen == whole else "branch_first_seen")
+            reasons.append("state_not_taken" if seen >= asked else "branch_first_seen")
         elif inside <= len(blocks):
             reasons.append("last_token")
         elif inside <= seen:
             reasons.append("kv_evicted")
         else:
-            reasons.append("partial_block" if seen == whole else "never_seen")
+            reasons.append("partial_block" if seen >= asked else "never_seen")
     return tuple(blocks), depth * SIZE, slot, seen * SIZE, reasons
 
 
@@ -175,7 +177,7 @@ def test_a_match_of_other_tokens_or_of_more_is_no_help_and_does_no_harm(cache):
         assert cache.match(chain, len(tokens), known=match) == cache.match(chain, len(tokens))
     salted = chain_of(DOCUMENT, b"salt")
     assert cache.match(salted, 20, known=match).blocks == ()
-    assert cache.match(path.chain, 20, resume=False, known=match).resume_tokens == 0
+    assert cache.match(path.chain, 20, max_resume_tokens=0, known=match).resume_tokens == 0
     assert cache.match(path.chain, 20, path, known=match).resume_tokens == 0
     by_hand = PrefixMatch(match.blocks, 12, 3, 20, match.spans)
     assert cache.match(path.chain, 20, known=by_hand) == match
@@ -236,11 +238,11 @@ SALTS = st.sampled_from([b"", b"", b"salt"])
 class Remembered:
     """A match to be made again: for whom, and what earlier matches found."""
 
-    def __init__(self, chain, num_tokens, sequence, resume):
+    def __init__(self, chain, num_tokens, sequence, limit):
         self.chain = chain
         self.num_tokens = num_tokens
         self.path = sequence
-        self.resume = resume
+        self.limit = limit
         self.known = []  # of all ages
 
 
@@ -353,8 +355,8 @@ class RememberedMatches(RuleBasedStateMachine):
         else:
             self.cache.forget(self.paths)
 
-    @rule(data=st.data(), tokens=PROMPTS, salt=SALTS, resume=st.sampled_from([True, True, True, False]))
-    def a_match_is_remembered(self, data, tokens, salt, resume):
+    @rule(data=st.data(), tokens=PROMPTS, salt=SALTS, limit=st.none() | st.integers(0, 12))
+    def a_match_is_remembered(self, data, tokens, salt, limit):
         path = None
         if self.paths and data.draw(st.integers(0, 3)) == 0:
             path = self.path(data)
@@ -363,7 +365,7 @@ class RememberedMatches(RuleBasedStateMachine):
             chain = chain_of(tokens, salt)
         num_tokens = data.draw(st.integers(max(1, len(tokens) - 5), len(tokens)))
         if len(self.remembered) < 8:
-            one = Remembered(chain, num_tokens, path, resume)
+            one = Remembered(chain, num_tokens, path, limit)
             one.known.append(self.matched(one))
             self.remembered.append(one)
 
@@ -383,7 +385,7 @@ class RememberedMatches(RuleBasedStateMachine):
         one.num_tokens = data.draw(st.integers(one.num_tokens, longest))
 
     def matched(self, one, known=None):
-        return self.cache.match(one.chain, one.num_tokens, one.path, one.resume, known)
+        return self.cache.match(one.chain, one.num_tokens, one.path, one.limit, known)
 
     @invariant()
     def every_known_match_becomes_the_fresh_one(self):
@@ -397,7 +399,7 @@ class RememberedMatches(RuleBasedStateMachine):
                 held = one.path.blocks[: one.path.num_registered] if one.path is not None else ()
                 # A path may have registered more than a shorter match asks for.
                 if len(held) <= one.num_tokens // SIZE:
-                    oracle = looked_up(self.cache, one.chain, one.num_tokens, held, one.resume)
+                    oracle = looked_up(self.cache, one.chain, one.num_tokens, held, one.limit)
                     assert told(fresh) == oracle
             for known in one.known:
                 again = copied(known)

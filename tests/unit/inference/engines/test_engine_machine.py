@@ -3,12 +3,14 @@
 from contextlib import ExitStack
 
 import mambaslots as ms
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from oracle.budget import costly
 from oracle.model_kinds import kind_of_model, kinds
-from oracle.serving import assert_answers, random_tokens, small_engine
+from oracle.serving import TOLERANCE, assert_answers, random_tokens, small_engine
 from oracle.workload import plans
+from oracle.workload import prompt_log_probs as expected_log_probs
 
 BLOCK = 8
 ALPHABET = [random_tokens(60, seed) for seed in range(3)]
@@ -35,6 +37,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_sequence_length=100, prefix_caching_eviction_policy=policy, checkpoint_plan=plan,
         )  # fmt: skip
         self.prompts: dict[int, list[int]] = {}
+        self.log_probs_starts: dict[int, int] = {}
         self.known = list(ALPHABET)
         self.prompt_tokens_of_finished = 0
 
@@ -46,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, b"tenant"]),
         prompt_log_probs=st.sampled_from([False, False, False, True]),
         plan=st.none() | plans,
+        log_probs_start=st.integers(1, 30),
     )
     def add(
         self,
@@ -56,13 +60,47 @@ class EngineMachine(RuleBasedStateMachine):
         salt: bytes | None,
         prompt_log_probs: bool,
         plan: ms.CheckpointPlan | None,
+        log_probs_start: int,
     ) -> None:
         prompt = self.known[source % len(self.known)][:head] + tail
         params = ms.SamplingParams(
-            num_tokens_to_generate=answer, return_log_probs=True, skip_prompt_log_probs=not prompt_log_probs
+            num_tokens_to_generate=answer,
+            return_log_probs=True,
+            skip_prompt_log_probs=not prompt_log_probs,
+            prompt_log_probs_start=log_probs_start,
         )
         request_id = self.engine.add_request(prompt, params, cache_salt=salt, checkpoint_plan=plan)
         self.prompts[request_id] = prompt
+        self.log_probs_starts[request_id] = log_probs_start
+
+    @rule(
+        sources=st.lists(st.integers(0, 1000), min_size=1, max_size=3),
+        length=st.integers(2, 60),
+        start=st.integers(1, 40),
+        salt=st.sampled_from([None, None, b"tenant"]),
+        plan=st.none() | plans,
+    )
+    def score(
+        self,
+        sources: list[int],
+        length: int,
+        start: int,
+        salt: bytes | None,
+        plan: ms.CheckpointPlan | None,
+    ) -> None:
+        """Heads of earlier sequences are scored, while what was added before advances."""
+        known = [self.known[source % len(self.known)][:length] for source in sources]
+        sequences = [tokens for tokens in known if len(tokens) > start]
+        results = self.engine.score(sequences, start, cache_salt=salt, checkpoint_plan=plan)
+        for tokens, result in zip(sequences, results, strict=True):
+            expected = expected_log_probs(tuple(tokens))[start - 1 :]
+            np.testing.assert_allclose(result.log_probs, expected, rtol=0, atol=TOLERANCE)
+            computed = sum(result.computed_by_reason.values())
+            assert result.num_resumed_tokens + computed == len(tokens) - 1
+        for request_id in list(self.prompts):
+            ended = self.engine.take_result(request_id)
+            if ended is not None:
+                self.check_result(ended)
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -91,8 +129,10 @@ class EngineMachine(RuleBasedStateMachine):
         computed = sum(result.computed_by_reason.values())
         assert result.num_prompt_tokens == len(prompt) == result.num_resumed_tokens + computed
         if result.prompt_log_probs is not None:
-            assert result.num_resumed_tokens == 0
-            assert None not in result.prompt_log_probs
+            start = self.log_probs_starts[result.request_id]
+            assert result.num_resumed_tokens < start or start >= len(prompt)
+            expected = expected_log_probs(tuple(prompt))[start - 1 :]
+            np.testing.assert_allclose(result.prompt_log_probs, expected, rtol=0, atol=TOLERANCE)
 
     def check_tokens(self, prompt: list[int], result: ms.RequestResult) -> None:
         if result.tokens:

@@ -344,6 +344,7 @@ CALLS_FROM_INSIDE: dict[str, Callable[[ms.DynamicInferenceEngine, int], object]]
     "step": lambda engine, _: engine.step(),
     "cancel": lambda engine, running: engine.cancel(running),
     "generate": lambda engine, _: engine.generate([[1, 2]]),
+    "score": lambda engine, _: engine.score([[1, 2]]),
     "warm": lambda engine, _: engine.warm(HEADS[1]),
     "reset": lambda engine, _: engine.reset(),
     "reset_prefix_cache": lambda engine, _: engine.reset_prefix_cache(),

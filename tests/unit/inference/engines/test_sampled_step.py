@@ -126,12 +126,12 @@ def test_a_part_of_a_prompt_counts_too() -> None:
     sampled = sample_step([step(asking, 0, 2)], logits)
     assert sampled.wait() == {}
     assert sampled.invalid == ()
-    assert asking.prompt_log_probs == [pytest.approx(-math.log(VOCABULARY))] * 2 + [None]
+    assert asking.prompt_log_probs == [pytest.approx(-math.log(VOCABULARY))] * 2
     logits[1] = -math.inf
     sampled = sample_step([step(asking, 2, 4)], logits)
     assert sampled.wait() == {}
     assert sampled.invalid == (1,)
-    assert asking.prompt_log_probs[2] is None
+    assert len(asking.prompt_log_probs) == 2
 
 
 def test_a_step_without_tokens_and_log_probs_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,8 @@ def test_host_tensors_name_their_device() -> None:
     with torch.device("meta"):
         tokens = sample_step([step(waiting, 0, 2), step(asking, 0, 4), step(drawing, 0, 3)], logits).wait()
     assert sorted(tokens) == [1, 2]
-    assert None not in asking.prompt_log_probs
+    assert len(asking.prompt_log_probs) == 3
+    assert len(waiting.prompt_log_probs) == 2
 
 
 # ---- seeds

@@ -146,6 +146,31 @@ def test_prompts_may_be_the_rows_of_a_tensor(engine: ms.DynamicInferenceEngine) 
     ]
 
 
+# ---- sequences to score
+
+
+@pytest.mark.parametrize(
+    ("sequences", "start", "sentence"),
+    [
+        ("text", 1, "sequences is 'text'; accepted: a list of sequences, each a list of token ids"),
+        ([1, 2], 1, "sequences is a list of 2 token ids; accepted: a list of sequences: pass [sequence]"),
+        (torch.tensor([1, 2]), 1, "sequences is a 1-D tensor or array; accepted: a list of sequences: pass"),
+        ([[]], 1, "sequences[0] has 0 tokens; accepted: at least 2, a context and one to score"),
+        ([[1, 2], [3]], 1, "sequences[1] has 1 tokens; accepted: at least 2, a context and one to score"),
+        ([[1, 256]], 1, "sequences[0][1] is 256; accepted: an integer from 0 to 255"),
+        ([[1, 2, 3]], 0, "start of sequences[0] is 0; accepted: an integer from 1 to 2"),
+        ([[1, 2, 3], [4, 5]], 2, "start of sequences[1] is 2; accepted: an integer from 1 to 1"),
+        ([[1, 2], [3, 4]], [1], "start has 1 entries; accepted: one for all, or 2, one a sequence"),
+    ],
+)
+def test_sequences_that_cannot_be_scored(
+    engine: ms.DynamicInferenceEngine, sequences: Any, start: Any, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        engine.score(sequences, start)
+    assert not engine.has_unfinished_requests()
+
+
 # ---- one for all, or one a prompt
 
 
