@@ -64,14 +64,14 @@ class Differences:
         """Compare two answers.
 
         Args:
-            expected: its answer may be longer, and may have prompt log-probs that `got` lacks.
+            expected: may have more tokens, and prompt log-probs that `got` lacks.
             got: what was served now.
             tolerance: how far log-probs may differ; 0.0 compares bits.
         """
         length = len(got.tokens)
         tokens = sum(a != b for a, b in zip(expected.tokens, got.tokens, strict=False))
         tokens += max(0, length - len(expected.tokens))
-        own, theirs = list(got.log_probs), list(expected.log_probs[:length])
+        own, theirs = list(got.log_probs), list(expected.log_probs[: len(got.log_probs)])
         if got.prompt_log_probs:
             own += got.prompt_log_probs
             theirs += expected.prompt_log_probs

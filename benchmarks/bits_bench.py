@@ -10,7 +10,8 @@ from bits_traffic import BitsRequest, Sizes, Traffic, serve
 from serving_models import ServingModel
 from serving_prefill import free
 
-Results = Sequence[ms.RequestResult]
+Results = Sequence[Any]
+"""Of requests, or of scored sequences."""
 
 
 class BitsBench:
@@ -111,7 +112,7 @@ class BitsBench:
         call: Callable[[], Results],
         expected: Sequence[Answer] | None = None,
         evidence: Callable[[Results], dict[str, int]] | None = None,
-        answer_of: Callable[[ms.RequestResult], Answer] = Answer.of,
+        answer_of: Callable[[Any], Answer] = Answer.of,
     ) -> None:
         """Serve under a condition, and compare.
 

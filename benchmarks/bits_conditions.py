@@ -18,6 +18,7 @@ from bits_traffic import Bystanders, Traffic, serve
 ANSWER_BESIDE_PROMPT = 4
 """Tokens of an answer where a prompt's log-probs are what is compared."""
 NUM_DRAFTS = 3
+SMALL_BLOCK = 16
 SUSPENDED_AFTER = (8, 21, 60)
 
 
@@ -144,15 +145,14 @@ def preempted(bench: BitsBench) -> None:
 
 
 def _preempted(bench: BitsBench, cache: bool) -> None:
-    """The prompts of all rows fill the pool, and each answer needs one more block."""
-    rows, block = bench.sizes.rows, bench.sizes.block
-    answer = block // 6
+    """The prompts of all rows fill the pool, and every answer needs more blocks."""
+    block = bench.served.model.state_spec().grid if cache else SMALL_BLOCK
     traffic = Traffic(bench.vocabulary, seed=10)
-    num_blocks = [1 + index % 3 for index in range(rows)] * 2
-    lengths = [number * block - traffic.length(1, answer - 2) for number in num_blocks]
-    requests = [traffic.request(traffic.tokens(length), answer) for length in lengths]
+    lengths = [traffic.length(bench.grid // 2, 3 * bench.grid) for _ in range(bench.sizes.rows)]
+    requests = [traffic.request(traffic.tokens(length), 5 * SMALL_BLOCK) for length in lengths]
     expected = bench.expect(requests)
-    engine = bench.engine(num_kv_blocks=sum(num_blocks[:rows]), enable_prefix_caching=cache)
+    num_blocks = sum(-(-length // block) for length in lengths)
+    engine = bench.engine(block_size_tokens=block, num_kv_blocks=num_blocks, enable_prefix_caching=cache)
     bench.compare(
         f"preempted, {'with' if cache else 'without'} cache",
         lambda: serve(engine, requests),
@@ -237,14 +237,36 @@ def as_prompts(bench: BitsBench) -> None:
     traffic = Traffic(bench.vocabulary, seed=8)
     pairs = list(zip(bench.requests, bench.expected, strict=True))
     sequences = [request.prompt + answer.tokens for request, answer in pairs]
-    expected = [Answer([], [], answer.prompt_log_probs + answer.log_probs) for answer in bench.expected]
+    expected = [Answer([], answer.prompt_log_probs + answer.log_probs) for answer in bench.expected]
     engine = bench.engine(enable_prefix_caching=True)
     requests = [traffic.request(sequence, 1).with_prompt_log_probs() for sequence in sequences]
     bench.compare(
         "answers resent as prompts",
         lambda: serve(engine, requests),
         expected,
-        answer_of=lambda result: Answer([], [], result.prompt_log_probs or []),
+        answer_of=lambda result: Answer([], result.prompt_log_probs or []),
+    )
+
+
+def scored(bench: BitsBench) -> None:
+    """What generation returned, beside the scores of the same tokens: of answers, then of whole sequences."""
+    engine = bench.engine(enable_prefix_caching=True)
+    serve(engine, bench.requests)
+    pairs = list(zip(bench.requests, bench.expected, strict=True))
+    sequences = [request.prompt + answer.tokens for request, answer in pairs]
+    starts = [len(request.prompt) for request in bench.requests]
+    bench.compare(
+        "scores of answers",
+        lambda: engine.score(sequences, starts),
+        [Answer([], answer.log_probs) for answer in bench.expected],
+        num_resumed,
+        lambda result: Answer([], result.log_probs),
+    )
+    bench.compare(
+        "scores of prompts and answers",
+        lambda: engine.score(sequences),
+        [Answer([], answer.prompt_log_probs + answer.log_probs) for answer in bench.expected],
+        answer_of=lambda result: Answer([], result.log_probs),
     )
 
 
@@ -309,6 +331,7 @@ CONDITIONS: dict[str, Callable[[BitsBench], None]] = {
     "preempted": preempted,
     "traffic": beside_others,
     "prompts": as_prompts,
+    "scores": scored,
     "graphs": by_graph_and_eager,
     "together": all_at_once,
     "engine": built_again,
