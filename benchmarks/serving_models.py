@@ -6,7 +6,7 @@ configs. `--shape tiny` narrows all three.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mambaslots as ms
@@ -72,6 +72,7 @@ class ServingModel:
         all_weight_bytes: with the embedding.
         forward_of_transformers: transformers' own forward of the same weights, on ids [1, tokens]; None for a
             model that is not transformers'. It works until `served` is called.
+        settings: more settings of `ms.InferenceConfig`, which every engine has.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ServingModel:
     weight_bytes: int
     all_weight_bytes: int
     forward_of_transformers: Callable[[Tensor], Tensor] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._draw = random.Random(0)
@@ -122,6 +124,7 @@ class ServingModel:
             enable_prefix_caching=caching,
             num_cuda_graphs=graphs,
             use_cuda_graphs_for_non_decode_steps=False,
+            **self.settings,
         )
         return ms.DynamicInferenceEngine(self.model if model is None else model, config)
 
@@ -130,9 +133,11 @@ class ServingModel:
             torch.cuda.synchronize(self.device)
 
 
-def build(name: str, shape: str, device: torch.device) -> ServingModel:
-    """One of `MODELS`, in bfloat16 on a GPU and in float32 on a CPU."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+def build(
+    name: str, shape: str, device: torch.device, dtype_of_cpu: torch.dtype = torch.float32
+) -> ServingModel:
+    """One of `MODELS`, in bfloat16 on a GPU and in `dtype_of_cpu` on a CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else dtype_of_cpu
     lengths = FULL if shape == "full" else TINY
     if name == "HybridLM-8B":
         pattern = PATTERN if shape == "full" else PATTERN[: 2 * TINY_LAYERS]
