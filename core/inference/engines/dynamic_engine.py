@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -42,7 +43,6 @@ from .arguments import (
     checked_sequence,
     one_each,
 )
-from .batch_invariance import BatchInvariance
 from .drafter import Drafter
 from .engine_books import EngineBooks, LaunchedStep, StepUndo
 from .graph_runner import GraphBuckets, GraphRunner
@@ -52,6 +52,9 @@ from .model_runner import ModelRunner
 from .sampling import request_seed, sample_step
 from .step_report import NewTokens, StepReport
 from .token_stream import Lease, TokenStream
+
+if TYPE_CHECKING:
+    from .batch_invariance import BatchInvariance
 
 
 class DynamicInferenceEngine:
@@ -84,8 +87,13 @@ class DynamicInferenceEngine:
         self.model = model
         self.config = instance("config", config, InferenceConfig)
         spec = model.state_spec()
-        self._invariance = BatchInvariance(model, spec, config) if config.batch_invariant else None
-        self._forward = model if self._invariance is None else self._invariance.served(model)
+        self._invariance: BatchInvariance | None = None
+        self._forward = model
+        if config.batch_invariant:
+            from .batch_invariance import BatchInvariance  # imports triton by way of torch
+
+            self._invariance = BatchInvariance(model, spec, config)
+            self._forward = self._invariance.served(model)
         self.context = DynamicInferenceContext(spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
