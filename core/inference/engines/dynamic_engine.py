@@ -19,6 +19,7 @@ from ...cuda_device import on_device_of
 from ...errors import KVBlockCapacityError
 from ...request import FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
+from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
@@ -87,13 +88,8 @@ class DynamicInferenceEngine:
         self.model = model
         self.config = instance("config", config, InferenceConfig)
         spec = model.state_spec()
-        self._invariance: BatchInvariance | None = None
-        self._forward = model
-        if config.batch_invariant:
-            from .batch_invariance import BatchInvariance  # imports triton by way of torch
-
-            self._invariance = BatchInvariance(model, spec, config)
-            self._forward = self._invariance.served(model)
+        self._invariance = _checked_invariance(model, spec, config) if config.batch_invariant else None
+        self._forward = model if self._invariance is None else self._invariance.served(model)
         self.context = DynamicInferenceContext(spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
@@ -725,3 +721,9 @@ class DynamicInferenceEngine:
         if self._is_split:  # ranks that failed at different requests go on with the same ids
             self._num_resets += 1
             self._new_ids = count(self._num_resets << 32)
+
+
+def _checked_invariance(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "BatchInvariance":
+    from .batch_invariance import BatchInvariance  # here, because it imports triton by way of torch
+
+    return BatchInvariance(model, spec, config)
