@@ -24,8 +24,8 @@ def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tenso
         chunk_size: the most tokens of a chunk.
         cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
 
-    Returns: the time steps and their sums l, both [H, chunks, chunk size] float32. Behind a chunk's tokens the
-        steps are 0, and every sum is the chunk's last one.
+    Returns: the time steps and their sums l, both [H, chunks, chunk size] float32. Behind a chunk's tokens
+        the steps are 0, and every sum is the chunk's last one.
     """
     heads, chunks = dt.shape[1], cu_chunk_seqlens.shape[0] - 1
     chunk_dt, log_decays = torch.empty(2, heads, chunks, chunk_size, dtype=torch.float32, device=dt.device)
@@ -58,9 +58,7 @@ def load_step(dt, token, token_stride, length, is_head):
 
 
 @triton.jit
-def sum_decays(
-    dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr
-):
+def sum_decays(dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr):
     """Store the steps and the sums of `stored` tokens, of which `length` are real.
 
     dt points at the first token, steps_out and sums_out at the first number, each [BLOCK_H]. The numbers of a
