@@ -40,7 +40,8 @@ def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tenso
 
 def heads_of_a_program(heads: int) -> int:
     """The heads whose sums one program adds up side by side."""
-    return min(_MAX_HEADS, triton.next_power_of_2(heads))
+    covering: int = triton.next_power_of_2(heads)
+    return min(_MAX_HEADS, covering)
 
 
 @triton.jit
