@@ -70,5 +70,5 @@ def test_scores_of_chunks(device, operands, state_dim, chunk_size):
 
 def test_strides_that_cannot_be_read_are_refused():
     C = torch.zeros(5, 2, 16, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"C has strides .* accepted: a last stride of 1"):
+    with pytest.raises(ValueError, match=r"B has strides .* accepted: a last stride of 1"):
         chunk_scores(C, C.mT.contiguous().mT, 16, cuts_of([5], None), torch.float16)
