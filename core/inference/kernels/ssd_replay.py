@@ -100,14 +100,15 @@ def block_sizes(
 ) -> tuple[dict[str, int | bool], int]:
     """Tile sizes, whether rows of tiles lie on the scan's own grid, and pipeline stages.
 
-    On a GPU a tile has the 16 rows that tensor cores need, the first of them the first new token.
+    On a GPU the first row of the first tile is the first new token. Tensor cores need 16 rows; products of
+    float32 do without them.
     """
     scan, _, _ = scan_blocks(chunk_size, head_dim, state_dim, operands)
     states, _ = state_blocks(chunk_size, head_dim, state_dim, operands)
     blocks: dict[str, int | bool] = scan | {f"STATE_{name}": size for name, size in states.items()}
     wide = operands == torch.float32
     if not INTERPRETED:
-        blocks["BLOCK_M"] = 16
+        blocks["BLOCK_M"] = min(16, triton.next_power_of_2(tokens)) if wide else 16
         blocks["BLOCK_K"] = min(32 if wide else 64, padded_side(chunk_size))
     aligned = bool(INTERPRETED)
     reach = tokens + blocks["BLOCK_M"] - 1 if aligned else tokens
