@@ -14,6 +14,7 @@ from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
 from oracle.budget import dear
 from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, Batch, Layer, kernel_device, poisoned_allocations, relative_error, same_bits
+from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
 
 few = settings(dear(), derandomize=True)
@@ -267,6 +268,53 @@ class TestBits:
                 assert torch.equal(y, whole[row.start : end]), (tokens, row)
                 if row.destination >= 0:
                     assert same_bits(replay.states[row.destination].cpu(), states[end // chunk_size])
+
+    @pytest.mark.gpu
+    def test_bits_of_a_captured_graph_that_follows_its_indices(self):
+        """No launch synchronises, and none depends on where rows are."""
+        device = kernel_device("cuda")
+        layer = Layer(H=8, P=64, G=2, N=128, dtype=torch.bfloat16)
+        x, dt, B, C = (part[:4].to(device) for part in drawn(layer, 1))
+        x, dt, B, C = (part.unflatten(0, (4, 1)) for part in (x, dt, B, C))
+        A, D, pool = layer.A.to(device), layer.D.to(device), layer.pool(8).to(device)
+        replay = Replay(layer, 64, device)
+        replay.keep([Tokens(seed, 0, 60, seed - 1) for seed in (1, 2, 3, 4)])
+        inputs = replay.inputs
+        own = torch.arange(4, device=device)
+        indices = [own.clone(), own.int(), torch.ones_like(own).int(), own.clone(), own - 5]
+        plans = [
+            ([0, 1, 2, 3], [70, 127, 64, 81], [1, 1, 1, 1], [0, 1, -1, 3], [-1, 4, -1, -1]),
+            ([3, -1, -1, 0], [127, 0, 0, 100], [1, 0, 0, 1], [5, -1, -1, -1], [5, -1, -1, -1]),
+        ]
+
+        def launch(states, kept):
+            return ssd_replay(x, dt, A, B, C, D, states, *kept, *indices, 64)
+
+        def follow(plan):
+            for index, values in zip(indices, plan, strict=True):
+                index.copy_(torch.tensor(values))
+
+        captured, kept = pool.clone(), [part.clone() for part in inputs]
+        follow(plans[0])
+        launch(pool.clone(), [part.clone() for part in inputs])
+        torch.cuda.synchronize()
+        with no_synchronisation():
+            launch(pool.clone(), [part.clone() for part in inputs])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = launch(captured, kept)
+        for plan in plans:
+            follow(plan)
+            captured.copy_(pool)
+            for part, fresh in zip(kept, inputs, strict=True):
+                part.copy_(fresh)
+            graph.replay()
+            after, stored = pool.clone(), [part.clone() for part in inputs]
+            expected = launch(after, stored)
+            real = indices[0] >= 0
+            assert torch.equal(y[real], expected[real])
+            assert same_bits(captured, after)
+            assert all(same_bits(*both) for both in zip(kept, stored, strict=True))
 
 
 class TestValues:
