@@ -278,7 +278,7 @@ class TestBits:
         x, dt, B, C = (part.unflatten(0, (4, 1)) for part in (x, dt, B, C))
         A, D, pool = layer.A.to(device), layer.D.to(device), layer.pool(8).to(device)
         replay = Replay(layer, 64, device)
-        replay.keep([Tokens(seed, 0, 60, seed - 1) for seed in (1, 2, 3, 4)])
+        replay.keep([Tokens(seed, 0, 63, seed - 1) for seed in (1, 2, 3, 4)])
         inputs = replay.inputs
         own = torch.arange(4, device=device)
         indices = [own.clone(), own.int(), torch.ones_like(own).int(), own.clone(), own - 5]
