@@ -100,24 +100,34 @@ def block_sizes(
 ) -> tuple[dict[str, int | bool], int]:
     """Tile sizes, whether rows of tiles lie on the scan's own grid, and pipeline stages.
 
-    On a GPU a tile has the 16 rows that tensor cores need, the first of them the first new token.
+    On a GPU the first row of the first tile is the first new token. Tensor cores need 16 rows; products of
+    float32 do without them.
     """
     scan, _, _ = scan_blocks(chunk_size, head_dim, state_dim, operands)
     states, _ = state_blocks(chunk_size, head_dim, state_dim, operands)
     blocks: dict[str, int | bool] = scan | {f"STATE_{name}": size for name, size in states.items()}
+    wide = operands == torch.float32
     if not INTERPRETED:
-        wide = operands == torch.float32
-        blocks["BLOCK_M"] = 16
+        blocks["BLOCK_M"] = min(16, triton.next_power_of_2(tokens)) if wide else 16
         blocks["BLOCK_K"] = min(32 if wide else 64, padded_side(chunk_size))
     aligned = bool(INTERPRETED)
     reach = tokens + blocks["BLOCK_M"] - 1 if aligned else tokens
-    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, 2
+    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, 1 if wide else 2
 
 
 @triton.jit
 def tokens_of(kept, new, k, offset, kept_stride, new_stride):
     """Pointers to the inputs of tokens k of a chunk: the first `offset` are kept, the others are new."""
     return tl.where(k < offset, kept + k.to(tl.int64) * kept_stride, new + (k - offset) * new_stride)
+
+
+@triton.jit
+def with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride):
+    """Steps and sums with those of the new token t; `last` is the sum of the token before."""
+    new = tl.load(dt + t * dt_token_stride, mask=t < length, other=0.0).to(tl.float32)
+    last = tl.fma(new, rate, last)
+    is_token = k == offset + t
+    return tl.where(is_token, new, step), tl.where(is_token, last, total), last
 
 
 @triton.jit
@@ -137,11 +147,12 @@ def gates_of(
     step = tl.load(gates + k, mask=k < offset, other=0.0)
     total = tl.load(gates + log_offset + k, mask=k < offset, other=0.0)
     last = before
-    for t in tl.static_range(0, tokens):
-        new = tl.load(dt + t * dt_token_stride, mask=t < length, other=0.0).to(tl.float32)
-        last = tl.fma(new, rate, last)
-        step = tl.where(k == offset + t, new, step)
-        total = tl.where(k == offset + t, last, total)
+    if tokens <= 8:
+        for t in tl.static_range(0, tokens):
+            step, total, last = with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride)
+    else:
+        for t in range(length):
+            step, total, last = with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride)
     return step, total
 
 
@@ -202,7 +213,7 @@ def ssd_replay_kernel(
     skip = tl.load(D + head * D_stride).to(tl.float32)
     before = tl.load(gates + log_offset + offset - 1, mask=offset > 0, other=0.0)
 
-    for tile in range(0, M_TILES):
+    for tile in range(M_TILES):
         first_m = (offset // BLOCK_M * BLOCK_M if ALIGNED else offset) + tile * BLOCK_M
         if first_m < end:
             m = first_m + tl.arange(0, BLOCK_M)
@@ -275,13 +286,13 @@ def ssd_replay_kernel(
 
     if destination >= 0:
         decay_of_chunk = before
-        for t in range(0, length):
+        for t in range(length):
             decay_of_chunk = tl.fma(tl.load(dt + t * dt_token_stride).to(tl.float32), rate, decay_of_chunk)
         tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
         for part_p in range(0, BLOCK_P, STATE_BLOCK_P):
-            p = first_p + part_p + tl.arange(0, STATE_BLOCK_P)
+            state_p = first_p + part_p + tl.arange(0, STATE_BLOCK_P)
             for first_n in range(0, state_dim, STATE_BLOCK_N):
-                n = first_n + tl.arange(0, STATE_BLOCK_N)
+                state_n = first_n + tl.arange(0, STATE_BLOCK_N)
                 update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
                 for first_k in range(0, end, STATE_BLOCK_K):
                     k = first_k + tl.arange(0, STATE_BLOCK_K)
@@ -290,19 +301,19 @@ def ssd_replay_kernel(
                     )
                     x_k = tokens_of(x_inputs, x, k, offset, x_kept_stride, x_token_stride)
                     values = tl.load(
-                        x_k[:, None] + p[None, :],
-                        mask=(k < end)[:, None] & (p < head_dim)[None, :],
+                        x_k[:, None] + state_p[None, :],
+                        mask=(k < end)[:, None] & (state_p < head_dim)[None, :],
                         other=0.0,
                     )
                     B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
                     keys = tl.load(
-                        B_k[:, None] + n[None, :],
-                        mask=(k < end)[:, None] & (n < state_dim)[None, :],
+                        B_k[:, None] + state_n[None, :],
+                        mask=(k < end)[:, None] & (state_n < state_dim)[None, :],
                         other=0.0,
                     )
                     update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
-                inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
-                within = p[:, None] * state_dim + n[None, :]
+                inside = (state_p < head_dim)[:, None] & (state_n < state_dim)[None, :]
+                within = state_p[:, None] * state_dim + state_n[None, :]
                 state = tl.load(
                     ssm_states + source * state_slot_stride + within, mask=inside & (source >= 0), other=0.0
                 ).to(tl.float32)
