@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_rule import gated_delta_rule_scan
+from .delta_operands import normalised
+from .delta_replay_output import delta_replay_output
+from .gated_delta_rule import gated_delta_rule_scan, solved_chunks
 
 BLOCK_T, NUM_WARPS = 32, 4
 
@@ -64,9 +66,12 @@ def gated_delta_rule_replay(
     _check_contiguous(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    queries, keys, values, gates, strengths = (
-        x.new_empty(rows * chunk_size, *x.shape[2:]) for x in (q, k, v, g, beta)
-    )
+    fused = fuses(v.dtype)
+    chunk_tokens = rows * chunk_size
+    queries = v.new_empty(rows * tokens if fused else chunk_tokens, key_heads, key_dim)
+    keys = v.new_empty(chunk_tokens, key_heads, key_dim)
+    values = v.new_empty(0 if fused else chunk_tokens, heads, value_dim)
+    gates, strengths = g.new_empty(chunk_tokens, heads), beta.new_empty(chunk_tokens, heads)
     places = torch.empty(rows * tokens, dtype=torch.int64, device=v.device)
     blocks = triton.cdiv(chunk_size, BLOCK_T)
     gather_kernel[(rows * blocks * (2 * key_heads + heads + 1),)](
@@ -75,9 +80,15 @@ def gated_delta_rule_replay(
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         k_inputs.stride(0), v_inputs.stride(0), g_inputs.stride(0), beta_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        TOKENS=tokens, CHUNK=chunk_size, **block_sizes(tokens, heads, key_dim, value_dim),
+        TOKENS=tokens, CHUNK=chunk_size, **block_sizes(tokens, heads, key_dim, value_dim), NORMALISED=fused,
         num_warps=NUM_WARPS,
     )  # fmt: skip
+    if fused:
+        inverse, log_decays = solved_chunks(keys, gates, strengths, chunk_size)
+        return delta_replay_output(
+            queries, keys, v_inputs, strengths, log_decays, inverse, states,
+            slots, starts, lengths, sources, destinations, tokens,
+        )  # fmt: skip
     row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=v.device)
     o = gated_delta_rule_scan(
         queries, keys, values, gates, strengths, states, sources, destinations, chunk_size,
@@ -128,6 +139,11 @@ def keep_delta_inputs(
     )  # fmt: skip
 
 
+def fuses(dtype: torch.dtype) -> bool:
+    """Whether inputs of `dtype` go through `delta_replay_output`; float32 takes all stages of the scan."""
+    return dtype != torch.float32
+
+
 def block_sizes(tokens: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
     """A program's tile: BLOCK_T tokens of one head, or of the gates of all heads."""
     return {
@@ -163,7 +179,7 @@ def gather_kernel(
     # Meta-parameters
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_NEW: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_NEW: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
     """A program has a row, BLOCK_T of its chunk, and one head of q, of k or of v, or the gates.
 
@@ -190,32 +206,37 @@ def gather_kernel(
         in_head = (n < KEY_DIM)[None, :]
         at = q + row * q_row_stride + part * q_head_stride + n[None, :] * q_dim_stride
         value = tl.load(at + fresh[:, None] * q_token_stride, mask=is_new[:, None] & in_head, other=0.0)
-        into = q_chunks + part * KEY_DIM + chunk_token[:, None] * (KEY_HEADS * KEY_DIM) + n[None, :]
-        tl.store(into, value, mask=in_chunk[:, None] & in_head)
+        if NORMALISED:
+            value = normalised(value)
+            into = q_chunks + part * KEY_DIM + (row * TOKENS + fresh)[:, None] * (KEY_HEADS * KEY_DIM)
+            tl.store(into + n[None, :], value.to(q_chunks.dtype.element_ty), mask=is_new[:, None] & in_head)
+        else:
+            into = q_chunks + part * KEY_DIM + chunk_token[:, None] * (KEY_HEADS * KEY_DIM) + n[None, :]
+            tl.store(into, value, mask=in_chunk[:, None] & in_head)
     elif part < 2 * KEY_HEADS:
         head = part - KEY_HEADS
         _gather(
             k + row * k_row_stride + head * k_head_stride, k_inputs + slot * k_slot_stride + head * KEY_DIM,
             k_chunks + head * KEY_DIM, token, fresh, chunk_token, is_old, is_new, in_chunk,
-            k_token_stride, k_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K,
+            k_token_stride, k_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K, NORMALISED, True,
         )  # fmt: skip
     elif part < 2 * KEY_HEADS + VALUE_HEADS:
         head = part - 2 * KEY_HEADS
         _gather(
             v + row * v_row_stride + head * v_head_stride, v_inputs + slot * v_slot_stride + head * VALUE_DIM,
             v_chunks + head * VALUE_DIM, token, fresh, chunk_token, is_old, is_new, in_chunk,
-            v_token_stride, v_dim_stride, VALUE_HEADS * VALUE_DIM, VALUE_DIM, BLOCK_V,
+            v_token_stride, v_dim_stride, VALUE_HEADS * VALUE_DIM, VALUE_DIM, BLOCK_V, False, not NORMALISED,
         )  # fmt: skip
     else:
         _gather(
             g + row * g_row_stride, g_inputs + slot * g_slot_stride, g_chunks,
             token, fresh, chunk_token, is_old, is_new, in_chunk,
-            g_token_stride, g_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H,
+            g_token_stride, g_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H, False, True,
         )  # fmt: skip
         _gather(
             beta + row * beta_row_stride, beta_inputs + slot * beta_slot_stride, beta_chunks,
             token, fresh, chunk_token, is_old, is_new, in_chunk,
-            beta_token_stride, beta_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H,
+            beta_token_stride, beta_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H, False, True,
         )  # fmt: skip
         if block == 0:
             new = tl.arange(0, BLOCK_NEW)
@@ -227,17 +248,21 @@ def gather_kernel(
 def _gather(
     step, inputs, chunks, token, fresh, chunk_token, is_old, is_new, in_chunk,
     token_stride, dim_stride, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALISED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """DIM numbers of each token of a tile; WIDTH of them are one token of the inputs and of the chunks."""
     n = tl.arange(0, BLOCK)
     in_head = (n < DIM)[None, :]
     kept = inputs + token[:, None] * WIDTH + n[None, :]
-    old = tl.load(kept, mask=is_old[:, None] & in_head, other=0.0)
     of_step = step + fresh[:, None] * token_stride + n[None, :] * dim_stride
     new = tl.load(of_step, mask=is_new[:, None] & in_head, other=0.0)
     tl.store(kept, new.to(inputs.dtype.element_ty), mask=is_new[:, None] & in_head)
-    value = tl.where(is_new[:, None], new, old.to(step.dtype.element_ty))
-    tl.store(chunks + chunk_token[:, None] * WIDTH + n[None, :], value, mask=in_chunk[:, None] & in_head)
+    if GATHERED:
+        old = tl.load(kept, mask=is_old[:, None] & in_head, other=0.0)
+        value = tl.where(is_new[:, None], new, old.to(step.dtype.element_ty))
+        if NORMALISED:
+            value = normalised(value).to(chunks.dtype.element_ty)
+        tl.store(chunks + chunk_token[:, None] * WIDTH + n[None, :], value, mask=in_chunk[:, None] & in_head)
 
 
 @triton.jit
