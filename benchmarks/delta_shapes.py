@@ -123,7 +123,13 @@ def replays() -> list[Specialisation]:
             for tokens in (1, 4):
                 step = dict.fromkeys("qkv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32")
                 chunks = {f"{name}_chunks": pointer for name, pointer in step.items()}
-                indices = {"places": "*i64", "slots": "*i64", "starts": "*i32", "lengths": "*i32"}
+                indices = {
+                    "cuts": "*i32",
+                    "places": "*i64",
+                    "slots": "*i64",
+                    "starts": "*i32",
+                    "lengths": "*i32",
+                }
                 pointers = step | chunks | inputs | indices
                 strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
                 strides += [f"{x}_{axis}_stride" for x in GATES for axis in ("row", "token")]
@@ -135,7 +141,7 @@ def replays() -> list[Specialisation]:
                         signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
                         constexprs=dict.fromkeys(ones, 1)
                         | sizes
-                        | {"TOKENS": tokens, "NORMALISED": dtype == "bf16"}
+                        | {"TOKENS": tokens, "FUSED": dtype == "bf16"}
                         | delta_replay.block_sizes(tokens, heads, dim, dim),
                         divisible_by_16=(*pointers, *strides, *slot_strides),
                         num_warps=delta_replay.NUM_WARPS,

@@ -117,24 +117,27 @@ def gated_delta_rule_scan(
     return o[0]
 
 
-def solved_chunks(keys: Tensor, g: Tensor, strength: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+def solved_chunks(
+    keys: Tensor, g: Tensor, strength: Tensor, chunk_size: int, cuts: Tensor, pairs: Tensor
+) -> tuple[Tensor, Tensor]:
     """The inverse of the WY form's triangular system of each chunk, and the sums of decays.
 
+    The stages and the bits of `gated_delta_rule_scan`, in two launches for chunks of 64 tokens.
+
     Args:
-        keys: [tokens, Hk, Dk] normalised, of 16 bits. g, strength: [tokens, Hv]. All contiguous. Every chunk
-            has `chunk_size` tokens.
+        keys: [tokens, Hk, Dk] normalised, of 16 bits. g, strength: [tokens, Hv]. All contiguous.
+        chunk_size: the tokens of every chunk.
+        cuts: [chunks + 1] int32 where each chunk's tokens start.
+        pairs: [chunks] int64, 0, 1, 2 and so on.
 
     Returns: [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and
         [tokens, Hv] float32, sums of g's binary logarithms from the start of each chunk.
     """
-    fla, (tokens, heads) = stages(), g.shape
-    chunks = tokens // chunk_size
-    pairs = torch.arange(chunks, device=g.device).view(torch.int32).view(chunks, 2)
-    cuts = torch.arange(0, tokens + 1, chunk_size, dtype=torch.int32, device=g.device)
-    at = {"cu_seqlens": cuts, "chunk_indices": pairs}
+    fla, (tokens, heads), chunks = stages(), g.shape, pairs.shape[0]
+    at = {"cu_seqlens": cuts, "chunk_indices": pairs.view(torch.int32).view(chunks, 2)}
     log_decays: Tensor = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **at)
     if chunk_size == 64:
-        inverse = keys.new_empty(1, tokens, heads, chunk_size)
+        inverse = torch.empty(1, tokens, heads, chunk_size, dtype=keys.dtype, device=keys.device)
         fla.kkt_solve_kernel[chunks, heads](
             k=keys, g=log_decays, beta=strength, A=inverse, T=tokens, H=keys.shape[1], HV=heads,
             K=keys.shape[2], BT=chunk_size, BC=16, **at,
