@@ -192,7 +192,7 @@ def replay_outputs() -> list[Specialisation]:
                         divisible_by_16=(*pointers, "v_slot_stride", "slot_stride"),
                         num_warps=delta_replay_output.NUM_WARPS,
                         num_stages=delta_replay_output.NUM_STAGES,
-                        wide=("load",),
+                        wide=("load", "store"),
                     )
                 )
     return found
