@@ -117,6 +117,40 @@ def gated_delta_rule_scan(
     return o[0]
 
 
+def solved_chunks(
+    keys: Tensor, g: Tensor, strength: Tensor, chunk_size: int, cuts: Tensor, pairs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The inverse of the WY form's triangular system of each chunk, and the sums of decays.
+
+    The stages and the bits of `gated_delta_rule_scan`, in two launches for chunks of 64 tokens.
+
+    Args:
+        keys: [tokens, Hk, Dk] normalised, of 16 bits. g, strength: [tokens, Hv]. All contiguous.
+        chunk_size: the tokens of every chunk.
+        cuts: [chunks + 1] int32 where each chunk's tokens start.
+        pairs: [chunks] int64, 0, 1, 2 and so on.
+
+    Returns: [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and
+        [tokens, Hv] float32, sums of g's binary logarithms from the start of each chunk.
+    """
+    fla, (tokens, heads), chunks = stages(), g.shape, pairs.shape[0]
+    at = {"cu_seqlens": cuts, "chunk_indices": pairs.view(torch.int32).view(chunks, 2)}
+    log_decays: Tensor = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **at)
+    if chunk_size == 64:
+        inverse = torch.empty(1, tokens, heads, chunk_size, dtype=keys.dtype, device=keys.device)
+        fla.kkt_solve_kernel[chunks, heads](
+            k=keys, g=log_decays, beta=strength, A=inverse, T=tokens, H=keys.shape[1], HV=heads,
+            K=keys.shape[2], BT=chunk_size, BC=16, **at,
+        )  # fmt: skip
+    else:
+        coupling = fla.chunk_scaled_dot_kkt_fwd(
+            k=keys[None], g=log_decays, beta=strength[None], chunk_size=chunk_size,
+            output_dtype=torch.float32, **at,
+        )  # fmt: skip
+        inverse = fla.solve_tril(A=coupling, output_dtype=keys.dtype, **at)
+    return inverse[0], log_decays[0]
+
+
 def check_sizes(chunk_size: int, key_dim: int) -> None:
     """Raise a ValueError where fla-core's stages do not take these sizes."""
     if chunk_size not in CHUNK_SIZES:
@@ -137,7 +171,10 @@ def stages() -> SimpleNamespace:
             warnings.simplefilter("ignore")  # fla warns where there is no GPU
             from fla.ops.common.chunk_o import chunk_fwd_o
             from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
-            from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+            from fla.ops.gated_delta_rule.chunk_fwd import (
+                chunk_gated_delta_rule_fwd_intra,
+                chunk_gated_delta_rule_fwd_kkt_solve_kernel,
+            )
             from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
             from fla.ops.utils import chunk_local_cumsum, solve_tril
     except ModuleNotFoundError as error:
@@ -150,6 +187,7 @@ def stages() -> SimpleNamespace:
         chunk_gated_delta_rule_fwd_intra=chunk_gated_delta_rule_fwd_intra,
         chunk_local_cumsum=chunk_local_cumsum,
         chunk_scaled_dot_kkt_fwd=chunk_scaled_dot_kkt_fwd,
+        kkt_solve_kernel=chunk_gated_delta_rule_fwd_kkt_solve_kernel,
         recompute_w_u_fwd=recompute_w_u_fwd,
         solve_tril=solve_tril,
     )
