@@ -13,6 +13,7 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.step_inputs import StepShape
 from ..policies.prefix_hash import PrefixHashChain
+from ..policies.row_ladder import MOST_PADDING, rung
 from .model import Model
 
 ROOM = 2
@@ -43,7 +44,7 @@ class DummySteps:
         small = replace(
             config,
             max_requests=ROOM,
-            max_tokens=ROOM * longest,
+            max_tokens=rung(ROOM * longest) + MOST_PADDING,
             max_sequence_length=longest,
             num_kv_blocks=ROOM * -(-longest // self._block_size),
             buffer_size_gb=None,
@@ -108,7 +109,7 @@ class DummySteps:
         sizes = [counts[step.request.request_id] for step in in_row_order]
         parts = torch.split(logits[: inputs.num_logits], sizes)
         by_id = {step.request.request_id: part for step, part in zip(in_row_order, parts, strict=True)}
-        return [by_id[request.request_id].clone() for request, _ in work]
+        return [by_id[request.request_id] for request, _ in work]
 
     def release(self, request: DynamicInferenceRequest) -> None:
         """Take back what a request holds."""
