@@ -24,7 +24,7 @@ _CONTRACTED: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """The dimensions that a product adds over, as (argument, dimension)."""
 CHOICE = "aten.topk"
-"""Chooses a row's experts. No product, but what it takes of equal scores could depend on the number of rows."""
+"""Chooses a row's experts. What it takes of equal scores could depend on the number of rows."""
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 ATTENTION = "flash_attn_3.fwd"
 _UNKNOWN = ("addbmm", "addr", "addmv", "mv", "dot", "vdot")
