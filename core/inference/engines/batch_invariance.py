@@ -69,13 +69,14 @@ class BatchInvariance:
         """Refuse, set torch's switches, and check the model. Where the model is split, this is a collective.
 
         Takes seconds. Needs memory for pools of two short requests and for the largest result of a product,
-        and gives it back to torch.
+        float32 logits of the largest step perhaps, and gives it back to the device.
 
         Args:
             model: what the engine serves.
             spec: what the model said of itself.
             config: of the engine.
-            max_logits: the most logit rows of a step; None: those of decodes.
+            max_logits: the most logit rows of a step; None: as many as a step has tokens, which steps that
+                score have.
             replaces_products: whether a product whose bits depend on the number of rows is computed by
                 `kernels.sequential_product` instead; otherwise it is refused.
 
@@ -91,12 +92,13 @@ class BatchInvariance:
         self._replays = bool(getattr(config, "replays", False))
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens)
-        self._most_logits = rung(max_logits or config.max_requests * width)
+        self._most_logits = rung(max_logits) if max_logits else self._most_tokens
         self._release = BLAS_SWITCHES.hold(self)
         try:
             if spec.device.type == "cuda":
                 with on_device_of(spec.device):
                     self._check_on_all_ranks(model, config)
+                    torch.cuda.empty_cache()
         except BaseException:
             self.close()
             raise

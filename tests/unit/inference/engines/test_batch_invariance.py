@@ -592,7 +592,9 @@ class TestOnAGPU:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before, start = torch.cuda.memory_allocated(), time.perf_counter()
-            invariance = BatchInvariance(model, spec, self.CONFIG)
+            invariance = BatchInvariance(
+                model, spec, self.CONFIG, max_logits=None if compiled == "compiled" else 64
+            )
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             peak = (torch.cuda.max_memory_allocated() - before) / 2**30
@@ -604,8 +606,9 @@ class TestOnAGPU:
         assert len(invariance.attentions) == 1
         invariance.check_switches()
         invariance.close()
+        logits = (32 + 4096 + 255) * 131072 * 4 / 2**30  # of the largest step, in float32
         assert seconds < 5
-        assert peak < 1
+        assert peak < 1 + logits
 
     def test_split_k_is_found_and_named(self, model, monkeypatch, needs_gpu_memory):
         needs_gpu_memory(16)
