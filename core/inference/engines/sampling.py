@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...sampling_params import SamplingParams
@@ -18,8 +17,6 @@ from ..contexts.request_step import RequestStep
 from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
 from .acceptance import accepted_tokens
-
-_ALIGNED_NUMBERS = 4  # of float32 in 16 bytes
 
 
 class SampledStep:
@@ -204,18 +201,8 @@ def _prompt_log_probs(step: RequestStep, logits: Tensor) -> tuple[slice, Tensor]
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype).
-
-    On a GPU torch adds in an order that depends on where a row begins, unless all rows begin at multiples of
-    16 bytes. Other rows are therefore copied to such places, so that a row's place changes no bits.
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    vocabulary = logits.shape[-1]
-    missing = -vocabulary % _ALIGNED_NUMBERS
-    if not missing or not logits.is_cuda:
-        return torch.log_softmax(wide, dim=-1)
-    padded = F.pad(wide, (0, missing), value=-torch.inf)
-    return torch.log_softmax(padded, dim=-1)[..., :vocabulary]
+    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype)."""
+    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
 def sample(

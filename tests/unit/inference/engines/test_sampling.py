@@ -272,19 +272,6 @@ def test_log_probs_of_half_precision_logits_are_computed_in_float32() -> None:
     assert log_softmax(LOGITS.double()).dtype is torch.float64
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("vocabulary", [97, 2051, 50257, 50258, 131072])
-def test_log_probs_of_a_row_have_the_same_bits_wherever_the_row_lies(vocabulary: int) -> None:
-    row = torch.randn(vocabulary, generator=torch.Generator().manual_seed(2)).cuda()
-    alone = log_softmax(row[None])
-    torch.testing.assert_close(alone[0].double(), row.double().log_softmax(-1), rtol=1e-5, atol=1e-5)
-    for count in (2, 5, 32, 300):
-        together = log_softmax(row.repeat(count, 1))
-        assert together.shape == (count, vocabulary)
-        assert torch.equal(together.view(torch.int32), alone.view(torch.int32).expand(count, -1))
-    assert torch.equal(log_softmax(row.repeat(9, 1)[3:])[2], alone[0])
-
-
 def test_unequal_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="logits has 1 rows"):
         sample(LOGITS[None], [], [0])
