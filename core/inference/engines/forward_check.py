@@ -15,7 +15,8 @@ from .dummy_steps import DummySteps
 TAIL = 19
 """Tokens behind the last whole chunk."""
 DECODES = 5
-"""Decoded tokens, of which the third is the first of a chunk."""
+"""Decodes without drafts, of which the third is of the first token of a chunk."""
+DRAFTS = 2
 
 
 def longest(chunk_tokens: int) -> int:
@@ -27,8 +28,8 @@ def first_difference(steps: DummySteps, chunk_tokens: int, decodes: bool) -> str
     """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere.
 
     Compared are a prefill in two parts beside another, more padding, and, with `decodes`, decodes over the
-    end of a chunk, alone and beside a prefill. Makes four steps, or ten. Synchronises. Holds the logits of
-    two sequences.
+    end of a chunk, alone, beside a prefill and with drafts. Makes three steps, or up to ten. Synchronises.
+    Holds the logits of two sequences.
 
     Args:
         steps: with room for two sequences of `longest(chunk_tokens)` tokens.
@@ -62,7 +63,7 @@ class _ForwardCheck:
 
     def decodes(self) -> Iterator[tuple[str, Tensor]]:
         """Each case, and whether it differs."""
-        start = 2 * self._chunk - 2
+        start = max(1, 2 * self._chunk - 2)
         request = self._steps.request(self._tokens[:start])
         yield "in a shorter prefill", self._differs(self._run(request), 0)
         other = self._steps.request(self._steps.tokens(TAIL, seed=1))
@@ -74,6 +75,12 @@ class _ForwardCheck:
             logits = self._steps.run(work, padded_to_ladder)[0]
             where = "alone" if len(work) == 1 else "beside a prefill"
             yield f"in a decode at position {position}, {where}", self._differs(logits, position)
+        position = start + DECODES
+        drafts = self._tokens[position + 1 : position + 1 + self._steps.num_drafts][:DRAFTS]
+        if drafts:
+            request.append(self._tokens[position : position + 1], [None], 0.0)
+            logits = self._steps.run([(request, 1)], padded_to_ladder, drafts)[0]
+            yield f"in a decode at position {position}, with drafts", self._differs(logits, position)
         self._steps.release(request)
         self._steps.release(other)
 

@@ -494,11 +494,12 @@ class TestForwardCheck:
             (lambda shape: shape.prefill_tokens == 32, "in the first chunk of a prefill in parts"),
             (lambda shape: shape.prefills == 0, "in a decode at position 30, alone"),
             (lambda shape: shape.prefills and shape.decodes, "in a decode at position 34, beside a prefill"),
+            (lambda shape: shape.decode_tokens > 1, "in a decode at position 35, with drafts"),
         ],
     )
     def test_where_bits_differ(self, depends, case):
         model = Reading(model_of("M-*"), depends)
-        config = replace(CONFIG, max_sequence_length=512)
+        config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
         steps = DummySteps(model, model.state_spec(), config, forward_check.longest(16))
         assert forward_check.first_difference(steps, 16, decodes=True) == case
 
