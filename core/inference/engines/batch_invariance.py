@@ -15,7 +15,7 @@ from ..contexts.step_inputs import StepInputs, StepShape
 from ..contexts.step_ladder import padded_to_ladder
 from ..kernels import attention_flash
 from ..policies.row_ladder import power_of_two, rung, rungs
-from . import attention_check, product_check
+from . import attention_check, forward_check, product_check
 from .attention_check import AttentionSizes
 from .blas_switches import BLAS_SWITCHES
 from .dummy_steps import DummySteps
@@ -69,13 +69,14 @@ class BatchInvariance:
         """Refuse, set torch's switches, and check the model. Where the model is split, this is a collective.
 
         Takes seconds. Needs memory for pools of two short requests and for the largest result of a product,
-        and gives it back to torch.
+        float32 logits of the largest step perhaps, and gives it back to the device.
 
         Args:
             model: what the engine serves.
             spec: what the model said of itself.
             config: of the engine.
-            max_logits: the most logit rows of a step; None: those of decodes.
+            max_logits: the most logit rows of a step; None: as many as a step has tokens, which steps that
+                score have.
             replaces_products: whether a product whose bits depend on the number of rows is computed by
                 `kernels.sequential_product` instead; otherwise it is refused.
 
@@ -88,14 +89,16 @@ class BatchInvariance:
         self.products: tuple[CheckedProduct, ...] = ()
         self.attentions: tuple[AttentionSizes, ...] = ()
         self._replaces = replaces_products
+        self._replays = bool(getattr(config, "replays", False))
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens)
-        self._most_logits = rung(max_logits or config.max_requests * width)
+        self._most_logits = rung(max_logits) if max_logits else self._most_tokens
         self._release = BLAS_SWITCHES.hold(self)
         try:
             if spec.device.type == "cuda":
                 with on_device_of(spec.device):
                     self._check_on_all_ranks(model, config)
+                    torch.cuda.empty_cache()
         except BaseException:
             self.close()
             raise
@@ -132,6 +135,8 @@ class BatchInvariance:
         lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
         if spec.num_attention_layers:
             lines.append(f"attention: one split; {len(self.attentions)} shapes compared, 0 differ")
+        decodes = "decodes over the end of a chunk" if self._replays else "not decodes, which do not replay"
+        lines.append(f"whole model: prefills in parts, beside others, and {decodes}: 0 logits differ")
         size = spec.groups.tensor_size
         ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
         lines.append(
@@ -166,6 +171,16 @@ class BatchInvariance:
                     f"{SETTING}, and {sizes} gives {case} other bits than in one prefill; accepted: a "
                     f"GPU and a version of {attention_flash.PACKAGE} that keep bits with one split"
                 )
+
+        chunk = self._spec.chunk_tokens(config.block_size_tokens)
+        steps = DummySteps(model, self._spec, config, forward_check.longest(chunk))
+        case = forward_check.first_difference(steps, chunk, decodes=self._replays)
+        if case:
+            raise BatchVarianceError(
+                f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
+                "products and attention keep them; accepted: a model whose scans, and all else, compute a "
+                "row from its own sequence, in one order"
+            )
 
     def _checked(self, product: Product) -> CheckedProduct:
         most = self._most_logits if product.of_logits else self._most_tokens
