@@ -4,18 +4,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_small_run(tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    command = [sys.executable, "examples/rl_rollout.py", "--iterations", "2", "--tokens", "6"]
-    command += ["--json", str(path)]
+def figures_of(path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The figures of a run, and its last line."""
+    command = [sys.executable, "examples/rl_rollout.py", "--iterations", "2", "--json", str(path), *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "equal bits on a GPU only" in run.stdout.splitlines()[-1]
-    figures = json.loads(path.read_text())
+    return json.loads(path.read_text()), run.stdout.splitlines()[-1]
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    figures, last_line = figures_of(tmp_path / "figures.json", "--tokens", "6")
+    assert "equal bits on a GPU only" in last_line
     assert figures["num_positions"] == 2 * 2 * 16 * 6
     assert figures["largest_difference"] < 1e-9
     first, second = figures["iterations"]
@@ -27,3 +33,11 @@ def test_a_small_run(tmp_path: Path) -> None:
     for iteration in (first, second):
         assert iteration["trainer_difference"] < 1e-9
     assert first["reward"] != second["reward"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rollout_and_score_have_equal_bits(tmp_path: Path) -> None:
+    figures, _ = figures_of(tmp_path / "figures.json", "--tokens", "40", "--device", "cuda")
+    assert figures["num_positions"] == 2 * 2 * 16 * 40
+    assert figures["largest_difference"] == 0.0
+    assert [iteration["num_unequal"] for iteration in figures["iterations"]] == [0, 0]
