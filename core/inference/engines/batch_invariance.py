@@ -89,7 +89,7 @@ class BatchInvariance:
         self.products: tuple[CheckedProduct, ...] = ()
         self.attentions: tuple[AttentionSizes, ...] = ()
         self._replaces = replaces_products
-        self._replays = bool(getattr(config, "replays", False))
+        self._replays = config.replays
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens)
         self._most_logits = rung(max_logits) if max_logits else self._most_tokens
@@ -214,6 +214,12 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
             f"{SETTING}, and the model is {_dtype(spec.kv_dtype)}; accepted: bfloat16 or float16, because "
             "products of wider numbers on a GPU depend on the number of rows"
         )
+    for tensor in spec.states:
+        if tensor.grid > 1 and tensor.dtype.itemsize < 4:
+            raise ValueError(
+                f"{SETTING}, and the state {tensor.name} is {_dtype(tensor.dtype)}; accepted: float32, because "
+                "a narrower state is rounded wherever a step ends"
+            )
     splits = os.environ.get(attention_flash.SPLITS_VARIABLE)
     if splits not in (None, "1"):
         raise ValueError(

@@ -91,9 +91,9 @@ def test_every_cut_lies_on_the_grid(
     with kind_of_model(kind):
         settings: dict[str, Any] = {"make_drafter": MixedDrafter} if drafts else {}
         engine = small_engine(
-            decode_by_replay=True, max_tokens=max_tokens, num_mamba_slots=slots, num_kv_blocks=24 if caching else 96,
-            num_speculative_tokens=drafts, enable_prefix_caching=caching,
-            block_size_tokens=8 if caching else block, **settings,
+            decode_by_replay=True, max_tokens=max_tokens, num_mamba_slots=slots,
+            num_kv_blocks=24 if caching else 96, num_speculative_tokens=drafts,
+            enable_prefix_caching=caching, block_size_tokens=8 if caching else block, **settings,
         )  # fmt: skip
         GridWatch(engine)
         stem = random_tokens(60, seed=1)
