@@ -39,11 +39,19 @@ _REPLACED = ("aten.mm", "aten.addmm")
 
 
 class CheckedProduct(NamedTuple):
-    """A product, and the numbers of rows that were compared."""
+    """A product that was compared.
+
+    Attributes:
+        product: the product.
+        num_rungs: how many numbers of rows were compared.
+        replaced: whether `kernels.sequential_product` computes it instead.
+        refused: where its bits differ, if it cannot be replaced.
+    """
 
     product: Product
     num_rungs: int
-    replaced: bool
+    replaced: bool = False
+    refused: str = ""
 
 
 class BatchInvariance:
@@ -164,6 +172,14 @@ class BatchInvariance:
         found, attentions = record(model, self._spec, config)
         self.attentions = tuple(attentions)
         self.products = tuple(map(self._checked, found))
+        refused = [
+            f"{checked.product.name} {checked.refused}" for checked in self.products if checked.refused
+        ]
+        if refused:
+            raise BatchVarianceError(
+                f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
+                f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
+            )
         for sizes in attentions:
             case = attention_check.first_difference(sizes, self._spec.device)
             if case:
@@ -187,16 +203,13 @@ class BatchInvariance:
         count = len(rungs(most))
         case = product_check.first_difference(product, most)
         if not case:
-            return CheckedProduct(product, count, False)
+            return CheckedProduct(product, count)
         if self._replaces and _is_replaceable(product):
             again = product_check.first_difference(product, most, _sequential)
             if not again:
-                return CheckedProduct(product, count, True)
+                return CheckedProduct(product, count, replaced=True)
             case = f"{case}, and by the sequential product {again}"
-        raise BatchVarianceError(
-            f"{SETTING}, and {product.name} gives a row other bits {case} than among 256; accepted: products "
-            "whose rows do not depend on the number of rows"
-        )
+        return CheckedProduct(product, count, refused=case)
 
 
 def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
@@ -265,7 +278,10 @@ def record(
     ]
     calls = [call for part in (*prefills, *decodes) for call in part if call.name == ATTENTION]
     attentions = {_attention(call, config.block_size_tokens): None for call in calls}
-    return list({product.key: product for product in reversed(found)}.values()), list(attentions)
+    different: dict[object, Product] = {}
+    for product in found:
+        different.setdefault(product.key, product)
+    return list(different.values()), list(attentions)
 
 
 def _sequential(arguments: Sequence[Any]) -> Tensor:

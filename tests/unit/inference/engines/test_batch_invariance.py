@@ -2,7 +2,7 @@
 
 import gc
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import mambaslots as ms
@@ -536,7 +536,8 @@ class TestReplacedProducts:
 
         refusing = BatchInvariance(model, spec, CONFIG, replaces_products=False)
         message = (
-            r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 gives .* among 512 rows than among 256"
+            r"bits than among 256 rows by "
+            r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 among 512 rows; accepted"
         )
         with pytest.raises(BatchVarianceError, match=message):
             refusing._check(model, CONFIG)
@@ -566,35 +567,40 @@ class TestReplacedProducts:
         assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
 
 
+def wide_config() -> ms.InferenceConfig:
+    """Of an engine with batch invariance."""
+    setting = {"batch_invariant"} & {field.name for field in fields(ms.InferenceConfig)}
+    return ms.InferenceConfig(
+        block_size_tokens=256, max_requests=32, max_tokens=4096, max_sequence_length=8192, num_kv_blocks=64,
+        num_mamba_slots=8, **dict.fromkeys(setting, True),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide_model() -> ms.models.HybridLM:
+    config = ms.models.HybridConfig(
+        vocab_size=131072, hidden_size=4096, pattern="M-*-", mamba_num_heads=128, mamba_head_dim=64,
+        mamba_num_groups=8, mamba_state_dim=128, conv_kernel=4, ssd_chunk_size=128,
+        num_attention_heads=32, num_kv_heads=8, head_dim=128, mlp_hidden_size=21504,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    return ms.models.HybridLM(config, seed=0, device="cuda")
+
+
 @pytest.mark.gpu
 class TestOnAGPU:
     """Run with -s: prints what the check says of itself, and how long it takes."""
 
-    @pytest.fixture(scope="class")
-    def model(self) -> ms.models.HybridLM:
-        config = ms.models.HybridConfig(
-            vocab_size=131072, hidden_size=4096, pattern="M-*-", mamba_num_heads=128, mamba_head_dim=64,
-            mamba_num_groups=8, mamba_state_dim=128, conv_kernel=4, ssd_chunk_size=128,
-            num_attention_heads=32, num_kv_heads=8, head_dim=128, mlp_hidden_size=21504,
-            dtype=torch.bfloat16,
-        )  # fmt: skip
-        return ms.models.HybridLM(config, seed=0, device="cuda")
-
-    CONFIG = ms.InferenceConfig(
-        block_size_tokens=256, max_requests=32, max_tokens=4096, max_sequence_length=8192, num_kv_blocks=64,
-        num_mamba_slots=8,
-    )  # fmt: skip
-
-    def test_an_8b_shaped_model_keeps_bits(self, model, needs_gpu_memory):
+    def test_an_8b_shaped_model_keeps_bits(self, wide_model, needs_gpu_memory):
         needs_gpu_memory(16)
-        spec = model.state_spec()
+        model, spec = wide_model, wide_model.state_spec()
         for compiled in ("with compilation", "compiled"):
             gc.collect()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before, start = torch.cuda.memory_allocated(), time.perf_counter()
             invariance = BatchInvariance(
-                model, spec, self.CONFIG, max_logits=None if compiled == "compiled" else 64
+                model, spec, wide_config(), max_logits=None if compiled == "compiled" else 64
             )
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
@@ -611,22 +617,24 @@ class TestOnAGPU:
         assert seconds < 5
         assert peak < 1 + logits
 
-    def test_split_k_is_found_and_named(self, model, monkeypatch, needs_gpu_memory):
+    def test_split_k_is_found_and_named(self, wide_model, needs_gpu_memory):
         needs_gpu_memory(16)
-        spec = model.state_spec()
-        invariance = BatchInvariance(model, spec, self.CONFIG, replaces_products=False)
+        model, spec = wide_model, wide_model.state_spec()
+        invariance = BatchInvariance(model, spec, wide_config(), replaces_products=False)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
         torch.backends.cuda.preferred_blas_library("default")
         try:
-            with pytest.raises(BatchVarianceError, match=r"aten.mm of \[rows, 21504\]") as refused:
-                invariance._check(model, self.CONFIG)
+            with pytest.raises(
+                BatchVarianceError, match=r"aten.mm of \[rows, 21504\] bfloat16 x \[21504, 4096\]"
+            ) as refused:
+                invariance._check(model, wide_config())
             print(f"\nrefused: {refused.value}")
             with pytest.raises(RuntimeError, match="accepted: 'cublaslt'") as named:
                 invariance.check_switches()
             print(f"refused: {named.value}")
             replacing = BatchInvariance.__new__(BatchInvariance)
             replacing.__dict__ |= invariance.__dict__ | {"_replaces": True}
-            replacing._check(model, self.CONFIG)
+            replacing._check(model, wide_config())
             print(*[c.product.name for c in replacing.products if c.replaced], sep="\nreplaced: ")
         finally:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
