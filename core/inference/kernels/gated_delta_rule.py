@@ -36,6 +36,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 CHUNK_SIZES = (16, 32, 64)
 """Chunk sizes that fla-core's stages take."""
 MAX_KEY_DIM = 256
+_NUM_WARPS_THAT_ADD = 2
 _LOG2_E = 1.4426950408889634
 
 
@@ -160,6 +161,35 @@ def check_sizes(chunk_size: int, key_dim: int) -> None:
 
 
 @cache
+def fix_orders_of_addition() -> None:
+    """Leave fla-core's tuner one order of addition, so that two processes get the same bits.
+
+    The tuner measures, and may choose otherwise in another process. Where a stage adds numbers of several
+    threads, the number of warps is an order of addition. Tiles of products are none: their sums go over K in
+    order. Changes fla-core's kernels for the whole process; calls that were tuned before are tuned again.
+
+    Raises:
+        ImportError: fla-core is not installed.
+        RuntimeError: fla-core has no configuration with that number of warps.
+    """
+    for kernel in stages().kernels_that_add:
+        tuner = kernel.fn
+        fixed = [
+            config
+            for config in tuner.configs
+            if config.num_warps == _NUM_WARPS_THAT_ADD
+            and config.kwargs.get("DOT_PRECISION", "ieee") == "ieee"
+        ]
+        if not fixed:
+            raise RuntimeError(
+                f"fla-core's {tuner.base_fn.__name__} has no configuration of {_NUM_WARPS_THAT_ADD} warps; "
+                "install fla-core 0.6"
+            )
+        tuner.configs = fixed
+        tuner.cache.clear()
+
+
+@cache
 def stages() -> SimpleNamespace:
     """fla-core's stages by name; the first call imports fla-core, which takes seconds.
 
@@ -177,6 +207,12 @@ def stages() -> SimpleNamespace:
             )
             from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
             from fla.ops.utils import chunk_local_cumsum, solve_tril
+            from fla.ops.utils.cumsum import chunk_local_cumsum_scalar_kernel
+            from fla.ops.utils.solve_tril import (
+                merge_16x16_to_32x32_inverse_kernel,
+                merge_16x16_to_64x64_inverse_kernel,
+                solve_tril_16x16_kernel,
+            )
     except ModuleNotFoundError as error:
         raise ImportError(
             f"the gated delta rule on a GPU needs fla-core ({error.name} is missing); install it with: "
@@ -190,4 +226,11 @@ def stages() -> SimpleNamespace:
         kkt_solve_kernel=chunk_gated_delta_rule_fwd_kkt_solve_kernel,
         recompute_w_u_fwd=recompute_w_u_fwd,
         solve_tril=solve_tril,
+        kernels_that_add=(
+            chunk_local_cumsum_scalar_kernel,
+            chunk_gated_delta_rule_fwd_kkt_solve_kernel,
+            solve_tril_16x16_kernel,
+            merge_16x16_to_32x32_inverse_kernel,
+            merge_16x16_to_64x64_inverse_kernel,
+        ),
     )
