@@ -230,8 +230,8 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
     for tensor in spec.states:
         if tensor.grid > 1 and tensor.dtype.itemsize < 4:
             raise ValueError(
-                f"{SETTING}, and the state {tensor.name} is {_dtype(tensor.dtype)}; accepted: float32, because "
-                "a narrower state is rounded wherever a step ends"
+                f"{SETTING}, and the state {tensor.name} is {_dtype(tensor.dtype)}; accepted: float32, "
+                "because a narrower state is rounded wherever a step ends"
             )
     splits = os.environ.get(attention_flash.SPLITS_VARIABLE)
     if splits not in (None, "1"):
