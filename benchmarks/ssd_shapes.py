@@ -203,11 +203,12 @@ def ssd_replays() -> list[Specialisation]:
     indices = dict.fromkeys(("slots", "sources", "destinations"), "*i64")
     indices |= dict.fromkeys(("starts", "lengths"), "*i32")
     found = []
-    for inputs, operands, chunk_size, tokens in (
-        ("bf16", "bf16", 128, 1),
-        ("bf16", "bf16", 128, 4),
-        ("bf16", "bf16", 256, 1),
-        ("fp16", "fp32", 128, 1),
+    for inputs, operands, chunk_size, tokens, rows in (
+        ("bf16", "bf16", 128, 1, 1),
+        ("bf16", "bf16", 128, 1, 32),
+        ("bf16", "bf16", 128, 4, 32),
+        ("bf16", "bf16", 256, 1, 32),
+        ("fp16", "fp32", 128, 1, 32),
     ):
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
         blocks, num_stages = ssd_replay.block_sizes(tokens, **dimensions, operands=TORCH[operands])
@@ -215,11 +216,12 @@ def ssd_replays() -> list[Specialisation]:
         pointers |= dict.fromkeys(("dt", "A", "D", "ssm_states", "gates"), "*fp32")
         found.append(
             Specialisation(
-                name=f"ssd_replay {inputs} by {operands} chunk {chunk_size} T={tokens}",
+                name=f"ssd_replay {inputs} by {operands} chunk {chunk_size} rows {rows} T={tokens}",
                 kernel=ssd_replay.ssd_replay_kernel,
                 signature=pointers | indices | dict.fromkeys(strides, "i64"),
                 constexprs={"dt_head_stride": 1, "A_stride": 1, "D_stride": 1}
                 | {"tokens": tokens, "heads": HEADS, "groups": GROUPS, "WIDE": operands == "fp32"}
+                | {"BLOCK_H": ssd_replay.heads_of_a_program(rows, HEADS, HEADS // GROUPS)}
                 | dimensions
                 | blocks,
                 divisible_by_16=(*pointers, *strides),
