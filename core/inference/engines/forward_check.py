@@ -27,8 +27,8 @@ def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int, dec
     """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere.
 
     Compared are a prefill in two parts, the second beside another and in the largest step, and, with
-    `decodes`, decodes over the end of a chunk, alone, beside a prefill and with drafts. Makes three steps, or up to ten. Synchronises.
-    Holds the logits of two sequences.
+    `decodes`, decodes over the end of a chunk, alone, beside a prefill and with drafts. Makes three steps, or
+    up to ten. Synchronises. Holds the logits of two sequences.
 
     Args:
         steps: with room for two sequences of `longest(chunk_tokens)` tokens.
