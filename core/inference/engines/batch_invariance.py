@@ -190,7 +190,7 @@ class BatchInvariance:
 
         chunk = self._spec.chunk_tokens(config.block_size_tokens)
         most = self._most_tokens
-        steps = DummySteps(model, self._spec, config, forward_check.longest(chunk), most)
+        steps = DummySteps(self.served(model), self._spec, config, forward_check.longest(chunk), most)
         case = forward_check.first_difference(steps, chunk, most, decodes=self._replays)
         if case:
             raise BatchVarianceError(

@@ -527,13 +527,22 @@ class TestReplacedProducts:
         def difference(product: Product, most: int, run: Any = None) -> str:
             if run is None and product.call.arguments[-1].shape == (32, 100):
                 return "among 512 rows"
-            return own(product, 64, run or exact(product))
+            return own(product, 64, exact(product))
 
+        widths = []
+        own_product = batch_invariance._sequential
+
+        def sequential(arguments: Any) -> Tensor:
+            widths.append(arguments[-1].shape[1])
+            return own_product(arguments)
+
+        monkeypatch.setattr(batch_invariance, "_sequential", sequential)
         monkeypatch.setattr(product_check, "first_difference", difference)
         invariance = BatchInvariance(model, spec, CONFIG)
         invariance._check(model, CONFIG)
         replaced = [checked for checked in invariance.products if checked.replaced]
         assert [tuple(checked.product.call.arguments[-1].shape) for checked in replaced] == [(32, 100)]
+        assert widths.count(100) >= 3, "the whole model is checked with the product that replaces its own"
 
         refusing = BatchInvariance(model, spec, CONFIG, replaces_products=False)
         message = (
