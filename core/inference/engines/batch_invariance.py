@@ -189,8 +189,9 @@ class BatchInvariance:
                 )
 
         chunk = self._spec.chunk_tokens(config.block_size_tokens)
-        steps = DummySteps(model, self._spec, config, forward_check.longest(chunk))
-        case = forward_check.first_difference(steps, chunk, decodes=self._replays)
+        most = self._most_tokens
+        steps = DummySteps(self.served(model), self._spec, config, forward_check.longest(chunk), most)
+        case = forward_check.first_difference(steps, chunk, most, decodes=self._replays)
         if case:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "

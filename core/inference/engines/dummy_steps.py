@@ -31,7 +31,14 @@ class DummySteps:
         num_drafts: the most drafts of a decode.
     """
 
-    def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig, longest: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        spec: HybridStateSpec,
+        config: InferenceConfig,
+        longest: int,
+        most_tokens: int = 0,
+    ) -> None:
         """Allocate the pools.
 
         Args:
@@ -39,6 +46,7 @@ class DummySteps:
             spec: what the model said of itself.
             config: of the engine; sizes are replaced.
             longest: the most tokens of a request.
+            most_tokens: the most tokens of a step, padding included; what requests need, if that is more.
         """
         self.longest = longest
         self.num_drafts = config.num_speculative_tokens
@@ -47,7 +55,7 @@ class DummySteps:
         small = replace(
             config,
             max_requests=ROOM,
-            max_tokens=rung(ROOM * longest) + MOST_PADDING,
+            max_tokens=max(rung(ROOM * longest), most_tokens) + MOST_PADDING,
             max_sequence_length=longest,
             num_kv_blocks=ROOM * -(-longest // self._block_size),
             buffer_size_gb=None,

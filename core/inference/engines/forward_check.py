@@ -9,7 +9,6 @@ from torch import Tensor
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.step_inputs import StepShape
 from ..contexts.step_ladder import padded_to_ladder
-from ..policies.row_ladder import rung
 from .dummy_steps import DummySteps
 
 TAIL = 19
@@ -24,28 +23,29 @@ def longest(chunk_tokens: int) -> int:
     return 2 * chunk_tokens + TAIL
 
 
-def first_difference(steps: DummySteps, chunk_tokens: int, decodes: bool) -> str:
+def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int, decodes: bool) -> str:
     """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere.
 
-    Compared are a prefill in two parts beside another, more padding, and, with `decodes`, decodes over the
-    end of a chunk, alone, beside a prefill and with drafts. Makes three steps, or up to ten. Synchronises.
-    Holds the logits of two sequences.
+    Compared are a prefill in two parts, the second beside another and in the largest step, and, with
+    `decodes`, decodes over the end of a chunk, alone, beside a prefill and with drafts. Makes three steps, or
+    up to ten. Synchronises. Holds the logits of two sequences.
 
     Args:
         steps: with room for two sequences of `longest(chunk_tokens)` tokens.
         chunk_tokens: the grid on which a prompt is cut.
+        most_tokens: of the largest step, a rung of the ladder.
         decodes: whether decodes keep the bits of prefills.
 
     Returns: the case, in words.
     """
-    check = _ForwardCheck(steps, chunk_tokens)
+    check = _ForwardCheck(steps, chunk_tokens, most_tokens)
     cases = chain(check.prefills(), check.decodes() if decodes else ())
     return next((text for text, differs in cases if bool(differs)), "")
 
 
 class _ForwardCheck:
-    def __init__(self, steps: DummySteps, chunk_tokens: int) -> None:
-        self._steps, self._chunk = steps, chunk_tokens
+    def __init__(self, steps: DummySteps, chunk_tokens: int, most_tokens: int) -> None:
+        self._steps, self._chunk, self._most_tokens = steps, chunk_tokens, most_tokens
         self._tokens = steps.tokens(longest(chunk_tokens))
         request = steps.request(self._tokens)
         self._whole = self._run(request)
@@ -56,7 +56,8 @@ class _ForwardCheck:
         request = self._steps.request(self._tokens)
         yield "in the first chunk of a prefill in parts", self._differs(self._run(request, self._chunk), 0)
         other = self._steps.request(self._steps.tokens(self._chunk + 1, seed=1))
-        rest, _ = self._steps.run([(request, len(self._tokens)), (other, len(self._tokens))], _more_padding)
+        work = [(request, len(self._tokens)), (other, len(self._tokens))]
+        rest, _ = self._steps.run(work, self._as_large_as_can_be)
         yield "in the last part of a prefill, beside another", self._differs(rest, self._chunk)
         self._steps.release(request)
         self._steps.release(other)
@@ -92,7 +93,5 @@ class _ForwardCheck:
         expected = self._whole[start : start + len(logits)]
         return logits.view(torch.int32).ne(expected.view(torch.int32)).any()
 
-
-def _more_padding(shape: StepShape) -> StepShape:
-    """A rung more than the step needs."""
-    return padded_to_ladder(shape._replace(prefill_tokens=rung(shape.prefill_tokens) + 1))
+    def _as_large_as_can_be(self, shape: StepShape) -> StepShape:
+        return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, self._most_tokens)))

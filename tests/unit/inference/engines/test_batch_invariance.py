@@ -491,6 +491,7 @@ class TestForwardCheck:
             (lambda shape: False, ""),
             (lambda shape: shape.tokens != 64, "in the first chunk of a prefill in parts"),
             (lambda shape: shape.prefills == 2, "in the last part of a prefill, beside another"),
+            (lambda shape: shape.tokens == 256, "in the last part of a prefill, beside another"),
             (lambda shape: shape.prefill_tokens == 32, "in the first chunk of a prefill in parts"),
             (lambda shape: shape.prefills == 0, "in a decode at position 30, alone"),
             (lambda shape: shape.prefills and shape.decodes, "in a decode at position 34, beside a prefill"),
@@ -500,14 +501,14 @@ class TestForwardCheck:
     def test_where_bits_differ(self, depends, case):
         model = Reading(model_of("M-*"), depends)
         config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
-        steps = DummySteps(model, model.state_spec(), config, forward_check.longest(16))
-        assert forward_check.first_difference(steps, 16, decodes=True) == case
+        steps = DummySteps(model, model.state_spec(), config, forward_check.longest(16), 256)
+        assert forward_check.first_difference(steps, 16, 256, decodes=True) == case
 
     def test_it_releases_what_it_held(self):
         model = model_of("MG*")
-        steps = DummySteps(model, model.state_spec(), CONFIG, forward_check.longest(16))
+        steps = DummySteps(model, model.state_spec(), CONFIG, forward_check.longest(16), 256)
         for _ in range(3):
-            assert forward_check.first_difference(steps, 16, decodes=False) == ""
+            assert forward_check.first_difference(steps, 16, 256, decodes=False) == ""
         assert steps._context.requests == []
 
 
@@ -526,13 +527,22 @@ class TestReplacedProducts:
         def difference(product: Product, most: int, run: Any = None) -> str:
             if run is None and product.call.arguments[-1].shape == (32, 100):
                 return "among 512 rows"
-            return own(product, 64, run or exact(product))
+            return own(product, 64, exact(product))
 
+        widths = []
+        own_product = batch_invariance._sequential
+
+        def sequential(arguments: Any) -> Tensor:
+            widths.append(arguments[-1].shape[1])
+            return own_product(arguments)
+
+        monkeypatch.setattr(batch_invariance, "_sequential", sequential)
         monkeypatch.setattr(product_check, "first_difference", difference)
         invariance = BatchInvariance(model, spec, CONFIG)
         invariance._check(model, CONFIG)
         replaced = [checked for checked in invariance.products if checked.replaced]
         assert [tuple(checked.product.call.arguments[-1].shape) for checked in replaced] == [(32, 100)]
+        assert widths.count(100) >= 3, "the whole model is checked with the product that replaces its own"
 
         refusing = BatchInvariance(model, spec, CONFIG, replaces_products=False)
         message = (
