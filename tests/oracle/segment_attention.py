@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class PlainAttention:
-    """`attention_segments.Attend` in torch, pair by pair; checks what FlashAttention-3 demands.
+    """`attention_segments.Attend` in torch, query by query; checks what FlashAttention-3 demands.
 
-    Places that no pair has are NaN. Computes in float64.
+    Places that no pair has are NaN. Computes in float64. A query's bits do not depend on others.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,9 @@ class PlainAttention:
         assert out.is_contiguous()
         assert out.shape == query.shape
         out.fill_(math.nan)
-        log_sums = torch.full((query.shape[1], len(query)), math.nan, dtype=torch.float32, device=query.device)
+        log_sums = torch.full(
+            (query.shape[1], len(query)), math.nan, dtype=torch.float32, device=query.device
+        )
         block_size, kv_heads = kv_cache.shape[2:4]
         for row, (first, count, length) in enumerate(
             zip(starts.tolist(), counts.tolist(), lengths.tolist(), strict=False)
@@ -55,13 +57,11 @@ class PlainAttention:
             assert length >= (count if is_causal else 1)
             blocks = table[row, : -(-length // block_size)]
             keys, values = (x[blocks].flatten(0, 1)[:length].double().transpose(0, 1) for x in kv_cache)
-            grouped = query[first : first + count].double().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-            scores = grouped @ keys[:, None].mT * (query.shape[2] ** -0.5 if scale is None else scale)
-            if is_causal:
-                seen = torch.arange(length) <= length - count + torch.arange(count)[:, None]
-                scores = scores.masked_fill(~seen, -math.inf)
-            found = (scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
-            out[first : first + count] = found.to(query.dtype)
-            log_sums[:, first : first + count] = scores.logsumexp(-1).flatten(0, 1)
+            for place in range(first, first + count):
+                seen = length - (first + count - 1 - place) if is_causal else length
+                grouped = query[place].double().unflatten(0, (kv_heads, -1))
+                scores = grouped @ keys[:, :seen].mT * (query.shape[2] ** -0.5 if scale is None else scale)
+                out[place] = (scores.softmax(-1) @ values[:, :seen]).flatten(0, 1).to(query.dtype)
+                log_sums[:, place] = scores.logsumexp(-1).flatten()
         self.calls.append((int((counts > 0).sum()), is_causal))
         return out, log_sums
