@@ -89,7 +89,6 @@ class DynamicInferenceEngine:
         self.config = instance("config", config, InferenceConfig)
         spec = model.state_spec()
         self._invariance = _checked_invariance(model, spec, config) if config.batch_invariant else None
-        self._forward = model if self._invariance is None else self._invariance.served(model)
         self.context = DynamicInferenceContext(spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
@@ -102,6 +101,11 @@ class DynamicInferenceEngine:
         self._ids_without_seed = count(-1, -1)
         self._num_resets = 0
         self._weights_version: object = None
+
+    @property
+    def _forward(self) -> Model:
+        """What a step runs: the model, perhaps with other products."""
+        return self.model if self._invariance is None else self._invariance.served(self.model)
 
     def _new_runner(self) -> ModelRunner:
         spec, max_graphs = self.context.spec, self.config.num_cuda_graphs

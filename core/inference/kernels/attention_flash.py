@@ -4,11 +4,15 @@ import importlib
 import importlib.metadata
 import os
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .attention_rows import AttentionRows
+
+if TYPE_CHECKING:
+    from .segment_rows import SegmentRows
 
 PACKAGE, MODULE = "tokenspeed-fa3", "flash_attn_interface"
 MAX_HEAD_DIM = 256
@@ -34,7 +38,15 @@ def num_splits() -> int:
 
 
 def paged_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
-    """`attention.paged_attention` of all rows in one call."""
+    """`attention.paged_attention` of all rows in one call.
+
+    With `one_split`, rows that may be longer than a segment are cut as `attention_segments` says.
+    """
+    if rows.one_split:
+        from . import attention_segments
+
+        if attention_segments.num_segments(rows, kv_cache.shape[2]) > 1:
+            return attention_segments.paged_attention(query, kv_cache, rows, scale, _attend_pairs)
     out: Tensor = torch.ops.flash_attn_3.fwd.default(
         query.to(kv_cache.dtype),
         kv_cache[0],
@@ -49,6 +61,35 @@ def paged_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
         num_splits=1 if rows.one_split else num_splits(),
     )[0]
     return out.to(query.dtype)
+
+
+def _attend_pairs(
+    query: Tensor,
+    kv_cache: Tensor,
+    pairs: "SegmentRows",
+    scale: float | None,
+    *,
+    is_causal: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_segments.Attend`."""
+    found: Tensor
+    log_sums: Tensor
+    found, log_sums, *_ = torch.ops.flash_attn_3.fwd.default(
+        query,
+        kv_cache[0],
+        kv_cache[1],
+        out=out,
+        cu_seqlens_q=pairs.query_start_loc,
+        seqused_q=pairs.query_lengths,
+        seqused_k=pairs.kv_lengths,
+        max_seqlen_q=pairs.longest_query,
+        page_table=pairs.block_table,
+        softmax_scale=scale,
+        is_causal=is_causal,
+        num_splits=1,
+    )
+    return found, log_sums
 
 
 def name() -> str:
