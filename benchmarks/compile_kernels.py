@@ -86,7 +86,7 @@ def compiled(file: str, wanted: Specialisation) -> Compiled:
         dict(wanted.constexprs),
         {(names.index(name),): [["tt.divisibility", 16]] for name in wanted.divisible_by_16},
     )
-    options = {"num_warps": wanted.num_warps, "num_stages": wanted.num_stages}
+    options = {"num_warps": wanted.num_warps, "num_stages": wanted.num_stages, "maxnreg": wanted.maxnreg}
     binary = triton.compile(source, target=HOPPER, options=options)
     ptx = binary.asm["ptx"]
     resources = assembled(ptx)

@@ -25,6 +25,8 @@ class Specialisation:
     """Arguments of `signature` whose values are multiples of 16: aligned pointers, even strides."""
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
+    """The most registers of a thread; None leaves them to the assembler."""
     wide: tuple[Literal["load", "store"], ...] = ()
     """Which global accesses must be 16 bytes wide; kernels that move states name theirs."""
 

@@ -211,7 +211,7 @@ def ssd_replays() -> list[Specialisation]:
         ("fp16", "fp32", 128, 1, 32),
     ):
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
-        blocks, num_stages = ssd_replay.block_sizes(tokens, **dimensions, operands=TORCH[operands])
+        blocks, options = ssd_replay.block_sizes(tokens, **dimensions, operands=TORCH[operands])
         pointers = dict.fromkeys(("x", "B", "C", "x_inputs", "B_inputs", "y"), f"*{inputs}")
         pointers |= dict.fromkeys(("dt", "A", "D", "ssm_states", "gates"), "*fp32")
         found.append(
@@ -225,9 +225,8 @@ def ssd_replays() -> list[Specialisation]:
                 | dimensions
                 | blocks,
                 divisible_by_16=(*pointers, *strides),
-                num_warps=ssd_replay.NUM_WARPS,
-                num_stages=num_stages,
                 wide=BOTH,
+                **options,
             )
         )
     return found

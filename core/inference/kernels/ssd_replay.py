@@ -18,7 +18,6 @@ from .ssd_scan import operand_dtype
 from .ssd_states import add_update
 from .ssd_states import block_sizes as state_blocks
 
-NUM_WARPS = 4
 MIN_PROGRAMS = 512
 """Two on each multiprocessor of an H100, twice."""
 
@@ -84,7 +83,7 @@ def ssd_replay(
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
     operands = operand_dtype(x.dtype)
-    blocks, num_stages = block_sizes(tokens, chunk_size, head_dim, state_dim, operands)
+    blocks, options = block_sizes(tokens, chunk_size, head_dim, state_dim, operands)
     head_block = heads_of_a_program(rows, heads, heads // groups)
     y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
@@ -93,7 +92,7 @@ def ssd_replay(
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
         ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), gates.stride(0),
         tokens, heads, groups, head_dim, state_dim, chunk_size, operands == torch.float32, head_block,
-        **blocks, num_warps=NUM_WARPS, num_stages=num_stages,
+        **blocks, **options,
     )  # fmt: skip
     return y
 
@@ -111,11 +110,12 @@ def heads_of_a_program(rows: int, heads: int, heads_of_group: int) -> int:
 
 def block_sizes(
     tokens: int, chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype
-) -> tuple[dict[str, int | bool], int]:
-    """Tile sizes, whether rows of tiles lie on the scan's own grid, and pipeline stages.
+) -> tuple[dict[str, int | bool], dict[str, int]]:
+    """Tile sizes, whether rows of tiles lie on the scan's own grid, and options of the launch.
 
     On a GPU the first row of the first tile is the first new token, and one tile has all tokens of the chunk.
-    Tensor cores need 16 rows; products of float32 do without them.
+    Tensor cores need 16 rows; products of float32 do without them. Two programs share a multiprocessor, of
+    eight warps with 128 registers a thread, or of four with 255: more than two tokens would spill the former.
     """
     scan, _, _ = scan_blocks(chunk_size, head_dim, state_dim, operands)
     states, _ = state_blocks(chunk_size, head_dim, state_dim, operands)
@@ -126,7 +126,10 @@ def block_sizes(
         blocks["BLOCK_K"] = min(32 if wide else 256, padded_side(chunk_size))
     aligned = bool(INTERPRETED)
     reach = tokens + blocks["BLOCK_M"] - 1 if aligned else tokens
-    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, 1 if wide else 2
+    options = {"num_warps": 4, "num_stages": 1 if wide else 2}
+    if not wide and tokens <= 2:
+        options |= {"num_warps": 8, "maxnreg": 128}
+    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, options
 
 
 @triton.jit
@@ -369,7 +372,7 @@ def ssd_replay_kernel(
                         other=0.0,
                     ).to(tl.float32)
                     update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
-                    for first_k in range(0, end, STATE_BLOCK_K):
+                    for first_k in tl.range(0, end, STATE_BLOCK_K, num_stages=1):
                         k = first_k + tl.arange(0, STATE_BLOCK_K)
                         step, decay = gates_of(
                             gates + head * chunk_size, dt_of_head, k, offset, length, rate, before,

@@ -8,8 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels import ssd_replay as module
 from mambaslots.inference.kernels.ssd_inputs import keep_ssd_inputs
-from mambaslots.inference.kernels.ssd_replay import ssd_replay
+from mambaslots.inference.kernels.ssd_replay import heads_of_a_program, ssd_replay
 from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
 from oracle.budget import dear
 from oracle.scan_rows import Row
@@ -200,9 +201,10 @@ class TestBits:
             replay.states[source] = states[start // 16].to(device)
         decode(replay, 3, 1, start, start + length, drafts, (source, 5), (y, states))
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_bits_in_a_batch_of_rows_at_different_places(self, device, dtype):
-        """Beside padding rows, whose slot is -1 and whose inputs are NaN."""
+    @pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 1), (torch.float16, 2)])
+    def test_bits_in_a_batch_of_rows_at_different_places(self, monkeypatch, device, dtype, heads):
+        """Beside padding rows, whose slot is -1 and whose inputs are NaN; one or two heads a program."""
+        monkeypatch.setattr(module, "heads_of_a_program", lambda *sizes: heads)
         layer = Layer(dtype=dtype)
         rows = [
             Tokens(1, 15, 1, 0, -1, 0),  # completes its first chunk
@@ -347,6 +349,11 @@ def check_recurrence(layer, device, run, keep, tolerance, chunk_size=16):
             assert relative_error(replay.states[2], states[end]) <= tolerance
         position = end
     assert position == 35
+
+
+def test_a_program_serves_more_heads_the_more_rows_there_are():
+    assert [heads_of_a_program(rows, 128, 16) for rows in (1, 8, 32, 128)] == [1, 2, 8, 16]
+    assert [heads_of_a_program(rows, 48, 48) for rows in (1, 32, 1024)] == [1, 2, 16]
 
 
 def test_padding_reads_and_writes_nothing(device):
