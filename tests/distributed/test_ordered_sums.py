@@ -3,7 +3,10 @@
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.engines import product_check
+from mambaslots.inference.engines.batch_invariance import BatchInvariance
 from oracle.distributed_world import SPLITS, World, splits
+from oracle.serving import random_tokens, small_config, small_engine
 
 
 @pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
@@ -32,8 +35,6 @@ def test_rows_keep_their_bits(world: World, split: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
 def test_a_split_model_answers_as_with_any_sum(world: World, split: str) -> None:
-    from oracle.serving import random_tokens, small_config, small_engine
-
     group = world.groups(*SPLITS[split]).tensor
     answers = []
     for ordered in (False, True):
@@ -41,3 +42,25 @@ def test_a_split_model_answers_as_with_any_sum(world: World, split: str) -> None
         model = ms.models.HybridLM(small_config(), 3, groups=groups).to(world.device)
         answers.append(small_engine(model=model).generate([random_tokens(40, 1)])[0].tokens)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("split", splits("tp 2", "pp 2"))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's bits are not checked but here")
+def test_what_one_rank_refuses_all_refuse(world: World, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_size, pipeline_size = SPLITS[split]
+    own = world.groups(tensor_size, pipeline_size)
+    groups = ms.ParallelGroups(own.tensor, own.pipeline, ordered_sums=True)
+    model = ms.models.HybridLM(small_config(16, torch.bfloat16, "M-*-"), 3, groups=groups)
+    config = ms.InferenceConfig(
+        block_size_tokens=16, max_requests=4, max_tokens=64, max_sequence_length=256, num_kv_blocks=64,
+        num_mamba_slots=8,
+    )  # fmt: skip
+    invariance = BatchInvariance(model, model.state_spec(), config)
+    monkeypatch.setattr(product_check, "first_difference", lambda *_: "")
+    invariance._check(model, config)
+    assert invariance.products
+    refused = "among 512 rows" if world.rank == 1 else ""
+    monkeypatch.setattr(product_check, "first_difference", lambda *_: refused)
+    with pytest.raises(ValueError, match="among 512 rows"):
+        invariance._check(model, config)
+    invariance.close()

@@ -39,16 +39,18 @@ _REPLACED = ("aten.mm", "aten.addmm")
 
 
 class CheckedProduct(NamedTuple):
-    """A product that was compared.
+    """A product that was compared. Holds no weights.
 
     Attributes:
-        product: the product.
+        name: the operator, sizes and dtypes.
+        weight_key: `recorded_products.weight_key` of its calls.
         num_rungs: how many numbers of rows were compared.
         replaced: whether `kernels.sequential_product` computes it instead.
         refused: where its bits differ, if it cannot be replaced.
     """
 
-    product: Product
+    name: str
+    weight_key: tuple[Any, ...]
     num_rungs: int
     replaced: bool = False
     refused: str = ""
@@ -105,7 +107,7 @@ class BatchInvariance:
         try:
             if spec.device.type == "cuda":
                 with on_device_of(spec.device):
-                    self._check_on_all_ranks(model, config)
+                    self._check(model, config)
                     torch.cuda.empty_cache()
         except BaseException:
             self.close()
@@ -125,7 +127,7 @@ class BatchInvariance:
 
     def served(self, model: Model) -> Model:
         """The model with its replaced products; `model` itself where no product is replaced."""
-        replaced = {checked.product.weight_key for checked in self.products if checked.replaced}
+        replaced = {checked.weight_key for checked in self.products if checked.replaced}
         return _WithReplacedProducts(model, replaced) if replaced else model
 
     def describe(self) -> tuple[str, ...]:
@@ -134,7 +136,7 @@ class BatchInvariance:
         if spec.device.type != "cuda":
             return ("batch invariance: not checked, in Triton's interpreter on a CPU",)
         compared = sum(checked.num_rungs for checked in self.products)
-        replaced = [checked.product.name for checked in self.products if checked.replaced]
+        replaced = [checked.name for checked in self.products if checked.replaced]
         lines = [
             "batch invariance: rows of steps are padded to 32, 64, 128, 256 and multiples of 256",
             f"products: cuBLASLt without split-K; {len(self.products)} shapes, {compared} numbers of rows "
@@ -155,26 +157,28 @@ class BatchInvariance:
 
     # ---- the check
 
-    def _check_on_all_ranks(self, model: Model, config: InferenceConfig) -> None:
-        refusal = ""
-        try:
-            self._check(model, config)
-        except BatchVarianceError as error:
-            refusal = str(error)
-        if self._spec.groups.is_split:
-            refusals = self._spec.groups.gather(refusal, self._spec.device)
-            refusal = next(filter(None, refusals), "")
-        if refusal:
-            raise BatchVarianceError(refusal)
+    def _check(self, model: Model, config: InferenceConfig) -> None:
+        """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
+        self._raise_of_any_rank(lambda: self._check_parts(model, config))
+        self._raise_of_any_rank(lambda: self._check_forwards(model, config))
         self.check_switches()
 
-    def _check(self, model: Model, config: InferenceConfig) -> None:
+    def _raise_of_any_rank(self, check: Callable[[], None]) -> None:
+        refusal = ""
+        try:
+            check()
+        except BatchVarianceError as error:
+            refusal = str(error)
+        groups = self._spec.groups
+        refusals = groups.gather(refusal, self._spec.device) if groups.is_split else [refusal]
+        if any(refusals):
+            raise BatchVarianceError(next(filter(None, refusals)))
+
+    def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found, attentions = record(model, self._spec, config)
         self.attentions = tuple(attentions)
         self.products = tuple(map(self._checked, found))
-        refused = [
-            f"{checked.product.name} {checked.refused}" for checked in self.products if checked.refused
-        ]
+        refused = [f"{checked.name} {checked.refused}" for checked in self.products if checked.refused]
         if refused:
             raise BatchVarianceError(
                 f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
@@ -188,8 +192,9 @@ class BatchInvariance:
                     f"GPU and a version of {attention_flash.PACKAGE} that keep bits with one split"
                 )
 
-        chunk = self._spec.chunk_tokens(config.block_size_tokens)
-        most = self._most_tokens
+    def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
+        """Where the model is split, this is a collective; all ranks see the same logits."""
+        chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
         steps = DummySteps(self.served(model), self._spec, config, forward_check.longest(chunk), most)
         case = forward_check.first_difference(steps, chunk, most, decodes=self._replays)
         if case:
@@ -203,14 +208,15 @@ class BatchInvariance:
         most = self._most_logits if product.of_logits else self._most_tokens
         count = len(rungs(most))
         case = product_check.first_difference(product, most)
+        checked = CheckedProduct(product.name, product.weight_key, count)
         if not case:
-            return CheckedProduct(product, count)
+            return checked
         if self._replaces and _is_replaceable(product):
             again = product_check.first_difference(product, most, _sequential)
             if not again:
-                return CheckedProduct(product, count, replaced=True)
+                return checked._replace(replaced=True)
             case = f"{case}, and by the sequential product {again}"
-        return CheckedProduct(product, count, refused=case)
+        return checked._replace(refused=case)
 
 
 def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:

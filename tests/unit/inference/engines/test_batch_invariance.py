@@ -27,6 +27,7 @@ from mambaslots.inference.policies.row_ladder import rungs
 from oracle.hf_models import served_model
 from oracle.serving import small_config
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 CONFIG = ms.InferenceConfig(
     block_size_tokens=16, max_requests=4, max_tokens=64, max_sequence_length=256, num_kv_blocks=64,
@@ -541,7 +542,9 @@ class TestReplacedProducts:
         invariance = BatchInvariance(model, spec, CONFIG)
         invariance._check(model, CONFIG)
         replaced = [checked for checked in invariance.products if checked.replaced]
-        assert [tuple(checked.product.call.arguments[-1].shape) for checked in replaced] == [(32, 100)]
+        assert [checked.weight_key[2] for checked in replaced] == [(32, 100)]
+        kept = tree_leaves([tuple(checked) for checked in invariance.products])
+        assert not any(isinstance(leaf, Tensor) for leaf in kept), "weights may be replaced by others"
         assert widths.count(100) >= 3, "the whole model is checked with the product that replaces its own"
 
         refusing = BatchInvariance(model, spec, CONFIG, replaces_products=False)
@@ -558,7 +561,7 @@ class TestReplacedProducts:
         assert invariance.served(model) is model
         found, _ = record(model, model.state_spec(), CONFIG)
         chosen = next(one for one in found if one.call.arguments[-1].shape == (32, 100))
-        invariance.products = (batch_invariance.CheckedProduct(chosen, 4, True),)
+        invariance.products = (batch_invariance.CheckedProduct(chosen.name, chosen.weight_key, 4, True),)
         calls = []
         own = batch_invariance._sequential
 
@@ -618,7 +621,7 @@ class TestOnAGPU:
             print(f"\nself-check, {compiled}: {seconds:.2f} s, {peak:.2f} GiB at most")
         print(*invariance.describe(), sep="\n")
         for checked in invariance.products:
-            print(f"  {checked.num_rungs} numbers of rows: {checked.product.name}")
+            print(f"  {checked.num_rungs} numbers of rows: {checked.name}")
         assert not any(checked.replaced for checked in invariance.products)
         assert len(invariance.attentions) == 1
         invariance.check_switches()
@@ -644,8 +647,9 @@ class TestOnAGPU:
             print(f"refused: {named.value}")
             replacing = BatchInvariance.__new__(BatchInvariance)
             replacing.__dict__ |= invariance.__dict__ | {"_replaces": True}
-            replacing._check(model, wide_config())
-            print(*[c.product.name for c in replacing.products if c.replaced], sep="\nreplaced: ")
+            replacing._check_parts(model, wide_config())
+            replacing._check_forwards(model, wide_config())
+            print(*[c.name for c in replacing.products if c.replaced], sep="\nreplaced: ")
         finally:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
             torch.backends.cuda.preferred_blas_library("cublaslt")
