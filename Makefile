@@ -12,9 +12,10 @@ RANKS := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone -
 QUICK := not gpu and not long
 LONG := not gpu
 IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
-BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py specialisation.py \
+BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py ssd_shapes.py specialisation.py \
   crowd_rows.py crowd_engines.py crowd_cases.py serving_models.py serving_limits.py serving_prefill.py serving_decode.py \
-  serving_conversations.py serving_trace.py serving_report.py serving_plot.py),$(wildcard benchmarks/*.py))
+  serving_conversations.py serving_trace.py serving_report.py serving_plot.py bits_answers.py bits_bench.py bits_conditions.py \
+  bits_costs.py bits_drafters.py bits_traffic.py bits_table.py),$(wildcard benchmarks/*.py))
 
 .PHONY: demo test test-ranks test-long test-gpus lint bench clean
 

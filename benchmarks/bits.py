@@ -22,6 +22,7 @@ import json
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -110,7 +111,11 @@ class Measurement:
         self._figures["description"] = bench.description
         for group, condition in CONDITIONS.items():
             if group in wanted and not bench.late:
-                condition(bench)
+                try:
+                    condition(bench)
+                except Exception:  # the other conditions are still wanted
+                    traceback.print_exc()
+                    self._figures.setdefault("failed", []).append(group)
                 bench.free()
                 whole = total(bench.rows)
                 self._figures["total"] = asdict(whole)
@@ -163,7 +168,7 @@ def main() -> None:
             args.json.write_text(json.dumps(document, indent=1) + "\n")
 
     print(f"{name}; " + ", ".join(f"{package} {number}" for package, number in versions().items()))
-    num_differing = 0
+    failed: list[str] = []
     for model in args.models:
         started = time.perf_counter()
         try:
@@ -175,13 +180,15 @@ def main() -> None:
         print(f"\n{model}")
         figures = document["models"][model] = {}
         Measurement(served, args, figures, save).run()
-        num_differing += figures.get("total", {}).get("differing_requests", 0)
+        differing = figures.get("total", {}).get("differing_requests", 0)
+        failed += [f"{model}: {differing} answers differ"] if differing else []
+        failed += [f"{model}: {group}" for group in figures.get("failed", ())]
         figures["seconds"] = time.perf_counter() - started
         save()
         del served
         free(device)
-    if num_differing:
-        sys.exit(f"{num_differing} answers differ")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 `kernel_shapes.py` lists the launches of a step of Nemotron-H-8B, `delta_shapes.py` those of the gated
 delta rule in Qwen3.5-4B and models of its kind, `pointwise_shapes.py` those of norms and gates, and
-`segment_shapes.py` those of attention in segments. This script compiles every launch for sm_90 and prints
-what Triton's own `ptxas -v` and the PTX say:
+`product_shapes.py` and `segment_shapes.py` those of products in order and of attention in segments. This
+script compiles every launch for sm_90 and prints what Triton's own `ptxas -v` and the PTX say:
 
 registers   of a thread; 65,536 on a multiprocessor
 spilled     bytes of registers that went to local memory, stored and loaded
@@ -31,12 +31,13 @@ from align_shapes import hopper_specialisations as align_specialisations
 from command_line import make_parser
 from kernel_shapes import SHAPES
 from pointwise_shapes import POINTWISE_SHAPES
+from product_shapes import PRODUCT_SHAPES
 from segment_shapes import SEGMENT_SHAPES
 from specialisation import Specialisation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KERNELS = SHAPES | POINTWISE_SHAPES | SEGMENT_SHAPES | {"align": align_specialisations}
+KERNELS = SHAPES | POINTWISE_SHAPES | PRODUCT_SHAPES | SEGMENT_SHAPES | {"align": align_specialisations}
 """Each file that has kernels -> its launches."""
 HOPPER = GPUTarget("cuda", 90, 32)
 ARCHITECTURE = "sm_90a"

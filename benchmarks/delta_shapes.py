@@ -11,6 +11,7 @@ import torch
 from mambaslots.inference.kernels import (
     delta_operands,
     delta_replay,
+    delta_replay_output,
     delta_state_passing,
     gated_delta_rule_update,
 )
@@ -122,7 +123,13 @@ def replays() -> list[Specialisation]:
             for tokens in (1, 4):
                 step = dict.fromkeys("qkv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32")
                 chunks = {f"{name}_chunks": pointer for name, pointer in step.items()}
-                indices = {"places": "*i64", "slots": "*i64", "starts": "*i32", "lengths": "*i32"}
+                indices = {
+                    "cuts": "*i32",
+                    "places": "*i64",
+                    "slots": "*i64",
+                    "starts": "*i32",
+                    "lengths": "*i32",
+                }
                 pointers = step | chunks | inputs | indices
                 strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
                 strides += [f"{x}_{axis}_stride" for x in GATES for axis in ("row", "token")]
@@ -134,7 +141,7 @@ def replays() -> list[Specialisation]:
                         signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
                         constexprs=dict.fromkeys(ones, 1)
                         | sizes
-                        | {"TOKENS": tokens}
+                        | {"TOKENS": tokens, "FUSED": dtype == "bf16"}
                         | delta_replay.block_sizes(tokens, heads, dim, dim),
                         divisible_by_16=(*pointers, *strides, *slot_strides),
                         num_warps=delta_replay.NUM_WARPS,
@@ -160,9 +167,41 @@ def replays() -> list[Specialisation]:
     return found
 
 
+def replay_outputs() -> list[Specialisation]:
+    """The last stage of replays of one token and of four, for pools of each dtype."""
+    found = []
+    for pool in TORCH:
+        for tokens in (1, 4):
+            for heads, dim in HEADS:
+                tensors = ("queries", "keys", "v_inputs", "inverse", "out")
+                pointers = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(
+                    ("strength", "log_decays"), "*fp32"
+                )
+                pointers |= {"states": f"*{pool}"} | dict.fromkeys(
+                    ("slots", "sources", "destinations"), "*i64"
+                )
+                pointers |= dict.fromkeys(("starts", "lengths"), "*i32")
+                found.append(
+                    Specialisation(
+                        name=f"delta_replay_output, pool {pool} T={tokens} {heads} x {dim}",
+                        kernel=delta_replay_output.delta_replay_output_kernel,
+                        signature=pointers | {"v_slot_stride": "i64", "slot_stride": "i64", "scale": "fp32"},
+                        constexprs={"tokens": tokens, "heads": heads, "heads_of_key": heads // KEY_HEADS}
+                        | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK}
+                        | delta_replay_output.block_sizes(tokens, dim, dim),
+                        divisible_by_16=(*pointers, "v_slot_stride", "slot_stride"),
+                        num_warps=delta_replay_output.NUM_WARPS,
+                        num_stages=delta_replay_output.NUM_STAGES,
+                        wide=("load", "store"),
+                    )
+                )
+    return found
+
+
 DELTA_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
     "delta_operands": operands,
     "delta_replay": replays,
+    "delta_replay_output": replay_outputs,
     "delta_state_passing": state_passings,
     "gated_delta_rule_update": updates,
 }

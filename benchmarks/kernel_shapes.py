@@ -1,8 +1,8 @@
 """The launches of a step of real models, kernel by kernel, as `compile_kernels.py` compiles them.
 
-`delta_shapes.py` lists those of the gated delta rule, `gate_shapes.py` those of gates and gated norms. Here
-is Nemotron-H-8B: 24 Mamba layers of 128 heads of 64 channels, 8 groups, a state of 128, a convolution of
-10,240 channels and 4 taps, and 8 KV heads of 128.
+`delta_shapes.py` lists those of the gated delta rule, `ssd_shapes.py` those of the SSD scan, `gate_shapes.py`
+those of gates and gated norms. Here is the rest of Nemotron-H-8B: 24 Mamba layers of 128 heads of 64
+channels, 8 groups, a state of 128, a convolution of 10,240 channels and 4 taps, and 8 KV heads of 128.
 Pools are float32 or bfloat16; a decode has one token or four.
 """
 
@@ -17,21 +17,17 @@ from mambaslots.inference.kernels import (
     causal_conv1d,
     conv_replay,
     selective_state_update,
-    ssd_output,
-    ssd_states,
     state_move,
     state_move_kernels,
-    state_passing,
     token_draws_gpu,
     write_kv,
 )
-from mambaslots.inference.kernels.ssd_output import InputPrecision
 from mambaslots.inference.kernels.state_move import StateMove
 from mambaslots.inference.kernels.state_tensors import StateTensors
 from specialisation import Specialisation
+from ssd_shapes import SSD_SHAPES
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
-TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TAPS = 4
 
 Access = Literal["load", "store"]
@@ -104,97 +100,6 @@ def boundary_captures() -> list[Specialisation]:
     types, constexprs = pointers | {"block_size_tokens": "i32"}, {"GROUP": state_move.GROUP}
     kernel = boundary_capture.capture_boundaries_kernel
     return [state_move_launch("capture_boundaries", kernel, state_pool(), types, constexprs, BOTH)]
-
-
-def state_passings() -> list[Specialisation]:
-    """One launch for pools of each dtype."""
-    return [
-        Specialisation(
-            name=f"state_passing {pool}",
-            kernel=state_passing.state_passing_kernel,
-            signature=dict.fromkeys(("chunk_states", "log_decays"), "*fp32")
-            | {"ssm_states": f"*{pool}", "row_chunk_starts": "*i32"}
-            | dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
-            | dict.fromkeys(("slot_stride", "decay_head_stride"), "i64"),
-            constexprs={"heads": HEADS, "state_size": HEAD_DIM * STATE_DIM, "chunk_size": 128}
-            | {"BLOCK": state_passing.BLOCK},
-            # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
-            divisible_by_16=("chunk_states", "log_decays", "ssm_states", "slot_stride", "decay_head_stride"),
-            num_warps=state_passing.NUM_WARPS,
-            wide=BOTH,
-        )
-        for pool in ("fp32", "bf16")
-    ]
-
-
-def ssd_outputs() -> list[Specialisation]:
-    """x and C are views of one tensor: their tokens and heads are strides apart."""
-    shapes: list[tuple[InputPrecision, str, str, int]] = [
-        ("ieee", "fp32", "fp32", 128),
-        ("ieee", "fp32", "fp32", 256),
-        ("ieee", "bf16", "fp32", 128),
-        ("tf32x3", "fp32", "fp32", 128),
-        ("tf32x3", "fp32", "fp32", 256),
-        ("tf32", "fp32", "fp32", 128),
-        ("ieee", "bf16", "bf16", 128),
-        ("ieee", "bf16", "bf16", 256),
-    ]
-    strides = ("x_token_stride", "x_head_stride", "C_token_stride", "C_group_stride", "decay_head_stride")
-    found = []
-    for input_precision, inputs, operands, chunk_size in shapes:
-        dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
-        blocks, num_warps, num_stages = ssd_output.block_sizes(
-            **dimensions,
-            operands=TORCH[operands],
-            input_precision=input_precision,
-        )
-        pointers = dict.fromkeys(("x", "C", "y"), inputs) | {"entering_states": operands}
-        pointers |= dict.fromkeys(("dt", "log_decays", "CB", "D"), "fp32")
-        found.append(
-            Specialisation(
-                name=f"chunk_scan {input_precision} {inputs} by {operands} chunk {chunk_size}",
-                kernel=ssd_output.chunk_scan_kernel,
-                signature={name: f"*{dtype}" for name, dtype in pointers.items()}
-                | {"cu_chunk_seqlens": "*i32"}
-                | dict.fromkeys(strides, "i64"),
-                constexprs={"heads": HEADS, "groups": GROUPS, "D_stride": 1}
-                | {"INPUT_PRECISION": input_precision}
-                | dimensions
-                | blocks,
-                divisible_by_16=(*pointers, *strides),
-                num_warps=num_warps,
-                num_stages=num_stages,
-            )
-        )
-    return found
-
-
-def ssd_state_makers() -> list[Specialisation]:
-    """x and B are views of one tensor, as for `ssd_outputs`."""
-    strides = ("x_token_stride", "x_head_stride", "B_token_stride", "B_group_stride")
-    strides += ("slot_stride", "decay_head_stride")
-    found = []
-    for inputs, pool, chunk_size in (("bf16", "fp32", 128), ("bf16", "bf16", 128), ("fp16", "fp32", 256)):
-        dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
-        blocks, num_stages = ssd_states.block_sizes(**dimensions)
-        pointers = dict.fromkeys(("x", "B", "entering"), f"*{inputs}") | {"ssm_states": f"*{pool}"}
-        pointers |= dict.fromkeys(("dt", "log_decays"), "*fp32")
-        indices = dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
-        indices |= dict.fromkeys(("cu_chunk_seqlens", "row_chunk_starts"), "*i32")
-        found.append(
-            Specialisation(
-                name=f"ssd_states {inputs}, pool {pool} chunk {chunk_size}",
-                kernel=ssd_states.ssd_states_kernel,
-                signature=pointers | indices | dict.fromkeys(strides, "i64"),
-                constexprs={"heads": HEADS, "heads_of_group": HEADS // GROUPS} | dimensions | blocks,
-                # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
-                divisible_by_16=(*pointers, *strides),
-                num_warps=ssd_states.NUM_WARPS,
-                num_stages=num_stages,
-                wide=BOTH,
-            )
-        )
-    return found
 
 
 def convolutions() -> list[Specialisation]:
@@ -397,12 +302,10 @@ def token_draws() -> list[Specialisation]:
 SHAPES: dict[str, Callable[[], list[Specialisation]]] = (
     DELTA_SHAPES
     | GATE_SHAPES
+    | SSD_SHAPES
     | {
         "state_move_kernels": state_copies,
         "boundary_capture": boundary_captures,
-        "state_passing": state_passings,
-        "ssd_output": ssd_outputs,
-        "ssd_states": ssd_state_makers,
         "causal_conv1d": convolutions,
         "conv_replay": convolution_replays,
         "selective_state_update": state_updates,

@@ -1,20 +1,19 @@
 """What does a precision cost the SSD scan of one Mamba layer, and how far is it from float64?
 
-`ssd_chunk_scan` multiplies x, B and C of 16 bits as they are: "bfloat16", "float16". It multiplies float32 in
-one of three ways: "ieee" as it is, "tf32x3" in three products of tensor cores, "tf32" in one. All products of
-float32 are set at once: those of megatron-core's stages by TRITON_F32_DEFAULT, that of the scan by its
-argument; each precision in a process of its own, as what is compiled stays. "bfloat16 widened" has inputs of
-bfloat16 and MAMBASLOTS_SSD_OPERANDS=float32, with products as in "ieee".
+`ssd_chunk_scan` multiplies x, B and C of 16 bits as they are where MAMBASLOTS_SSD_OPERANDS=model: "bfloat16",
+"float16". It multiplies float32 in one of three ways: "ieee" as it is, "tf32x3" in three products of tensor
+cores, "tf32" in one. All products of float32 are set at once: those of megatron-core's stages by
+TRITON_F32_DEFAULT, that of the scan by its argument; each precision in a process of its own, as what is
+compiled stays. "bfloat16 widened" has inputs of bfloat16 and MAMBASLOTS_SSD_OPERANDS=float32.
 
 time        of one layer's scan of a row of 4,096 tokens that resumes from a state and stores one, at the
-            shapes of Nemotron-H-8B, and of its five stages; medians on a GPU. "2 more" also stores two
-            states inside. The states of 16-bit operands are one stage
+            shapes of Nemotron-H-8B, and of its stages; medians on a GPU. "2 more" also stores two states
+            inside. Stages of 16-bit inputs are mambaslots' own; their states are one stage
 error       of outputs and of states, || found - exact || / || exact ||: 600 tokens with heads and states of
             Nemotron-H-8B's sizes, against the recurrence token by token in float64, from the same inputs
 
     python benchmarks/ssd_precision.py --json out.json        (one GPU)
-    python benchmarks/ssd_precision.py --device cpu           (does it run? the interpreter knows float32 and
-                                                               float16)
+    python benchmarks/ssd_precision.py --device cpu           (does it run?)
 """
 
 import argparse
@@ -29,8 +28,6 @@ from typing import Any
 from command_line import add_device, make_parser
 
 PRECISIONS = ("bfloat16", "float16", "ieee", "tf32x3", "tf32", "bfloat16 widened")
-ON_A_CPU = ("float16", "ieee", "tf32x3", "tf32", "bfloat16 widened")
-"""The interpreter would multiply the bits of bfloat16 as integers."""
 MOST = {"bfloat16": 2**-7, "float16": 2**-10, "ieee": 1e-5, "tf32x3": 1e-5, "tf32": None}
 MOST |= {"bfloat16 widened": 2**-7}
 """Largest error that is accepted, two units of rounding for 16 bits; TF32 is shown beside, and not used."""
@@ -42,7 +39,9 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     import torch.nn.functional as F
     import triton
     from mambaslots.inference.kernels import ssd_scan as module
+    from mambaslots.inference.kernels.ssd_decays import chunk_cumsum
     from mambaslots.inference.kernels.ssd_output import chunk_scan
+    from mambaslots.inference.kernels.ssd_scores import chunk_scores
     from mambaslots.inference.kernels.ssd_states import ssd_states
     from mambaslots.inference.kernels.state_passing import state_passing
 
@@ -50,9 +49,8 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     widened = precision == "bfloat16 widened"
     inputs = getattr(torch, "bfloat16" if widened else precision, torch.float32)
     products = precision if inputs == torch.float32 else "ieee"
-    if widened:
-        os.environ[module.OPERANDS_VARIABLE] = "float32"
-    narrow = module.operand_dtype(inputs) != torch.float32
+    os.environ[module.OPERANDS_VARIABLE] = "float32" if widened else "model"
+    operands = module.operand_dtype(inputs)
     if not gpu:
         from contextlib import nullcontext
 
@@ -124,25 +122,31 @@ def measured(precision: str, device: str) -> dict[str, Any]:
 
     two = dict(large, chunk_destinations=large["chunk_destinations"].clone())
     two["chunk_destinations"][0], two["chunk_destinations"][1] = 2, 3
-    megatron, ends = module.stages(), of["cu_chunk_seqlens"]
-    x, B, C = (of[name] if narrow else of[name].float() for name in "xBC")
-    log_decays, dt = megatron.chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], ends)
-    CB = megatron.bmm_chunk_fwd(C, B, of["chunk_size"], ends, output_dtype=torch.float32)
+    ends, chunk = of["cu_chunk_seqlens"], of["chunk_size"]
+    x, B, C = (of[name] for name in "xBC")
     slots = of["ssm_states"], of["sources"], of["destinations"]
     places = of["row_chunk_starts"], of["chunk_destinations"]
-    calls: dict[str, Callable[[], object]] = {
-        "sums of dt A": lambda: megatron.chunk_cumsum_fwd(of["dt"], of["A"], of["chunk_size"], ends),
-        "C B": lambda: megatron.bmm_chunk_fwd(C, B, of["chunk_size"], ends, output_dtype=torch.float32),
-    }
-    if narrow:
-        entering = ssd_states(x, B, dt, log_decays, *slots, ends, *places)
-        calls["states"] = lambda: ssd_states(x, B, dt, log_decays, *slots, ends, *places)
-    else:
+    calls: dict[str, Callable[[], object]]
+    if inputs == torch.float32:
+        megatron = module.stages()
+        log_decays, dt = megatron.chunk_cumsum_fwd(of["dt"], of["A"], chunk, ends)
+        CB = megatron.bmm_chunk_fwd(C, B, chunk, ends, output_dtype=torch.float32)
         entering = megatron.chunk_state_fwd(B, x, dt, log_decays, ends, states_in_fp32=True)
-        calls["chunk states"] = lambda: megatron.chunk_state_fwd(
-            B, x, dt, log_decays, ends, states_in_fp32=True
-        )
-        calls["state_passing"] = lambda: state_passing(entering, log_decays, *slots, *places)
+        calls = {
+            "sums of dt A": lambda: megatron.chunk_cumsum_fwd(of["dt"], of["A"], chunk, ends),
+            "C B": lambda: megatron.bmm_chunk_fwd(C, B, chunk, ends, output_dtype=torch.float32),
+            "chunk states": lambda: megatron.chunk_state_fwd(B, x, dt, log_decays, ends, states_in_fp32=True),
+            "state_passing": lambda: state_passing(entering, log_decays, *slots, *places),
+        }
+    else:
+        dt, log_decays = chunk_cumsum(of["dt"], of["A"], chunk, ends)
+        CB = chunk_scores(C, B, chunk, ends, operands)
+        entering = ssd_states(x, B, dt, log_decays, *slots, ends, *places, operands)
+        calls = {
+            "sums of dt A": lambda: chunk_cumsum(of["dt"], of["A"], chunk, ends),
+            "C B": lambda: chunk_scores(C, B, chunk, ends, operands),
+            "states": lambda: ssd_states(x, B, dt, log_decays, *slots, ends, *places, operands),
+        }
     calls |= {
         "chunk_scan": lambda: chunk_scan(
             of["x"], dt, log_decays, of["C"], CB, of["D"], entering, ends, products  # type: ignore[arg-type]
@@ -187,8 +191,7 @@ def main() -> int:
         if not torch.cuda.is_available():
             print("nothing measured: this needs a GPU (or --device cpu)")
             return 0
-    precisions = PRECISIONS if arguments.device == "cuda" else ON_A_CPU
-    rows = [in_a_process(precision, arguments.device) for precision in precisions]
+    rows = [in_a_process(precision, arguments.device) for precision in PRECISIONS]
     print(f"{rows[0]['device']}, torch {rows[0]['torch']}, triton {rows[0]['triton']}\n")
     print(f"{'':20}" + "".join(f"{row['precision']:>17}" for row in rows))
     names = dict.fromkeys((*rows[-1]["us"], *rows[0]["us"]))

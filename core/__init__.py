@@ -20,7 +20,7 @@ from .inference.contexts.request import DynamicInferenceRequest, GeneratedToken
 from .inference.contexts.request_step import RequestStep
 from .inference.contexts.state_pool import StatePool
 from .inference.contexts.step import Step, StepObserver
-from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
+from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.model import Model
@@ -30,6 +30,7 @@ from .inference.kernels.attention_rows import AttentionRows
 from .inference.kernels.kernel_set import KernelSet, kernel_set
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.prefix_hash import PrefixHashChain
+from .input_tensor import InputTensor
 from .loaded_model import LoadedModel, load
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
@@ -59,9 +60,9 @@ __all__ = [
     "PrefixCache", "PrefixMatch", "PrefixHashChain", "CachedPath", "KVBlockAllocator", "MambaSlotAllocator",
     "MambaMetadata", "StatePool",
     # bringing a model
-    "Model", "HybridStateSpec", "StateTensor", "StateSplit", "StateSegment", "mamba2_states",
+    "Model", "HybridStateSpec", "StateTensor", "StateSplit", "StateSegment", "InputTensor", "mamba2_states",
     "gated_delta_net_states", "short_conv_states",
-    "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "kernel_set", "KernelSet",
+    "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "Replay", "kernel_set", "KernelSet",
     "AttentionRows",
     "ModelShard", "ParallelGroups", "models", "testing",
     # errors

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
 from .host_record import DYNAMIC_CONTEXT, HostRecord, record_of
 from .overrides import override
+
+_BATCH_INVARIANT_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
 @override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", part="sizing", faults=(14, 15))
@@ -19,6 +22,7 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     The stock method sizes each stage alone, so that stages evict and skip differently. Here a stage without
     Mamba layers takes the number of the others.
     """
+    _warn_of_batch_invariance()
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     slots, poorest_gb = _poorest_stage(self, _affordable_slots(self, mamba_gb), mamba_gb)
     if slots < 1:
@@ -46,6 +50,16 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
         "mambaslots: %d durable slots (%.3f GB), %d scratch slots (%.3f GB), %.1f KB a state",
         slots, slots * state / 2**30, scratch, scratch * state / 2**30, state / 2**10,
     )  # fmt: skip
+
+
+def _warn_of_batch_invariance() -> None:
+    """Say that answers depend on what is cached, where megatron-core's batch-invariant mode is on."""
+    kernels: Any = sys.modules.get(_BATCH_INVARIANT_KERNELS)
+    if kernels is not None and kernels.is_batch_invariant_mode_enabled():
+        logging.warning(
+            "mambaslots: batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "
+            "depend on where the answer resumed, because decodes round states otherwise than prefills do"
+        )
 
 
 def _state_bytes(context: Any) -> int:

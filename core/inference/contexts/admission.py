@@ -128,11 +128,14 @@ class Admission:
             return length
         if not self._config.enable_chunked_prefill:
             return start
+        replays = self._config.replays
         for grid in (self._block_size, self._chunk_size):
+            if replays and grid % self._chunk_size:  # blocks without states may be shorter than chunks
+                continue
             stop = (start + budget) // grid * grid
             if stop > start:
                 return stop
-        return start if self._config.replays else start + budget
+        return start if replays else start + budget
 
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks can be had; a waiting request needs the blocks of its whole prompt."""

@@ -15,7 +15,7 @@ from ..contexts.step_inputs import StepInputs, StepShape
 from ..contexts.step_ladder import padded_to_ladder
 from ..kernels import attention_flash
 from ..policies.row_ladder import power_of_two, rung, rungs
-from . import attention_check, product_check
+from . import attention_check, forward_check, product_check
 from .attention_check import AttentionSizes
 from .blas_switches import BLAS_SWITCHES
 from .dummy_steps import DummySteps
@@ -39,11 +39,19 @@ _REPLACED = ("aten.mm", "aten.addmm")
 
 
 class CheckedProduct(NamedTuple):
-    """A product, and the numbers of rows that were compared."""
+    """A product that was compared.
+
+    Attributes:
+        product: the product.
+        num_rungs: how many numbers of rows were compared.
+        replaced: whether `kernels.sequential_product` computes it instead.
+        refused: where its bits differ, if it cannot be replaced.
+    """
 
     product: Product
     num_rungs: int
-    replaced: bool
+    replaced: bool = False
+    refused: str = ""
 
 
 class BatchInvariance:
@@ -69,13 +77,14 @@ class BatchInvariance:
         """Refuse, set torch's switches, and check the model. Where the model is split, this is a collective.
 
         Takes seconds. Needs memory for pools of two short requests and for the largest result of a product,
-        and gives it back to torch.
+        float32 logits of the largest step perhaps, and gives it back to the device.
 
         Args:
             model: what the engine serves.
             spec: what the model said of itself.
             config: of the engine.
-            max_logits: the most logit rows of a step; None: those of decodes.
+            max_logits: the most logit rows of a step; None: as many as a step has tokens, which steps that
+                score have.
             replaces_products: whether a product whose bits depend on the number of rows is computed by
                 `kernels.sequential_product` instead; otherwise it is refused.
 
@@ -88,14 +97,16 @@ class BatchInvariance:
         self.products: tuple[CheckedProduct, ...] = ()
         self.attentions: tuple[AttentionSizes, ...] = ()
         self._replaces = replaces_products
+        self._replays = config.replays
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens)
-        self._most_logits = rung(max_logits or config.max_requests * width)
+        self._most_logits = rung(max_logits) if max_logits else self._most_tokens
         self._release = BLAS_SWITCHES.hold(self)
         try:
             if spec.device.type == "cuda":
                 with on_device_of(spec.device):
                     self._check_on_all_ranks(model, config)
+                    torch.cuda.empty_cache()
         except BaseException:
             self.close()
             raise
@@ -132,6 +143,8 @@ class BatchInvariance:
         lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
         if spec.num_attention_layers:
             lines.append(f"attention: one split; {len(self.attentions)} shapes compared, 0 differ")
+        decodes = "decodes over the end of a chunk" if self._replays else "not decodes, which do not replay"
+        lines.append(f"whole model: prefills in parts, beside others, and {decodes}: 0 logits differ")
         size = spec.groups.tensor_size
         ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
         lines.append(
@@ -159,6 +172,14 @@ class BatchInvariance:
         found, attentions = record(model, self._spec, config)
         self.attentions = tuple(attentions)
         self.products = tuple(map(self._checked, found))
+        refused = [
+            f"{checked.product.name} {checked.refused}" for checked in self.products if checked.refused
+        ]
+        if refused:
+            raise BatchVarianceError(
+                f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
+                f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
+            )
         for sizes in attentions:
             case = attention_check.first_difference(sizes, self._spec.device)
             if case:
@@ -167,21 +188,29 @@ class BatchInvariance:
                     f"GPU and a version of {attention_flash.PACKAGE} that keep bits with one split"
                 )
 
+        chunk = self._spec.chunk_tokens(config.block_size_tokens)
+        most = self._most_tokens
+        steps = DummySteps(self.served(model), self._spec, config, forward_check.longest(chunk), most)
+        case = forward_check.first_difference(steps, chunk, most, decodes=self._replays)
+        if case:
+            raise BatchVarianceError(
+                f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
+                "products and attention keep them; accepted: a model whose scans, and all else, compute a "
+                "row from its own sequence, in one order"
+            )
+
     def _checked(self, product: Product) -> CheckedProduct:
         most = self._most_logits if product.of_logits else self._most_tokens
         count = len(rungs(most))
         case = product_check.first_difference(product, most)
         if not case:
-            return CheckedProduct(product, count, False)
+            return CheckedProduct(product, count)
         if self._replaces and _is_replaceable(product):
             again = product_check.first_difference(product, most, _sequential)
             if not again:
-                return CheckedProduct(product, count, True)
+                return CheckedProduct(product, count, replaced=True)
             case = f"{case}, and by the sequential product {again}"
-        raise BatchVarianceError(
-            f"{SETTING}, and {product.name} gives a row other bits {case} than among 256; accepted: products "
-            "whose rows do not depend on the number of rows"
-        )
+        return CheckedProduct(product, count, refused=case)
 
 
 def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
@@ -199,6 +228,12 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
             f"{SETTING}, and the model is {_dtype(spec.kv_dtype)}; accepted: bfloat16 or float16, because "
             "products of wider numbers on a GPU depend on the number of rows"
         )
+    for tensor in spec.states:
+        if tensor.grid > 1 and tensor.dtype.itemsize < 4:
+            raise ValueError(
+                f"{SETTING}, and the state {tensor.name} is {_dtype(tensor.dtype)}; accepted: float32, "
+                "because a narrower state is rounded wherever a step ends"
+            )
     splits = os.environ.get(attention_flash.SPLITS_VARIABLE)
     if splits not in (None, "1"):
         raise ValueError(
@@ -244,7 +279,10 @@ def record(
     ]
     calls = [call for part in (*prefills, *decodes) for call in part if call.name == ATTENTION]
     attentions = {_attention(call, config.block_size_tokens): None for call in calls}
-    return list({product.key: product for product in reversed(found)}.values()), list(attentions)
+    different: dict[object, Product] = {}
+    for product in found:
+        different.setdefault(product.key, product)
+    return list(different.values()), list(attentions)
 
 
 def _sequential(arguments: Sequence[Any]) -> Tensor:

@@ -11,8 +11,10 @@ from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request_step import RequestStep
 from ..contexts.step_inputs import StepShape
 from ..policies.prefix_hash import PrefixHashChain
+from ..policies.row_ladder import MOST_PADDING, rung
 from .model import Model
 
 ROOM = 2
@@ -26,9 +28,17 @@ class DummySteps:
 
     Attributes:
         longest: the most tokens of a request.
+        num_drafts: the most drafts of a decode.
     """
 
-    def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig, longest: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        spec: HybridStateSpec,
+        config: InferenceConfig,
+        longest: int,
+        most_tokens: int = 0,
+    ) -> None:
         """Allocate the pools.
 
         Args:
@@ -36,14 +46,16 @@ class DummySteps:
             spec: what the model said of itself.
             config: of the engine; sizes are replaced.
             longest: the most tokens of a request.
+            most_tokens: the most tokens of a step, padding included; what requests need, if that is more.
         """
         self.longest = longest
+        self.num_drafts = config.num_speculative_tokens
         self._model, self._vocab_size = model, spec.vocab_size
         self._block_size = config.block_size_tokens
         small = replace(
             config,
             max_requests=ROOM,
-            max_tokens=ROOM * longest,
+            max_tokens=max(rung(ROOM * longest), most_tokens) + MOST_PADDING,
             max_sequence_length=longest,
             num_kv_blocks=ROOM * -(-longest // self._block_size),
             buffer_size_gb=None,
@@ -51,7 +63,6 @@ class DummySteps:
             prefix_caching_mamba_gb=None,
             enable_prefix_caching=False,
             enable_chunked_prefill=True,
-            num_speculative_tokens=0,
             poison_free_memory=False,
         )
         self._context = DynamicInferenceContext(spec, small)
@@ -84,31 +95,40 @@ class DummySteps:
         self,
         work: Sequence[tuple[DynamicInferenceRequest, int]],
         padding: Callable[[StepShape], StepShape],
+        drafts: Sequence[int] = (),
     ) -> list[Tensor]:
         """One step.
 
         Args:
             work: each request, and how many of its tokens are computed at most.
             padding: maps the step's shape to the shape to pad to.
+            drafts: of the first request, which decodes. All are accepted, and become its tokens.
 
         Returns: the logits of each request, [tokens of the step, vocabulary]; padding's logits are cut off.
         """
         steps = [self._context.schedule(request, budget) for request, budget in work]
         ready = [step for step in steps if step is not None]
         assert len(ready) == len(work), "the pools hold all requests"
+        if drafts:
+            ready[0] = self._context.draft(ready[0], drafts)
         inputs = self._context.begin_step(ready, padding).inputs
         try:
             logits = self._model(inputs)
         except BaseException:
             self._context.abort_step()
             raise
-        self._context.end_step()
+        self._context.end_step(lambda _: self._accept(ready[0]))
         counts = {step.request.request_id: len(step.logit_positions) for step in ready}
         in_row_order = sorted(ready, key=lambda step: not step.decoding)
         sizes = [counts[step.request.request_id] for step in in_row_order]
         parts = torch.split(logits[: inputs.num_logits], sizes)
         by_id = {step.request.request_id: part for step, part in zip(in_row_order, parts, strict=True)}
-        return [by_id[request.request_id].clone() for request, _ in work]
+        return [by_id[request.request_id] for request, _ in work]
+
+    def _accept(self, step: RequestStep) -> int:
+        """Make a step's drafts tokens of its request; how many tokens of the step are right: all."""
+        step.request.append(step.drafts, [None] * len(step.drafts), 0.0)
+        return step.length
 
     def release(self, request: DynamicInferenceRequest) -> None:
         """Take back what a request holds."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ...cuda_device import on_device_of
 from ...errors import KVBlockCapacityError
 from ...request import FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
+from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
@@ -42,7 +44,6 @@ from .arguments import (
     checked_sequence,
     one_each,
 )
-from .batch_invariance import BatchInvariance
 from .drafter import Drafter
 from .engine_books import EngineBooks, LaunchedStep, StepUndo
 from .graph_runner import GraphBuckets, GraphRunner
@@ -52,6 +53,9 @@ from .model_runner import ModelRunner
 from .sampling import request_seed, sample_step
 from .step_report import NewTokens, StepReport
 from .token_stream import Lease, TokenStream
+
+if TYPE_CHECKING:
+    from .batch_invariance import BatchInvariance
 
 
 class DynamicInferenceEngine:
@@ -84,8 +88,7 @@ class DynamicInferenceEngine:
         self.model = model
         self.config = instance("config", config, InferenceConfig)
         spec = model.state_spec()
-        self._invariance = BatchInvariance(model, spec, config) if config.batch_invariant else None
-        self._forward = model if self._invariance is None else self._invariance.served(model)
+        self._invariance = _checked_invariance(model, spec, config) if config.batch_invariant else None
         self.context = DynamicInferenceContext(spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
@@ -98,6 +101,11 @@ class DynamicInferenceEngine:
         self._ids_without_seed = count(-1, -1)
         self._num_resets = 0
         self._weights_version: object = None
+
+    @property
+    def _forward(self) -> Model:
+        """What a step runs: the model, perhaps with other products."""
+        return self.model if self._invariance is None else self._invariance.served(self.model)
 
     def _new_runner(self) -> ModelRunner:
         spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
@@ -717,3 +725,9 @@ class DynamicInferenceEngine:
         if self._is_split:  # ranks that failed at different requests go on with the same ids
             self._num_resets += 1
             self._new_ids = count(self._num_resets << 32)
+
+
+def _checked_invariance(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "BatchInvariance":
+    from .batch_invariance import BatchInvariance  # here, because it imports triton by way of torch
+
+    return BatchInvariance(model, spec, config)

@@ -1,12 +1,13 @@
 """Whether the rows of a product have the same bits whatever the number of rows."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..policies.row_ladder import rungs
-from .recorded_products import GROUPED, Product
+from .recorded_products import CHOICE, GROUPED, Product
 
 BASE_ROWS = 256
 """Different rows of the operands. Larger products repeat them, so that a row comes at several places."""
@@ -51,7 +52,11 @@ class _DenseCheck:
         generator = torch.Generator(self._device).manual_seed(_SEED)
         self._base = {
             row.argument: _random(
-                product.call.arguments[row.argument], row.dim, row.per_row * num_base, generator
+                product.call.arguments[row.argument],
+                row.dim,
+                row.per_row * num_base,
+                generator,
+                product.call.name == CHOICE,
             )
             for row in product.rows
         }
@@ -91,7 +96,11 @@ class _DenseCheck:
         for row in self._product.rows:
             chosen = self._base[row.argument].index_select(row.dim, self._entries(ids, row.per_row))
             arguments[row.argument] = _laid_out_like(chosen, arguments[row.argument])
-        return self._run(arguments).movedim(self._product.out_dim, 0)
+        result: Any = self._run(arguments)
+        if self._product.call.name == CHOICE:
+            _, result = result  # where the values were
+        rows_first: Tensor = result.movedim(self._product.out_dim, 0)
+        return rows_first
 
     def _entries(self, ids: Tensor, per_row: int) -> Tensor:
         if per_row == 1:
@@ -138,10 +147,12 @@ class _GroupedCheck(_DenseCheck):
         return unsorted
 
 
-def _random(like: Tensor, dim: int, size: int, generator: torch.Generator) -> Tensor:
+def _random(like: Tensor, dim: int, size: int, generator: torch.Generator, ties: bool) -> Tensor:
+    """Normal numbers; with `ties`, some of few different ones."""
     shape = [*like.shape]
     shape[dim] = size
-    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+    values = torch.randn(shape, generator=generator, device=like.device)
+    return (values.round() if ties else values).to(like.dtype)
 
 
 def _laid_out_like(values: Tensor, like: Tensor) -> Tensor:

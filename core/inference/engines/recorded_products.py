@@ -20,8 +20,11 @@ _CONTRACTED: dict[str, tuple[tuple[int, int], ...]] = {
     "aten.baddbmm": ((1, 2), (2, 1)),
     "aten._grouped_mm": ((0, 1), (1, 1)),
     "transformers.grouped_mm_fallback": ((0, 1), (1, 1)),
+    "aten.topk": (),  # see `_contracted`
 }
 """The dimensions that a product adds over, as (argument, dimension)."""
+CHOICE = "aten.topk"
+"""Chooses a row's experts. What it takes of equal scores could depend on the number of rows."""
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 ATTENTION = "flash_attn_3.fwd"
 _UNKNOWN = ("addbmm", "addr", "addmv", "mv", "dot", "vdot")
@@ -156,7 +159,8 @@ class Product(NamedTuple):
             for leaf in self.call.arguments
             if isinstance(leaf, Tensor)
         )
-        return self.name, self.of_logits, layouts
+        others = tuple(str(leaf) for leaf in self.call.arguments if not isinstance(leaf, Tensor))
+        return self.name, self.of_logits, layouts, others
 
 
 class StepSizes(NamedTuple):
@@ -219,7 +223,7 @@ def _product(one: Call, other: Call, small: StepSizes, large: StepSizes) -> Prod
         ):
             if sizes[0] == sizes[1]:
                 continue
-            if (tensors.index(index), dim) in _CONTRACTED[one.name]:
+            if (tensors.index(index), dim) in _contracted(one):
                 raise BatchVarianceError(f"{one} adds over the rows of the step")
             of_logits = sizes[0] * large.tokens != sizes[1] * small.tokens
             unit = small.logits if of_logits else small.tokens
@@ -237,6 +241,13 @@ def _product(one: Call, other: Call, small: StepSizes, large: StepSizes) -> Prod
         raise BatchVarianceError(f"{one} multiplies rows of the step with rows of the step")
     out_dim = rows[-1].dim if one.name not in GROUPED else 0
     return Product(one, tuple(rows), kinds.pop(), out_dim)
+
+
+def _contracted(call: Call) -> tuple[tuple[int, int], ...]:
+    if call.name != CHOICE:
+        return _CONTRACTED[call.name]
+    named = call.named
+    return ((0, named["dim"] % named["self"].dim()),)
 
 
 def _check_known(call: Call) -> None:

@@ -76,7 +76,12 @@ def _normalise(
     n = tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (n < DIM)[None, :]
     x = tl.load(raw + token[:, None] * token_stride + n[None, :] * dim_stride, mask=inside, other=0.0)
-    x = x.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
     place = packed + token[:, None] * packed_token_stride + n[None, :]
-    tl.store(place, x.to(packed.dtype.element_ty), mask=inside)
+    tl.store(place, normalised(x).to(packed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normalised(x):
+    """Each row of a tile, in float32. A row's bits depend on the tile's shape and on the number of warps."""
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]

@@ -1,8 +1,15 @@
 """The gated delta rule of decode by replay; the references are in `reference_replay_delta`.
 
 A request keeps its state at the last grid point, and the inputs of the tokens since. A step gathers each
-row's chunk, whose later tokens are zeros, and runs `gated_delta_rule_scan` over it. A row of a chunk depends
-on earlier rows only, so that the new tokens' outputs have the bits of a prefill.
+row's chunk, whose later tokens are zeros, and computes what `gated_delta_rule_scan` computes of it. A row of
+a chunk depends on earlier rows only, so that the new tokens' outputs have the bits of a prefill.
+
+    stage                                  function              file or package
+    inputs since the grid point            gather_kernel         this one
+    sums of decays, the triangular system  solved_chunks         gated_delta_rule.py, fla-core's stages
+    outputs, the state behind a chunk      delta_replay_output   delta_replay_output.py
+
+Float32 takes the scan itself behind the first stage.
 """
 
 import torch
@@ -10,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_rule import gated_delta_rule_scan
+from .delta_operands import normalised
+from .delta_replay_output import delta_replay_output
+from .gated_delta_rule import check_sizes, gated_delta_rule_scan, solved_chunks
 
 BLOCK_T, NUM_WARPS = 32, 4
 
@@ -35,9 +44,10 @@ def gated_delta_rule_replay(
 ) -> Tensor:
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones.
 
-    Computes whole chunks: a step costs a prefill of rows * chunk_size tokens, whatever T is. Allocates the
-    rows' chunks of q, k, v, g and beta besides what the scan allocates. Launches depend on shapes alone, and
-    nothing synchronises, on the condition that `gated_delta_rule_scan` names.
+    Inputs of 16 bits take four or five launches, and memory sees a row's state, the inputs of its chunk and
+    the triangular system of each value head. Inputs of float32 take the scan of rows * chunk_size tokens.
+    Launches depend on shapes alone, and nothing synchronises, on the condition that `gated_delta_rule_scan`
+    names.
 
     Args:
         q, k: [rows, T, Hk, Dk] raw. v: [rows, T, Hv, Dv]. g, beta: [rows, T, Hv]. All with any strides.
@@ -64,24 +74,39 @@ def gated_delta_rule_replay(
     _check_contiguous(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    queries, keys, values, gates, strengths = (
-        x.new_empty(rows * chunk_size, *x.shape[2:]) for x in (q, k, v, g, beta)
-    )
-    places = torch.empty(rows * tokens, dtype=torch.int64, device=v.device)
+    check_sizes(chunk_size, key_dim)
+    fused, chunk_tokens = fuses(v.dtype), rows * chunk_size
+
+    def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+    # The last stage reads values where they are kept, and queries without the chunk around them.
+    queries = empty(v, rows * tokens if fused else chunk_tokens, key_heads, key_dim)
+    keys = empty(v, chunk_tokens, key_heads, key_dim)
+    values = empty(v, 0 if fused else chunk_tokens, heads, value_dim)
+    gates, strengths = empty(g, chunk_tokens, heads), empty(beta, chunk_tokens, heads)
+    cuts = empty(v, rows + 1, dtype=torch.int32)
+    places = empty(v, rows if fused else rows * tokens, dtype=torch.int64)
     blocks = triton.cdiv(chunk_size, BLOCK_T)
     gather_kernel[(rows * blocks * (2 * key_heads + heads + 1),)](
         q, k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs,
-        queries, keys, values, gates, strengths, places, slots, starts, lengths,
+        queries, keys, values, gates, strengths, cuts, places, slots, starts, lengths,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         k_inputs.stride(0), v_inputs.stride(0), g_inputs.stride(0), beta_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        TOKENS=tokens, CHUNK=chunk_size, **block_sizes(tokens, heads, key_dim, value_dim),
+        TOKENS=tokens, CHUNK=chunk_size, **block_sizes(tokens, heads, key_dim, value_dim), FUSED=fused,
         num_warps=NUM_WARPS,
     )  # fmt: skip
+    if fused:
+        inverse, log_decays = solved_chunks(keys, gates, strengths, chunk_size, cuts, places)
+        return delta_replay_output(
+            queries, keys, v_inputs, strengths, log_decays, inverse, states,
+            slots, starts, lengths, sources, destinations, tokens,
+        )  # fmt: skip
     row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=v.device)
     o = gated_delta_rule_scan(
         queries, keys, values, gates, strengths, states, sources, destinations, chunk_size,
-        row_chunks * chunk_size, row_chunks, row_chunks, torch.full_like(destinations, -1),
+        cuts, row_chunks, row_chunks, torch.full_like(destinations, -1),
     )  # fmt: skip
     return o.index_select(0, places).view(v.shape)
 
@@ -128,6 +153,11 @@ def keep_delta_inputs(
     )  # fmt: skip
 
 
+def fuses(dtype: torch.dtype) -> bool:
+    """Whether inputs of `dtype` go through `delta_replay_output`; others take all stages of the scan."""
+    return dtype.itemsize == 2
+
+
 def block_sizes(tokens: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
     """A program's tile: BLOCK_T tokens of one head, or of the gates of all heads."""
     return {
@@ -151,7 +181,7 @@ def _check_contiguous(**inputs: Tensor) -> None:
 def gather_kernel(
     # Pointers
     q, k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs,
-    q_chunks, k_chunks, v_chunks, g_chunks, beta_chunks, places,
+    q_chunks, k_chunks, v_chunks, g_chunks, beta_chunks, cuts, places,
     slots, starts, lengths,
     # Strides
     q_row_stride, q_token_stride, q_head_stride, q_dim_stride,
@@ -163,12 +193,13 @@ def gather_kernel(
     # Meta-parameters
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_NEW: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_NEW: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """A program has a row, BLOCK_T of its chunk, and one head of q, of k or of v, or the gates.
 
     Stores the row's new tokens among its inputs, and its inputs up to them, then zeros, as its chunk. What is
-    loaded and what is stored among the inputs lie at different positions.
+    loaded and what is stored among the inputs lie at different positions. Where FUSED, keys and queries are
+    normalised, values stay where they are kept, and queries are those of the new tokens only.
     """
     PARTS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS + 1
     BLOCKS: tl.constexpr = (CHUNK + BLOCK_T - 1) // BLOCK_T
@@ -190,54 +221,68 @@ def gather_kernel(
         in_head = (n < KEY_DIM)[None, :]
         at = q + row * q_row_stride + part * q_head_stride + n[None, :] * q_dim_stride
         value = tl.load(at + fresh[:, None] * q_token_stride, mask=is_new[:, None] & in_head, other=0.0)
-        into = q_chunks + part * KEY_DIM + chunk_token[:, None] * (KEY_HEADS * KEY_DIM) + n[None, :]
-        tl.store(into, value, mask=in_chunk[:, None] & in_head)
+        if FUSED:
+            value = normalised(value)
+            into = q_chunks + part * KEY_DIM + (row * TOKENS + fresh)[:, None] * (KEY_HEADS * KEY_DIM)
+            tl.store(into + n[None, :], value.to(q_chunks.dtype.element_ty), mask=is_new[:, None] & in_head)
+        else:
+            into = q_chunks + part * KEY_DIM + chunk_token[:, None] * (KEY_HEADS * KEY_DIM) + n[None, :]
+            tl.store(into, value, mask=in_chunk[:, None] & in_head)
     elif part < 2 * KEY_HEADS:
         head = part - KEY_HEADS
         _gather(
             k + row * k_row_stride + head * k_head_stride, k_inputs + slot * k_slot_stride + head * KEY_DIM,
             k_chunks + head * KEY_DIM, token, fresh, chunk_token, is_old, is_new, in_chunk,
-            k_token_stride, k_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K,
+            k_token_stride, k_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K, FUSED, True,
         )  # fmt: skip
     elif part < 2 * KEY_HEADS + VALUE_HEADS:
         head = part - 2 * KEY_HEADS
         _gather(
             v + row * v_row_stride + head * v_head_stride, v_inputs + slot * v_slot_stride + head * VALUE_DIM,
             v_chunks + head * VALUE_DIM, token, fresh, chunk_token, is_old, is_new, in_chunk,
-            v_token_stride, v_dim_stride, VALUE_HEADS * VALUE_DIM, VALUE_DIM, BLOCK_V,
+            v_token_stride, v_dim_stride, VALUE_HEADS * VALUE_DIM, VALUE_DIM, BLOCK_V, False, not FUSED,
         )  # fmt: skip
     else:
         _gather(
             g + row * g_row_stride, g_inputs + slot * g_slot_stride, g_chunks,
             token, fresh, chunk_token, is_old, is_new, in_chunk,
-            g_token_stride, g_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H,
+            g_token_stride, g_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H, False, True,
         )  # fmt: skip
         _gather(
             beta + row * beta_row_stride, beta_inputs + slot * beta_slot_stride, beta_chunks,
             token, fresh, chunk_token, is_old, is_new, in_chunk,
-            beta_token_stride, beta_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H,
+            beta_token_stride, beta_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H, False, True,
         )  # fmt: skip
         if block == 0:
-            new = tl.arange(0, BLOCK_NEW)
-            place = row * CHUNK + tl.minimum(start + new, CHUNK - 1)  # padding may lie behind the chunk
-            tl.store(places + row * TOKENS + new, place, mask=new < TOKENS)
+            ends = tl.arange(0, 2)
+            tl.store(cuts + row + ends, (row + ends) * CHUNK)  # neighbours store one number twice
+            if FUSED:
+                tl.store(places + row, row)  # as two int32: chunk 0 of sequence `row`
+            else:
+                new = tl.arange(0, BLOCK_NEW)
+                place = row * CHUNK + tl.minimum(start + new, CHUNK - 1)  # padding may lie behind the chunk
+                tl.store(places + row * TOKENS + new, place, mask=new < TOKENS)
 
 
 @triton.jit
 def _gather(
     step, inputs, chunks, token, fresh, chunk_token, is_old, is_new, in_chunk,
     token_stride, dim_stride, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALISED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """DIM numbers of each token of a tile; WIDTH of them are one token of the inputs and of the chunks."""
     n = tl.arange(0, BLOCK)
     in_head = (n < DIM)[None, :]
     kept = inputs + token[:, None] * WIDTH + n[None, :]
-    old = tl.load(kept, mask=is_old[:, None] & in_head, other=0.0)
     of_step = step + fresh[:, None] * token_stride + n[None, :] * dim_stride
     new = tl.load(of_step, mask=is_new[:, None] & in_head, other=0.0)
     tl.store(kept, new.to(inputs.dtype.element_ty), mask=is_new[:, None] & in_head)
-    value = tl.where(is_new[:, None], new, old.to(step.dtype.element_ty))
-    tl.store(chunks + chunk_token[:, None] * WIDTH + n[None, :], value, mask=in_chunk[:, None] & in_head)
+    if GATHERED:
+        old = tl.load(kept, mask=is_old[:, None] & in_head, other=0.0)
+        value = tl.where(is_new[:, None], new, old.to(step.dtype.element_ty))
+        if NORMALISED:
+            value = normalised(value).to(chunks.dtype.element_ty)
+        tl.store(chunks + chunk_token[:, None] * WIDTH + n[None, :], value, mask=in_chunk[:, None] & in_head)
 
 
 @triton.jit

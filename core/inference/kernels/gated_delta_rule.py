@@ -36,6 +36,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 CHUNK_SIZES = (16, 32, 64)
 """Chunk sizes that fla-core's stages take."""
 MAX_KEY_DIM = 256
+_NUM_WARPS_THAT_ADD = 2
 _LOG2_E = 1.4426950408889634
 
 
@@ -117,12 +118,75 @@ def gated_delta_rule_scan(
     return o[0]
 
 
+def solved_chunks(
+    keys: Tensor, g: Tensor, strength: Tensor, chunk_size: int, cuts: Tensor, pairs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The inverse of the WY form's triangular system of each chunk, and the sums of decays.
+
+    The stages and the bits of `gated_delta_rule_scan`, in two launches for chunks of 64 tokens.
+
+    Args:
+        keys: [tokens, Hk, Dk] normalised, of 16 bits. g, strength: [tokens, Hv]. All contiguous.
+        chunk_size: the tokens of every chunk.
+        cuts: [chunks + 1] int32 where each chunk's tokens start.
+        pairs: [chunks] int64, 0, 1, 2 and so on.
+
+    Returns: [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and
+        [tokens, Hv] float32, sums of g's binary logarithms from the start of each chunk.
+    """
+    fla, (tokens, heads), chunks = stages(), g.shape, pairs.shape[0]
+    at = {"cu_seqlens": cuts, "chunk_indices": pairs.view(torch.int32).view(chunks, 2)}
+    log_decays: Tensor = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **at)
+    if chunk_size == 64:
+        inverse = torch.empty(1, tokens, heads, chunk_size, dtype=keys.dtype, device=keys.device)
+        fla.kkt_solve_kernel[chunks, heads](
+            k=keys, g=log_decays, beta=strength, A=inverse, T=tokens, H=keys.shape[1], HV=heads,
+            K=keys.shape[2], BT=chunk_size, BC=16, **at,
+        )  # fmt: skip
+    else:
+        coupling = fla.chunk_scaled_dot_kkt_fwd(
+            k=keys[None], g=log_decays, beta=strength[None], chunk_size=chunk_size,
+            output_dtype=torch.float32, **at,
+        )  # fmt: skip
+        inverse = fla.solve_tril(A=coupling, output_dtype=keys.dtype, **at)
+    return inverse[0], log_decays[0]
+
+
 def check_sizes(chunk_size: int, key_dim: int) -> None:
     """Raise a ValueError where fla-core's stages do not take these sizes."""
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size is {chunk_size}; accepted on a GPU: {CHUNK_SIZES}")
     if key_dim > MAX_KEY_DIM:
         raise ValueError(f"keys have {key_dim} numbers; accepted on a GPU: at most {MAX_KEY_DIM}")
+
+
+@cache
+def fix_orders_of_addition() -> None:
+    """Leave fla-core's tuner one order of addition, so that two processes get the same bits.
+
+    The tuner measures, and may choose otherwise in another process. Where a stage adds numbers of several
+    threads, the number of warps is an order of addition. Tiles of products are none: their sums go over K in
+    order. Changes fla-core's kernels for the whole process; calls that were tuned before are tuned again.
+
+    Raises:
+        ImportError: fla-core is not installed.
+        RuntimeError: fla-core has no configuration with that number of warps.
+    """
+    for kernel in stages().kernels_that_add:
+        tuner = kernel.fn
+        fixed = [
+            config
+            for config in tuner.configs
+            if config.num_warps == _NUM_WARPS_THAT_ADD
+            and config.kwargs.get("DOT_PRECISION", "ieee") == "ieee"
+        ]
+        if not fixed:
+            raise RuntimeError(
+                f"fla-core's {tuner.base_fn.__name__} has no configuration of {_NUM_WARPS_THAT_ADD} warps; "
+                "install fla-core 0.6"
+            )
+        tuner.configs = fixed
+        tuner.cache.clear()
 
 
 @cache
@@ -137,9 +201,18 @@ def stages() -> SimpleNamespace:
             warnings.simplefilter("ignore")  # fla warns where there is no GPU
             from fla.ops.common.chunk_o import chunk_fwd_o
             from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
-            from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+            from fla.ops.gated_delta_rule.chunk_fwd import (
+                chunk_gated_delta_rule_fwd_intra,
+                chunk_gated_delta_rule_fwd_kkt_solve_kernel,
+            )
             from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
             from fla.ops.utils import chunk_local_cumsum, solve_tril
+            from fla.ops.utils.cumsum import chunk_local_cumsum_scalar_kernel
+            from fla.ops.utils.solve_tril import (
+                merge_16x16_to_32x32_inverse_kernel,
+                merge_16x16_to_64x64_inverse_kernel,
+                solve_tril_16x16_kernel,
+            )
     except ModuleNotFoundError as error:
         raise ImportError(
             f"the gated delta rule on a GPU needs fla-core ({error.name} is missing); install it with: "
@@ -150,6 +223,14 @@ def stages() -> SimpleNamespace:
         chunk_gated_delta_rule_fwd_intra=chunk_gated_delta_rule_fwd_intra,
         chunk_local_cumsum=chunk_local_cumsum,
         chunk_scaled_dot_kkt_fwd=chunk_scaled_dot_kkt_fwd,
+        kkt_solve_kernel=chunk_gated_delta_rule_fwd_kkt_solve_kernel,
         recompute_w_u_fwd=recompute_w_u_fwd,
         solve_tril=solve_tril,
+        kernels_that_add=(
+            chunk_local_cumsum_scalar_kernel,
+            chunk_gated_delta_rule_fwd_kkt_solve_kernel,
+            solve_tril_16x16_kernel,
+            merge_16x16_to_32x32_inverse_kernel,
+            merge_16x16_to_64x64_inverse_kernel,
+        ),
     )

@@ -3,6 +3,8 @@
 No function synchronises, and no launch depends on values: a CUDA graph can capture every function.
 """
 
+import torch
+
 from ...state_spec import HybridStateSpec
 from . import attention, attention_flash, gated_delta_rule, ssd_scan
 from .activations import relu_squared, sigmoid_mul, silu_mul
@@ -32,7 +34,8 @@ def check_states(spec: HybridStateSpec) -> None:
     """Raise where the kernels of a prefill cannot compute these states. Imports what they need.
 
     Raises:
-        ImportError: megatron-core (for Mamba-2) or fla-core (for gated delta nets) is not installed.
+        ImportError: megatron-core (for Mamba-2 in float32) or fla-core (for gated delta nets) is not
+            installed.
         ValueError: the chunk size, or the keys of a delta net, are none that the kernels take, or an
             environment variable of the kernels has a value that is not accepted.
     """
@@ -40,7 +43,8 @@ def check_states(spec: HybridStateSpec) -> None:
     attention_flash.num_splits()
     if "ssm" in shapes:
         ssd_scan.operand_dtype(spec.kv_dtype)
-        ssd_scan.stages()
+        if spec.kv_dtype == torch.float32:
+            ssd_scan.stages()
     if "delta" in shapes:
         gated_delta_rule.check_sizes(spec.chunk_size or 0, shapes["delta"][1])
         gated_delta_rule.stages()

@@ -142,7 +142,7 @@ class KernelSet(Protocol):
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
         slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
     ) -> None:  # fmt: skip
-        """Store the inputs of packed rows x [tokens, H, P] behind their last grid points. Writes the inputs."""
+        """Store what packed rows x [tokens, H, P] have behind their last grid points. Writes the inputs."""
 
     def gated_delta_rule_scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor,

@@ -24,8 +24,8 @@ def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tenso
         chunk_size: the most tokens of a chunk.
         cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
 
-    Returns: the time steps and their sums l, both [H, chunks, chunk size] float32. Behind a chunk's tokens the
-        steps are 0, and every sum is the chunk's last one.
+    Returns: the time steps and their sums l, both [H, chunks, chunk size] float32. Behind a chunk's tokens
+        the steps are 0, and every sum is the chunk's last one.
     """
     heads, chunks = dt.shape[1], cu_chunk_seqlens.shape[0] - 1
     chunk_dt, log_decays = torch.empty(2, heads, chunks, chunk_size, dtype=torch.float32, device=dt.device)
@@ -40,7 +40,8 @@ def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tenso
 
 def heads_of_a_program(heads: int) -> int:
     """The heads whose sums one program adds up side by side."""
-    return min(_MAX_HEADS, triton.next_power_of_2(heads))
+    covering: int = triton.next_power_of_2(heads)
+    return min(_MAX_HEADS, covering)
 
 
 @triton.jit

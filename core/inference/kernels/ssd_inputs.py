@@ -10,7 +10,7 @@ from .ssd_decays import NUM_WARPS as SUM_WARPS
 from .ssd_decays import heads_of_a_program, sum_decays
 
 COPY_WARPS = 4
-_COPY_BLOCK = 1024  # numbers of 16 bits, 16 bytes a thread
+COPY_BLOCK = 1024  # numbers of 16 bits, 16 bytes a thread
 
 
 def keep_ssd_inputs(
@@ -32,7 +32,8 @@ def keep_ssd_inputs(
     alone: a CUDA graph can capture them. Does not synchronise.
 
     Args:
-        x: [tokens, H, P] and B: [tokens, G, N], of packed rows; the last stride is 1. dt: [tokens, H]. A: [H].
+        x: [tokens, H, P] and B: [tokens, G, N], of packed rows; the last stride is 1.
+        dt: [tokens, H]. A: [H].
         x_inputs, B_inputs, gates: as for `ssd_replay`. Written at `slots`.
         slots: [rows] int64, where a row's inputs go; -1: nowhere.
         tail_starts: [rows] int64, the packed token with which a row's tail begins, at a grid point. The tail
@@ -54,7 +55,7 @@ def keep_ssd_inputs(
     keep_inputs_kernel[(chunk_size, rows)](
         x, B, x_inputs, B_inputs, *places,
         x.stride(0), x.stride(1), B.stride(0), B.stride(1), x_inputs.stride(0), B_inputs.stride(0),
-        heads, head_dim, groups, state_dim, BLOCK=_COPY_BLOCK, num_warps=COPY_WARPS,
+        heads, head_dim, groups, state_dim, BLOCK=COPY_BLOCK, num_warps=COPY_WARPS,
     )  # fmt: skip
     block_h = heads_of_a_program(heads)
     keep_gates_kernel[(triton.cdiv(heads, block_h), rows)](

@@ -126,7 +126,7 @@ def multiply_add(a, b, acc, INPUT_PRECISION: tl.constexpr):
 
 @triton.jit
 def masked_scores(scores, decay_m, decay_k, dt_k, m, k):
-    """The factors of x[k] in y[m]: C[m] B[k] with the decay from k to m and with the step of k; 0 for k > m."""
+    """The factor of x[k] in y[m]: C[m] B[k] times the decay from k to m and the step of k; 0 for k > m."""
     # Above the diagonal the difference is positive, and its exponential could overflow.
     scores *= tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
     return tl.where(m[:, None] >= k[None, :], scores, 0.0)

@@ -19,6 +19,8 @@ from .ssd_states import add_update
 from .ssd_states import block_sizes as state_blocks
 
 NUM_WARPS = 4
+MIN_PROGRAMS = 512
+"""Two on each multiprocessor of an H100, twice."""
 
 
 def ssd_replay(
@@ -83,16 +85,28 @@ def ssd_replay(
     groups, state_dim = B.shape[2:]
     operands = operand_dtype(x.dtype)
     blocks, num_stages = block_sizes(tokens, chunk_size, head_dim, state_dim, operands)
+    head_block = heads_of_a_program(rows, heads, heads // groups)
     y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
-    ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads, rows)](
+    ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
         x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
         slots, starts, lengths, sources, destinations,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
         ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), gates.stride(0),
-        tokens, heads, groups, head_dim, state_dim, chunk_size, operands == torch.float32,
+        tokens, heads, groups, head_dim, state_dim, chunk_size, operands == torch.float32, head_block,
         **blocks, num_warps=NUM_WARPS, num_stages=num_stages,
     )  # fmt: skip
     return y
+
+
+def heads_of_a_program(rows: int, heads: int, heads_of_group: int) -> int:
+    """How many heads of a group one program serves: many, but so that all programs fill a GPU.
+
+    They share the products of C and B. While one head is computed, the next one's state is on its way.
+    """
+    block = 1
+    while heads_of_group % (2 * block) == 0 and rows * heads >= 2 * block * MIN_PROGRAMS:
+        block *= 2
+    return block
 
 
 def block_sizes(
@@ -100,24 +114,34 @@ def block_sizes(
 ) -> tuple[dict[str, int | bool], int]:
     """Tile sizes, whether rows of tiles lie on the scan's own grid, and pipeline stages.
 
-    On a GPU a tile has the 16 rows that tensor cores need, the first of them the first new token.
+    On a GPU the first row of the first tile is the first new token, and one tile has all tokens of the chunk.
+    Tensor cores need 16 rows; products of float32 do without them.
     """
     scan, _, _ = scan_blocks(chunk_size, head_dim, state_dim, operands)
     states, _ = state_blocks(chunk_size, head_dim, state_dim, operands)
     blocks: dict[str, int | bool] = scan | {f"STATE_{name}": size for name, size in states.items()}
+    wide = operands == torch.float32
     if not INTERPRETED:
-        wide = operands == torch.float32
-        blocks["BLOCK_M"] = 16
-        blocks["BLOCK_K"] = min(32 if wide else 64, padded_side(chunk_size))
+        blocks["BLOCK_M"] = min(16, triton.next_power_of_2(tokens)) if wide else 16
+        blocks["BLOCK_K"] = min(32 if wide else 256, padded_side(chunk_size))
     aligned = bool(INTERPRETED)
     reach = tokens + blocks["BLOCK_M"] - 1 if aligned else tokens
-    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, 2
+    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, 1 if wide else 2
 
 
 @triton.jit
 def tokens_of(kept, new, k, offset, kept_stride, new_stride):
     """Pointers to the inputs of tokens k of a chunk: the first `offset` are kept, the others are new."""
     return tl.where(k < offset, kept + k.to(tl.int64) * kept_stride, new + (k - offset) * new_stride)
+
+
+@triton.jit
+def with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride):
+    """Steps and sums with those of the new token t; `last` is the sum of the token before."""
+    new = tl.load(dt + t * dt_token_stride, mask=t < length, other=0.0).to(tl.float32)
+    last = tl.fma(new, rate, last)
+    is_token = k == offset + t
+    return tl.where(is_token, new, step), tl.where(is_token, last, total), last
 
 
 @triton.jit
@@ -137,12 +161,54 @@ def gates_of(
     step = tl.load(gates + k, mask=k < offset, other=0.0)
     total = tl.load(gates + log_offset + k, mask=k < offset, other=0.0)
     last = before
-    for t in tl.static_range(0, tokens):
-        new = tl.load(dt + t * dt_token_stride, mask=t < length, other=0.0).to(tl.float32)
-        last = tl.fma(new, rate, last)
-        step = tl.where(k == offset + t, new, step)
-        total = tl.where(k == offset + t, last, total)
+    if tokens <= 8:
+        for t in tl.static_range(0, tokens):
+            step, total, last = with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride)
+    else:
+        for t in range(length):
+            step, total, last = with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride)
     return step, total
+
+
+@triton.jit
+def scores_of(
+    C, B, B_inputs, k, offset, end, token, is_new, C_token_stride, B_token_stride,
+    B_kept_stride: tl.constexpr, state_dim: tl.constexpr, operand: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """C[m] B[k] of new tokens and of tokens k of the chunk, as `chunk_scores` adds it."""
+    B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
+    scores = tl.zeros((token.shape[0], k.shape[0]), dtype=tl.float32)
+    for first_n in tl.static_range(0, state_dim, BLOCK_N):
+        n = first_n + tl.arange(0, BLOCK_N)
+        queries = tl.load(
+            C + token[:, None] * C_token_stride + n[None, :],
+            mask=is_new[:, None] & (n < state_dim)[None, :],
+            other=0.0,
+        )
+        keys = tl.load(
+            B_k[:, None] + n[None, :], mask=(k < end)[:, None] & (n < state_dim)[None, :], other=0.0
+        )
+        scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores, "ieee")
+    return scores
+
+
+@triton.jit
+def add_inputs(
+    acc, scores, m, decay_m, k, x_kept, x_new, is_channel,
+    gates, dt, offset, length, rate, before, x_kept_stride, x_token_stride,
+    dt_token_stride, tokens: tl.constexpr, log_offset: tl.constexpr, operand: tl.constexpr,
+):  # fmt: skip
+    """acc + the masked scores times x[k], over tokens k; x_kept and x_new point at the channels of x."""
+    step, decay = gates_of(gates, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset)
+    scores = masked_scores(scores, decay_m, decay, step, m, k)
+    kept = x_kept[None, :] + (k.to(tl.int64) * x_kept_stride)[:, None]
+    new = x_new[None, :] + ((k - offset) * x_token_stride)[:, None]
+    values = tl.load(
+        tl.where((k < offset)[:, None], kept, new),
+        mask=(k < offset + length)[:, None] & is_channel[None, :],
+        other=0.0,
+    )
+    return multiply_add(scores.to(operand), values.to(operand), acc, "ieee")
 
 
 @triton.jit
@@ -161,152 +227,171 @@ def ssd_replay_kernel(
     tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
     head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr,
     # Meta-parameters
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STATE_BLOCK_P: tl.constexpr, STATE_BLOCK_N: tl.constexpr,
-    STATE_BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr, M_TILES: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STATE_BLOCK_P: tl.constexpr, STATE_BLOCK_N: tl.constexpr, STATE_BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr, M_TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row, a head and BLOCK_P of P. No other program touches this part of the row's state.
+    """A program has a row, BLOCK_H heads of a group and BLOCK_P of P. No other program touches these states.
 
-    Padding costs one load.
+    Padding costs five loads, side by side.
     """
     row = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row)
+    start = tl.load(starts + row)
+    length = tl.load(lengths + row)
+    source = tl.load(sources + row)
+    destination = tl.load(destinations + row)
     if slot < 0:
         return
     operand: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
-    first_p = tl.program_id(0) * BLOCK_P
-    head = tl.program_id(1)
-    group = head // (heads // groups)
-    offset = tl.load(starts + row) % chunk_size
-    length = tl.load(lengths + row)
-    end = offset + length
-    source = tl.load(sources + row)
-    destination = tl.load(destinations + row)
-
-    x += row * x_row_stride + head * x_head_stride
-    dt += row * dt_row_stride + head * dt_head_stride
-    B += row * B_row_stride + group * B_group_stride
-    C += row * C_row_stride + group * C_group_stride
-    x_inputs += slot * x_slot_stride + head * head_dim
-    B_inputs += slot * B_slot_stride + group * state_dim
-    gates += slot * gate_slot_stride + head * chunk_size
-    ssm_states += head * (head_dim * state_dim)
-    y += row * (tokens * heads * head_dim) + head * head_dim
+    heads_of_group: tl.constexpr = heads // groups
     x_kept_stride: tl.constexpr = heads * head_dim
     B_kept_stride: tl.constexpr = groups * state_dim
     log_offset: tl.constexpr = heads * chunk_size
+    first_p = tl.program_id(0) * BLOCK_P
+    first_head = tl.program_id(1) * BLOCK_H
+    group = first_head // heads_of_group
+    offset = start % chunk_size
+    end = offset + length
+
+    x += row * x_row_stride
+    dt += row * dt_row_stride
+    B += row * B_row_stride + group * B_group_stride
+    C += row * C_row_stride + group * C_group_stride
+    x_inputs += slot * x_slot_stride
+    B_inputs += slot * B_slot_stride + group * state_dim
+    gates += slot * gate_slot_stride
+    y += row * (tokens * heads * head_dim)
+    before_at = gates + log_offset + offset - 1
 
     p = first_p + tl.arange(0, BLOCK_P)
     is_channel = p < head_dim
-    rate = tl.load(A + head * A_stride).to(tl.float32)
-    skip = tl.load(D + head * D_stride).to(tl.float32)
-    before = tl.load(gates + log_offset + offset - 1, mask=offset > 0, other=0.0)
-
-    for tile in range(0, M_TILES):
+    for tile in range(M_TILES):
         first_m = (offset // BLOCK_M * BLOCK_M if ALIGNED else offset) + tile * BLOCK_M
         if first_m < end:
             m = first_m + tl.arange(0, BLOCK_M)
             is_new = (m >= offset) & (m < end)
             token = m - offset
-            step_m, decay_m = gates_of(
-                gates, dt, m, offset, length, rate, before, dt_token_stride, tokens, log_offset
-            )
-            acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
-            for first_n in tl.static_range(0, state_dim, BLOCK_N):
-                n = first_n + tl.arange(0, BLOCK_N)
-                queries = tl.load(
-                    C + token[:, None] * C_token_stride + n[None, :],
-                    mask=is_new[:, None] & (n < state_dim)[None, :],
-                    other=0.0,
-                ).to(operand)
-                states = tl.load(
-                    ssm_states + source * state_slot_stride + p[:, None] * state_dim + n[None, :],
-                    mask=is_channel[:, None] & (n < state_dim)[None, :] & (source >= 0),
-                    other=0.0,
-                ).to(tl.float32)
-                acc = multiply_add(queries, tl.trans(states.to(operand)), acc, "ieee")
-            acc *= tl.exp(decay_m)[:, None]
+            inside = is_new[:, None] & is_channel[None, :]
+            if chunk_size <= BLOCK_K:
+                shared_scores = scores_of(
+                    C, B, B_inputs, tl.arange(0, BLOCK_K), offset, end, token, is_new, C_token_stride,
+                    B_token_stride, B_kept_stride, state_dim, operand, BLOCK_N,
+                )  # fmt: skip
 
-            for first_k in range(0, tl.minimum(first_m + BLOCK_M, end), BLOCK_K):
-                k = first_k + tl.arange(0, BLOCK_K)
-                step_k, decay_k = gates_of(
-                    gates, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset
-                )
-                B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
-                scores = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+            for head in range(first_head, first_head + BLOCK_H):
+                rate = tl.load(A + head * A_stride).to(tl.float32)
+                skip = tl.load(D + head * D_stride).to(tl.float32)
+                before = tl.load(before_at + head * chunk_size, mask=offset > 0, other=0.0)
+                dt_of_head = dt + head * dt_head_stride
+                kept_gates = gates + head * chunk_size
+                step_m, decay_m = gates_of(
+                    kept_gates, dt_of_head, m, offset, length, rate, before, dt_token_stride, tokens,
+                    log_offset,
+                )  # fmt: skip
+                acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
                 for first_n in tl.static_range(0, state_dim, BLOCK_N):
                     n = first_n + tl.arange(0, BLOCK_N)
-                    if state_dim > BLOCK_N:
-                        queries = tl.load(
-                            C + token[:, None] * C_token_stride + n[None, :],
-                            mask=is_new[:, None] & (n < state_dim)[None, :],
-                            other=0.0,
-                        ).to(operand)
-                    keys = tl.load(
-                        B_k[:, None] + n[None, :],
-                        mask=(k < end)[:, None] & (n < state_dim)[None, :],
+                    queries = tl.load(
+                        C + token[:, None] * C_token_stride + n[None, :],
+                        mask=is_new[:, None] & (n < state_dim)[None, :],
                         other=0.0,
-                    ).to(operand)
-                    scores = multiply_add(queries, tl.trans(keys), scores, "ieee")
-                scores = masked_scores(scores, decay_m, decay_k, step_k, m, k)
-                x_k = tokens_of(x_inputs, x, k, offset, x_kept_stride, x_token_stride)
-                values = tl.load(
-                    x_k[:, None] + p[None, :], mask=(k < end)[:, None] & is_channel[None, :], other=0.0
-                )
-                acc = multiply_add(scores.to(operand), values.to(operand), acc, "ieee")
+                    )
+                    within = head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :]
+                    states = tl.load(
+                        ssm_states + source * state_slot_stride + within,
+                        mask=is_channel[:, None] & (n < state_dim)[None, :] & (source >= 0),
+                        other=0.0,
+                    )
+                    states = states.to(tl.float32).to(operand)
+                    acc = multiply_add(queries.to(operand), tl.trans(states), acc, "ieee")
+                acc *= tl.exp(decay_m)[:, None]
 
-            inside = is_new[:, None] & is_channel[None, :]
-            skipped = tl.load(x + token[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
-            acc = tl.fma(skipped.to(tl.float32), skip, acc)
-            y_at = y + token[:, None] * (heads * head_dim) + p[None, :]
-            tl.store(y_at, acc.to(y.dtype.element_ty), mask=inside)
+                x_kept = x_inputs + head * head_dim + p
+                x_new = x + head * x_head_stride + p
+                if chunk_size <= BLOCK_K:  # Triton loads ahead in a loop that has no loop inside
+                    acc = add_inputs(
+                        acc, shared_scores, m, decay_m, tl.arange(0, BLOCK_K), x_kept, x_new, is_channel,
+                        kept_gates, dt_of_head, offset, length, rate, before, x_kept_stride, x_token_stride,
+                        dt_token_stride, tokens, log_offset, operand,
+                    )  # fmt: skip
+                else:
+                    for first_k in range(0, tl.minimum(first_m + BLOCK_M, end), BLOCK_K):
+                        k = first_k + tl.arange(0, BLOCK_K)
+                        scores = scores_of(
+                            C, B, B_inputs, k, offset, end, token, is_new, C_token_stride, B_token_stride,
+                            B_kept_stride, state_dim, operand, BLOCK_N,
+                        )  # fmt: skip
+                        acc = add_inputs(
+                            acc, scores, m, decay_m, k, x_kept, x_new, is_channel,
+                            kept_gates, dt_of_head, offset, length, rate, before, x_kept_stride,
+                            x_token_stride, dt_token_stride, tokens, log_offset, operand,
+                        )  # fmt: skip
 
-            # What other programs read of the inputs lies before `offset`.
-            tl.store(x_inputs + m[:, None] * x_kept_stride + p[None, :], skipped, mask=inside)
-            if first_p == 0:
-                tl.store(gates + m, step_m, mask=is_new)
-                tl.store(gates + log_offset + m, decay_m, mask=is_new)
-                if head % (heads // groups) == 0:
-                    for first_n in tl.static_range(0, state_dim, BLOCK_N):
-                        n = first_n + tl.arange(0, BLOCK_N)
-                        mask = is_new[:, None] & (n < state_dim)[None, :]
-                        keys = tl.load(B + token[:, None] * B_token_stride + n[None, :], mask=mask, other=0.0)
-                        tl.store(B_inputs + m[:, None] * B_kept_stride + n[None, :], keys, mask=mask)
+                skipped = tl.load(x_new[None, :] + token[:, None] * x_token_stride, mask=inside, other=0.0)
+                acc = tl.fma(skipped.to(tl.float32), skip, acc)
+                out = y + head * head_dim + token[:, None] * (heads * head_dim) + p[None, :]
+                tl.store(out, acc.to(y.dtype.element_ty), mask=inside)
+
+                # What other programs read of the inputs lies before `offset`.
+                tl.store(x_kept[None, :] + m[:, None] * x_kept_stride, skipped, mask=inside)
+                if first_p == 0:
+                    tl.store(kept_gates + m, step_m, mask=is_new)
+                    tl.store(kept_gates + log_offset + m, decay_m, mask=is_new)
+
+            if (first_p == 0) & (first_head % heads_of_group == 0):
+                for first_n in tl.static_range(0, state_dim, BLOCK_N):
+                    n = first_n + tl.arange(0, BLOCK_N)
+                    mask = is_new[:, None] & (n < state_dim)[None, :]
+                    keys = tl.load(B + token[:, None] * B_token_stride + n[None, :], mask=mask, other=0.0)
+                    tl.store(B_inputs + m[:, None] * B_kept_stride + n[None, :], keys, mask=mask)
 
     if destination >= 0:
-        decay_of_chunk = before
-        for t in range(0, length):
-            decay_of_chunk = tl.fma(tl.load(dt + t * dt_token_stride).to(tl.float32), rate, decay_of_chunk)
         tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
-        for part_p in range(0, BLOCK_P, STATE_BLOCK_P):
-            p = first_p + part_p + tl.arange(0, STATE_BLOCK_P)
-            for first_n in range(0, state_dim, STATE_BLOCK_N):
-                n = first_n + tl.arange(0, STATE_BLOCK_N)
-                update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
-                for first_k in range(0, end, STATE_BLOCK_K):
-                    k = first_k + tl.arange(0, STATE_BLOCK_K)
-                    step, decay = gates_of(
-                        gates, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset
-                    )
-                    x_k = tokens_of(x_inputs, x, k, offset, x_kept_stride, x_token_stride)
-                    values = tl.load(
-                        x_k[:, None] + p[None, :],
-                        mask=(k < end)[:, None] & (p < head_dim)[None, :],
+        for head in range(first_head, first_head + BLOCK_H):
+            rate = tl.load(A + head * A_stride).to(tl.float32)
+            before = tl.load(before_at + head * chunk_size, mask=offset > 0, other=0.0)
+            dt_of_head = dt + head * dt_head_stride
+            decay_of_chunk = before
+            for t in range(length):
+                step = tl.load(dt_of_head + t * dt_token_stride).to(tl.float32)
+                decay_of_chunk = tl.fma(step, rate, decay_of_chunk)
+            for part_p in range(0, BLOCK_P, STATE_BLOCK_P):
+                state_p = first_p + part_p + tl.arange(0, STATE_BLOCK_P)
+                for first_n in range(0, state_dim, STATE_BLOCK_N):
+                    state_n = first_n + tl.arange(0, STATE_BLOCK_N)
+                    inside = (state_p < head_dim)[:, None] & (state_n < state_dim)[None, :]
+                    within = head * (head_dim * state_dim) + state_p[:, None] * state_dim + state_n[None, :]
+                    state = tl.load(
+                        ssm_states + source * state_slot_stride + within,
+                        mask=inside & (source >= 0),
                         other=0.0,
-                    )
-                    B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
-                    keys = tl.load(
-                        B_k[:, None] + n[None, :],
-                        mask=(k < end)[:, None] & (n < state_dim)[None, :],
-                        other=0.0,
-                    )
-                    update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
-                inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
-                within = p[:, None] * state_dim + n[None, :]
-                state = tl.load(
-                    ssm_states + source * state_slot_stride + within, mask=inside & (source >= 0), other=0.0
-                ).to(tl.float32)
-                state = tl.fma(state, tl.exp(decay_of_chunk), update)
-                tl.debug_barrier()
-                place = ssm_states + destination * state_slot_stride + within
-                tl.store(place, state.to(ssm_states.dtype.element_ty), mask=inside)
+                    ).to(tl.float32)
+                    update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
+                    for first_k in range(0, end, STATE_BLOCK_K):
+                        k = first_k + tl.arange(0, STATE_BLOCK_K)
+                        step, decay = gates_of(
+                            gates + head * chunk_size, dt_of_head, k, offset, length, rate, before,
+                            dt_token_stride, tokens, log_offset,
+                        )  # fmt: skip
+                        x_k = tokens_of(
+                            x_inputs + head * head_dim, x + head * x_head_stride, k, offset, x_kept_stride,
+                            x_token_stride,
+                        )  # fmt: skip
+                        values = tl.load(
+                            x_k[:, None] + state_p[None, :],
+                            mask=(k < end)[:, None] & (state_p < head_dim)[None, :],
+                            other=0.0,
+                        )
+                        B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
+                        keys = tl.load(
+                            B_k[:, None] + state_n[None, :],
+                            mask=(k < end)[:, None] & (state_n < state_dim)[None, :],
+                            other=0.0,
+                        )
+                        update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
+                    state = tl.fma(state, tl.exp(decay_of_chunk), update)
+                    tl.debug_barrier()
+                    place = ssm_states + destination * state_slot_stride + within
+                    tl.store(place, state.to(ssm_states.dtype.element_ty), mask=inside)

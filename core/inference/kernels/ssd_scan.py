@@ -1,12 +1,14 @@
 """The SSD scan of a step, all stages, by pool slots; the reference is `reference.ssd_chunk_scan`.
 
-    stage                 function                        file
-    sums of dt * A        _chunk_cumsum_fwd               megatron-core's
-    C B                   _bmm_chunk_fwd                  megatron-core's
-    states                ssd_states                      ssd_states.py, for operands of 16 bits
-                          _chunk_state_fwd                megatron-core's, for operands of float32
-                          state_passing                   state_passing.py, likewise
-    outputs               chunk_scan                      ssd_output.py
+    stage             for inputs of 16 bits             for inputs of float32
+    sums of dt * A    chunk_cumsum    ssd_decays.py     _chunk_cumsum_fwd    megatron-core's
+    C B               chunk_scores    ssd_scores.py     _bmm_chunk_fwd       megatron-core's
+    states            ssd_states      ssd_states.py     _chunk_state_fwd     megatron-core's
+                                                        state_passing        state_passing.py
+    outputs           chunk_scan      ssd_output.py     chunk_scan           ssd_output.py
+
+No stage for 16 bits chooses its tiles by timing them, and all add in one order. A row's outputs, and the
+states at its chunks' ends, depend on the row alone. `ssd_replay` repeats these sums for single tokens.
 
 Products multiply numbers of the model's dtype and add in float32, as mamba_ssm and megatron-core do. The
 environment variable MAMBASLOTS_SSD_OPERANDS=float32 widens the numbers first; "model" is the default. Sums of
@@ -68,10 +70,10 @@ def ssd_chunk_scan(
     whichever rows share the batch and, in a float32 pool, however the cuts are spread over calls.
 
     Launches depend on shapes alone, and nothing synchronises, so that a CUDA graph can capture a call, on one
-    condition: a call with exactly the shapes of the capture came before, as graph warm-ups make it. The first
-    call for a chunk size, H, P, G, N and dtypes measures which configurations of megatron-core's stages are
-    the fastest for its number of chunks, which should be large, and synchronises. A call with other
-    alignments, or with one token, compiles. MAMBA_DETERMINISTIC=1, set before this file is imported, takes
+    condition: a call with exactly the shapes of the capture came before, as graph warm-ups make it. A call
+    with other alignments, or with one token, compiles. The first call with float32 for a chunk size, H, P, G
+    and N measures which configurations of megatron-core's stages are the fastest for its number of chunks,
+    which should be large, and synchronises. MAMBA_DETERMINISTIC=1, set before this file is imported, takes
     the smallest configurations and measures nothing.
 
     Args:
@@ -81,14 +83,15 @@ def ssd_chunk_scan(
             may be its own source, no other row's.
         seq_idx: is not read, because `row_chunk_starts` holds the same facts.
         out: where y goes, contiguous, of the dtype of x; None allocates it.
-        input_precision: the precision of the last stage where it multiplies float32. The other products of
-            float32, and so the states, follow TRITON_F32_DEFAULT. With "tf32x3" for both, errors stay within
+        input_precision: the precision of the last stage where it multiplies float32. For inputs of float32
+            the other products, and so the states, follow TRITON_F32_DEFAULT; for inputs of 16 bits they are
+            "ieee". With "tf32x3" for both, errors stay within
             1e-5 on tensor cores; with "tf32" they do not.
 
     Returns: y, [tokens, H, P] in the dtype of x; unspecified for padding tokens.
 
     Raises:
-        ImportError: megatron-core is not installed.
+        ImportError: x is float32, and megatron-core is not installed.
         ValueError: x or ssm_states is float64, a tensor's last stride is not 1, there are more chunks times
             groups, or rows, than a launch can have, or MAMBASLOTS_SSD_OPERANDS has another value.
     """
@@ -138,7 +141,8 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 def describe(dtype: torch.dtype) -> str:
     """Which scan a GPU runs for inputs of `dtype`, and in which dtype it multiplies."""
     operands = str(operand_dtype(dtype)).removeprefix("torch.")
-    return f"SSD scan: mambaslots, and stages of megatron-core, with products of {operands}, sums in float32"
+    whose = "mambaslots, and stages of megatron-core," if dtype == torch.float32 else "mambaslots"
+    return f"SSD scan: {whose} with products of {operands}, sums in float32"
 
 
 @cache
@@ -155,8 +159,8 @@ def stages() -> SimpleNamespace:
             from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"the SSD scan on a GPU needs megatron-core ({error.name} is missing); install it with: "
-            "pip install 'mambaslots[megatron]'"
+            f"the SSD scan of float32 on a GPU needs megatron-core ({error.name} is missing); install it "
+            "with: pip install 'mambaslots[megatron]'"
         ) from error
     return SimpleNamespace(
         bmm_chunk_fwd=_bmm_chunk_fwd, chunk_cumsum_fwd=_chunk_cumsum_fwd, chunk_state_fwd=_chunk_state_fwd

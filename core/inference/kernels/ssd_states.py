@@ -92,15 +92,16 @@ def block_sizes(
     """Tile sizes and pipeline stages. The number of rows has no say, so that other rows change no bits.
 
     32 x 128 numbers of a state are 256 programs for a row of Nemotron-H-8B, two on each multiprocessor of an
-    H100. They were the fastest of ten tiles there. Larger chunks leave shared memory for fewer stages.
+    H100. They were the fastest of ten tiles there. Larger chunks leave shared memory for fewer stages. Larger
+    tiles of float32 need more registers than a thread has.
     """
     wide = operands == torch.float32
     blocks = {
         "BLOCK_P": min(32, padded_side(head_dim)),
-        "BLOCK_N": min(128, padded_side(state_dim)),
-        "BLOCK_K": min(32 if wide else 128, padded_side(chunk_size)),
+        "BLOCK_N": min(64 if wide else 128, padded_side(state_dim)),
+        "BLOCK_K": min(16 if wide else 128, padded_side(chunk_size)),
     }
-    return blocks, 4 if chunk_size <= 128 and not wide else 2
+    return blocks, 1 if wide else 4 if chunk_size <= 128 else 2
 
 
 @triton.jit

@@ -29,7 +29,7 @@ state_evicted: a state was there and was evicted.
 last_token: the whole prompt is known, but its last block must be computed for the last token's logits.
 partial_block: tokens after the last whole block of a prompt whose whole blocks are known.
 capacity: a state was planned there, and no slot was available.
-disabled: no prefix caching, or none for this request.
+disabled: no prefix caching, or the log-probs of these tokens are wanted.
 """
 COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
 """All values of `ComputeReason`, whose documentation explains each."""

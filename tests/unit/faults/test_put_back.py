@@ -36,8 +36,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "prefix_matcher.py",
-                "reachable = min(num_blocks, (num_tokens - 1) // size)",
-                "reachable = min(num_blocks, max(0, num_tokens - 2) // size)",
+                "most = num_tokens - 1 if limit is None",
+                "most = max(0, num_tokens - 2) if limit is None",
             ),
         ),
     ),

@@ -66,16 +66,17 @@ class TestChoice:
         ("states", "missing"),
         [
             (ms.mamba2_states(1, 2, 16, 1, 16, 4, torch.float32, torch.float32, 16), "megatron"),
+            (ms.mamba2_states(1, 2, 16, 1, 16, 4, torch.bfloat16, torch.float32, 16), ""),
             (ms.gated_delta_net_states(1, 1, 16, 2, 16, 4, torch.float32, torch.float32), "fla"),
             (ms.short_conv_states(1, 16, 3, torch.float32), ""),
         ],
-        ids=["Mamba-2", "gated delta net", "short convolution"],
+        ids=["Mamba-2", "Mamba-2 of 16 bits", "gated delta net", "short convolution"],
     )
     def test_a_gpu_asks_only_for_the_packages_of_a_models_layers(self, states, missing, monkeypatch):
         """When the model is served, not in its first step."""
         from mambaslots.inference.kernels import gated_delta_rule, gpu_kernels, ssd_scan
 
-        spec = ms.HybridStateSpec(states, 1, 1, 16, torch.float32, 8, CPU)
+        spec = ms.HybridStateSpec(states, 1, 1, 16, states[0].dtype, 8, CPU)
         for module in (gated_delta_rule, ssd_scan):
             monkeypatch.setattr(module, "stages", module.stages.__wrapped__)
         for name in ("megatron", "fla"):

@@ -100,7 +100,7 @@ class RowsChecked(DraftedScenario):
             if row >= decodes or length == 0:
                 assert lengths[row] == (starts[row + 1] - starts[row] if length else 0)
         assert {tensor.dtype for tensor in rows[:4]} == {torch.int32}
-        assert rows[5:] == (decodes, width, inputs.shape.max_query_tokens)
+        assert rows[5:] == (decodes, width, inputs.shape.max_query_tokens, False)
         return super()._forward(inputs)
 
 

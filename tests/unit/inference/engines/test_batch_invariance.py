@@ -2,18 +2,19 @@
 
 import gc
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import mambaslots as ms
 import pytest
 import torch
 import torch.nn.functional as F
-from mambaslots.inference.engines import batch_invariance, product_check
+from mambaslots.inference.engines import batch_invariance, forward_check, product_check
 from mambaslots.inference.engines.attention_check import AttentionSizes
 from mambaslots.inference.engines.attention_check import first_difference as attention_difference
 from mambaslots.inference.engines.batch_invariance import BatchInvariance, check_settings, record
 from mambaslots.inference.engines.blas_switches import BLAS_SWITCHES, SWITCHES, BlasSwitches, Switch
+from mambaslots.inference.engines.dummy_steps import DummySteps
 from mambaslots.inference.engines.recorded_products import (
     BatchVarianceError,
     Call,
@@ -404,6 +405,113 @@ class TestProductCheck:
         assert product_check.first_difference(product, 512, run) == expected
 
 
+class TestChoices:
+    def test_equal_scores_are_compared(self):
+        product = TestProductCheck().product(torch.randn(1, 8), step=lambda x: torch.topk(x, 2, dim=-1))
+        assert product.call.name == "aten.topk"
+        seen = []
+
+        def run(arguments: list[Any]) -> Any:
+            seen.append(arguments[0].sort(-1).values.diff(dim=-1).eq(0).any(-1))
+            return product.call.run(arguments)
+
+        assert product_check.first_difference(product, 512, run) == ""
+        assert torch.cat(seen).float().mean() > 0.9
+
+        def unstable(arguments: list[Any]) -> Any:
+            values, places = torch.topk(arguments[0], 2)
+            return values, places.flip(-1) if len(places) == 512 else places
+
+        assert product_check.first_difference(product, 512, unstable) == "among 512 rows"
+
+    def test_a_choice_among_rows_is_refused(self):
+        with pytest.raises(BatchVarianceError, match="adds over the rows of the step"):
+            TestProductCheck().product(torch.randn(1, 8), step=lambda x: torch.topk(x, 2, dim=0))
+
+    @pytest.mark.parametrize("name", ["nemotron_h MoE", "granitemoehybrid MoE", "qwen3_5_moe"])
+    def test_the_experts_and_routers_of_models_are_found(self, name):
+        model = served_model(name, torch.bfloat16)
+        model.model.set_experts_implementation("grouped_mm")  # what "mambaslots" is on a GPU
+        try:
+            found, _ = record(model, model.state_spec(), replace(CONFIG, block_size_tokens=64))
+        finally:
+            model.model.set_experts_implementation("mambaslots")
+        names = [product.call.name for product in found]
+        assert names.count("aten._grouped_mm") == 2
+        assert "aten.topk" in names
+        for product in found:
+            assert "rows" in product.name
+            if product.call.name == "aten._grouped_mm":
+                assert [tuple(row) for row in product.rows] == [(0, 0, 2)]
+
+    def test_the_rows_of_experts_keep_their_bits(self, monkeypatch):
+        """Where a product's rows do: routing, sorting and the weighted sum do not mix rows."""
+        from transformers.integrations import moe
+
+        def by_row(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+            groups = torch.searchsorted(offs, torch.arange(len(rows)), right=True)
+            return (rows[:, :, None] * weights[groups]).double().sum(1).to(rows.dtype)
+
+        monkeypatch.setattr(moe, "_grouped_mm", by_row)
+        model = served_model("qwen3_5_moe", torch.bfloat16)
+        experts = next(
+            module for module in model.model.modules() if type(module).__name__.endswith("Experts")
+        )
+        hidden = torch.randn(100, 32).bfloat16()
+        scores = torch.randn(100, 4).round()  # equal scores
+        weights, chosen = torch.topk(scores.softmax(-1), 2)
+
+        def computed(rows: Tensor) -> Tensor:
+            return moe.grouped_mm_experts_forward(
+                experts, hidden[rows], chosen[rows], weights[rows].bfloat16()
+            )
+
+        whole = computed(torch.arange(100))
+        for rows in (torch.arange(1), torch.arange(99, 100), torch.arange(32), torch.arange(100).flip(0)):
+            assert torch.equal(computed(rows), whole[rows])
+
+
+class Reading(nn.Module):
+    """A model whose logits depend on the number of tokens of the step, in the last bit."""
+
+    def __init__(self, model: ms.models.HybridLM, depends: Any) -> None:
+        super().__init__()
+        self._model, self._depends = model, depends
+        self.state_spec = model.state_spec
+
+    def forward(self, inputs: Any) -> Tensor:
+        logits = self._model(inputs)
+        return logits.nextafter(logits + 1) if self._depends(inputs.shape) else logits
+
+
+class TestForwardCheck:
+    @pytest.mark.parametrize(
+        ("depends", "case"),
+        [
+            (lambda shape: False, ""),
+            (lambda shape: shape.tokens != 64, "in the first chunk of a prefill in parts"),
+            (lambda shape: shape.prefills == 2, "in the last part of a prefill, beside another"),
+            (lambda shape: shape.tokens == 256, "in the last part of a prefill, beside another"),
+            (lambda shape: shape.prefill_tokens == 32, "in the first chunk of a prefill in parts"),
+            (lambda shape: shape.prefills == 0, "in a decode at position 30, alone"),
+            (lambda shape: shape.prefills and shape.decodes, "in a decode at position 34, beside a prefill"),
+            (lambda shape: shape.decode_tokens > 1, "in a decode at position 35, with drafts"),
+        ],
+    )
+    def test_where_bits_differ(self, depends, case):
+        model = Reading(model_of("M-*"), depends)
+        config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
+        steps = DummySteps(model, model.state_spec(), config, forward_check.longest(16), 256)
+        assert forward_check.first_difference(steps, 16, 256, decodes=True) == case
+
+    def test_it_releases_what_it_held(self):
+        model = model_of("MG*")
+        steps = DummySteps(model, model.state_spec(), CONFIG, forward_check.longest(16), 256)
+        for _ in range(3):
+            assert forward_check.first_difference(steps, 16, 256, decodes=False) == ""
+        assert steps._context.requests == []
+
+
 def wide_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x, x], 1)[:, :16]
 
@@ -419,17 +527,27 @@ class TestReplacedProducts:
         def difference(product: Product, most: int, run: Any = None) -> str:
             if run is None and product.call.arguments[-1].shape == (32, 100):
                 return "among 512 rows"
-            return own(product, 64, run or exact(product))
+            return own(product, 64, exact(product))
 
+        widths = []
+        own_product = batch_invariance._sequential
+
+        def sequential(arguments: Any) -> Tensor:
+            widths.append(arguments[-1].shape[1])
+            return own_product(arguments)
+
+        monkeypatch.setattr(batch_invariance, "_sequential", sequential)
         monkeypatch.setattr(product_check, "first_difference", difference)
         invariance = BatchInvariance(model, spec, CONFIG)
         invariance._check(model, CONFIG)
         replaced = [checked for checked in invariance.products if checked.replaced]
         assert [tuple(checked.product.call.arguments[-1].shape) for checked in replaced] == [(32, 100)]
+        assert widths.count(100) >= 3, "the whole model is checked with the product that replaces its own"
 
         refusing = BatchInvariance(model, spec, CONFIG, replaces_products=False)
         message = (
-            r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 gives .* among 512 rows than among 256"
+            r"bits than among 256 rows by "
+            r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 among 512 rows; accepted"
         )
         with pytest.raises(BatchVarianceError, match=message):
             refusing._check(model, CONFIG)
@@ -459,36 +577,45 @@ class TestReplacedProducts:
         assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
 
 
+def wide_config() -> ms.InferenceConfig:
+    """Of an engine with batch invariance."""
+    setting = {"batch_invariant"} & {field.name for field in fields(ms.InferenceConfig)}
+    return ms.InferenceConfig(
+        block_size_tokens=256, max_requests=32, max_tokens=4096, max_sequence_length=8192, num_kv_blocks=64,
+        num_mamba_slots=8, **dict.fromkeys(setting, True),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide_model() -> ms.models.HybridLM:
+    config = ms.models.HybridConfig(
+        vocab_size=131072, hidden_size=4096, pattern="M-*-", mamba_num_heads=128, mamba_head_dim=64,
+        mamba_num_groups=8, mamba_state_dim=128, conv_kernel=4, ssd_chunk_size=128,
+        num_attention_heads=32, num_kv_heads=8, head_dim=128, mlp_hidden_size=21504,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    return ms.models.HybridLM(config, seed=0, device="cuda")
+
+
 @pytest.mark.gpu
 class TestOnAGPU:
     """Run with -s: prints what the check says of itself, and how long it takes."""
 
-    @pytest.fixture(scope="class")
-    def model(self) -> ms.models.HybridLM:
-        config = ms.models.HybridConfig(
-            vocab_size=131072, hidden_size=4096, pattern="M-*-", mamba_num_heads=128, mamba_head_dim=64,
-            mamba_num_groups=8, mamba_state_dim=128, conv_kernel=4, ssd_chunk_size=128,
-            num_attention_heads=32, num_kv_heads=8, head_dim=128, mlp_hidden_size=21504,
-            dtype=torch.bfloat16,
-        )  # fmt: skip
-        return ms.models.HybridLM(config, seed=0, device="cuda")
-
-    CONFIG = ms.InferenceConfig(
-        block_size_tokens=256, max_requests=32, max_tokens=4096, max_sequence_length=8192, num_kv_blocks=64,
-        num_mamba_slots=8,
-    )  # fmt: skip
-
-    def test_an_8b_shaped_model_keeps_bits(self, model, needs_gpu_memory):
+    def test_an_8b_shaped_model_keeps_bits(self, wide_model, needs_gpu_memory):
         needs_gpu_memory(16)
-        spec = model.state_spec()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before, start = torch.cuda.memory_allocated(), time.perf_counter()
-        invariance = BatchInvariance(model, spec, self.CONFIG)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-        print(f"\nself-check: {seconds:.2f} s, {peak:.2f} GiB at most")
+        model, spec = wide_model, wide_model.state_spec()
+        for compiled in ("with compilation", "compiled"):
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before, start = torch.cuda.memory_allocated(), time.perf_counter()
+            invariance = BatchInvariance(
+                model, spec, wide_config(), max_logits=None if compiled == "compiled" else 64
+            )
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+            print(f"\nself-check, {compiled}: {seconds:.2f} s, {peak:.2f} GiB at most")
         print(*invariance.describe(), sep="\n")
         for checked in invariance.products:
             print(f"  {checked.num_rungs} numbers of rows: {checked.product.name}")
@@ -496,25 +623,28 @@ class TestOnAGPU:
         assert len(invariance.attentions) == 1
         invariance.check_switches()
         invariance.close()
+        logits = (32 + 4096 + 255) * 131072 * 4 / 2**30  # of the largest step, in float32
         assert seconds < 5
-        assert peak < 1
+        assert peak < 1 + logits
 
-    def test_split_k_is_found_and_named(self, model, monkeypatch, needs_gpu_memory):
+    def test_split_k_is_found_and_named(self, wide_model, needs_gpu_memory):
         needs_gpu_memory(16)
-        spec = model.state_spec()
-        invariance = BatchInvariance(model, spec, self.CONFIG, replaces_products=False)
+        model, spec = wide_model, wide_model.state_spec()
+        invariance = BatchInvariance(model, spec, wide_config(), replaces_products=False)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
         torch.backends.cuda.preferred_blas_library("default")
         try:
-            with pytest.raises(BatchVarianceError, match=r"aten.mm of \[rows, 21504\]") as refused:
-                invariance._check(model, self.CONFIG)
+            with pytest.raises(
+                BatchVarianceError, match=r"aten.mm of \[rows, 21504\] bfloat16 x \[21504, 4096\]"
+            ) as refused:
+                invariance._check(model, wide_config())
             print(f"\nrefused: {refused.value}")
             with pytest.raises(RuntimeError, match="accepted: 'cublaslt'") as named:
                 invariance.check_switches()
             print(f"refused: {named.value}")
             replacing = BatchInvariance.__new__(BatchInvariance)
             replacing.__dict__ |= invariance.__dict__ | {"_replaces": True}
-            replacing._check(model, self.CONFIG)
+            replacing._check(model, wide_config())
             print(*[c.product.name for c in replacing.products if c.replaced], sep="\nreplaced: ")
         finally:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
@@ -526,6 +656,16 @@ class TestOnAGPU:
     def test_attention_rows_keep_bits(self, dtype, sizes):
         attention = AttentionSizes(*sizes, dtype, None)
         assert attention_difference(attention, torch.device("cuda")) == ""
+
+    @pytest.mark.parametrize("experts", [8, 64, 128, 512])
+    def test_choices_among_equal_scores_keep_bits(self, experts):
+        for chosen in (1, 2, 6, 8):
+            for is_sorted in (False, True):
+                x = torch.randn(1, experts, device="cuda")
+                product = TestProductCheck().product(
+                    x, step=lambda x, k=chosen, s=is_sorted: torch.topk(x, k, sorted=s)
+                )
+                assert product_check.first_difference(product, 4096) == ""
 
     @pytest.mark.parametrize("per_row", [2, 8])
     def test_grouped_products_keep_bits(self, per_row):

@@ -77,6 +77,7 @@ class GridWatch:
         st.tuples(st.integers(1, 60), st.integers(1, 20), st.booleans()), min_size=1, max_size=5
     ),
     caching=st.booleans(),
+    block=st.sampled_from([2, 3, 8]),
 )
 def test_every_cut_lies_on_the_grid(
     kind: str,
@@ -85,12 +86,14 @@ def test_every_cut_lies_on_the_grid(
     drafts: int,
     lengths: list[tuple[int, int, bool]],
     caching: bool,
+    block: int,
 ) -> None:
     with kind_of_model(kind):
         settings: dict[str, Any] = {"make_drafter": MixedDrafter} if drafts else {}
         engine = small_engine(
-            decode_by_replay=True, max_tokens=max_tokens, num_mamba_slots=slots, num_kv_blocks=24,
-            num_speculative_tokens=drafts, enable_prefix_caching=caching, **settings,
+            decode_by_replay=True, max_tokens=max_tokens, num_mamba_slots=slots,
+            num_kv_blocks=24 if caching else 96, num_speculative_tokens=drafts,
+            enable_prefix_caching=caching, block_size_tokens=8 if caching else block, **settings,
         )  # fmt: skip
         GridWatch(engine)
         stem = random_tokens(60, seed=1)

@@ -272,6 +272,23 @@ def test_log_probs_of_half_precision_logits_are_computed_in_float32() -> None:
     assert log_softmax(LOGITS.double()).dtype is torch.float64
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("vocabulary", [50_257, 50_258, 50_260])  # of rows at other addresses modulo 16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_row_has_the_same_bits_of_log_probs_wherever_it_lies(
+    dtype: torch.dtype, vocabulary: int, device: str
+) -> None:
+    logits = 4 * torch.randn(33, vocabulary, generator=torch.Generator().manual_seed(1), device="cpu")
+    logits = logits.to(device, dtype)
+    together = log_softmax(logits)
+    assert together.shape == logits.shape
+    for row in range(33):
+        assert torch.equal(log_softmax(logits[row : row + 1].clone())[0], together[row])
+    assert torch.equal(log_softmax(logits[3:]), together[3:])
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    torch.testing.assert_close(together.double(), expected, rtol=1e-6, atol=1e-5)
+
+
 def test_unequal_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="logits has 1 rows"):
         sample(LOGITS[None], [], [0])

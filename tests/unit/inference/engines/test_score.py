@@ -234,10 +234,11 @@ def test_beside_requests_that_run_and_wait(mode: dict[str, Any]) -> None:
 
 def test_a_long_prefill_is_not_held_up_by_decodes_that_run_ahead() -> None:
     """A sequence in parts goes on in every step, although nothing is generated for it."""
-    engine = small_engine(async_scheduling=True, max_tokens=9)
-    engine.add_request(HEADS[4], ms.SamplingParams(num_tokens_to_generate=60))
-    engine.step()
-    engine.step()
+    engine = small_engine(async_scheduling=True, max_tokens=8)
+    for prompt in (HEADS[0], HEADS[1], HEADS[8]):  # so that few tokens of a step are left for the sequence
+        engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=60))
+    for _ in range(4):
+        engine.step()
     steps: list[int] = []
     model = engine.model
 

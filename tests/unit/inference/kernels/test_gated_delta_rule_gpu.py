@@ -499,3 +499,19 @@ try:
 except ImportError as error:
     print(error)
 """
+
+
+def test_fixed_orders_of_addition_leave_one_number_of_warps():
+    """In a process of its own, because fla-core's kernels stay changed."""
+    done = subprocess.run([sys.executable, "-c", FIXED_ORDERS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2"] * 5
+
+
+FIXED_ORDERS = """
+from mambaslots.inference.kernels import gated_delta_rule
+gated_delta_rule.fix_orders_of_addition()
+gated_delta_rule.fix_orders_of_addition()
+for kernel in gated_delta_rule.stages().kernels_that_add:
+    print(*{config.num_warps for config in kernel.fn.configs})
+"""

@@ -88,8 +88,7 @@ def test_narrow_inputs_and_wide_states_are_multiplied_in_float32(device, dtype, 
     Case(Layer(H=2, dtype=dtype), [32, 5], 32).check(device, rounding)
 
 
-# The interpreter would multiply the bits of bfloat16 as integers.
-@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("layer", "chunk_size"), [((2, 8, 1, 12), 32), ((1, 64, 1, 128), 128)])
 def test_narrow_states_are_multiplied_on_tensor_cores(device, dtype, layer, chunk_size):
     """An output has three roundings: of the state that enters, of the scores and of itself."""

@@ -1,0 +1,84 @@
+"""On a GPU, tokens and the bits of log-probs depend on a request alone: small models, every condition."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_fla_configuration")]
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+GROUPS = (
+    "batch", "cache", "conversations", "cuts", "drafts", "preempted", "traffic", "prompts", "scores",
+    "graphs", "together", "engine",
+)  # fmt: skip
+"""Of `bits_conditions.CONDITIONS`; a second process is the benchmark's own."""
+HYBRID = {
+    "vocab_size": 1000, "hidden_size": 512, "mamba_num_heads": 16, "mamba_head_dim": 64,
+    "mamba_num_groups": 2, "mamba_state_dim": 128, "conv_kernel": 4, "ssd_chunk_size": 128,
+    "delta_num_key_heads": 2, "delta_key_dim": 128, "delta_num_value_heads": 4, "delta_value_dim": 128,
+    "delta_chunk_size": 64,
+    "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 128, "mlp_hidden_size": 1024,
+}  # fmt: skip
+"""Heads of real sizes."""
+PATTERNS = {"Mamba-2": "M-*-M-", "delta net": "G-*-G-", "mix": "M-G*C-M"}
+MODELS = (*PATTERNS, "float16", "Nemotron-H-8B", "Qwen3.5-4B")
+
+
+def served_model(name: str) -> Any:
+    """A `ServingModel` of few layers."""
+    import mambaslots as ms
+    from serving_models import TINY, ServingModel, build
+
+    device = torch.device("cuda")
+    if name not in PATTERNS and name != "float16":
+        served = build(name, "tiny", device)
+        served.serve()
+        return served
+    dtype = torch.float16 if name == "float16" else torch.bfloat16
+    config = ms.models.HybridConfig(pattern=PATTERNS.get(name, PATTERNS["mix"]), dtype=dtype, **HYBRID)
+    model = ms.models.HybridLM(config, seed=0, device=device)
+    return ServingModel(name, device, TINY, model, [], model.lm_head, 0, 0)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Requests to one model, and their answers alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        from bits_bench import BitsBench
+        from bits_traffic import SMALL, Batch
+
+        sizes = replace(
+            SMALL,
+            batches=(Batch(8, 1, 120, 8), Batch(8, 130, 500, 20, num_families=2), Batch(2, 600, 800, 140)),
+            block=128, max_length=1024, step=1024, cuts=(128, 384), turn=150,
+        )  # fmt: skip
+        bench = BitsBench(served_model(request.param), sizes, {"batch_invariant": True})
+        bench.serve_alone()
+        yield bench
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_condition_changes_bits(bench: Any, group: str) -> None:
+    from bits_conditions import CONDITIONS
+
+    bench.rows.clear()
+    CONDITIONS[group](bench)
+    bench.free()
+    assert bench.rows
+    for row in bench.rows:
+        assert row.equal, row.line()
+        assert row.positions > 100
+    evidence = sum((Counter(row.evidence) for row in bench.rows), Counter())
+    expected = {
+        "cache": "resumed tokens", "cuts": "points cut at", "drafts": "drafted", "traffic": "random requests",
+        "conversations": "resumed inside an answer", "preempted": "preempted requests",
+        "scores": "resumed tokens", "together": "accepted",
+    }  # fmt: skip
+    if group in expected:
+        assert evidence[expected[group]] > 0
+    assert not evidence["off the grid"]
