@@ -9,7 +9,8 @@ from torch import Tensor
 from ..kernels.attention import paged_attention
 from ..kernels.attention_rows import AttentionRows
 
-LONGEST = 1536
+BEYOND = 1536
+"""Tokens of the longest sequence behind its first segment."""
 _OTHER = 300
 _SEED = 17
 
@@ -32,15 +33,18 @@ class AttentionSizes(NamedTuple):
         )
 
 
-def first_difference(sizes: AttentionSizes, device: torch.device, longest: int = LONGEST) -> str:
+def first_difference(sizes: AttentionSizes, device: torch.device) -> str:
     """Where a row has other bits than in one prefill of its whole sequence; empty where nowhere.
 
     Compared are suffixes of the prefill, decodes alone, of several tokens and in batches, beside a prefill of
-    another sequence, and beside padding. Synchronises. Rows of the KV cache that no sequence has are zeros.
+    another sequence, and beside padding, in the first segment of `attention_segments` and behind it.
+    Synchronises. Rows of the KV cache that no sequence has are zeros.
 
     Returns: the case, in words.
     """
-    check = _AttentionCheck(sizes, device, longest)
+    from ..kernels.attention_segments import SEGMENT_TOKENS  # needs triton
+
+    check = _AttentionCheck(sizes, device, SEGMENT_TOKENS)
     flags, texts = [], []
     for text, differs in check.cases():
         texts.append(text)
@@ -50,8 +54,9 @@ def first_difference(sizes: AttentionSizes, device: torch.device, longest: int =
 
 
 class _AttentionCheck:
-    def __init__(self, sizes: AttentionSizes, device: torch.device, longest: int) -> None:
-        self._sizes, self._device, self._longest = sizes, device, longest
+    def __init__(self, sizes: AttentionSizes, device: torch.device, segment: int) -> None:
+        longest = segment + BEYOND
+        self._sizes, self._device, self._segment, self._longest = sizes, device, segment, longest
         self._columns = -(-longest // sizes.block_size)
         generator = torch.Generator(device).manual_seed(_SEED)
         shape = 2, 2 * self._columns, sizes.block_size, sizes.kv_heads, sizes.head_dim
@@ -65,7 +70,7 @@ class _AttentionCheck:
 
     def cases(self) -> Iterator[tuple[str, Tensor]]:
         longest, size = self._longest, self._sizes.block_size
-        starts = {1, 33, size, longest // 2, longest - 130, longest - 1}
+        starts = {1, 33, size, longest // 2, self._segment, longest - 130, longest - 1}
         for start in sorted(start for start in starts if 0 < start < longest):
             length = longest - start
             yield f"the last {length} of {longest} rows", self._differs([(0, start, longest)])
@@ -73,7 +78,7 @@ class _AttentionCheck:
             yield f"row {start} alone", self._differs([(0, start, start + 1)])
             beside = [(0, start, longest), (1, 0, _OTHER)]
             yield f"the last {length} of {longest} rows beside others", self._differs(beside)
-        ends = [min(longest, end) for end in (2, 40, size + 1, longest // 2 + 3, longest)]
+        ends = [min(longest, end) for end in (2, 40, size + 1, longest // 2 + 3, self._segment + 1, longest)]
         for width in (1, 2, 4):
             decodes = [(0, max(0, end - width), max(0, end - width) + width) for end in ends]
             yield f"decodes of {width} tokens", self._differs(decodes, width)

@@ -13,7 +13,7 @@ from ...cuda_device import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.step_inputs import StepInputs, StepShape
 from ..contexts.step_ladder import padded_to_ladder
-from ..kernels import attention_flash
+from ..kernels import attention, attention_flash
 from ..policies.row_ladder import power_of_two, rung, rungs
 from . import attention_check, forward_check, product_check
 from .attention_check import AttentionSizes
@@ -144,7 +144,12 @@ class BatchInvariance:
         ]
         lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
         if spec.num_attention_layers:
-            lines.append(f"attention: one split; {len(self.attentions)} shapes compared, 0 differ")
+            cuts = {
+                attention.fixed_splits(spec.device, sizes.dtype, sizes.head_dim, sizes.block_size)
+                for sizes in self.attentions
+            }
+            count = len(self.attentions)
+            lines.append(f"attention: {', '.join(sorted(cuts))}; {count} shapes compared, 0 differ")
         decodes = "decodes over the end of a chunk" if self._replays else "not decodes, which do not replay"
         lines.append(f"whole model: prefills in parts, beside others, and {decodes}: 0 logits differ")
         size = spec.groups.tensor_size

@@ -66,6 +66,13 @@ def backend(device: torch.device, dtype: torch.dtype, head_dim: int, block_size:
     return Backend(attention_torch.name(dtype), attention_torch.paged_attention, tuple(rejected))
 
 
+def fixed_splits(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
+    """How `AttentionRows.one_split` cuts sequences, in words; the arguments are those of `describe`."""
+    if backend(device, dtype, head_dim, block_size).attend is attention_flash.paged_attention:
+        return attention_flash.fixed_splits(block_size)
+    return "one split"
+
+
 def describe(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
     """Which backend computes attention, and why no better one does.
 

@@ -98,6 +98,15 @@ def name() -> str:
     return f"FlashAttention-3 ({PACKAGE} {_version()})" + (f", splits {splits}" if splits else "")
 
 
+def fixed_splits(block_size: int) -> str:
+    """The words of `attention.fixed_splits`."""
+    from .attention_segments import SEGMENT_TOKENS
+
+    if SEGMENT_TOKENS % block_size:
+        return "one split"
+    return f"split at multiples of {SEGMENT_TOKENS} tokens"
+
+
 def rejection(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
     """Why FlashAttention-3 does not take a cache; empty where it does. It takes every block size."""
     if device.type != "cuda":

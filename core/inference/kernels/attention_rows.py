@@ -23,7 +23,7 @@ class AttentionRows(NamedTuple):
         decode_tokens: the tokens of each decode row, padding included.
         max_query_tokens: at least the tokens of the longest prefill row.
         one_split: whether a backend that cuts a sequence's KV into parts for more thread blocks leaves it
-            whole, so that the bits of a row do not depend on the other rows.
+            whole, or cuts it at fixed positions, so that the bits of a row do not depend on the other rows.
     """
 
     block_table: Tensor

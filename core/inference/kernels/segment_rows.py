@@ -69,9 +69,10 @@ def segment_rows(
         segment_tokens: a multiple of `block_size`, the tokens of a KV block.
         tokens: those of the rows, padding included. Places are counted from the first of them.
         longest_query: at least the queries of the longest pair.
-        copies: whether the queries of each segment are a copy of all tokens of the rows, one copy behind the
-            other. Without copies and with readers `BEHIND`, pairs of different segments share queries:
-            tensors then have a first dimension more, of segments, because one call cannot have them all.
+        copies: whether each segment has a copy of all queries of the rows, one copy behind the other. It must
+            with `WITHIN_AND_BEHIND`, and must not with `WITHIN`. With `BEHIND` and without copies, the
+            segments need a call each, because they share queries: the tensors then have a first dimension
+            more, of segments.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size

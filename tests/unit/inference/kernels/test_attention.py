@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.kernels import (
     attention,
     attention_flash,
+    attention_segments,
     attention_torch,
     attention_varlen,
     reference,
@@ -180,7 +181,6 @@ class Flash:
         is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
         is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, *_,
     ):  # fmt: skip
-        assert is_causal
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16
         for index in (cu_seqlens_q, seqused_q, seqused_k, page_table):
             assert index.dtype == torch.int32
@@ -189,7 +189,9 @@ class Flash:
         assert seqused_q.shape == seqused_k.shape == (len(page_table),)
         assert (seqused_q <= cu_seqlens_q.diff()).all()
         assert (seqused_q <= max_seqlen_q).all()
-        result = torch.full_like(q, math.nan)
+        result = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+        result.fill_(math.nan)
+        log_sums = torch.full((q.shape[1], len(q)), math.nan)
         starts = cu_seqlens_q.tolist()
         for row, (new, length) in enumerate(zip(seqused_q.tolist(), seqused_k.tolist(), strict=True)):
             pages = page_table[row, : -(-length // k.shape[1])]
@@ -198,10 +200,13 @@ class Flash:
             query = q[mine].double().unflatten(1, (k.shape[2], -1)).permute(1, 2, 0, 3)
             scores = query @ keys[:, None].mT * (softmax_scale or q.shape[2] ** -0.5)
             seen = torch.arange(keys.shape[1]) <= length - new + torch.arange(new)[:, None]
-            weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+            if is_causal:
+                scores = scores.masked_fill(~seen, -math.inf)
+            weights = scores.softmax(-1)
             result[mine] = (weights @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+            log_sums[:, mine] = scores.logsumexp(-1).flatten(0, 1).float()
         self.splits.append(num_splits)
-        return result, *q.new_empty(3, 0).unbind()
+        return result, log_sums, *q.new_empty(2, 0).unbind()
 
 
 @pytest.fixture
@@ -271,6 +276,27 @@ class TestFlashAttention:
                 write_kv(batch.cache, keys[row], values[row], tokens, places[row, first:stop])
         out = attention_flash.paged_attention(batch.query, batch.cache, rows, None)
         torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
+
+    @mixes
+    def test_with_one_split_long_rows_are_cut_at_fixed_positions(self, flash, monkeypatch, mix):
+        """Triton's interpreter cuts numbers off where it rounds to bfloat16."""
+        monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", 128)
+        batch = AttentionBatch(**mix, **NARROW, block=16, sizes=(4, 2, 64))
+        rows = batch.rows._replace(one_split=True)
+        out = attention_flash.paged_attention(batch.query, batch.cache, rows, 0.03)
+        error = (batch.real_tokens(out) - batch.exact(0.03)).abs()
+        assert (error <= 3 * batch.rounding_error(UNIT, 0.03)).all()
+        is_long = rows.block_table.shape[1] > 128 // 16
+        assert (len(flash.splits) > 1 or len(batch.rows.block_table) == 5) == is_long
+        assert set(flash.splits) == {1}
+
+    def test_with_one_split_short_rows_and_other_block_sizes_are_one_call(self, flash):
+        for block, tokens in ((256, 4096), (48, 5000)):
+            batch = AttentionBatch([(tokens - 1, 1)], **NARROW, block=block)
+            rows = batch.rows._replace(one_split=True)
+            out = attention_flash.paged_attention(batch.query, batch.cache, rows, None)
+            torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
+        assert flash.splits == [1, 1]
 
     @pytest.mark.parametrize(("value", "splits"), [("1", 1), ("0", 0), ("128", 128)])
     def test_the_number_of_splits_is_the_variables(self, flash, monkeypatch, value, splits):
@@ -363,6 +389,14 @@ class TestChoice:
     def test_a_fixed_number_of_splits_is_said(self, flash, monkeypatch):
         monkeypatch.setenv(attention_flash.SPLITS_VARIABLE, "1")
         assert self.described().endswith("), splits 1")
+
+    def test_how_one_split_cuts_sequences_is_said(self, flash, old_torch):
+        for dtype, block, said in (
+            (torch.bfloat16, 256, f"split at multiples of {attention_segments.SEGMENT_TOKENS} tokens"),
+            (torch.bfloat16, 48, "one split"),
+            (torch.float32, 256, "one split"),
+        ):
+            assert attention.fixed_splits(CUDA, dtype, 128, block) == said
 
     def test_what_flash_attention_does_not_take(self, flash, old_torch, monkeypatch):
         assert self.described(torch.float32) == (

@@ -1,4 +1,4 @@
-"""Attention in segments of fixed positions: against the definition, and to the bit whatever stands beside a row.
+"""Attention in segments of fixed positions: against its definition, and bits of rows in all company.
 
 `PlainAttention` stands in for FlashAttention-3; `test_attention_segments_gpu.py` runs FlashAttention-3.
 """
@@ -117,17 +117,21 @@ class Sequences:
         return [out[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
 
+@pytest.fixture(scope="module")
+def sequences() -> Sequences:
+    return Sequences((43, 21))
+
+
+@pytest.fixture(scope="module")
+def whole(sequences) -> Tensor:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention_segments, "SEGMENT_TOKENS", 8)
+        return sequences.attend(prefills=[(0, 0, 43)])[0]
+
+
 @pytest.mark.usefixtures("segment_of_8")
 class TestBits:
     """Float32 on a CPU: every row against one prefill of the whole sequence."""
-
-    @pytest.fixture(scope="class")
-    def sequences(self) -> Sequences:
-        return Sequences((43, 21))
-
-    @pytest.fixture
-    def whole(self, sequences) -> Tensor:
-        return sequences.attend(prefills=[(0, 0, 43)])[0]
 
     @pytest.mark.parametrize("start", [1, 7, 8, 9, 24, 42])
     def test_bits_of_a_suffix_and_of_a_prefix(self, sequences, whole, start):
@@ -142,7 +146,7 @@ class TestBits:
         ends = [1, 2, 8, 9, 11, 16, 25, 43]
         rows = [(0, max(0, end - width), end) for end in ends]
         for first in (4, 6):
-            sequence, start, end = rows[first]
+            _, start, end = rows[first]
             assert torch.equal(sequences.attend([rows[first]], width=width)[0], whole[start:end])
         beside = sequences.attend([*rows, (0, 0, 0)], [(1, 2, 21), (0, 20, 43)], width=width)
         for (_, start, end), found in zip(rows, beside, strict=False):
@@ -162,10 +166,9 @@ class TestBits:
         assert torch.equal(sequences.attend(prefills=[(0, 5, 43)])[0], whole[5:])
 
     def test_bits_of_queries_in_the_first_segment_are_those_of_one_call(self, sequences, whole):
-        pairs = SegmentRows(
-            sequences.blocks[:1], torch.tensor([8], dtype=torch.int32), torch.tensor([0, 8], dtype=torch.int32),
-            torch.tensor([8], dtype=torch.int32), 8,
-        )  # fmt: skip
+        eight = torch.tensor([8], dtype=torch.int32)
+        starts = torch.tensor([0, 8], dtype=torch.int32)
+        pairs = SegmentRows(sequences.blocks[:1], eight, starts, eight, 8)
         plain = PlainAttention()(sequences.queries[0][:8], sequences.cache, pairs, None, is_causal=True)[0]
         assert torch.equal(plain, whole[:8])
 
@@ -187,12 +190,13 @@ class TestCalls:
 
     def test_prefills_and_drafts_read_a_segment_once(self, segment_of_8):
         batch = AttentionBatch(
-            [(15, 2), (5, 1)], [(10, 9), (0, 7)], decode_tokens=2, dtype=torch.float32, padding=Padding(1, 1, 2)
+            [(15, 2), (5, 1)], [(10, 9), (0, 7)], decode_tokens=2, dtype=torch.float32,
+            padding=Padding(1, 1, 2),
         )  # fmt: skip
         plain = PlainAttention()
         attention_segments.paged_attention(batch.query, batch.cache, batch.rows, None, plain)
         # Own segments of drafts; segments before; own segments of prefills; segments 0 and 1 before.
-        assert plain.calls == [(2 + 1, True), (2 + 1, False), (2 + 1, True), (1, False), (1, False)]
+        assert plain.calls == [(2 + 1, True), (2, False), (2 + 1, True), (1, False), (1, False)]
 
     @pytest.mark.parametrize("width", [1, 2])
     def test_no_operation_reads_a_value_back(self, segment_of_8, width):
@@ -208,8 +212,7 @@ class TestCalls:
             return torch.zeros_like(query) if out is None else out, query.new_zeros(query.shape[1::-1][:2])
 
         batch = AttentionBatch([(30, 1)], [(17, 9)], decode_tokens=width, dtype=torch.float32)
-        monkey = pytest.MonkeyPatch()
-        with Watch(), monkey.context() as patched:
+        with pytest.MonkeyPatch.context() as patched, Watch():
             for name in ("segment_rows", "combine_segments"):  # Triton's interpreter reads values
                 real = getattr(attention_segments, name)
                 patched.setattr(attention_segments, name, outside(real))
@@ -229,19 +232,23 @@ def outside(function):
 @few
 @given(
     step=steps(),
-    readers=st.sampled_from(list(Readers)),
-    copies=st.booleans(),
+    kind=st.sampled_from([
+        (Readers.WITHIN_AND_BEHIND, True), (Readers.WITHIN, False), (Readers.BEHIND, True),
+        (Readers.BEHIND, False),
+    ]),
     segment=st.sampled_from([4, 8, 12]),
-)
-def test_pairs_of_rows_and_segments(step, readers, copies, segment):
+)  # fmt: skip
+def test_pairs_of_rows_and_segments(step, kind, segment):
     """Which queries read which KV, written down token by token."""
+    readers, copies = kind
     batch = AttentionBatch(**step, block=BLOCK)
     rows = batch.rows
     for first_row, num_rows in ((0, rows.num_decodes), (rows.num_decodes, rows.num_rows - rows.num_decodes)):
         if not num_rows:
             continue
         first_token = int(rows.query_start_loc[first_row])
-        tokens = len(batch.query) - first_token if first_row else rows.num_decode_tokens
+        is_decodes = first_row < rows.num_decodes
+        tokens = rows.num_decode_tokens if is_decodes else len(batch.query) - first_token
         num_segments = -(-rows.block_table.shape[1] * BLOCK // segment)
         pairs = segment_rows(
             rows, first_row, num_rows, readers, num_segments, segment, BLOCK, tokens, longest_query=99,
@@ -252,7 +259,7 @@ def test_pairs_of_rows_and_segments(step, readers, copies, segment):
         for part in range(num_segments) if separate else [None]:
             table, lengths, starts, counts = (x if part is None else x[part] for x in pairs[:4])
             assert starts[-1] == (num_segments * tokens if copies else tokens)
-            assert (starts.diff() >= counts).all() or (copies and readers == Readers.WITHIN)
+            assert (starts.diff() >= counts).all()
             for blocks, length, start, count in zip(
                 table.tolist(), lengths.tolist(), starts.tolist(), counts.tolist(), strict=False
             ):
@@ -270,7 +277,6 @@ def expected_pairs(rows, first_row, num_rows, readers, segment, copies, tokens, 
     for row in range(first_row, first_row + num_rows):
         length, count = int(rows.kv_lengths[row]), int(rows.query_lengths[row])
         place = int(rows.query_start_loc[row] - rows.query_start_loc[first_row])
-        first_segment = (length - count) // segment
         for query in range(count):
             position = length - count + query
             for index in range(length // segment + 1):
@@ -281,9 +287,8 @@ def expected_pairs(rows, first_row, num_rows, readers, segment, copies, tokens, 
                     continue
                 seen = min(length - index * segment, segment)
                 blocks = rows.block_table[row, index * segment // BLOCK :][: -(-seen // BLOCK)]
-                copy = index - first_segment if readers == Readers.WITHIN else index
                 yield (
-                    place + query + copy * tokens * copies, tuple(blocks.tolist()), seen,
+                    place + query + index * tokens * copies, tuple(blocks.tolist()), seen,
                     index if separate else None,
                 )  # fmt: skip
 
@@ -292,7 +297,7 @@ class TestCombination:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     @pytest.mark.parametrize("sizes", [(5, 3, 8), (2, 17, 80)])
     def test_weights_are_shares_of_the_sums_of_exponentials(self, dtype, sizes):
-        tokens, heads, head_dim = sizes
+        tokens, heads, _ = sizes
         generator = torch.Generator().manual_seed(1)
         parts = torch.randn(4, *sizes, generator=generator).to(dtype)
         log_sums = 30 * torch.randn(4, heads, tokens, generator=generator)
