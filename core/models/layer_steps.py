@@ -54,6 +54,11 @@ def convolve(
     if inputs.num_prefills:
         chunks, checkpoints = inputs.chunks, inputs.checkpoints
         raw_rows, out_rows = _behind(decoded, raw, out)
+        if replay is not None:  # first, because a prefill may overwrite the windows that it begins with
+            kernels.keep_conv_inputs(
+                raw_rows, conv_states, conv_inputs, replay.slots[decodes:], replay.starts[decodes:],
+                inputs.state_sources[decodes:], chunks.query_start_loc,
+            )  # fmt: skip
         kernels.causal_conv1d_prefill(
             raw_rows, weight, bias, conv_states,
             inputs.state_sources[decodes:], inputs.prefill_destinations,
@@ -61,11 +66,6 @@ def convolve(
             checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
             activation=activation, out=out_rows,
         )  # fmt: skip
-        if replay is not None:
-            kernels.keep_conv_inputs(
-                raw_rows, conv_states, conv_inputs, replay.slots[decodes:], replay.starts[decodes:],
-                inputs.state_sources[decodes:], chunks.query_start_loc,
-            )  # fmt: skip
     return out
 
 

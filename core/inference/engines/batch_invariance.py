@@ -106,6 +106,7 @@ class BatchInvariance:
         self._release = BLAS_SWITCHES.hold(self)
         try:
             if spec.device.type == "cuda":
+                _fix_orders_of_addition(spec)
                 with on_device_of(spec.device):
                     self._check(model, config)
                     torch.cuda.empty_cache()
@@ -260,6 +261,13 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
             f"{spec.groups.tensor_size} tensor ranks; accepted: True, because an all-reduce adds in an order "
             "that depends on the number of rows"
         )
+
+
+def _fix_orders_of_addition(spec: HybridStateSpec) -> None:
+    if any(tensor.name == "delta" and tensor.num_layers for tensor in spec.states):
+        from ..kernels.gated_delta_rule import fix_orders_of_addition
+
+        fix_orders_of_addition()
 
 
 def record(

@@ -39,7 +39,7 @@ REPEATED, LONGER = Asked(tuple(HEADS[4]), 9), Asked(tuple(HEADS[6]), 3)
 
 def serve_through_failures(client: Client, error: type[BaseException], tally: Counter[str]) -> None:
     """To the end, over failing steps."""
-    engine = client.engine
+    engine, client.steps_fail = client.engine, True
     for _ in range(600):
         if not engine.has_unfinished_requests():
             break
