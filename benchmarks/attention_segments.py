@@ -120,7 +120,8 @@ def main() -> int:
     from mambaslots.inference.kernels import attention_flash
 
     if not torch.cuda.is_available():
-        sys.exit("there is no GPU")
+        print("nothing measured: this needs a GPU")
+        return 0
     if reason := attention_flash.rejection(torch.device("cuda"), torch.bfloat16, HEAD_DIM, BLOCK):
         sys.exit(reason)
     torch.manual_seed(0)
