@@ -121,9 +121,15 @@ class Measurement:
                 self._figures["total"] = asdict(whole)
                 self._save()
         print(whole.line())
-        skipped = [group for group in CONDITIONS if group in wanted] if bench.late else []
-        if skipped:
-            print("the time limit came before the last conditions were served")
+        if bench.cuts:
+            longest = max(len(request.prompt) for request in bench.requests)
+            points = range(bench.grid, longest, bench.grid)
+            figures = {"points": len(points), "cut_at": len(bench.cuts & set(points))}
+            self._figures["grid"] = figures
+            print(f"prompts were cut at {figures['cut_at']} of {figures['points']} grid points")
+            self._save()
+        if bench.late:
+            print("the time limit came; the conditions that are left were not served")
 
 
 def versions() -> dict[str, str]:

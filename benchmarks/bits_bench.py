@@ -23,6 +23,7 @@ class BitsBench:
         expected: their answers, with the prompts' log-probs: each request alone, its prompt in one step, no
             cache, decodes by CUDA graph. `serve_alone` computes them.
         rows: what was compared so far.
+        cuts: where steps have ended inside prompts, in tokens from the prompt's start.
         arguments: with which the script serves this model in this shape, in another process.
         description: what the first engine says of itself.
     """
@@ -51,6 +52,7 @@ class BitsBench:
         self.requests = Traffic(self.vocabulary, seed=1).requests(sizes, self.grid)
         self.expected: list[Answer] = []
         self.rows: list[Differences] = []
+        self.cuts: set[int] = set()
         self.arguments: list[str] = []
         self.description = ""
         self._settings, self._tolerance = settings, tolerance

@@ -87,6 +87,7 @@ def _cut(bench: BitsBench, max_tokens: int) -> None:
         for request in engine.context.requests:
             if request.holding is not None and request.holding.num_computed < len(request.prompt_tokens):
                 cuts.add(request.holding.num_computed)
+        bench.cuts |= cuts
 
     bench.compare(
         f"prompts in steps of {max_tokens}",
@@ -325,17 +326,17 @@ def _with_full_cache(bench: BitsBench) -> None:
 CONDITIONS: dict[str, Callable[[BitsBench], None]] = {
     "batch": in_batches,
     "cache": cached,
-    "conversations": in_conversations,
-    "cuts": cut,
+    "graphs": by_graph_and_eager,
     "drafts": drafted,
+    "conversations": in_conversations,
     "preempted": preempted,
-    "traffic": beside_others,
     "prompts": as_prompts,
     "scores": scored,
-    "graphs": by_graph_and_eager,
+    "traffic": beside_others,
     "together": all_at_once,
     "engine": built_again,
     "process": in_another_process,
+    "cuts": cut,
 }
 """Groups of conditions, in the order in which they are served."""
 

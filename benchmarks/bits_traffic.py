@@ -53,7 +53,7 @@ class Sizes:
 FULL = Sizes(
     (Batch(52, 3, 250, 12), Batch(38, 260, 1400, 24, num_families=6), Batch(6, 1800, 3400, 150)),
     block=256, rows=32, max_length=4096, step=4096, slots=128,
-    cuts=(256, 384, 512, 640, 896, 1152, 1664, 2048), users=24, turns=4, turn=180,
+    cuts=(256, 384, 640, 896, 1152, 1664), users=24, turns=4, turn=180,
 )  # fmt: skip
 SMALL = Sizes(
     (Batch(6, 3, 60, 6), Batch(5, 70, 200, 12, num_families=2), Batch(1, 250, 320, 70)),
