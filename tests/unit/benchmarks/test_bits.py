@@ -19,7 +19,7 @@ def test_a_run_on_a_cpu_finds_no_difference_under_any_condition(tmp_path):
     path = tmp_path / "figures.json"
     command = [
         sys.executable, "benchmarks/bits.py", "--shape", "tiny", "--device", "cpu", "--models", "HybridLM-8B",
-        "--only", "cache", "conversations", "cuts", "drafts", "scores", "--json", str(path),
+        "--only", "cache", "conversations", "cuts", "scores", "--json", str(path),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,11 +29,11 @@ def test_a_run_on_a_cpu_finds_no_difference_under_any_condition(tmp_path):
     assert 0 < max(row["largest"] for row in rows.values()) < 1e-9
     assert rows["cache, all seen before"]["evidence"]["resumed requests"] > 3
     assert rows["conversations of 3 turns, cached"]["evidence"]["resumed inside an answer"] > 0
-    assert rows["drafts, mostly right"]["evidence"]["accepted"] > 30
     assert rows["prompts in steps of 64"]["evidence"] == {"points cut at": 7, "off the grid": 0}
     assert rows["scores of answers"]["evidence"]["resumed requests"] > 3
-    assert figures["total"]["requests"] == sum(row["requests"] for row in rows.values()) > 100
+    assert figures["total"]["requests"] == sum(row["requests"] for row in rows.values()) > 80
     assert figures["total"]["positions"] == sum(row["positions"] for row in rows.values()) > 4000
+    assert figures["grid"] == {"points": 15, "cut_at": 7}
 
 
 def test_every_kind_of_difference_is_counted():
