@@ -52,7 +52,7 @@ class Sizes:
 
 FULL = Sizes(
     (Batch(52, 3, 250, 12), Batch(38, 260, 1400, 24, num_families=6), Batch(6, 1800, 3400, 150)),
-    block=256, rows=32, max_length=4096, step=4096, slots=128,
+    block=256, rows=32, max_length=4096, step=4096, slots=48,
     cuts=(256, 384, 640, 896, 1152, 1664), users=24, turns=4, turn=180,
 )  # fmt: skip
 SMALL = Sizes(
