@@ -25,8 +25,8 @@ SEGMENT_TOKENS = 4096
 
 With 8 KV heads on an H100, a decode at 32,767 tokens takes 64 us with it, 111 us with 8192, 59 us with the
 splits that FlashAttention-3 chooses, and 406 us with one split. With 2048 more steps would be cut: 32 decodes
-at 3,000 tokens take 151 us instead of 140, a prefill of 4,096 tokens 293 us instead of 217. A prefill of 4,096
-tokens behind 28,672 takes 4.3 ms, 3.6 ms with 8192, 3.0 ms with one split.
+at 3,000 tokens take 151 us instead of 140, a prefill of 4,096 tokens 293 us instead of 217. One of
+4,096 tokens behind 28,672 takes 4.3 ms, 3.6 ms with 8192, 3.0 ms with one split.
 """
 _SCRATCH_BYTES = 1 << 29
 """Of the results of segments in prefills; where more are needed, KV heads are computed in groups."""
