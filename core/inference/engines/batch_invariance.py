@@ -11,7 +11,6 @@ from ...config import InferenceConfig
 from ...cuda_device import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.step_inputs import StepShape
-from ..contexts.step_ladder import padded_to_ladder
 from ..kernels import attention, attention_flash
 from ..policies.row_ladder import power_of_two, rung, rungs
 from . import attention_check, forward_check, product_check, replaced_products
@@ -121,10 +120,6 @@ class BatchInvariance:
     def check_switches(self) -> None:
         """Raise RuntimeError where somebody has changed a switch; for every step, takes microseconds."""
         BLAS_SWITCHES.check()
-
-    def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to, so that products have rungs of the ladder as rows."""
-        return padded_to_ladder(shape)
 
     def served(self, model: Model) -> Model:
         """The model with its replaced products; `model` itself where no product is replaced."""
