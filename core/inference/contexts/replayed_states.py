@@ -12,9 +12,9 @@ from .state_pool import StatePool
 class ReplayedStates(RequestStates):
     """A request's state is the state at its last grid point, in its live slot or in a pinned durable slot.
 
-    Decodes read their request's state again and again. So that no decode keeps a durable slot pinned, the state
-    is in the live slot before the first decode: where the last step of a prefill, or a decode, leaves the
-    state in a durable slot, the state is copied. A request has one live slot, whatever it drafts.
+    Decodes read their request's state again and again. So that no decode keeps a durable slot pinned, the
+    state is in the live slot before the first decode: where the last step of a prefill, or a decode, leaves
+    the state in a durable slot, the state is copied. A request has one live slot, whatever it drafts.
     """
 
     def __init__(self, pool: StatePool, cache: PrefixCache, chunk_size: int) -> None:

@@ -79,11 +79,6 @@ def check_length(
     """
     if not num_prompt_tokens:
         raise ValueError("prompt is empty; accepted: at least one token")
-    if sampling.returns_prompt_log_probs and sampling.prompt_log_probs_start > max(1, num_prompt_tokens - 1):
-        raise ValueError(
-            f"prompt_log_probs_start is {sampling.prompt_log_probs_start}, and the prompt has "
-            f"{num_prompt_tokens} tokens; accepted: the position of one of them"
-        )
     length = num_prompt_tokens + sampling.num_tokens_to_generate
     lengths = f"{num_prompt_tokens} + {sampling.num_tokens_to_generate}"
     if length > min(config.max_sequence_length, pool):

@@ -139,7 +139,7 @@ class BatchInvariance:
         lines = [
             "batch invariance: rows of steps are padded to 32, 64, 128, 256 and multiples of 256",
             f"products: cuBLASLt without split-K; {len(self.products)} shapes, {compared} numbers of rows "
-            "compared, 0 differ",
+            f"compared, {len(replaced) or 'no'} shapes differ",
         ]
         lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
         lines += [
