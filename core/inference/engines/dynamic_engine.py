@@ -687,6 +687,8 @@ class DynamicInferenceEngine:
         return f"wait for the tokens of the step before, because of {because}"
 
     def _describe_decodes(self) -> str:
+        if not any(tensor.num_layers for tensor in self.context.spec.states):
+            return "the model has no states"
         if not self.config.replays:
             return "update a state at each token"
         chunk = self.context.spec.chunk_tokens(self.config.block_size_tokens)
