@@ -49,7 +49,8 @@ class InferenceConfig:
         use_cuda_graphs_for_non_decode_steps: also capture steps with prefills.
         cuda_graph_max_tokens: maximum number of prefill tokens, padding included, of a captured step.
         num_speculative_tokens: maximum number of tokens that a decoding request drafts in one step; the same
-            step verifies them. 0 drafts none. Each drafted token takes one more live state slot per request.
+            step verifies them. 0 drafts none. Each drafted token takes one more live state slot per request,
+            unless decodes replay.
         async_scheduling: whether a decode step is launched before the tokens of the step before it are read,
             wherever nothing but its inputs depends on these tokens. The device then waits for no bookkeeping.
             When `step` returns, the next step may run already, and may read the weights. None: on a GPU,

@@ -106,14 +106,6 @@ class HybridStateSpec:
     def _grids(self) -> list[int]:
         return [tensor.grid for tensor in self.states if tensor.grid > 1]
 
-    def input_bytes(self, chunk_size: int, num_drafts: int) -> int:
-        """Bytes of the inputs that a running request keeps where decodes replay them; see `InputTensor`."""
-        return sum(
-            tensor.num_layers * math.prod(entry.of_request(chunk_size, num_drafts)) * entry.dtype.itemsize
-            for tensor in self.states
-            for entry in tensor.inputs
-        )
-
     def kv_block_bytes(self, block_size_tokens: int) -> int:
         """Bytes of one KV block of `block_size_tokens` tokens, all layers."""
         numbers = self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim

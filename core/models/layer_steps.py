@@ -35,7 +35,7 @@ def convolve(
     Returns: [T, channels] in the dtype of `raw`.
     """
     conv_states, replay = inputs.state_pool[name][layer], inputs.replay
-    (conv_inputs,) = _kept(replay, layer, f"{name}_in")
+    (conv_inputs,) = _stored(replay, layer, f"{name}_in")
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -89,7 +89,7 @@ def scan_ssd(
     Returns: y, [T, H, P] in the dtype of x.
     """
     ssm_states, replay = inputs.state_pool["ssm"][layer], inputs.replay
-    x_kept, B_kept, gates = _kept(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
+    stored_x, stored_B, gates = _stored(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -104,7 +104,7 @@ def scan_ssd(
         else:
             slots, starts, lengths = _decode_rows(inputs, replay)
             kernels.ssd_replay(
-                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, x_kept, B_kept, gates, slots, starts,
+                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, stored_x, stored_B, gates, slots, starts,
                 lengths, sources, replay.destinations[:decodes], inputs.chunks.chunk_size, out=out_rows,
             )  # fmt: skip
     if inputs.num_prefills:
@@ -118,7 +118,7 @@ def scan_ssd(
         )  # fmt: skip
         if replay is not None:
             kernels.keep_ssd_inputs(
-                x_rows, dt_rows, A, B_rows, x_kept, B_kept, gates, replay.slots[decodes:],
+                x_rows, dt_rows, A, B_rows, stored_x, stored_B, gates, replay.slots[decodes:],
                 replay.tail_starts, chunks.query_start_loc, chunks.chunk_size,
             )  # fmt: skip
     return out
@@ -146,7 +146,9 @@ def scan_gated_delta_rule(
     Returns: [T, value heads, value dim] in the dtype of v.
     """
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
-    k_kept, v_kept, g_kept, beta_kept = _kept(replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta")
+    stored_k, stored_v, stored_g, stored_beta = _stored(
+        replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta"
+    )
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -161,7 +163,7 @@ def scan_gated_delta_rule(
         else:
             slots, starts, lengths = _decode_rows(inputs, replay)
             out = kernels.gated_delta_rule_replay(
-                q_rows, k_rows, v_rows, g_rows, beta_rows, states, k_kept, v_kept, g_kept, beta_kept,
+                q_rows, k_rows, v_rows, g_rows, beta_rows, states, stored_k, stored_v, stored_g, stored_beta,
                 slots, starts, lengths, sources, replay.destinations[:decodes], inputs.chunks.chunk_size,
             )  # fmt: skip
         outputs.append(out.flatten(0, 1))
@@ -176,7 +178,7 @@ def scan_gated_delta_rule(
         outputs.append(out)
         if replay is not None:
             kernels.keep_delta_inputs(
-                k_rows, v_rows, g_rows, beta_rows, k_kept, v_kept, g_kept, beta_kept,
+                k_rows, v_rows, g_rows, beta_rows, stored_k, stored_v, stored_g, stored_beta,
                 replay.slots[decodes:], replay.tail_starts, chunks.query_start_loc,
             )  # fmt: skip
     return _joined(outputs)
@@ -219,7 +221,7 @@ def _decode_rows(inputs: StepInputs, replay: Replay) -> Any:
     return replay.slots[:decodes], replay.starts[:decodes], inputs.query_lengths[:decodes]
 
 
-def _kept(replay: Replay | None, layer: int, *names: str) -> Any:
+def _stored(replay: Replay | None, layer: int, *names: str) -> Any:
     """The layer's inputs by name, a tensor each; None for each without replay."""
     return [None if replay is None else replay.pool[name][layer] for name in names]
 

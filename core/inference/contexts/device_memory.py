@@ -71,7 +71,7 @@ class DeviceMemory:
         self.kv_cache = self.kv_cache.new_empty(0)
 
     def summary(self) -> str:
-        """One line that says how many bytes each pool takes."""
+        """One line that says how many bytes each pool takes, or would take if it were allocated."""
         pool, num_blocks = self.state_pool, self._num_kv_blocks
         state = self._spec.slot_bytes / MEBIBYTE
         kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
@@ -86,4 +86,5 @@ class DeviceMemory:
             f"durable states {pool.num_durable} x {state:.3g} MiB; "
             f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB; "
             f"total {total:.4g} MiB on {self._spec.device}"
+            f"{'' if self.allocated else ', freed now'}"
         )

@@ -16,12 +16,13 @@ class Holding:
         row: the request's row in the block table; `RequestRows` assigns the row.
         live_slots: 1 + K live slots, where K is `num_speculative_tokens`. A decode of 1 + K tokens writes the
             state after token i into slot i; the request continues from the slot of the last accepted token.
+            One live slot where decodes replay.
         path: KV blocks and the pinned durable slot.
         prefill_length: tokens that the request had at its admission. Prefill computes these tokens, decodes
             the later ones.
         num_computed: tokens whose KV is in the path's blocks; only `RequestStates` writes this field.
-        state_index: pool index of the state after `num_computed` tokens, -1 for zeros; only `RequestStates`
-            writes this field.
+        state_index: pool index of the state after `num_computed` tokens, or at the last grid point where
+            decodes replay; -1 for zeros. Only `RequestStates` writes this field.
         seen_tokens: how far the prompt followed a known path at the last match; only `Admission` writes this
             field.
         spans: why the prompt tokens after the last resume point are computed; only `Admission` writes this

@@ -12,8 +12,9 @@ from .state_pool import StatePool
 class ReplayedStates(RequestStates):
     """A request's state is the state at its last grid point, in its live slot or in a pinned durable slot.
 
-    A step that passes no grid point leaves the state where it is, a durable slot included: the slot stays
-    pinned until the next grid point. A request has one live slot, whatever it drafts.
+    Decodes read their request's state again and again. So that no decode keeps a durable slot pinned, the
+    state is in the live slot before the first decode: where the last step of a prefill, or a decode, leaves
+    the state in a durable slot, the state is copied. A request has one live slot, whatever it drafts.
     """
 
     def __init__(self, pool: StatePool, cache: PrefixCache, chunk_size: int) -> None:
@@ -54,6 +55,8 @@ class ReplayedStates(RequestStates):
         step.holding.num_computed = step.stop
         if self._reaches_grid_point(step):
             self._move(step, self._last_grid_point(step.stop), committed)
+        if step.holding.decoding:
+            self.move_to_live(step.holding)
 
     def _has_state(self, holding: Holding) -> bool:
         return holding.num_computed >= self._chunk_size

@@ -135,7 +135,8 @@ class StepInputs:
     query_lengths: Tensor  # [R] int32: each row's real tokens; 0 for padding rows
     kv_write_tokens: Tensor  # [W] int64: the tokens whose keys and values are stored
     kv_write_positions: Tensor  # [W] int64: block * block_size_tokens + offset for each of them; -1 = none
-    state_sources: Tensor  # [R] int64: pool index of the state after the tokens before; -1 = zeros
+    state_sources: Tensor  # [R] int64: pool index of the state after the tokens before (with `replay`, at the
+    # last grid point before); -1 = zeros
     state_destinations: Tensor  # [decode tokens + prefill rows] int64: pool index for the state after each
     chunks: PrefillChunks
     checkpoints: Checkpoints

@@ -6,36 +6,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ...config import InferenceConfig
 from ...cuda_device import on_device_of
 from ...state_spec import HybridStateSpec
-from ..contexts.step_inputs import StepInputs, StepShape
-from ..contexts.step_ladder import padded_to_ladder
+from ..contexts.step_inputs import StepShape
 from ..kernels import attention, attention_flash
 from ..policies.row_ladder import power_of_two, rung, rungs
-from . import attention_check, forward_check, product_check
+from . import attention_check, forward_check, product_check, replaced_products
 from .attention_check import AttentionSizes
 from .blas_switches import BLAS_SWITCHES
 from .dummy_steps import DummySteps
 from .model import Model
+from .product_speed import is_faster
 from .recorded_products import (
     ATTENTION,
     BatchVarianceError,
     Call,
     CallRecorder,
-    DecomposingMode,
     Product,
     StepSizes,
-    operator_name,
     products,
-    weight_key,
 )
+from .replaced_products import FEW_ROWS, WithReplacedProducts, is_replaceable
 
 SETTING = "batch_invariant is True"
 _SMALL, _LARGE = 64, 128  # tokens of the recorded prefills; their logits: 32 and 128
-_REPLACED = ("aten.mm", "aten.addmm")
 
 
 class CheckedProduct(NamedTuple):
@@ -46,6 +42,8 @@ class CheckedProduct(NamedTuple):
         weight_key: `recorded_products.weight_key` of its calls.
         num_rungs: how many numbers of rows were compared.
         replaced: whether `kernels.sequential_product` computes it instead.
+        for_few_rows: whether `kernels.sequential_product` computes it for few rows, because the library takes
+            longer.
         refused: where its bits differ, if it cannot be replaced.
     """
 
@@ -53,6 +51,7 @@ class CheckedProduct(NamedTuple):
     weight_key: tuple[Any, ...]
     num_rungs: int
     replaced: bool = False
+    for_few_rows: bool = False
     refused: str = ""
 
 
@@ -122,14 +121,13 @@ class BatchInvariance:
         """Raise RuntimeError where somebody has changed a switch; for every step, takes microseconds."""
         BLAS_SWITCHES.check()
 
-    def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to, so that products have rungs of the ladder as rows."""
-        return padded_to_ladder(shape)
-
     def served(self, model: Model) -> Model:
         """The model with its replaced products; `model` itself where no product is replaced."""
         replaced = {checked.weight_key for checked in self.products if checked.replaced}
-        return _WithReplacedProducts(model, replaced) if replaced else model
+        for_few_rows = {checked.weight_key for checked in self.products if checked.for_few_rows}
+        if not (replaced or for_few_rows):
+            return model
+        return WithReplacedProducts(model, replaced, for_few_rows)
 
     def describe(self) -> tuple[str, ...]:
         """What was chosen and checked, and what is not promised; a line each."""
@@ -141,9 +139,14 @@ class BatchInvariance:
         lines = [
             "batch invariance: rows of steps are padded to 32, 64, 128, 256 and multiples of 256",
             f"products: cuBLASLt without split-K; {len(self.products)} shapes, {compared} numbers of rows "
-            "compared, 0 differ",
+            f"compared, {len(replaced) or 'no'} shapes differ",
         ]
         lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
+        lines += [
+            f"product of at most {FEW_ROWS} rows by one that is faster, with equal bits: {checked.name}"
+            for checked in self.products
+            if checked.for_few_rows
+        ]
         if spec.num_attention_layers:
             cuts = {
                 attention.fixed_splits(spec.device, sizes.dtype, sizes.head_dim, sizes.block_size)
@@ -216,13 +219,30 @@ class BatchInvariance:
         case = product_check.first_difference(product, most)
         checked = CheckedProduct(product.name, product.weight_key, count)
         if not case:
-            return checked
-        if self._replaces and _is_replaceable(product):
-            again = product_check.first_difference(product, most, _sequential)
+            return checked._replace(for_few_rows=self._hurries(product, most))
+        if self._replaces and is_replaceable(product):
+            again = product_check.first_difference(product, most, replaced_products.sequential)
             if not again:
                 return checked._replace(replaced=True)
             case = f"{case}, and by the sequential product {again}"
         return checked._replace(refused=case)
+
+    def _hurries(self, product: Product, most: int) -> bool:
+        """Whether another kernel computes few rows of a product faster, and with the same bits."""
+        if not self._replaces or not is_replaceable(product):
+            return False
+        if not is_faster(product, replaced_products.sequential_for_few_rows, FEW_ROWS // 2):
+            return False
+
+        def mixed(arguments: Sequence[Any]) -> Tensor:
+            rows = arguments[product.rows[0].argument]
+            few = len(rows) <= FEW_ROWS
+            result: Tensor = (replaced_products.sequential_for_few_rows if few else product.call.run)(
+                arguments
+            )
+            return result
+
+        return not product_check.first_difference(product, most, mixed)
 
 
 def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
@@ -302,46 +322,6 @@ def record(
     for product in found:
         different.setdefault(product.key, product)
     return list(different.values()), list(attentions)
-
-
-def _sequential(arguments: Sequence[Any]) -> Tensor:
-    """A product from its arguments, by `kernels.sequential_product`."""
-    from ..kernels.sequential_product import matmul
-
-    tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-    out_dtype = next((leaf for leaf in arguments if isinstance(leaf, torch.dtype)), None)
-    result: Tensor = matmul(tensors[-2], tensors[-1], tensors[0] if len(tensors) == 3 else None, out_dtype)
-    return result
-
-
-class _WithReplacedProducts(DecomposingMode):  # type: ignore[no-untyped-call]
-    """A model some of whose products are others; it can be captured as the model can."""
-
-    def __init__(self, model: Model, replaced: set[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._replaced = model, replaced
-        self.state_spec = model.state_spec
-
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        with self:
-            return self._model(inputs)
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = operator_name(func)
-        if name in _REPLACED:
-            arguments = tree_leaves((args, kwargs))
-            if weight_key(name, arguments) in self._replaced:
-                return _sequential(arguments)
-        return func(*args, **kwargs)
-
-
-def _is_replaceable(product: Product) -> bool:
-    """Whether the product is x @ weight, or x @ weight + bias, of the rows x of a step."""
-    arguments = product.call.arguments
-    tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
-    scaled = any(isinstance(leaf, (int, float)) for leaf in arguments)  # alpha and beta
-    is_linear = [row[:2] for row in product.rows] == [(tensors[-2], 0)]
-    return product.call.name in _REPLACED and is_linear and not scaled and arguments[tensors[0]].dim() < 3
 
 
 def _recorded(steps: DummySteps, request: Any, padding: Callable[[StepShape], StepShape]) -> list[Call]:

@@ -89,7 +89,12 @@ class DynamicInferenceEngine:
         self.config = instance("config", config, InferenceConfig)
         spec = model.state_spec()
         self._invariance = _checked_invariance(model, spec, config) if config.batch_invariant else None
-        self.context = DynamicInferenceContext(spec, config)
+        try:
+            self.context = DynamicInferenceContext(spec, config)
+        except BaseException:
+            if self._invariance is not None:
+                self._invariance.close()
+            raise
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self._runner = self._new_runner()
@@ -682,6 +687,8 @@ class DynamicInferenceEngine:
         return f"wait for the tokens of the step before, because of {because}"
 
     def _describe_decodes(self) -> str:
+        if not any(tensor.num_layers for tensor in self.context.spec.states):
+            return "the model has no states"
         if not self.config.replays:
             return "update a state at each token"
         chunk = self.context.spec.chunk_tokens(self.config.block_size_tokens)

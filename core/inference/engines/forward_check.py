@@ -9,13 +9,13 @@ from torch import Tensor
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.step_inputs import StepShape
 from ..contexts.step_ladder import padded_to_ladder
+from ..policies.row_ladder import FEWEST_ROWS
 from .dummy_steps import DummySteps
 
 TAIL = 19
 """Tokens behind the last whole chunk."""
 DECODES = 5
 """Decodes without drafts, of which the third is of the first token of a chunk."""
-DRAFTS = 2
 
 
 def longest(chunk_tokens: int) -> int:
@@ -27,8 +27,9 @@ def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int, dec
     """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere.
 
     Compared are a prefill in two parts, the second beside another and in the largest step, and, with
-    `decodes`, decodes over the end of a chunk, alone, beside a prefill and with drafts. Makes three steps, or
-    up to ten. Synchronises. Holds the logits of two sequences.
+    `decodes`, decodes over the end of a chunk, alone, beside a prefill, among 32 and 64 rows, and with all
+    drafts that a step may have. Makes three steps, or up to ten. Synchronises. Holds the logits of two
+    sequences.
 
     Args:
         steps: with room for two sequences of `longest(chunk_tokens)` tokens.
@@ -73,11 +74,11 @@ class _ForwardCheck:
             work = [(request, 1)]
             if position == start + DECODES - 1:
                 work.append((other, TAIL))
-            logits = self._steps.run(work, padded_to_ladder)[0]
+            logits = self._steps.run(work, _among_more if position % 2 else padded_to_ladder)[0]
             where = "alone" if len(work) == 1 else "beside a prefill"
             yield f"in a decode at position {position}, {where}", self._differs(logits, position)
         position = start + DECODES
-        drafts = self._tokens[position + 1 : position + 1 + self._steps.num_drafts][:DRAFTS]
+        drafts = self._tokens[position + 1 : position + 1 + self._steps.num_drafts]
         if drafts:
             request.append(self._tokens[position : position + 1], [None], 0.0)
             logits = self._steps.run([(request, 1)], padded_to_ladder, drafts)[0]
@@ -95,3 +96,8 @@ class _ForwardCheck:
 
     def _as_large_as_can_be(self, shape: StepShape) -> StepShape:
         return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, self._most_tokens)))
+
+
+def _among_more(shape: StepShape) -> StepShape:
+    """Decodes padded to the second rung: kernels may share their work otherwise there."""
+    return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=FEWEST_ROWS + 1))

@@ -195,7 +195,8 @@ class GraphRunner(ModelRunner):
 
     def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
         pool = inputs.state_pool
-        addresses = pool.memory.data_ptr(), inputs.kv_cache.data_ptr()
+        replayed = inputs.replay.pool.tensors if inputs.replay is not None else ()
+        addresses = tuple(memory.data_ptr() for memory in (pool.memory, inputs.kv_cache, *replayed))
         if addresses != self._addresses:
             self.drop_graphs()
             self._addresses = addresses

@@ -163,9 +163,11 @@ class Scheduler:
         steps: list[RequestStep] = []
         self.num_paused = 0
         budget = self._config.max_tokens
-        for request in sorted(self.running, key=_is_prefill):
+        for request in self._in_turn():
             if budget == 0:
                 break
+            if not self._fits_a_cut(request, budget):
+                continue
             step = self._context.schedule(request, budget)
             if step is None:
                 self.num_paused += 1
@@ -173,6 +175,26 @@ class Scheduler:
                 steps.append(step)
                 budget -= step.length
         return steps
+
+    def _in_turn(self) -> list[DynamicInferenceRequest]:
+        """Running requests: decodes, then prefills; the first prefill before decodes that leave it no cut."""
+        ordered = sorted(self.running, key=_is_prefill)
+        decodes = sum(not _is_prefill(request) for request in ordered)
+        if decodes < len(ordered):
+            first = ordered[decodes]
+            if not self._fits_a_cut(first, self._config.max_tokens - decodes):
+                return [first, *ordered[:decodes], *ordered[decodes + 1 :]]
+        return ordered
+
+    def _fits_a_cut(self, request: DynamicInferenceRequest, budget: int) -> bool:
+        """Whether a prefill can be cut after `budget` tokens at most, or ends there.
+
+        Where decodes replay, prompts are cut on the chunk grid alone.
+        """
+        if not self._config.replays or budget >= self._context.chunk_size:
+            return True
+        num_computed = request.holding.num_computed if request.holding is not None else 0
+        return len(request.tokens) - num_computed <= budget
 
     def _admit(self, steps: list[RequestStep]) -> None:
         """Add steps of waiting requests, as far as tokens, rows and blocks go."""
@@ -186,6 +208,9 @@ class Scheduler:
         new: list[RequestStep] = []
         for request in self._candidates(num_free_rows + limit + _MAX_PASSED):
             match = self._context.match(request)
+            missing = len(request.tokens) - match.resume_tokens
+            if self._config.replays and budget < min(self._context.chunk_size, missing):
+                break  # too few tokens are left in this step: that overtakes nobody
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
                 step = self._context.schedule(request, budget)

@@ -20,13 +20,13 @@ from .attention_rows import AttentionRows
 from .combine_segments import combine_segments
 from .segment_rows import Readers, SegmentRows, segment_rows
 
-SEGMENT_TOKENS = 4096
+SEGMENT_TOKENS = 2048
 """A multiple of every KV block size that is a power of two up to it.
 
-With 8 KV heads on an H100, a decode at 32,767 tokens takes 64 us with it, 111 us with 8192, 59 us with the
-splits that FlashAttention-3 chooses, and 406 us with one split. With 2048 more steps would be cut: 32 decodes
-at 3,000 tokens take 151 us instead of 140, a prefill of 4,096 tokens 293 us instead of 217. A prefill of 4,096
-tokens behind 28,672 takes 4.3 ms, 3.6 ms with 8192, 3.0 ms with one split.
+Decodes at 4,096 and 32,767 tokens with 8 KV heads on an H100: 36 and 61 us with it, 62 and 64 us with
+4096, 60 and 111 us with 8192, 59 and 406 us with one split, 16 and 59 us with the splits that
+FlashAttention-3 chooses. A prefill of 4,096 tokens takes 293 us instead of 217, one behind 28,672 tokens
+4.0 ms instead of 3.0.
 """
 _SCRATCH_BYTES = 1 << 29
 """Of the results of segments in prefills; where more are needed, KV heads are computed in groups."""

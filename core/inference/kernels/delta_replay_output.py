@@ -63,10 +63,14 @@ def delta_replay_output(
 
 
 def block_sizes(tokens: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """Tile sizes. The number of rows has no say, so that other rows change no bits."""
+    """Tile sizes. The number of rows has no say, so that other rows change no bits.
+
+    Keys take two turns or more, up to 32 numbers by 16. In one turn the compiler would leave no loop, and
+    then ptxas of CUDA 12.8 gives products of some sizes another variable for the address of their factor.
+    """
     return {
         "BLOCK_Q": max(16, triton.next_power_of_2(tokens)),
-        "BLOCK_K": max(16, min(32, triton.next_power_of_2(key_dim))),
+        "BLOCK_K": 16 if key_dim <= 32 else 32,
         "BLOCK_V": max(16, min(64, triton.next_power_of_2(value_dim))),
     }
 
@@ -121,7 +125,8 @@ def delta_replay_output_kernel(
         scores = tl.zeros((BLOCK_Q, chunk_size), dtype=tl.float32)
         of_key = head // heads_of_key * key_dim
         of_state = states + head * (key_dim * value_dim)
-        for first in range(0, key_dim, BLOCK_K):
+        key_end: tl.constexpr = max(key_dim, 2 * BLOCK_K)  # `block_sizes` says why there are two turns
+        for first in range(0, key_end, BLOCK_K):
             n = first + tl.arange(0, BLOCK_K)
             in_key = (n < key_dim)[None, :]
             key = tl.load(

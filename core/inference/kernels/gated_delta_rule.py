@@ -160,20 +160,24 @@ def check_sizes(chunk_size: int, key_dim: int) -> None:
         raise ValueError(f"keys have {key_dim} numbers; accepted on a GPU: at most {MAX_KEY_DIM}")
 
 
-@cache
 def fix_orders_of_addition() -> None:
     """Leave fla-core's tuner one order of addition, so that two processes get the same bits.
 
     The tuner measures, and may choose otherwise in another process. Where a stage adds numbers of several
     threads, the number of warps is an order of addition. Tiles of products are none: their sums go over K in
-    order. Changes fla-core's kernels for the whole process; calls that were tuned before are tuned again.
+    order. A tuner that has one configuration left has one order, and keeps it.
+
+    Changes fla-core's kernels for the whole process, and nothing undoes it; calls that were tuned before are
+    tuned again. Another call changes nothing, unless somebody has given the tuner configurations since.
 
     Raises:
         ImportError: fla-core is not installed.
-        RuntimeError: fla-core has no configuration with that number of warps.
+        RuntimeError: fla-core has several configurations, none with that number of warps.
     """
     for kernel in stages().kernels_that_add:
         tuner = kernel.fn
+        if len(tuner.configs) == 1:
+            continue
         fixed = [
             config
             for config in tuner.configs
@@ -185,8 +189,9 @@ def fix_orders_of_addition() -> None:
                 f"fla-core's {tuner.base_fn.__name__} has no configuration of {_NUM_WARPS_THAT_ADD} warps; "
                 "install fla-core 0.6"
             )
-        tuner.configs = fixed
-        tuner.cache.clear()
+        if len(fixed) < len(tuner.configs):
+            tuner.configs = fixed
+            tuner.cache.clear()
 
 
 @cache

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS, NUM_STAGES = 4, 3
+FEW_ROWS, FEW_ROWS_WARPS, FEW_ROWS_STAGES = 64, 2, 4
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,12 +39,21 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
     return matmul(rows, weight.t(), None, torch.float32).view(*hidden.shape[:-1], len(weight))
 
 
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    few_rows: bool = False,
+) -> Tensor:
     """a @ b + bias, of matrices with any strides; see `linear`.
 
     Args:
         a: [M, K]. b: [K, N]. bias: [N] or None.
         out_dtype: of the result; None: that of a.
+        few_rows: takes narrow tiles, so that few rows of 16 bits, at most `FEW_ROWS`, keep all
+            multiprocessors busy. Tensor cores add over K in the same order in tiles of any size.
 
     Returns: [M, N].
 
@@ -58,7 +68,8 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dt
     out = torch.empty(rows, columns, dtype=out_dtype or a.dtype, device=a.device)
     if not out.numel():
         return out
-    blocks = block_sizes(a.dtype == torch.float32)
+    narrow = few_rows and a.dtype != torch.float32
+    blocks = few_rows_block_sizes(rows) if narrow else block_sizes(a.dtype == torch.float32)
     grid = triton.cdiv(columns, blocks["BLOCK_N"]), triton.cdiv(rows, blocks["BLOCK_M"])
     sequential_product_kernel[grid](
         out, a, b, bias,
@@ -66,7 +77,8 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dt
         *a.stride(), *b.stride(), 0 if bias is None else bias.stride(0),
         HAS_BIAS=bias is not None, WIDEN=a.device.type == "cpu",  # the interpreter's dot knows no bfloat16
         **blocks,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        num_warps=FEW_ROWS_WARPS if narrow else NUM_WARPS,
+        num_stages=FEW_ROWS_STAGES if narrow else NUM_STAGES,
     )  # fmt: skip
     return out
 
@@ -76,6 +88,11 @@ def block_sizes(is_float32: bool) -> dict[str, int]:
     if is_float32:  # multiplied without tensor cores, from registers
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32}
     return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64}
+
+
+def few_rows_block_sizes(rows: int) -> dict[str, int]:
+    """The tile of a program for a few rows: many programs, each of which reads long parts of its weights."""
+    return {"BLOCK_M": 32 if rows <= 32 else 64, "BLOCK_N": 16, "BLOCK_K": 256}
 
 
 @triton.jit

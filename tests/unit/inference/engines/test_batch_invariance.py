@@ -9,7 +9,12 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.nn.functional as F
-from mambaslots.inference.engines import batch_invariance, forward_check, product_check
+from mambaslots.inference.engines import (
+    batch_invariance,
+    forward_check,
+    product_check,
+    replaced_products,
+)
 from mambaslots.inference.engines.attention_check import AttentionSizes
 from mambaslots.inference.engines.attention_check import first_difference as attention_difference
 from mambaslots.inference.engines.batch_invariance import BatchInvariance, check_settings, record
@@ -531,13 +536,13 @@ class TestReplacedProducts:
             return own(product, 64, exact(product))
 
         widths = []
-        own_product = batch_invariance._sequential
+        own_product = replaced_products.sequential
 
-        def sequential(arguments: Any) -> Tensor:
+        def sequential(arguments: Any, few_rows: bool = False) -> Tensor:
             widths.append(arguments[-1].shape[1])
             return own_product(arguments)
 
-        monkeypatch.setattr(batch_invariance, "_sequential", sequential)
+        monkeypatch.setattr(replaced_products, "sequential", sequential)
         monkeypatch.setattr(product_check, "first_difference", difference)
         invariance = BatchInvariance(model, spec, CONFIG)
         invariance._check(model, CONFIG)
@@ -563,13 +568,13 @@ class TestReplacedProducts:
         chosen = next(one for one in found if one.call.arguments[-1].shape == (32, 100))
         invariance.products = (batch_invariance.CheckedProduct(chosen.name, chosen.weight_key, 4, True),)
         calls = []
-        own = batch_invariance._sequential
+        own = replaced_products.sequential
 
-        def sequential(arguments: Any) -> Tensor:
+        def sequential(arguments: Any, few_rows: bool = False) -> Tensor:
             calls.append(len(arguments[0]))
             return own(arguments)
 
-        monkeypatch.setattr(batch_invariance, "_sequential", sequential)
+        monkeypatch.setattr(replaced_products, "sequential", sequential)
         results = []
         for served in (invariance.served(model), model):
             engine = ms.DynamicInferenceEngine(served, CONFIG)
@@ -578,6 +583,43 @@ class TestReplacedProducts:
         assert calls == [20, 1, 1]
         assert results[0].tokens == results[1].tokens
         assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
+
+    def test_a_product_of_few_rows_may_be_another(self, monkeypatch):
+        """Where it is faster and has the same bits in a mix with the library's."""
+        model, seen = model_of("M-", torch.float32), []
+        own, exactly = product_check.first_difference, exact
+
+        def difference(product: Product, most: int, run: Any = None) -> str:
+            if run is not None:
+                seen.append(product.call.arguments[-1].shape)
+                return "among 64 rows" if product.call.arguments[-1].shape == (32, 100) else ""
+            return own(product, 64, exactly(product))
+
+        monkeypatch.setattr(batch_invariance, "is_faster", lambda product, run, rows: rows == 32)
+        monkeypatch.setattr(product_check, "first_difference", difference)
+        invariance = BatchInvariance(model, model.state_spec(), CONFIG)
+        invariance._check(model, CONFIG)
+        hurried = [checked.weight_key[2] for checked in invariance.products if checked.for_few_rows]
+        assert torch.Size((32, 100)) in seen
+        assert len(hurried) == len(seen) - 1, "all but the one whose bits differ"
+        rows = []
+        own_product = replaced_products.sequential
+
+        def sequential(arguments: Any, few_rows: bool = False) -> Tensor:
+            assert few_rows
+            rows.append(len(next(leaf for leaf in arguments if isinstance(leaf, Tensor))))
+            return own_product(arguments, few_rows)
+
+        monkeypatch.setattr(replaced_products, "sequential", sequential)
+        for length in (20, 70):
+            results = []
+            for served in (invariance.served(model), model):
+                engine = ms.DynamicInferenceEngine(served, replace(CONFIG, max_tokens=128))
+                params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
+                results.append(engine.generate([list(range(length))], params)[0])
+            assert results[0].tokens == results[1].tokens
+            assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
+        assert set(rows) == {20, 1}, "not the 70 rows"
 
 
 def wide_config() -> ms.InferenceConfig:

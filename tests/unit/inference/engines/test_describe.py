@@ -11,11 +11,15 @@ from oracle.serving import small_engine, tiny_model
 
 @pytest.mark.usefixtures("kind")
 def test_on_a_cpu() -> None:
-    device, kernels, graphs, steps = small_engine().describe().splitlines()
+    device, kernels, graphs, steps, decodes = small_engine().describe().splitlines()
     assert device == "device: cpu (no GPU), KV in float64"
     assert kernels == "attention, scans and norms: torch operations in float64"
     assert graphs.startswith("CUDA graphs: none")
     assert steps == "decode steps: wait for the tokens of the step before, because of a CPU"
+    assert decodes == "decodes: update a state at each token"
+    replaying = small_engine(decode_by_replay=True)
+    chunk = replaying.context.chunk_size
+    assert f"replay the inputs since the last multiple of {chunk} tokens" in replaying.describe()
 
 
 @pytest.mark.parametrize(
@@ -28,7 +32,7 @@ def test_on_a_cpu() -> None:
     ],
 )
 def test_how_steps_are_launched(setting: dict[str, object], said: str) -> None:
-    assert said in small_engine(**setting).describe().splitlines()[-1]
+    assert said in small_engine(**setting).describe().splitlines()[-2]
 
 
 def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,4 +59,4 @@ def test_on_a_gpu() -> None:
     said = small_engine(model=model, block_size_tokens=64, num_cuda_graphs=4).describe()
     assert "KV in bfloat16" in said
     assert "0 captured; at most 4 of decodes" in said
-    assert said.endswith("launched before the tokens of the step before are read")
+    assert "launched before the tokens of the step before are read\n" in said

@@ -4,8 +4,13 @@ In Triton's interpreter, fla-core's stages included, and on CUDA under the gpu m
 token by token: it is compared with the recurrence in float64.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import oracle.ssd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +25,7 @@ from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
+from oracle.warpgroup_products import misled_products
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
@@ -344,6 +350,68 @@ class TestCost:
         assert not same_bits(pools[1].cpu(), layer.pool(3, torch.float32))
         for name in KEPT:
             assert same_bits(inputs[0][name].cpu(), inputs[1][name].cpu())
+
+
+class TestMachineCode:
+    """On a Hopper GPU, in a process without the interpreter."""
+
+    def test_products_read_shared_memory(self, tmp_path):
+        """Of few numbers, keys of one tile: ptxas gave a product the address of an argument."""
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        tests = str(Path(oracle.ssd.__file__).parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join([tests, environment.get("PYTHONPATH", "")])
+        environment["TRITON_CACHE_DIR"] = str(tmp_path)
+        command = [sys.executable, "-c", COMPILED, str(tmp_path / "kernel.cubin")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        products, found = zip(*(line.split() for line in done.stdout.splitlines()), strict=True)
+        assert found == ("0",) * 3
+        assert min(map(int, products)) > 0
+
+    def test_a_misled_product_is_found(self):
+        listing = """
+            /*0060*/  ULEA.HI.X UR5, UR17, UR5, URZ, 0x3, UP0 ;
+            /*0070*/  ULDC.64 UR18, c[0x0][0x208] ;
+            /*0080*/  UMOV UR30, UR16 ;
+            /*0090*/  HGMMA.64x32x16.F32 R24, R56, gdesc[UR28].tnspB, RZ, !UPT ;
+            /*00a0*/  UIADD3 UR4, UP0, {base}, 0x40, URZ ;
+            /*00b0*/  UMOV UR30, UR4 ;
+            /*00c0*/  HGMMA.64x32x16.F32 R24, R60, gdesc[UR28].tnspB, R24 ;
+        """
+        assert misled_products(listing.replace("{base}", "UR16")) == (2, [])
+        assert misled_products(listing.replace("{base}", "UR19")) == (2, ["00c0"])
+
+
+COMPILED = """
+import sys
+import triton
+from mambaslots.inference.kernels.delta_replay_output import *
+from oracle.warpgroup_products import machine_code, misled_products
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+kernel = delta_replay_output_kernel
+narrow = ("queries", "keys", "v_inputs", "inverse", "out")
+types = dict.fromkeys(("strength", "log_decays", "states"), "*fp32")
+types |= dict.fromkeys(("starts", "lengths"), "*i32")
+types |= dict.fromkeys(("slots", "sources", "destinations"), "*i64")
+types |= {"v_slot_stride": "i64", "slot_stride": "i64", "scale": "fp32"}
+for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
+    constants = dict(
+        tokens=2, heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
+        **block_sizes(2, key_dim, value_dim),
+    )
+    of_dtype = types | dict.fromkeys(narrow, "*" + dtype)
+    signature = {name: of_dtype.get(name, "constexpr") for name in kernel.arg_names}
+    places = [(kernel.arg_names.index(name),) for name in of_dtype if name != "scale"]
+    aligned = {place: [["tt.divisibility", 16]] for place in places}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": NUM_WARPS, "num_stages": NUM_STAGES},
+    )
+    products, found = misled_products(machine_code(compiled.asm["cubin"], sys.argv[1]))
+    print(products, len(found))
+"""
 
 
 assert LONGEST >= 256

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import gated_delta_rule as module
@@ -515,3 +516,16 @@ gated_delta_rule.fix_orders_of_addition()
 for kernel in gated_delta_rule.stages().kernels_that_add:
     print(*{config.num_warps for config in kernel.fn.configs})
 """
+
+
+def test_fixed_orders_of_addition_in_tuners_of_one_or_more_configurations(monkeypatch):
+    """One configuration is one order and stays; configurations that came back are left out again."""
+    kernel = module.stages().kernels_that_add[0]
+    several = [triton.Config({}, num_warps=warps) for warps in (1, 2, 4)]
+    for configurations, left in ((several[2:], [4]), (several, [2]), (several, [2])):
+        monkeypatch.setattr(kernel.fn, "configs", configurations)
+        module.fix_orders_of_addition()
+        assert [config.num_warps for config in kernel.fn.configs] == left
+    monkeypatch.setattr(kernel.fn, "configs", several[::2])
+    with pytest.raises(RuntimeError, match="has no configuration of 2 warps"):
+        module.fix_orders_of_addition()
