@@ -53,7 +53,6 @@ class DynamicInferenceContext:
         prefix_cache: KV blocks, durable states, and the index over both.
         memory: the tensors: `memory.kv_cache` and `memory.state_pool`.
         mamba_metadata: who owns which live slot.
-        chunk_size: tokens of a chunk of a prefill; grid points are its multiples.
     """
 
     def __init__(self, spec: HybridStateSpec, config: InferenceConfig) -> None:
@@ -65,7 +64,7 @@ class DynamicInferenceContext:
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
                 "because a state is taken at the end of a block, and must exist there"
             )
-        self.chunk_size = spec.chunk_tokens(config.block_size_tokens)
+        self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
         slots_per_row = 1 if config.replays else 1 + config.num_speculative_tokens
         num_live_slots = config.max_requests * slots_per_row
@@ -85,13 +84,13 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
-            self.request_to_kv_block_ids.shape[1], self.chunk_size,
+            self.request_to_kv_block_ids.shape[1], self._chunk_size,
         )  # fmt: skip
         if config.batch_invariant:
             largest = largest_on_ladder(largest)
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(
-            self._buffer, config.block_size_tokens, self.chunk_size, config.replays, config.batch_invariant
+            self._buffer, config.block_size_tokens, self._chunk_size, config.replays, config.batch_invariant
         )
         self._steps: tuple[RequestStep, ...] = ()
         self._observers: list[StepObserver] = []
@@ -111,18 +110,18 @@ class DynamicInferenceContext:
                 f"{setting} is True, and the model {because}; accepted: a model whose state_spec() has "
                 "`replays`"
             )
-        if config.max_tokens < self.chunk_size:
+        if config.max_tokens < self._chunk_size:
             raise ValueError(
-                f"max_tokens is {config.max_tokens}; accepted with {setting}: at least {self.chunk_size}, "
+                f"max_tokens is {config.max_tokens}; accepted with {setting}: at least {self._chunk_size}, "
                 "one chunk, because a prompt is cut at multiples of it"
             )
         num_drafts = power_of_two(1 + config.num_speculative_tokens) - 1  # rows of decodes may be padded
-        return InputPool(spec.states, config.max_requests, self.chunk_size, num_drafts, spec.device)
+        return InputPool(spec.states, config.max_requests, self._chunk_size, num_drafts, spec.device)
 
     def _new_states(self) -> RequestStates:
         pool, cache = self.memory.state_pool, self.prefix_cache
         if self.config.replays:
-            return ReplayedStates(pool, cache, self.chunk_size)
+            return ReplayedStates(pool, cache, self._chunk_size)
         return RequestStates(pool, cache, self.spec.separate_states)
 
     def _empty_rows(self) -> None:
@@ -134,7 +133,7 @@ class DynamicInferenceContext:
         self._rows = RequestRows(
             config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row
         )
-        self._admission = Admission(config, self.chunk_size, cache, self._rows, self._states)
+        self._admission = Admission(config, self._chunk_size, cache, self._rows, self._states)
 
     # ---- what hosts and observers read
 

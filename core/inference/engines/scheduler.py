@@ -45,6 +45,7 @@ class Scheduler:
         """`drafter`: makes the drafts of decodes; None for no drafts."""
         self._context = context
         self._config = context.config
+        self._chunk_size = context.spec.chunk_tokens(context.config.block_size_tokens)
         self._drafter = drafter
         self.waiting: OrderedDict[int, DynamicInferenceRequest] = OrderedDict()
         self.running: list[DynamicInferenceRequest] = []
@@ -191,7 +192,7 @@ class Scheduler:
 
         Where decodes replay, prompts are cut on the chunk grid alone.
         """
-        if not self._config.replays or budget >= self._context.chunk_size:
+        if not self._config.replays or budget >= self._chunk_size:
             return True
         num_computed = request.holding.num_computed if request.holding is not None else 0
         return len(request.tokens) - num_computed <= budget
@@ -209,7 +210,7 @@ class Scheduler:
         for request in self._candidates(num_free_rows + limit + _MAX_PASSED):
             match = self._context.match(request)
             missing = len(request.tokens) - match.resume_tokens
-            if self._config.replays and budget < min(self._context.chunk_size, missing):
+            if self._config.replays and budget < min(self._chunk_size, missing):
                 break  # too few tokens are left in this step: that overtakes nobody
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):

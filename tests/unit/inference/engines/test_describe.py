@@ -18,7 +18,7 @@ def test_on_a_cpu() -> None:
     assert steps == "decode steps: wait for the tokens of the step before, because of a CPU"
     assert decodes == "decodes: update a state at each token"
     replaying = small_engine(decode_by_replay=True)
-    chunk = replaying.context.chunk_size
+    chunk = replaying.context.spec.chunk_tokens(replaying.config.block_size_tokens)
     assert f"replay the inputs since the last multiple of {chunk} tokens" in replaying.describe()
 
 
