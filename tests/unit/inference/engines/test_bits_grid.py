@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import mambaslots as ms
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.request_step import RequestStep
 from oracle.budget import costly
 from oracle.drafters import MixedDrafter
 from oracle.model_kinds import kind_of_model, kinds
-from oracle.serving import assert_answers, random_tokens, small_engine
+from oracle.serving import assert_answers, random_tokens, resumable, small_engine
 
 
 class GridWatch:
@@ -111,3 +112,47 @@ def test_every_cut_lies_on_the_grid(
         for request_id, result in results.items():
             assert_answers(asked[request_id], result)
         assert results.keys() == asked.keys()
+
+
+def test_a_decode_evicts_no_other_requests_state() -> None:
+    """Its own older state goes first, as without replay, though it has just continued from that state."""
+    engine = small_engine(decode_by_replay=True, block_size_tokens=4, num_mamba_slots=2, num_kv_blocks=96)
+    nothing: dict[str, Any] = {"tail": False, "branch": False, "chunk_ends": False}
+    prompt, params = random_tokens(17, seed=5), ms.SamplingParams(num_tokens_to_generate=60)
+    marked = ms.CheckpointPlan(marks=(16,), decode="off", **nothing)
+    engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=1), checkpoint_plan=marked)
+    engine.add_request(
+        random_tokens(4, seed=1), params, checkpoint_plan=ms.CheckpointPlan(decode="rolling", **nothing)
+    )
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.check_integrity()
+        assert resumable(engine.context, prompt) == 16
+    assert engine.stats().cache.num_states_evicted == 0
+
+
+def test_decodes_leave_a_prefill_its_cuts() -> None:
+    engine = small_engine(decode_by_replay=True, max_tokens=8, num_kv_blocks=96)
+    chunk = engine.context.spec.chunk_tokens(8)
+    prompts = [random_tokens(length, seed=length) for length in (2, 3, 4 * chunk)]
+    asked = {}
+    for prompt, length in zip(prompts, (40, 40, 3), strict=True):
+        params = ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True)
+        asked[engine.add_request(prompt, params)] = prompt
+    finished = []
+    while engine.has_unfinished_requests():
+        for result in engine.step().finished:
+            assert_answers(asked[result.request_id], result)
+            finished.append(result.request_id)
+    assert finished[0] == max(asked), "the long prompt does not wait for the long answers"
+
+
+@pytest.mark.parametrize("drafts", range(1, 9))
+def test_rings_hold_decodes_that_are_padded(drafts: int) -> None:
+    """The tokens of a decode row are padded to a power of two where steps are padded to the ladder."""
+    engine = small_engine(decode_by_replay=True, num_speculative_tokens=drafts)
+    for tensor in engine.context.spec.states:
+        for entry in tensor.inputs:
+            if entry.layout == "ring":
+                width = 1 << drafts.bit_length()
+                assert engine.context.memory.input_pool[entry.name].shape[2] >= entry.taps - 1 + width
