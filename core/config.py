@@ -33,8 +33,8 @@ class InferenceConfig:
         block_size_tokens: tokens of one KV block; with prefix caching a multiple of the model's grid.
         max_requests: requests that run at once: rows of a step, and owners of live state slots.
         max_tokens: tokens computed in one step; at least `max_requests`, and at least one block. Where
-            decodes replay, at least one chunk; with less than a chunk and `max_requests` together, prompts may
-            wait for decodes.
+            decodes replay, at least one chunk; with less than a chunk and `max_requests` together, prompts
+            may wait for decodes.
         max_sequence_length: longest prompt plus answer.
         num_kv_blocks, buffer_size_gb: size of the KV pool, as a number of blocks or in GB (2**30 bytes).
             Exactly one of the two is set.
