@@ -291,7 +291,7 @@ class TestFlashAttention:
         assert set(flash.splits) == {1}
 
     def test_with_one_split_short_rows_and_other_block_sizes_are_one_call(self, flash):
-        for block, tokens in ((256, 4096), (48, 5000)):
+        for block, tokens in ((256, attention_segments.SEGMENT_TOKENS), (48, 5000)):
             batch = AttentionBatch([(tokens - 1, 1)], **NARROW, block=block)
             rows = batch.rows._replace(one_split=True)
             out = attention_flash.paged_attention(batch.query, batch.cache, rows, None)
