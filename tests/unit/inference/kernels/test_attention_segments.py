@@ -209,7 +209,8 @@ class TestCalls:
                 return func(*args, **(kwargs or {}))
 
         def attend(query, kv_cache, pairs, scale, *, is_causal, out=None):
-            return torch.zeros_like(query) if out is None else out, query.new_zeros(query.shape[1::-1][:2])
+            found = torch.zeros_like(query) if out is None else out.zero_()
+            return found, query.new_zeros(query.shape[1::-1][:2])
 
         batch = AttentionBatch([(30, 1)], [(17, 9)], decode_tokens=width, dtype=torch.float32)
         with pytest.MonkeyPatch.context() as patched, Watch():
