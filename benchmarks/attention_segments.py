@@ -9,13 +9,11 @@ are medians of replays of a CUDA graph, in microseconds a call.
 """
 
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from command_line import make_parser
+from graph_timing import graph_us
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 256
 SEGMENTS = (2048, 4096, 8192)
@@ -52,29 +50,6 @@ CASES = (
 )
 
 
-def graph_us(call: Callable[[], Any]) -> float:
-    """The median of replays of several calls, divided by their number."""
-    import torch
-
-    calls = 5
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times[2:])
-
-
 def measure(case: Case) -> dict[str, float]:
     """Column -> microseconds."""
     import torch
@@ -102,7 +77,7 @@ def measure(case: Case) -> dict[str, float]:
 
     def attend(one_split: bool) -> float:
         step = rows._replace(one_split=one_split)
-        return graph_us(lambda: attention_flash.paged_attention(query, cache, step, None))
+        return graph_us(lambda: attention_flash.paged_attention(query, cache, step, None), calls=5)
 
     found = {"automatic": attend(False)}
     usual = attention_segments.SEGMENT_TOKENS

@@ -17,7 +17,6 @@ must cost at most 1.3 times fla's by both.
 
 import datetime
 import json
-import statistics
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from command_line import make_parser, new_file
+from graph_timing import graph_us
 
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = 16, 32, 128, 4
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM
@@ -120,25 +120,6 @@ class Bench:
         found: float = triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
         return 1e3 * found
 
-    def graph_us(self, call: Callable[[], Any]) -> float:
-        """The median of replays of ten calls, divided by ten."""
-        torch = self.torch
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(10):
-                call()
-        times = []
-        for _ in range(20):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(100 * start.elapsed_time(end))
-        return statistics.median(times)
-
 
 def compared(
     bench: Bench, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], stored: Any = None
@@ -146,8 +127,8 @@ def compared(
     expected = theirs().float().flatten()
     difference = float((ours().float().flatten() - expected).norm() / expected.norm())
     return Figures(
-        name, bench.time_us(ours), bench.time_us(theirs), bench.graph_us(ours), bench.graph_us(theirs),
-        difference, None if stored is None else bench.graph_us(stored),
+        name, bench.time_us(ours), bench.time_us(theirs), graph_us(ours), graph_us(theirs),
+        difference, None if stored is None else graph_us(stored),
     )  # fmt: skip
 
 
@@ -269,7 +250,7 @@ def stages(
         "fla's norm of q": partial(l2norm_fwd, parts[0][None].contiguous()),
     }  # fmt: skip
     with torch.no_grad():
-        return {name: bench.graph_us(call) for name, call in calls.items()}
+        return {name: graph_us(call) for name, call in calls.items()}
 
 
 def decode(bench: Bench, rows: int) -> Figures:

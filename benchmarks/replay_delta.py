@@ -11,7 +11,6 @@ difference is || replay - recurrence || / || recurrence || of the outputs.
 """
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from command_line import make_parser
+from graph_timing import graph_us
 
 CHANNELS, TAPS = 10240, 4
 KEY_HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
@@ -64,30 +64,10 @@ class Bench:
             "lengths": self.index([1] * rows, int32),
         }
 
-    def graph_us(self, call: Callable[[], Any]) -> float:
-        """The median of replays of ten calls, divided by ten."""
-        torch = self.torch
-        for _ in range(2):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(10):
-                call()
-        times = []
-        for _ in range(20):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(100 * start.elapsed_time(end))
-        return statistics.median(times)
-
     def compared(self, name: str, replay: Callable[[], Any], recurrence: Callable[[], Any]) -> Figures:
         found, expected = replay().float(), recurrence().float()
         difference = float((found - expected).norm() / expected.norm())
-        return Figures(name, self.graph_us(replay), self.graph_us(recurrence), difference)
+        return Figures(name, graph_us(replay), graph_us(recurrence), difference)
 
 
 def convolution(bench: Bench, rows: int) -> Figures:
@@ -172,7 +152,7 @@ def keeping(bench: Bench) -> list[Figures]:
             query_start_loc=cuts,
         ),
     }  # fmt: skip
-    return [Figures(name, bench.graph_us(call)) for name, call in calls.items()]
+    return [Figures(name, graph_us(call)) for name, call in calls.items()]
 
 
 def table(rows: list[Figures]) -> list[str]:

@@ -103,7 +103,7 @@ class Admission:
         """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
         path = step.holding.path
         if self._config.replays:  # a draft may be wrong, and so may not complete a chunk
-            tokens = tokens[: max(0, -(-step.stop // self._chunk_size) * self._chunk_size - 1 - step.stop)]
+            tokens = tokens[: max(0, -step.stop % self._chunk_size - 1)]
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)

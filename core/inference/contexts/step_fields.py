@@ -63,10 +63,7 @@ STEP_FIELDS = (
     StepField("checkpoint_rows", lambda s: s.checkpoints, padding=-1, owner="checkpoints", attribute="rows"),
     StepField("checkpoint_token_ends", lambda s: s.checkpoints, owner="checkpoints", attribute="token_ends"),
     StepField(
-        "checkpoint_destinations",
-        lambda s: s.checkpoints,
-        padding=-1,
-        owner="checkpoints",
+        "checkpoint_destinations", lambda s: s.checkpoints, padding=-1, owner="checkpoints",
         attribute="destinations",
     ),
     StepField("replay_slots", lambda s: s.rows, "rows", padding=-1, owner="replay", attribute="slots"),
@@ -75,4 +72,5 @@ STEP_FIELDS = (
         "replay_destinations", lambda s: s.rows, "rows", padding=-1, owner="replay", attribute="destinations"
     ),
     StepField("tail_starts", lambda s: s.prefills, owner="replay"),
-)
+)  # fmt: skip
+"""All fields, in their order in the step buffer. `step_inputs` documents their meanings."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..kernels.attention import paged_attention
 from ..kernels.attention_rows import AttentionRows
+from .product_check import bits, first_case
 
 BEYOND = 1536
 """Tokens of the longest sequence behind its first segment."""
@@ -44,13 +45,7 @@ def first_difference(sizes: AttentionSizes, device: torch.device) -> str:
     """
     from ..kernels.attention_segments import SEGMENT_TOKENS  # needs triton
 
-    check = _AttentionCheck(sizes, device, SEGMENT_TOKENS)
-    flags, texts = [], []
-    for text, differs in check.cases():
-        texts.append(text)
-        flags.append(differs)
-    different = torch.stack(flags).tolist()
-    return next((text for text, flag in zip(texts, different, strict=True) if flag), "")
+    return first_case(_AttentionCheck(sizes, device, SEGMENT_TOKENS).cases())
 
 
 class _AttentionCheck:
@@ -104,25 +99,24 @@ class _AttentionCheck:
             padded: the number of decode rows, padding included.
             decodes: how many of the rows are decodes; None: all.
         """
-        real = len(rows) if decodes is None else decodes
-        out = self._attend(rows, width, padded and max(padded, real), real)
+        real = 0 if not width else len(rows) if decodes is None else decodes
+        out = self._attend(rows, width, padded, real)
         expected = torch.cat([self._whole[start:stop] for sequence, start, stop in rows if sequence == 0])
         places, at = [], 0
         for index, (sequence, start, stop) in enumerate(rows):
-            if width and index == real:
+            if index == real:
                 at = max(padded, real) * width
             if sequence == 0:
                 places.append(out[at : at + stop - start])
             at += stop - start
-        return torch.cat(places).view(torch.int16).ne(expected.view(torch.int16)).any()
+        return bits(torch.cat(places)).ne(bits(expected)).any()
 
     def _attend(
         self, rows: Sequence[tuple[int, int, int]], width: int = 0, padded: int = 0, decodes: int = 0
     ) -> Tensor:
         """The rows' attention, packed; behind padding of decode rows where there is some."""
-        num_decodes = max(padded, decodes) if width else 0
-        missing = num_decodes - decodes if width else 0
-        laid = [*rows[:decodes], *[(0, 0, 0)] * missing, *rows[decodes:]] if width else list(rows)
+        num_decodes = max(padded, decodes)
+        laid = [*rows[:decodes], *[(0, 0, 0)] * (num_decodes - decodes), *rows[decodes:]]
         tables, lengths, counts, starts = [], [], [], [0]
         positions: list[int] = []
         query: list[int] = []

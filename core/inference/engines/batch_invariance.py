@@ -12,7 +12,7 @@ from ...cuda_device import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.step_inputs import StepShape
 from ..kernels import attention, attention_flash
-from ..policies.row_ladder import power_of_two, rung, rungs
+from ..policies.row_ladder import FEW_ROWS, power_of_two, rung, rungs
 from . import attention_check, forward_check, product_check, replaced_products
 from .attention_check import AttentionSizes
 from .blas_switches import BLAS_SWITCHES
@@ -28,7 +28,7 @@ from .recorded_products import (
     StepSizes,
     products,
 )
-from .replaced_products import FEW_ROWS, WithReplacedProducts, is_replaceable
+from .replaced_products import WithReplacedProducts, is_replaceable
 
 SETTING = "batch_invariant is True"
 _SMALL, _LARGE = 64, 128  # tokens of the recorded prefills; their logits: 32 and 128

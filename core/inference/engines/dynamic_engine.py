@@ -89,6 +89,7 @@ class DynamicInferenceEngine:
         self.config = instance("config", config, InferenceConfig)
         spec = model.state_spec()
         self._invariance = _checked_invariance(model, spec, config) if config.batch_invariant else None
+        self._served: tuple[Model | None, Model] = (None, model)  # a model, and what runs in its place
         try:
             self.context = DynamicInferenceContext(spec, config)
         except BaseException:
@@ -110,7 +111,11 @@ class DynamicInferenceEngine:
     @property
     def _forward(self) -> Model:
         """What a step runs: the model, perhaps with other products."""
-        return self.model if self._invariance is None else self._invariance.served(self.model)
+        if self._invariance is None:
+            return self.model
+        if self._served[0] is not self.model:
+            self._served = self.model, self._invariance.served(self.model)
+        return self._served[1]
 
     def _new_runner(self) -> ModelRunner:
         spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
@@ -559,10 +564,10 @@ class DynamicInferenceEngine:
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(num_tokens_to_generate=1), CheckpointPlan(marks=(whole,))
-            self._serve(
-                self._new_request(prompt, once, cache_salt, plan, self._ids_without_seed, owned=True)
-                for prompt in (prefix[:whole],)
+            request = self._new_request(
+                prefix[:whole], once, cache_salt, plan, self._ids_without_seed, owned=True
             )
+            self._serve([request])
         return cache.resumable_tokens(chain)
 
     def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from ..contexts.request import DynamicInferenceRequest
@@ -11,6 +10,7 @@ from ..contexts.step_inputs import StepShape
 from ..contexts.step_ladder import padded_to_ladder
 from ..policies.row_ladder import FEWEST_ROWS
 from .dummy_steps import DummySteps
+from .product_check import bits
 
 TAIL = 19
 """Tokens behind the last whole chunk."""
@@ -92,7 +92,7 @@ class _ForwardCheck:
     def _differs(self, logits: Tensor, start: int) -> Tensor:
         """Whether logits of the tokens from `start` on have other bits than in the whole prefill."""
         expected = self._whole[start : start + len(logits)]
-        return logits.view(torch.int32).ne(expected.view(torch.int32)).any()
+        return bits(logits).ne(bits(expected)).any()
 
     def _as_large_as_can_be(self, shape: StepShape) -> StepShape:
         return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, self._most_tokens)))

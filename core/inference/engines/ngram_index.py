@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..contexts.token_view import TokenView
+from ..policies.row_ladder import power_of_two
 
 _MIN_CAPACITY = 64
 _MAX_ADDED = 1024  # building tables anew costs less than adding more n-grams than these to them
@@ -61,7 +62,7 @@ class NgramIndex:
         first, self._num_ends = self._num_ends, len(tokens) - 1
         if len(tokens) - first > _MAX_ADDED or self._capacity < min(len(tokens), self._window):
             self._tables.clear()
-            self._capacity = _power_of_two(max(_MIN_CAPACITY, min(len(tokens), self._window)))
+            self._capacity = power_of_two(max(_MIN_CAPACITY, min(len(tokens), self._window)))
         tables, self._tables = self._tables, {}  # an interrupted call leaves none, to be built anew
         longest = max(tables, default=0)
         for end in range(first, self._num_ends if longest else first):
@@ -135,8 +136,3 @@ def _extended(digest: int, token: int) -> int:
     """The digest of an n-gram with one more token in front of it."""
     digest = (digest ^ token) * _FACTOR & _MASK
     return digest ^ digest >> 15
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()

@@ -1,6 +1,6 @@
 """Whether the rows of a product have the same bits whatever the number of rows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,16 @@ def first_difference(
     check = (_GroupedCheck if product.call.name in GROUPED else _DenseCheck)(
         product, num_base, run or product.call.run
     )
-    different = [(text, check.differs(ids)) for text, ids in check.cases(rows)]
-    if not different:
+    return first_case((text, check.differs(ids)) for text, ids in check.cases(rows))
+
+
+def first_case(cases: Iterable[tuple[str, Tensor]]) -> str:
+    """The first text whose flag, one bool on the device, is set; empty where none is. Synchronises once."""
+    listed = list(cases)
+    if not listed:
         return ""
-    flags = torch.stack([flag for _, flag in different]).tolist()
-    return next((text for (text, _), differs in zip(different, flags, strict=True) if differs), "")
+    flags = torch.stack([flag for _, flag in listed]).tolist()
+    return next((text for (text, _), differs in zip(listed, flags, strict=True) if differs), "")
 
 
 class _DenseCheck:
@@ -80,7 +85,7 @@ class _DenseCheck:
 
     def _unequal(self, result: Tensor, entries: Tensor) -> Tensor:
         flags = [
-            _bits(part).ne(_bits(self._reference[here])).any()
+            bits(part).ne(bits(self._reference[here])).any()
             for part, here in zip(
                 torch.split(result, BASE_ROWS), torch.split(entries, BASE_ROWS), strict=True
             )
@@ -167,7 +172,7 @@ def _laid_out_like(values: Tensor, like: Tensor) -> Tensor:
     return ordered.permute([order.index(dim) for dim in range(like.dim())])
 
 
-def _bits(values: Tensor) -> Tensor:
+def bits(values: Tensor) -> Tensor:
     """Floating-point numbers as integers, so that a NaN equals itself."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.contiguous().view(integers[values.element_size()])

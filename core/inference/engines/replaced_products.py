@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..contexts.step_inputs import StepInputs
+from ..policies.row_ladder import FEW_ROWS
 from .model import Model
 from .recorded_products import DecomposingMode, Product, operator_name, weight_key
 
-FEW_ROWS = 64
-"""`kernels.sequential_product.FEW_ROWS`, which imports triton."""
 _REPLACED = ("aten.mm", "aten.addmm")
 
 

@@ -167,7 +167,7 @@ class Scheduler:
         for request in self._in_turn():
             if budget == 0:
                 break
-            if not self._fits_a_cut(request, budget):
+            if not self._fits_a_cut(_num_missing(request), budget):
                 continue
             step = self._context.schedule(request, budget)
             if step is None:
@@ -183,19 +183,16 @@ class Scheduler:
         decodes = sum(not _is_prefill(request) for request in ordered)
         if decodes < len(ordered):
             first = ordered[decodes]
-            if not self._fits_a_cut(first, self._config.max_tokens - decodes):
+            if not self._fits_a_cut(_num_missing(first), self._config.max_tokens - decodes):
                 return [first, *ordered[:decodes], *ordered[decodes + 1 :]]
         return ordered
 
-    def _fits_a_cut(self, request: DynamicInferenceRequest, budget: int) -> bool:
-        """Whether a prefill can be cut after `budget` tokens at most, or ends there.
+    def _fits_a_cut(self, num_missing: int, budget: int) -> bool:
+        """Whether a prefill of `num_missing` tokens can be cut after `budget` tokens at most, or ends there.
 
         Where decodes replay, prompts are cut on the chunk grid alone.
         """
-        if not self._config.replays or budget >= self._chunk_size:
-            return True
-        num_computed = request.holding.num_computed if request.holding is not None else 0
-        return len(request.tokens) - num_computed <= budget
+        return not self._config.replays or budget >= min(self._chunk_size, num_missing)
 
     def _admit(self, steps: list[RequestStep]) -> None:
         """Add steps of waiting requests, as far as tokens, rows and blocks go."""
@@ -209,8 +206,7 @@ class Scheduler:
         new: list[RequestStep] = []
         for request in self._candidates(num_free_rows + limit + _MAX_PASSED):
             match = self._context.match(request)
-            missing = len(request.tokens) - match.resume_tokens
-            if self._config.replays and budget < min(self._chunk_size, missing):
+            if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
                 break  # too few tokens are left in this step: that overtakes nobody
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
@@ -278,6 +274,11 @@ class Scheduler:
         num_unpinned = cache.kv_blocks.total_count - cache.pins.num_blocks
         num_shared = cache.pins.num_within_reach(self._context.match(request).blocks) - num_unpinned
         return KVBlockCapacityError(self._num_blocks(request) - num_shared, num_unpinned, request.request_id)
+
+
+def _num_missing(request: DynamicInferenceRequest) -> int:
+    """The known tokens that a running request has not computed yet."""
+    return len(request.tokens) - (request.holding.num_computed if request.holding is not None else 0)
 
 
 def _is_prefill(request: DynamicInferenceRequest) -> bool:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS, NUM_STAGES = 4, 3
-FEW_ROWS, FEW_ROWS_WARPS, FEW_ROWS_STAGES = 64, 2, 4
+FEW_ROWS_WARPS, FEW_ROWS_STAGES = 2, 4
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def matmul(
     Args:
         a: [M, K]. b: [K, N]. bias: [N] or None.
         out_dtype: of the result; None: that of a.
-        few_rows: takes narrow tiles, so that few rows of 16 bits, at most `FEW_ROWS`, keep all
+        few_rows: takes narrow tiles, so that few rows of 16 bits, at most `row_ladder.FEW_ROWS`, keep all
             multiprocessors busy. Tensor cores add over K in the same order in tiles of any size.
 
     Returns: [M, N].

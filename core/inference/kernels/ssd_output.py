@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..policies.row_ladder import power_of_two
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether Triton's interpreter runs the kernels of this process, on a CPU."""
 
@@ -112,7 +114,7 @@ def block_sizes(
 
 def padded_side(size: int) -> int:
     """`size` as a side of a Triton product: a power of two, 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 @triton.jit
