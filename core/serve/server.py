@@ -1,6 +1,7 @@
 """A process that serves until it is told to stop."""
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -58,6 +59,7 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.access").disabled = True  # also where somebody gave it a handler
         self._app = app
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
