@@ -64,6 +64,7 @@ class _Server(uvicorn.Server):
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -81,7 +82,7 @@ class _Server(uvicorn.Server):
     def _stop(self, name: str) -> None:
         service: Service = self._app.state.service
         if self._draining is not None:
-            self.should_exit = True  # at once
+            self._closing = asyncio.create_task(self._close(service))
             return
         if service.engine.num_running + service.engine.num_waiting:
             print(
@@ -93,5 +94,11 @@ class _Server(uvicorn.Server):
     async def _drain(self, service: Service) -> None:
         try:
             await service.drain()
+        finally:
+            self.should_exit = True
+
+    async def _close(self, service: Service) -> None:
+        try:
+            await service.close()
         finally:
             self.should_exit = True
