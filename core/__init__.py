@@ -23,6 +23,7 @@ from .inference.contexts.step import Step, StepObserver
 from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
+from .inference.engines.engine_observer import EngineObserver
 from .inference.engines.model import Model
 from .inference.engines.step_report import StepReport
 from .inference.engines.token_stream import TokenStream
@@ -51,7 +52,7 @@ __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
     "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport",
-    "PinnedPrefix",
+    "PinnedPrefix", "EngineObserver",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "Drafter", "NgramDrafter",
     "load", "LoadedModel", "TextCodec", "text",
