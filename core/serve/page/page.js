@@ -21,6 +21,17 @@ const REASONS = {
   disabled: "no caching, or log-probs of these are wanted",
 };
 
+const CAUSES = {
+  new_state: "its slot was needed for another state",
+  kv_evicted: "its KV block was evicted",
+  kv_released: "the last request that used its KV left",
+  path_limit: "its path held too many states",
+  rolled: "a later state of the same answer replaced it",
+  discarded: "the model's results were no numbers",
+  by_host: "the host dropped it",
+  reset: "all prefixes were forgotten",
+};
+
 let snapshot = null;
 let answeredS = null;
 let windowS = null;
@@ -43,7 +54,7 @@ const charts = [
   })), { label: "Prompt tokens over time", parts: "prompt tokens", gap: 1, empty: "no prompt in this time" }),
   new Chart("states-chart", [
     level("pinned", (point) => point.states_pinned),
-    level("committed", (point) => point.states_committed - point.states_pinned, "not pinned"),
+    level("committed", (point) => Math.max(0, point.states_committed - point.states_pinned), "not pinned"),
   ], { label: "States over time", full: () => snapshot.pools.states.total }),
   new Chart("kv-chart", [level("held", (point) => point.kv_held), level("cached", (point) => point.kv_cached)],
     { label: "KV blocks over time", full: () => snapshot.pools.kv.total }),
@@ -85,11 +96,18 @@ function showTiles() {
   });
 }
 
+/** A cell with a name and what the name means. */
+function nameEntry(cell, name, meanings, tag) {
+  if (cell.childNodes.length) return;
+  cell.append(make(tag, {}, name), make("small", {}, Object.hasOwn(meanings, name) ? meanings[name] : ""));
+}
+
 function nameReason(cell, { name, tokens }) {
   const row = cell.parentNode;
   row.classList.toggle("none", !tokens);
   if (cell.childNodes.length) return;
-  cell.append(swatch(name), make(name === "resumed" ? "strong" : "code", {}, name), make("small", {}, REASONS[name] ?? ""));
+  nameEntry(cell, name, REASONS, name === "resumed" ? "strong" : "code");
+  cell.prepend(swatch(name));
   row.tabIndex = 0;
   for (const event of ["pointerenter", "focus"]) row.addEventListener(event, () => highlight(name));
   for (const event of ["pointerleave", "blur"]) row.addEventListener(event, () => highlight(null));
@@ -120,7 +138,7 @@ function showPool(name, size, parts, all) {
 function showPools() {
   const { pools: { states, kv }, engine } = snapshot;
   showPool("states", `${count(states.total)} slots of ${bytes(states.bytes_each)}, ${bytes(states.total * states.bytes_each)} in all`, [
-    ["pinned", "pinned", states.pinned], ["committed", "not pinned", states.committed - states.pinned],
+    ["pinned", "pinned", states.pinned], ["committed", "not pinned", Math.max(0, states.committed - states.pinned)],
     ["reserved", "reserved", states.reserved], ["free", "free", states.free],
   ], states.total);
   showPool("kv", `${count(kv.total)} of ${count(kv.block_size_tokens)} tokens, ${bytes(kv.total * kv.bytes_each)} in all`,
@@ -142,14 +160,23 @@ function showTables() {
   fillTable("latency", [text(([name]) => name), ...quantiles], times, ([name]) => name);
   const causes = Object.entries(evictions.by_cause).filter(([, states]) => states > 0).sort((a, b) => b[1] - a[1]);
   const all = causes.reduce((total, [, states]) => total + states, 0);
-  fillTable("evictions", [text(([cause]) => cause), number(([, states]) => states), rate(([, states]) => states, () => all)],
-    causes, ([cause]) => cause, "No state was evicted.");
+  fillTable("evictions", [{ fill: (cell, [cause]) => nameEntry(cell, cause, CAUSES, "code") }, number(([, states]) => states), rate(([, states]) => states, () => all)],
+    causes, ([cause]) => cause, "No state has left.");
   const { p50, p90 } = evictions.age_s;
   set($("eviction-age"), all ? `Age of a state when it was evicted: p50 ${duration(p50)}, p90 ${duration(p90)}.` : "");
 }
 
+/** All spans of a prompt: what lies before a computed span was resumed. */
+function withResumed(spans, resumedTokens) {
+  if (!spans.length) return resumedTokens > 0 ? [[0, resumedTokens, "resumed"]] : [];
+  return spans.flatMap(([start, stop, reason], index) => {
+    const before = index ? spans[index - 1][1] : 0;
+    return start > before ? [[before, start, "resumed"], [start, stop, reason]] : [[start, stop, reason]];
+  });
+}
+
 function showSpans(cell, { prompt_tokens: promptTokens, resumed_tokens: resumedTokens, spans, why }) {
-  const shown = [[0, resumedTokens, "resumed"], ...spans].filter(([start, stop]) => stop > start);
+  const shown = withResumed(spans, resumedTokens);
   const words = shown.map(([start, stop, reason]) => `${reason}: tokens ${count(start)} to ${count(stop)}`);
   const label = words.join("; ") || "nothing is computed yet";
   if (!cell.childNodes.length) cell.append(make("p", { class: "why muted" }));

@@ -1,21 +1,24 @@
 """The operator's page in Chromium: what it shows of a snapshot, and of a conversation that was just held."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mambaslots as ms
 import pytest
+import torch
 from oracle.browser import PageServer, Visit, a_browser
 from oracle.operations_snapshot import snapshot
 
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
-from mambaslots.serve import page_routes
+from mambaslots.serve import ServerSettings, make_app, page_routes
 from mambaslots.serve.gate import Gate
 from mambaslots.serve.keys import Keys
 
+TINY_CODE = Path(__file__).parents[3] / "models/tiny-code"
 NOTHING = "\u2013"  # a dash
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'&amp;\u202e\ud83d"
 
@@ -92,7 +95,8 @@ def test_every_figure_of_the_snapshot_is_on_the_page(visit: Any) -> None:
     assert page.texts("#states-legend li") == ["pinned 5", "not pinned 35", "reserved 2", "free 22"]
     assert page.texts("#kv-legend li") == ["held 40", "cached 150", "free 66"]
     assert page.texts("#queue-legend li") == ["running 3", "waiting 2"]
-    assert page.rows("evictions")[0] == ["for a state", "17", "73.9 %"]
+    assert page.rows("evictions")[0] == ["new_state\nits slot was needed for another state", "17", "73.9 %"]
+    assert len(page.rows("evictions")) == 3
     assert page.rows("latency")[0] == ["To the first token", "12 ms", "180 ms", "1.25 s"]
     assert page.rows("tenants") == [
         [
@@ -223,6 +227,19 @@ def test_text_of_clients_is_text(visit: Any) -> None:
     assert any("<script>" in cells[0] for cells in page.rows("reasons"))
 
 
+def test_what_lies_between_computed_spans_was_resumed(visit: Any) -> None:
+    """A request that was preempted may resume behind tokens that it has computed."""
+    shown = snapshot(2)
+    shown["requests"][0] |= {"prompt_tokens": 200, "spans": [[32, 64, "never_seen"], [96, 200, "never_seen"]]}
+    shown["requests"][1] |= {"prompt_tokens": 200, "resumed_tokens": 96, "spans": []}
+    bars = visit(shown).page.locator("#requests svg")
+    assert bars.nth(0).get_attribute("aria-label") == (
+        "resumed: tokens 0 to 32; never_seen: tokens 32 to 64; "
+        "resumed: tokens 64 to 96; never_seen: tokens 96 to 200"
+    )
+    assert bars.nth(1).get_attribute("aria-label") == "resumed: tokens 0 to 96"
+
+
 # ---- asking
 
 
@@ -268,3 +285,61 @@ def test_the_page_asks_for_the_admin_key(browser: Any) -> None:
         other = Visit(browser, server.url)  # another tab
         other.wait_for("#key-form")
         other.page.close()
+
+
+# ---- with the server
+
+
+def keys_of(value: Any) -> Any:
+    """Which keys a JSON value has, also those of the first item of each list."""
+    if isinstance(value, dict):
+        return {key: keys_of(item) for key, item in value.items()}
+    return [keys_of(item) for item in value[:1]] if isinstance(value, list) else None
+
+
+def test_a_conversation_that_was_just_held_is_shown_with_the_figures_of_the_api(browser: Any) -> None:
+    openai = pytest.importorskip("openai")
+    loaded = ms.load(TINY_CODE, dtype=torch.float32)
+    config = ms.InferenceConfig(
+        block_size_tokens=32, max_requests=4, max_tokens=512, max_sequence_length=2048,
+        num_kv_blocks=64, num_mamba_slots=8,
+    )  # fmt: skip
+    settings = ServerSettings(
+        model_name="tiny-code", api_keys={"red": "key-of-red", "blue": "key-of-blue"}, admin_key="open-sesame"
+    )
+    app = make_app(ms.DynamicInferenceEngine(loaded.model, config), loaded, settings)
+    usages = []
+    with PageServer(app) as server:
+        for tenant in ("red", "blue"):
+            client = openai.OpenAI(base_url=f"{server.url}v1", api_key=f"key-of-{tenant}", max_retries=0)
+            messages = [{"role": "user", "content": "Write the function `close(self)`."}]
+            for _ in range(2):
+                answer = client.chat.completions.create(model="tiny-code", messages=messages, max_tokens=40)
+                usages.append((tenant, answer.usage, answer.choices[0].finish_reason))
+                messages += [answer.choices[0].message.model_dump(include={"role", "content"})]
+                messages += [{"role": "user", "content": "Now write `open(self)`."}]
+            client.close()
+        visit = Visit(browser, server.url)
+        visit.page.fill("#key", "open-sesame")
+        visit.page.keyboard.press("Enter")
+        visit.wait_for("#requests tr")
+        rows, tenants, reasons = visit.rows("requests"), visit.rows("tenants"), visit.rows("reasons")
+        status = visit.page.evaluate(
+            "fetch('status.json', {headers: {Authorization: 'Bearer open-sesame'}}).then(a => a.json())"
+        )
+        visit.page.close()
+    for cells, (tenant, usage, reason) in zip(rows, reversed(usages), strict=True):
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert [*cells[2:5], *cells[8:]] == [
+            tenant, cell(usage.prompt_tokens), f"{cell(cached)} · {share(cached, usage.prompt_tokens)}",
+            cell(usage.completion_tokens), reason,
+        ]  # fmt: skip
+    cached = sum(usage.prompt_tokens_details.cached_tokens for _, usage, _ in usages)
+    prompt = sum(usage.prompt_tokens for _, usage, _ in usages)
+    assert reasons[0][1:] == [cell(cached), share(cached, prompt)]
+    assert sum(int(cells[1].replace(",", "")) for cells in reasons) == prompt
+    assert cached > 0
+    assert {cells[0]: cells[1] for cells in tenants} == {"default": "0", "red": "2", "blue": "2"}
+    made_up = keys_of(snapshot(3))
+    made_up["evictions"]["by_cause"] = keys_of(status)["evictions"]["by_cause"]
+    assert keys_of(status) == made_up, "the snapshots of these tests are like the monitor's"
