@@ -23,7 +23,8 @@ ROOMS = (
 )  # fmt: skip
 
 PUBLIC_PACKAGES = {
-    f"mambaslots.{name}" for name in ("mcore", "vllm", "distributed", "hf", "models", "testing", "text")
+    f"mambaslots.{name}"
+    for name in ("monitor", "mcore", "vllm", "distributed", "hf", "models", "testing", "text")
 }
 
 
