@@ -113,7 +113,7 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
     )  # fmt: skip
     group.add_argument(
         "--block-size-tokens", type=count(), metavar="N",
-        help="tokens of a KV block (default: 64, or the next multiple of the model's grid)",
+        help="tokens of a KV block (default: the model's grid, but at least 16, on a GPU 64)",
     )  # fmt: skip
     group.add_argument(
         "--num-speculative-tokens", type=count(0), default=0, metavar="N", help="drafts a step"

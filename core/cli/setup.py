@@ -1,7 +1,6 @@
 """From options to a loaded model and an engine."""
 
 import argparse
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, load
 from ..state_spec import HybridStateSpec
 
-logger = logging.getLogger(__name__)
-
-MIN_BLOCK = 64
+SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to
 GIGABYTE = 1 << 30
 SHARE_OF_FREE_MEMORY = 0.85  # the rest is for activations, graphs and the libraries' workspaces
 MEMORY_GB_ON_CPU = 1.0
@@ -47,9 +44,7 @@ def make_engine(loaded: LoadedModel, options: argparse.Namespace) -> DynamicInfe
     """An engine of a command line with `options.add_engine`."""
     spec = loaded.model.state_spec()
     config = inference_config(spec, options, _memory_gb(spec.device, options))
-    engine = DynamicInferenceEngine(loaded.model, config)
-    logger.info("%s", engine.memory_summary())
-    return engine
+    return DynamicInferenceEngine(loaded.model, config)
 
 
 def _memory_gb(device: torch.device, options: argparse.Namespace) -> float:
@@ -64,7 +59,7 @@ def _memory_gb(device: torch.device, options: argparse.Namespace) -> float:
 
 def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_gb: float) -> InferenceConfig:
     """The configuration that the options name; pools without a size share `memory_gb`."""
-    block = options.block_size_tokens or -(-MIN_BLOCK // spec.grid) * spec.grid
+    block = options.block_size_tokens or -(-SMALLEST_BLOCK[spec.device.type] // spec.grid) * spec.grid
     caching = not options.no_prefix_caching
     sizes = {name: getattr(options, name) for name in _POOL_SIZES}
     if all(size is None for size in sizes.values()):
