@@ -60,7 +60,8 @@ __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
     "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport",
-    "AsyncEngine", "AsyncStream", "PinnedPrefix", "EngineObserver",
+    "AsyncEngine", "AsyncStream", "EngineObserver",
+    "PinnedPrefix",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "Drafter", "NgramDrafter",
     "load", "LoadedModel", "TextCodec", "text",
