@@ -31,6 +31,7 @@ from .inference.engines.async_engine import AsyncEngine
 from .inference.engines.async_stream import AsyncStream
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
+from .inference.engines.engine_observer import EngineObserver
 from .inference.engines.model import Model
 from .inference.engines.step_report import StepReport
 from .inference.engines.token_stream import TokenStream
@@ -59,7 +60,8 @@ __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
     "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport",
-    "AsyncEngine", "AsyncStream", "PinnedPrefix",
+    "AsyncEngine", "AsyncStream", "EngineObserver",
+    "PinnedPrefix",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "Drafter", "NgramDrafter",
     "load", "LoadedModel", "TextCodec", "text",

@@ -31,7 +31,7 @@ class CheckpointTokenizer:
         return ids
 
     def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut where each token of the added ones begins.
+        """`encode` without added special tokens, and a cut for each added token.
 
         A tokenizer of transformers that is written in Python knows no cuts.
         """
@@ -39,8 +39,8 @@ class CheckpointTokenizer:
             return self.encode(text, add_special_tokens=False), []
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids: list[int] = found["input_ids"]
-        starts = [start for start, _ in found["offset_mapping"]]
-        return ids, [Cut(starts[i], i) for i, token in enumerate(ids) if token in self._added]
+        places = found["offset_mapping"]
+        return ids, [Cut(*places[i], i) for i, token in enumerate(ids) if token in self._added]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
 from ..validation import instance
+from . import page_routes
 from .answers import ChatForm, CompletionForm
 from .errors import RequestError
 from .gate import Gate
@@ -36,7 +37,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
         settings: whom the server serves, and how much it takes.
 
     Returns:
-        The application. Its `state` has `engine` (an `AsyncEngine`), `service` and `settings`.
+        The application. Its `state` has `engine` (an `AsyncEngine`), `monitor`, `service` and `settings`.
 
     Raises:
         ValueError: an argument is of another kind.
@@ -55,7 +56,9 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     )
     app.state.service, app.state.engine, app.state.settings = service, service.engine, settings
     app.state.created = int(time.time())
+    app.state.monitor = service.monitor
     app.include_router(router)
+    app.include_router(page_routes.router)
     return app
 
 

@@ -1,6 +1,7 @@
 """What the endpoints share: the engine, the work on text, and what the server takes."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
+from ..monitor import Monitor
 from .answers import Form
 from .errors import RequestError, bad_field
 from .generation import Generation, dead, draining, queue_full
@@ -33,6 +35,7 @@ class Service:
 
     Attributes:
         engine: serves the prompts.
+        monitor: counts what the engine does.
         loaded, settings: what the server was made with.
         reader: reads bodies.
         preparation: makes jobs of them.
@@ -41,6 +44,8 @@ class Service:
 
     def __init__(self, engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> None:
         self.engine = AsyncEngine(engine, max_waiting_requests=settings.max_waiting_requests)
+        trace = _print_line if settings.trace else None
+        self.monitor = Monitor(engine, model_name=settings.model_name, trace=trace)
         self.loaded = loaded
         self.settings = settings
         max_choices = min(MAX_CHOICES, settings.max_waiting_requests)
@@ -76,6 +81,7 @@ class Service:
         """Cancel what runs, and end the threads."""
         self.is_draining = True
         await self.engine.close()
+        self.monitor.close()
         self._text_thread.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -116,6 +122,8 @@ class Service:
             header_salt = _header_salt(request)
             job = await before(deadline, self._beside_the_loop(lambda: job_of(body, header_salt)))
             salt = engine_salt(tenant, job.options.cache_salt, bool(self.settings.api_keys))
+            if salt is not None:
+                self.monitor.name_salt(salt, tenant)
             generation = Generation(self.engine, self.loaded.text, job, salt)
             kind = StreamedAnswer if job.options.streams else GeneratedAnswer
             form = form_of(self.settings.model_name, job)
@@ -142,6 +150,10 @@ class Service:
         self._num_open -= 1
         if not self._num_open:
             self._none_open.set()
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _header_salt(request: Request) -> str | None:

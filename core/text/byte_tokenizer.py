@@ -88,13 +88,13 @@ class ByteTokenizer:
         return self.encode_with_cuts(text)[0]
 
     def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """Token ids as of `encode`, and a cut where each special token begins, in order."""
+        """Token ids as of `encode`, and a cut for each special token, in order."""
         ids: list[int] = []
         cuts: list[Cut] = []
         character = 0
         for part in self._split.split(text) if self._split else [text]:
             if part in self.special_tokens:
-                cuts.append(Cut(character, len(ids)))
+                cuts.append(Cut(character, character + len(part), len(ids)))
                 ids.append(self.special_tokens[part])
             else:
                 ids += (self._byte_ids[byte] for byte in part.encode())

@@ -34,7 +34,8 @@ class ChatBranches:
     the last user message, or merges messages. So no position is computed from one text. Each is the length
     of the longest common prefix with another chat's text. A chat that the template refuses gives no branch.
 
-    A chat of one turn takes 3 renderings beside its own, any other at most 8, and each marked message takes one.
+    A chat of one turn takes 3 renderings beside its own, a longer one at most 8. Each marked message takes
+    one more.
 
     Args:
         text: of `messages`, as `render` gave it.

@@ -26,10 +26,10 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class CuttingTokenizer(Tokenizer, Protocol):
-    """A tokenizer that says where it cuts. Without cuts marks cost an encoding of the text up to each mark."""
+    """A tokenizer that says where a text can be cut. Without it a mark costs an encoding of all before it."""
 
     def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut where each special token begins, in order."""
+        """`encode` without added special tokens, and a cut for each special token, in order."""
 
 
 class Template(Protocol):
@@ -96,8 +96,8 @@ class TextCodec:
         last user messages, and where the next turn leaves this text: a template may drop the thinking of this
         turn. Take states there: `CheckpointPlan(marks=prompt.marks)`.
 
-        Other chats are rendered and compared with this one, at most 8 for any number of messages, and one
-        for each of the last 16 marked messages. A chat that the template refuses gives no mark.
+        Other chats are rendered and compared with this one: at most 8, however long the chat is, and one for
+        each of the last 16 marked messages. A chat that the template refuses gives no mark.
 
         Args:
             messages, add_generation_prompt, variables: as for `encode_chat`.
@@ -112,9 +112,8 @@ class TextCodec:
         template = self._checked_template(messages)
         listed = list(marked_messages) if isinstance(marked_messages, Set) else marked_messages
         marked = integers("marked_messages", listed, 0, len(messages) - 1)
-        text = template.render(
-            messages, boolean("add_generation_prompt", add_generation_prompt), **variables
-        )
+        generation = boolean("add_generation_prompt", add_generation_prompt)
+        text = template.render(messages, generation, **variables)
         branches = ChatBranches(text, messages, lambda other, add: template.render(other, add, **variables))
         if isinstance(self.tokenizer, CuttingTokenizer):
             tokens, cuts = self.tokenizer.encode_with_cuts(text)

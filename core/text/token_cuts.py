@@ -8,16 +8,19 @@ from .chat_branches import Branch
 
 
 class Cut(NamedTuple):
-    """The tokens before number `token` are those of the text before `character`; the others those of the rest.
+    """A special token in a text: what goes before it has the same tokens whatever follows it.
 
-    This holds whatever the rest is, as long as it begins with the same special token.
+    Attributes:
+        start, stop: its characters in the text.
+        token: its place in the tokens.
     """
 
-    character: int
+    start: int
+    stop: int
     token: int
 
 
-BEGINNING = Cut(0, 0)
+_BEGINNING = Cut(0, 0, 0)
 
 
 def branch_tokens(
@@ -39,11 +42,11 @@ def branch_tokens(
         encode: text to tokens, without added special tokens.
     """
     found: dict[int, None] = {}
-    characters = [cut.character for cut in cuts]
+    stops = [cut.stop for cut in cuts]
     for branch in dict.fromkeys(branches):
-        after = bisect_right(characters, branch.num_characters)
-        cut = cuts[after - 1] if after else BEGINNING
-        other = encode(text[cut.character : branch.num_characters] + branch.other_text)
+        after = bisect_right(stops, branch.num_characters)  # a cut that both texts have
+        cut = cuts[after - 1] if after else _BEGINNING
+        other = encode(text[cut.start : branch.num_characters] + branch.other_text)
         position = cut.token + _common_length(other, tokens, cut.token)
         if position:
             found[position] = None

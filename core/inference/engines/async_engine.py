@@ -120,6 +120,8 @@ class AsyncEngine:
             timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
         thread = self._usable("drain")
         self._draining = True
+        if self._open.none_open.is_set():
+            return True
         try:
             await asyncio.wait_for(self._open.none_open.wait(), timeout_s)
             return True
