@@ -1,7 +1,7 @@
 """What the corrections remember about one host context."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,17 @@ GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
 MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
 MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
 MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
+
+
+class HostCallError(ValueError, AssertionError):
+    """A wrong argument, for which megatron-core's own method raises an AssertionError."""
+
+
+def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> None:
+    """Raise a HostCallError unless each of `lists` that is given has an entry for each block."""
+    for name, listed in lists.items():
+        if listed is not None and len(listed) != len(block_ids):
+            raise HostCallError(f"{name} has {len(listed)} entries; accepted: {len(block_ids)}, as block_ids")
 
 
 @dataclass
