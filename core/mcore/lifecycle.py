@@ -9,7 +9,7 @@ from typing import Any
 
 from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
-from .host_record import DYNAMIC_CONTEXT, HostRecord, record_of
+from .host_record import DYNAMIC_CONTEXT, NO_SLOTS, HostRecord, record_of
 from .overrides import override
 
 _logger = logging.getLogger(__package__)
@@ -28,8 +28,8 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     slots, poorest_gb = _poorest_stage(self, _affordable_slots(self, mamba_gb), mamba_gb)
     if slots < 1:
         message = (
-            f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough prefix cache budget for the scratch of "
-            "one step and one durable state, on every pipeline stage"
+            f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough prefix cache budget for the scratch "
+            "of one step and one durable state, on every pipeline stage"
         )
         if hasattr(self, "max_mamba_intermediate_states_per_step"):
             raise ValueError(message)
@@ -48,8 +48,8 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     state = _state_bytes(self)
     scratch = self.mamba_slot_allocator.max_intermediate_count
     _logger.info(
-        "%d durable slots (%.3f GB), %d scratch slots (%.3f GB), %.1f KB a state",
-        slots, slots * state / 2**30, scratch, scratch * state / 2**30, state / 2**10,
+        "%d durable slots (%.1f MiB), %d scratch slots (%.1f MiB), %.1f KiB a state",
+        slots, slots * state / 2**20, scratch, scratch * state / 2**20, state / 2**10,
     )  # fmt: skip
 
 
@@ -138,6 +138,7 @@ def _keep_counts(record: HostRecord, allocator: Any) -> None:
     record.retired["committed"] += allocator.committed_total
     record.retired["evicted"] += allocator.evicted_total
     record.retired["dropped"] += allocator.dropped_checkpoints
+    record.slots, record.dropped = NO_SLOTS, 0
 
 
 @override(DYNAMIC_CONTEXT, "reinitialize_inference_state_buffers", part="lifecycle", faults=(6, 14))

@@ -116,7 +116,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     # ---- hashes
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
-        """See the base; a block without a slot gets one with a zero state, where a slot is available.
+        """See the base; a block without a slot gets one with a zero state, where a slot is free.
 
         megatron-core's own allocator lists such a block, and starts a request that resumes there from zeros.
         """
@@ -125,7 +125,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         pairs = list(zip(blocks, keys, strict=True))
         states, reserved = self.slots.map, self.reserved_blocks
         lacking = [b for b, key in pairs if key > 0 and b not in states and b not in reserved]
-        stateless = list(dict.fromkeys(lacking))[: self.available_count]
+        stateless = list(dict.fromkeys(lacking))[: self.free_count]
         if stateless:
             _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
             slots = self.slots.allocate(stateless)
@@ -176,6 +176,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         finally:
             self.intermediate.clear()
             self.planned_rows.clear()
+            record = record_of(self.context)
+            record.slots, record.dropped = self.slots.counts, self.dropped_checkpoints
 
     def _commit_step(self) -> None:
         prompts = self.intermediate.sources()

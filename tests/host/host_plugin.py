@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import mcore_rig
+import megatron.core
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 HELPERS = "tests.unit_tests.test_utilities"
 _around = ExitStack()
 _outcomes: dict[str, dict[str, str]] = {}
+_report: dict[str, Any] = {"tests": _outcomes}
 
 
 class Utils:
@@ -41,7 +43,7 @@ class Utils:
 
     @staticmethod
     def initialize_model_parallel(*sizes: int, **named: Any) -> None:
-        """As megatron-core's; a test that needs more processes is skipped, and leaves the next one a group."""
+        """As megatron-core's; a test that needs more processes is skipped."""
         parallel_state.destroy_model_parallel()
         try:
             parallel_state.initialize_model_parallel(*sizes, **named)
@@ -87,14 +89,15 @@ def pytest_configure(config: pytest.Config) -> None:
         _around.enter_context(_CudaIsCpu())
         _around.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: False)))
         random.model_parallel_cuda_manual_seed = _seed  # random numbers are those of the CPU
+    _report["host"] = f"megatron-core {megatron.core.__version__.partition('+')[0]}"
     if os.environ["MAMBASLOTS_HOST"] == "ours":
         from mambaslots import mcore
 
-        _around.enter_context(mcore.installed())
+        _report["host"] = _around.enter_context(mcore.installed()).describe()
 
 
 def pytest_unconfigure() -> None:
-    Path(os.environ["MAMBASLOTS_OUTCOMES"]).write_text(json.dumps(_outcomes))
+    Path(os.environ["MAMBASLOTS_OUTCOMES"]).write_text(json.dumps(_report))
     _around.close()
 
 
