@@ -186,6 +186,7 @@ class Preparation:
                 stop_token_ids=(*stops, *more_stops),
                 seed=seed,
                 return_log_probs=options.num_top_log_probs is not None,
+                num_top_log_probs=options.num_top_log_probs or 0,
             )
         except ValueError as error:
             raise RequestError(400, str(error)) from None

@@ -75,4 +75,4 @@ def test_a_token_s_text_has_the_blank_before_it() -> None:
         AnswerToken(2, " world", 0, -0.5), AnswerToken(3, "s", 5, -0.5), AnswerToken(1, " Hello", 6, -0.5),
     ]  # fmt: skip
     texts = TokenTexts(TextCodec(Words()))
-    assert [texts.after(None, 1), texts.after(0, 1), texts.after(2, 0)] == ["Hello", "Hello", ""]
+    assert [texts.after(0, 1), texts.after(2, 1), texts.after(2, 0)] == ["Hello", " Hello", ""]

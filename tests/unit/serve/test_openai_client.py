@@ -87,6 +87,27 @@ def test_a_chat_that_is_streamed_and_resumed(served: Served, client: openai.Open
         assert turn == 0 or cached == (len(prompt) - 1) // 32 * 32
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_likeliest_tokens(served: Served, client: openai.OpenAI, streams: bool) -> None:
+    answer: Any = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=8, seed=2, logprobs=True, top_logprobs=3, stream=streams
+    )
+    choices = [chunk.choices[0] for chunk in answer] if streams else answer.choices
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    prompt = served.loaded.encode_chat(CHAT)
+    sampling = {"num_tokens_to_generate": 8, "return_log_probs": True, "num_top_log_probs": 3}
+    (result,) = expected(served, [prompt], seed=2, **sampling)
+    assert result.top_log_probs is not None
+    assert [token.logprob for token in tokens] == pytest.approx(result.log_probs, abs=1e-9)
+    for token, tops in zip(tokens, result.top_log_probs, strict=True):
+        assert [top.token for top in token.top_logprobs] == [served.loaded.decode([top]) for top, _ in tops]
+        assert [top.logprob for top in token.top_logprobs] == pytest.approx([p for _, p in tops], abs=1e-9)
+    legacy = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1, seed=2, logprobs=3)
+    assert legacy.choices[0].logprobs is not None
+    (by_text,) = legacy.choices[0].logprobs.top_logprobs or []
+    assert by_text == pytest.approx({top.token: top.logprob for top in tokens[0].top_logprobs}, abs=1e-9)
+
+
 def test_a_completion_of_text(served: Served, client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=LENGTH, temperature=0, logprobs=0, stop=None, user="somebody"
