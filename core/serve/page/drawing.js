@@ -173,7 +173,7 @@ function ticksUpTo(most) {
  *  `full()` is the axis' end, `show(value)` and `tick(value)` as text, `empty` is said where all is 0. */
 export class Chart {
   constructor(id, series, options) {
-    Object.assign(this, { show: count, tick: count, gap: -0.3, empty: "" }, options, { series, at: null, bins: [] });
+    Object.assign(this, { show: count, tick: count, gap: 0, empty: "" }, options, { series, at: null, bins: [] });
     this.host = $(id);
     this.picture = this.host.appendChild(make("svg", { role: "img", tabindex: "0" }));
     this.note = this.host.appendChild(make("p", { class: "empty" }));
