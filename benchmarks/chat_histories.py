@@ -24,7 +24,7 @@ TOOLS = [
         "function": {"name": "find_book", "description": "Where is a book?", "parameters": PARAMETERS},
     }
 ]
-THINKING = "The question is about a rule of the house. The rule says four weeks for books, so that is it."
+THINKING = "The rule for books says four weeks."
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,11 @@ class Request:
 
     Attributes:
         messages, variables: for the chat template.
-        answer: what the model says then, thinking and tool calls included.
-        thinking: what the model thinks before.
+        answer: what the model says then: an assistant's message, perhaps with thinking and tool calls.
     """
 
     messages: list[Message]
-    answer: str
-    thinking: str = ""
+    answer: Message
     variables: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,8 +60,9 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+def assistant(text: str, thinking: str = "") -> Message:
+    message = {"role": "assistant", "content": text}
+    return message | {"reasoning_content": thinking} if thinking else message
 
 
 def question(number: int) -> str:
@@ -71,7 +70,7 @@ def question(number: int) -> str:
 
 
 def answer(number: int) -> str:
-    return f"Book {number * 7919} is lent for four weeks, which begin on the day after it was collected."
+    return f"Book {number * 7919}: four weeks, from the next day on."
 
 
 def turns(num_turns: int, system: str = "", thinking: str = "", **variables: Any) -> list[Request]:
@@ -80,7 +79,7 @@ def turns(num_turns: int, system: str = "", thinking: str = "", **variables: Any
     requests = []
     for number in range(1, num_turns + 1):
         messages = [*messages, user(question(number))]
-        requests.append(Request(messages, answer(number), thinking, variables))
+        requests.append(Request(messages, assistant(answer(number), thinking), variables))
         messages = [*messages, assistant(answer(number))]
     return requests
 
@@ -88,29 +87,30 @@ def turns(num_turns: int, system: str = "", thinking: str = "", **variables: Any
 def edited(request: Request, index: int) -> Request:
     """The request with another text in user message `index`, the last one then."""
     messages = [*request.messages[:index], user("Another question: are two films lent for two weeks?")]
-    return Request(messages, answer(99), request.thinking, request.variables)
+    return Request(messages, assistant(answer(99)), request.variables)
 
 
 def histories(with_system: bool = True, with_tools: bool = True) -> Iterator[History]:
-    """The histories that a template can render, if it knows system prompts and tools or not."""
+    """The histories for a template, with a system prompt and tools or without."""
     today, tomorrow = (f"{datetime.now() + timedelta(days):%A, %d %B %Y}" for days in (0, 1))
     system = SYSTEM.format(date=today) if with_system else ""
     variables = {"tools": TOOLS} if with_tools else {}
     first = int(with_system)  # the first user message
     three = turns(3, system, **variables)
+    last = three[-1]
     yield History("next turn", three)
-    yield History("answer regenerated", [*three, three[-1]])
-    yield History("last turn edited", [*three, edited(three[-1], first + 4)])
-    yield History("earlier turn edited", [*three, edited(three[-1], first + 2)])
-    yield History("first turn edited", [*three, edited(three[-1], first)])
-    yield History("sent whole, last turn edited", [three[-1], edited(three[-1], first + 4)])
-    yield History("sent whole, earlier turn edited", [three[-1], edited(three[-1], first + 2)])
-    yield History("sent whole, earlier answer regenerated", [three[-1], three[1]])
+    yield History("answer regenerated", [*three, last])
+    yield History("last turn edited", [*three, edited(last, first + 4)])
+    yield History("earlier turn edited", [*three, edited(last, first + 2)])
+    yield History("another conversation", [*three, edited(last, first)])
+    yield History("sent whole, last turn edited", [last, edited(last, first + 4)])
+    yield History("sent whole, earlier turn edited", [last, edited(last, first + 2)])
+    yield History("sent whole, earlier answer regenerated", [last, three[1]])
     yield History("thinking stripped", turns(3, system, THINKING, **variables), "thinking")
     if with_system:
         other = SYSTEM.format(date=tomorrow)
         changed = [{"role": "system", "content": other}, *three[0].messages[1:]]
-        yield History("new system date", [three[0], Request(changed, answer(1), "", variables)])
+        yield History("new system date", [three[0], Request(changed, three[0].answer, variables)])
     if with_tools:
         yield from tool_histories(system)
 
@@ -118,20 +118,21 @@ def histories(with_system: bool = True, with_tools: bool = True) -> Iterator[His
 def tool_histories(system: str) -> Iterator[History]:
     """A tool is called, its result is sent, and the next question follows."""
     variables = {"tools": TOOLS}
-    (asked,) = turns(1, system, THINKING, **variables)
     function = {"name": "find_book", "arguments": {"title": "The Name of the Rose"}}
     call = {"id": "call00001", "type": "function", "function": function}
-    called = {
-        "role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": THINKING,
-    }  # fmt: skip
+    called = assistant("", THINKING) | {"tool_calls": [call]}
     result = {
         "role": "tool", "content": '{"floor": 2, "shelf": "E 17", "lent": false}', "name": "find_book",
         "tool_call_id": "call00001",
     }  # fmt: skip
-    told = Request([*asked.messages, called, result], "It stands on floor 2.", THINKING, variables)
-    then = [*told.messages, assistant(told.answer), user(question(2))]
-    yield History("tool result", [asked, told], "tools")
-    yield History("turn after a tool", [asked, told, Request(then, answer(2), "", variables)], "tools")
+    messages = turns(1, system)[0].messages
+    asked = Request(messages, called, variables)
+    found = Request([*messages, called, result], assistant("On floor 2.", THINKING), variables)
+    then = [*found.messages, assistant("On floor 2."), user(question(2))]
+    yield History("tool result", [asked, found], "tools")
+    yield History(
+        "turn after a tool", [asked, found, Request(then, assistant(answer(2)), variables)], "tools"
+    )
 
 
 if __name__ == "__main__":

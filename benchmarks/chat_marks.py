@@ -1,14 +1,15 @@
-"""How many prompt tokens resume in the histories that chat clients send, with marks of the template and without?
+"""How many prompt tokens of a chat resume after what clients do, with marks of the template and without?
 
-Each history is a few requests to an engine with the real books of prefixes, blocks and states, and a model that gives
-the answers of a script. Tokens are bytes and the special tokens of the template. The figures are those of the last request:
+Each history is a few requests to an engine with the real books of prefixes, blocks and states. Its model
+gives the answers of a script. A token is a byte or a special token of the template. The figures are those of
+the last request:
   prompt    its tokens
   ideal     tokens that it shares with an earlier request or its answer, rounded down to a block
   marks     tokens that it resumed with `encode_chat_marked` and `CheckpointPlan(marks=...)`
   none      tokens that it resumed with the default plan
   states    states that all requests of the history stored, with marks and without
-Templates are those of `chat_templates.py`, and with --templates every *.jinja file of a folder. A history that a
-template refuses, or for which it has no tools or thinking, is left out. The last lines sum up.
+Templates are those of `chat_templates.py`, and with --templates every *.jinja file of a folder. A history
+that a template refuses, or for which it has no tools or thinking, is left out.
 """
 
 import json
@@ -20,13 +21,16 @@ import mambaslots as ms
 import torch
 from chat_histories import History, Request, histories
 from chat_templates import TEMPLATES, special_tokens
-from command_line import add_count, make_parser, new_file
+from command_line import add_count, make_parser
 from mambaslots.text import ByteTokenizer, ChatTemplate, MarkedPrompt, TextCodec
 from torch import Tensor
 
 
 class ScriptedModel:
-    """Answers as `script` says: the token after position p is `script[p + 1]`. Serves one request at a time."""
+    """Answers as `script` says: `script[p + 1]` follows position p. Serves one request at a time.
+
+    It also drafts what it is going to say, which saves steps and changes neither tokens nor cached states.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -38,6 +42,9 @@ class ScriptedModel:
             num_attention_layers=1, num_kv_heads=1, head_dim=1, kv_dtype=torch.float32,
             vocab_size=self._vocab_size, device=torch.device("cpu"),
         )  # fmt: skip
+
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
+        return self.script[len(tokens) : len(tokens) + max_drafts]
 
     def __call__(self, inputs: ms.StepInputs) -> Tensor:
         logits = torch.zeros(len(inputs.logit_tokens), self._vocab_size)
@@ -65,23 +72,30 @@ def make_codec(template: str) -> TextCodec:
     return TextCodec(tokenizer, ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}))
 
 
-def answer_tokens(codec: TextCodec, request: Request, prompt: Sequence[int], thinks: bool) -> list[int]:
-    """What the model says: thinking, if the template knows it, and the answer."""
-    text = request.answer
-    if thinks and request.thinking:
-        has_begun = codec.decode(prompt).endswith("<think>\n") or prompt[-2] in codec.encode("<think>")
-        text = f"{'' if has_begun else '<think>'}\n{request.thinking}\n</think>\n\n{text}"
-    return codec.encode(text)
+def answer_tokens(codec: TextCodec, request: Request) -> list[int]:
+    """What the model says: what the template writes behind the prompt, with the thinking that it drops."""
+    assert codec.chat_template is not None
+    template, thinking = codec.chat_template, request.answer.get("reasoning_content", "")
+    before = template.render(request.messages, **request.variables)
+    try:
+        after = template.render([*request.messages, request.answer], False, **request.variables)
+    except ValueError:
+        after = ""
+    if after.startswith(before) and thinking in after:
+        return codec.encode(after[len(before) :])
+    begin = "" if before.rstrip().endswith("<think>") else "<think>"
+    thought = f"{begin}\n{thinking}\n</think>\n\n" if thinking else ""
+    return codec.encode(thought + (request.answer["content"] or json.dumps(request.answer["tool_calls"])))
 
 
-def encoded(codec: TextCodec, history: History, thinks: bool) -> list[tuple[MarkedPrompt, list[int]]] | None:
+def encoded(codec: TextCodec, history: History) -> list[tuple[MarkedPrompt, list[int]]] | None:
     """Prompts and answers; None where the template refuses one of them."""
     try:
         prompts = [codec.encode_chat_marked(each.messages, **each.variables) for each in history.requests]
     except ValueError:
         return None
     return [
-        (prompt, answer_tokens(codec, request, prompt.tokens, thinks))
+        (prompt, answer_tokens(codec, request))
         for prompt, request in zip(prompts, history.requests, strict=True)
     ]
 
@@ -105,9 +119,10 @@ def resumed(served: list[tuple[MarkedPrompt, list[int]]], block: int, with_marks
     vocab_size = 1 + max(max(*prompt.tokens, *answer, 255) for prompt, answer in served)
     model = ScriptedModel(vocab_size)
     config = ms.InferenceConfig(
-        block_size_tokens=block, max_requests=1, max_tokens=4096, num_kv_blocks=4096, num_mamba_slots=256
-    )
-    engine, plan = ms.DynamicInferenceEngine(model, config), ms.CheckpointPlan()
+        block_size_tokens=block, max_requests=1, max_tokens=4096, max_sequence_length=2**16,
+        num_kv_blocks=2**14, num_mamba_slots=256, num_speculative_tokens=31,
+    )  # fmt: skip
+    engine, plan = ms.DynamicInferenceEngine(model, config, drafter=model), ms.CheckpointPlan()
     num_resumed = 0
     for prompt, answer in served:
         model.script = [*prompt.tokens, *answer]
@@ -119,21 +134,21 @@ def resumed(served: list[tuple[MarkedPrompt, list[int]]], block: int, with_marks
 
 
 def measure(name: str, template: str, block: int) -> Iterator[Row]:
+    """The histories that the template renders: with a system prompt, or where it refuses that, without."""
     codec = make_codec(template)
-    has_tools, thinks = "tools" in template, "think>" in template
+    knows = {"": True, "tools": "tools" in template, "thinking": "think>" in template}
     for with_system in (True, False):
-        for history in histories(with_system, has_tools):
-            if history.needs == "thinking" and not thinks:
-                continue
-            served = encoded(codec, history, thinks)
-            if served is None:
-                continue
-            with_marks, states = resumed(served, block, True)
-            without, states_without = resumed(served, block, False)
-            yield Row(
-                name, history.name + ("" if with_system else ", no system"), len(served[-1][0].tokens),
-                ideal(served, block), with_marks, without, states, states_without,
-            )  # fmt: skip
+        rendered = {
+            history.name: served
+            for history in histories(with_system, knows["tools"])
+            if knows[history.needs] and (served := encoded(codec, history))
+        }
+        for history, served in rendered.items():
+            (marks, states), (none, without) = (resumed(served, block, marked) for marked in (True, False))
+            num_tokens, best = len(served[-1][0].tokens), ideal(served, block)
+            yield Row(name, history, num_tokens, best, marks, none, states, without)
+        if rendered:
+            return
 
 
 def table(rows: Sequence[Row], column: str) -> None:
@@ -142,9 +157,8 @@ def table(rows: Sequence[Row], column: str) -> None:
     for row in rows:
         groups.setdefault(getattr(row, column), []).append(row)
     width = max(map(len, [*groups, column]))
-    print(
-        f"\n{column:{width}}  cases   prompt    ideal    marks     none  marks/ideal  none/ideal  states   none"
-    )
+    heads = "cases   prompt    ideal    marks     none  marks/ideal  none/ideal  states   none"
+    print(f"\n{column:{width}}  {heads}")
     for name, group in [*groups.items(), ("all", list(rows))]:
         prompt, best, marks, none, states, without = (
             sum(getattr(row, field) for row in group)
@@ -164,6 +178,7 @@ def main() -> None:
     )
     add_count(parser, "--block", 32, "tokens of a block; a multiple of 4", at_least=4)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     files = sorted(arguments.templates.glob("*.jinja")) if arguments.templates else []
     templates = TEMPLATES | {path.stem: path.read_text("utf-8") for path in files}
     rows = []

@@ -6,7 +6,8 @@ Each name says what the template does. `special_tokens` finds the names of speci
 import re
 
 _MARKERS = re.compile(
-    r"<\|[\w ]+\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|\[/?[A-Z_]{3,}\]|</?s>|<bos>|<(?:start|end)_of_turn>|</?think>"
+    r"<\|[\w ]+\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|\[/?[A-Z_]{3,}\]|</?s>|<bos>"
+    r"|<(?:start|end)_of_turn>|</?think>"
 )
 
 CHATML = """\

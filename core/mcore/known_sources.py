@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+TESTED_VERSIONS = ("0.18.2", "0.19.0", "0.19.2")
+"""The versions of megatron-core that the tests run on."""
+
 KNOWN_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ContextGPUView.__init__": {
         "117c39b75b90": ("0.18.0", "0.18.1", "0.18.2"),

@@ -7,6 +7,7 @@ from statistics import median
 
 from ..cache_stats import EngineStats
 from ..config import InferenceConfig
+from ..inference.policies.compute_reasons import ComputeReason
 from ..inference.policies.departures import EVICTIONS
 from ..pool_sizes import GIGABYTE
 from .figures import differences
@@ -16,7 +17,7 @@ logger = logging.getLogger("mambaslots.monitor")
 _NUM_PROMPTS = 64  # so many of the last prompts say what a typical length is
 _UNUSED = 0.8  # a larger share of evicted states that nobody had used is worth a word
 
-_ADVICE = {
+_ADVICE: dict[ComputeReason, str] = {
     "state_not_taken": "no state was taken that deep; give CheckpointPlan.marks where prompts branch, or a "
     "checkpoint_plan with a prefill_interval of a few blocks",
     "branch_first_seen": "prompts leave known paths where no state lies; give CheckpointPlan.marks where "
@@ -119,15 +120,16 @@ class MissWatch:
         left = differences(now.states_left_by_cause, before.states_left_by_cause)
         kv_left = differences(now.kv_blocks_left_by_cause, before.kv_blocks_left_by_cause)
 
-        def share(*reasons: str) -> float:
+        def share(*reasons: ComputeReason) -> float:
             return sum(lost[reason] for reason in reasons) / num_tokens
 
-        def opening(*reasons: str) -> str:
+        def opening(*reasons: ComputeReason) -> str:
             names = " and ".join(reasons)
             return f"{share(*reasons):.0%} of {num_tokens} prompt tokens were computed because of {names}: "
 
         if share("state_evicted", "capacity") > self._max_lost_share:
-            reasons = [reason for reason in ("state_evicted", "capacity") if lost[reason]]
+            known: tuple[ComputeReason, ...] = ("state_evicted", "capacity")
+            reasons = [reason for reason in known if lost[reason]]
             number = left["new_state"] + max(0, now.num_states_refused - before.num_states_refused)
             yield "states", f"{opening(*reasons)}{self._more_slots(number)}"
             unused = max(0, now.num_states_evicted_unused - before.num_states_evicted_unused)

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.request import DynamicInferenceRequest
@@ -17,7 +17,7 @@ from ..inference.contexts.root_use import RootUse, use_by_root
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.step_report import NewTokens
 from ..inference.policies.salt_key import salt_bytes
-from ..request import RequestResult
+from ..request import FinishReason, RequestResult
 from ..validation import instance, integer, real, shown
 from .figures import (
     FIRST_TOKEN_BOUNDS_S,
@@ -143,7 +143,7 @@ class Monitor:
         self._tenants = Tenants()
         self._running: dict[int, RequestRecord] = {}
         self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
-        self._num_ended: Counter[str] = Counter()
+        self._num_ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self._num_added = 0
         self._num_generated = 0
         self._first_token = Latency(FIRST_TOKEN_BOUNDS_S)

@@ -73,5 +73,5 @@ def _counts(stats: EngineStats, num_generated: int) -> Mapping[str, int]:
         "prompt": cache.num_prompt_tokens,
         "resumed": cache.num_resumed_tokens,
         "generated": num_generated,
-        **cache.computed_by_reason,
+        **{str(reason): number for reason, number in cache.computed_by_reason.items()},
     }

@@ -40,15 +40,18 @@ class TokenTexts:
 
     def __init__(self, text: TextCodec | None) -> None:
         self._text = text
+        self._last: tuple[int, str] | None = None
+        """The last token that others were written behind, and its text."""
 
-    def after(self, previous: int | None, token: int) -> str:
+    def after(self, previous: int, token: int) -> str:
         """The text of `token` behind `previous`; "" for special tokens."""
         if self._text is None:
             return ""
-        if previous is None:
-            return self._text.decode([token])
-        both, first = self._text.decode([previous, token]), self._text.decode([previous])
-        return both[len(first) :] if both.startswith(first) else self._text.decode([token])
+        if self._last is None or self._last[0] != previous:
+            self._last = previous, self._text.decode([previous])
+        before = self._last[1]
+        both = self._text.decode([previous, token])
+        return both[len(before) :] if both.startswith(before) else self._text.decode([token])
 
 
 class AnswerText:
@@ -113,8 +116,11 @@ class AnswerText:
     def _note(self, generated: GeneratedToken) -> None:
         if not self._keeps_tokens:
             return
+        likely = generated.top_log_probs or ()
+        top = tuple((self._texts.after(self._previous, token), log_prob) for token, log_prob in likely)
         text = self._texts.after(self._previous, generated.token)
-        self._unplaced.append(AnswerToken(generated.token, text, self._num_characters, generated.log_prob))
+        token = AnswerToken(generated.token, text, self._num_characters, generated.log_prob, top)
+        self._unplaced.append(token)
         self._previous = generated.token
 
     def _placed(self, piece: str) -> str:

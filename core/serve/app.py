@@ -18,6 +18,7 @@ from .answers import ChatForm, CompletionForm
 from .errors import RequestError
 from .gate import Gate
 from .keys import Keys
+from .metrics import metrics_text
 from .responses import JSONAnswer, error_response
 from .service import Service
 from .settings import ServerSettings
@@ -118,6 +119,13 @@ async def health(request: Request) -> Response:
     if trouble is not None:
         raise trouble
     return JSONAnswer({"status": "ok"})
+
+
+@router.get("/metrics")
+def metrics(request: Request) -> Response:
+    """Not async, so that the event loop does not wait for it."""
+    content, media_type = metrics_text(_service(request).monitor)
+    return Response(content, media_type=media_type)
 
 
 def _service(request: Request) -> Service:

@@ -17,8 +17,10 @@ MAX_SALT_LENGTH = 256
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "add_special_tokens": (True,), "allowed_token_ids": ([],), "audio": (),
     "bad_words": ([],), "best_of": (), "continue_final_message": (False,),
-    "documents": ([],), "dry_multiplier": (0,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],),
-    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (), "grammar": ("",),
+    "documents": ([],), "dry_multiplier": (0,), "echo": (False,), "frequency_penalty": (0,),
+    "function_call": ("none",), "functions": ([],), "guided_choice": (),
+    "guided_grammar": (), "guided_json": (), "guided_regex": (),
+    "grammar": ("",),
     "include_stop_str_in_output": (False,), "json_schema": (), "length_penalty": (1,), "logit_bias": ({},),
     "logits_processors": ([],), "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],),
     "no_repeat_ngram_size": (0,), "parallel_tool_calls": (True,), "presence_penalty": (0,),

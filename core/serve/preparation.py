@@ -89,8 +89,9 @@ class Lengths:
         wanted = asked if asked is not None else max(1, min(room, default or room))
         if wanted > room:
             message = (
-                f"the prompt has {num_prompt_tokens} tokens and the answer up to {wanted}; accepted: together "
-                f"at most max_sequence_length ({self.max_sequence_length}) and the KV pool ({self.pool})"
+                f"the prompt has {num_prompt_tokens} tokens and the answer up to {wanted}; accepted: "
+                f"together at most max_sequence_length ({self.max_sequence_length}) and the KV pool "
+                f"({self.pool})"
             )
             if self.step is not None:
                 message += f", and {self.step} without chunked prefill"
@@ -185,6 +186,7 @@ class Preparation:
                 stop_token_ids=(*stops, *more_stops),
                 seed=seed,
                 return_log_probs=options.num_top_log_probs is not None,
+                num_top_log_probs=options.num_top_log_probs or 0,
             )
         except ValueError as error:
             raise RequestError(400, str(error)) from None

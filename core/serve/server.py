@@ -1,6 +1,7 @@
 """A process that serves until it is told to stop."""
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -58,10 +59,12 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.access").disabled = True  # also where somebody gave it a handler
         self._app = app
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -79,7 +82,7 @@ class _Server(uvicorn.Server):
     def _stop(self, name: str) -> None:
         service: Service = self._app.state.service
         if self._draining is not None:
-            self.should_exit = True  # at once
+            self._closing = asyncio.create_task(self._close(service))
             return
         if service.engine.num_running + service.engine.num_waiting:
             print(
@@ -91,5 +94,11 @@ class _Server(uvicorn.Server):
     async def _drain(self, service: Service) -> None:
         try:
             await service.drain()
+        finally:
+            self.should_exit = True
+
+    async def _close(self, service: Service) -> None:
+        try:
+            await service.close()
         finally:
             self.should_exit = True

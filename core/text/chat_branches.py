@@ -1,7 +1,9 @@
 """Where conversations that begin alike branch, in the text of a chat."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
@@ -12,6 +14,10 @@ MAX_MARKED_MESSAGES = 16
 """Of more marked messages the last ones count: each costs a rendering."""
 _NUM_TURNS = 3
 """User turns, counted from the end, whose branches are looked for."""
+_CALL_ID = "abcde1234"
+"""Some templates accept no id of another length."""
+_NUM_DATES = 2
+"""One may be the template's and one the client's."""
 _NUM_CHARACTERS_AFTER = 64
 """Characters after a branch on which the tokens before it may depend."""
 _DATE_FORMS = (
@@ -34,19 +40,21 @@ class ChatBranches:
     the last user message, or merges messages. So no position is computed from one text. Each is the length
     of the longest common prefix with another chat's text. A chat that the template refuses gives no branch.
 
-    A chat of one turn takes 3 renderings beside its own, a longer one at most 8. Each marked message takes
-    one more.
+    A chat of one turn takes 3 renderings beside its own, a longer one at most 8. Tools take one more, and so
+    does each marked message.
 
     Args:
         text: of `messages`, as `render` gave it.
         messages: the chat, oldest message first.
         render: the template.
+        has_tools: whether the answer may call a tool.
     """
 
-    def __init__(self, text: str, messages: Sequence[Message], render: Render) -> None:
+    def __init__(self, text: str, messages: Sequence[Message], render: Render, has_tools: bool) -> None:
         self._text = text
         self._messages = list(messages)
         self._render = render
+        self._has_tools = has_tools
         self._other = _character_outside(text)
         users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
         self._first_user = users[0] if users else None
@@ -57,9 +65,10 @@ class ChatBranches:
 
         1. After each marked message.
         2. Before the first user message: another conversation with the same system prompt and tools.
-        3. Where the next turn leaves the text, and before the generation prompt.
+        3. Where the next turn leaves the text, where the result of a tool does, and before the generation
+           prompt.
         4. Before the last user message, which is edited.
-        5. Before today's date in the system prompt.
+        5. Before the first dates of today in the system prompt.
         6. The two user turns before: after the message, whose answer is made anew, and before it.
         """
         for message in sorted(set(marked_messages))[-MAX_MARKED_MESSAGES:]:
@@ -67,17 +76,17 @@ class ChatBranches:
         system = [] if self._first_user is None else [*self._before(self._first_user)]
         yield from system
         yield from self._next_turn(self._messages)
+        if self._has_tools:
+            yield from self._tool_result()
         yield from self._leaves(self._messages, False)
-        last, *others = self._last_users or [None]
-        if last is not None and last != self._first_user:
-            yield from self._before(last)
+        for user in self._last_users[:1]:
+            yield from self._edited(user)
         for branch in system:
-            yield from self._date(branch.num_characters)
-        for user in others:
+            yield from self._dates(branch.num_characters)
+        for user in self._last_users[1:]:
             if self._messages[user + 1].get("role") == "assistant":
                 yield from self._leaves(self._messages[: user + 1], True)
-            if user != self._first_user:
-                yield from self._before(user)
+            yield from self._edited(user)
 
     def _after(self, index: int) -> Iterator[Branch]:
         if index + 1 == len(self._messages):
@@ -85,6 +94,9 @@ class ChatBranches:
         if self._messages[index + 1].get("role") == "assistant":
             return self._next_turn(self._messages[: index + 1])
         return self._before(index + 1)
+
+    def _edited(self, user: int) -> Iterator[Branch]:
+        return iter(()) if user == self._first_user else self._before(user)
 
     def _before(self, index: int) -> Iterator[Branch]:
         """Message `index` has another text, and no answer yet."""
@@ -98,11 +110,20 @@ class ChatBranches:
         is_answered = bool(messages) and messages[-1].get("role") == "assistant"
         return self._leaves([*messages, *([] if is_answered else [answer]), question], True)
 
-    def _date(self, stop: int) -> Iterator[Branch]:
-        places = [self._text.find(date, 0, stop) for date in _dates_of_today()]
-        found = [place for place in places if place >= 0]
-        if found:
-            yield Branch(min(found), self._other)
+    def _tool_result(self) -> Iterator[Branch]:
+        """After the messages come thoughts, the call of a tool, and its result."""
+        function = {"name": self._other, "arguments": {}}
+        call = {"id": _CALL_ID, "type": "function", "function": function}
+        calling = {
+            "role": "assistant", "content": "", "reasoning_content": self._other, "tool_calls": [call],
+        }  # fmt: skip
+        result = {"role": "tool", "content": self._other, "tool_call_id": _CALL_ID, "name": self._other}
+        return self._leaves([*self._messages, calling, result], True)
+
+    def _dates(self, stop: int) -> Iterator[Branch]:
+        dates = re.finditer("|".join(map(re.escape, _dates_of_today())), self._text[:stop])
+        for date in islice(dates, _NUM_DATES):
+            yield Branch(date.start(), self._other)
 
     def _leaves(self, messages: Sequence[Message], add_generation_prompt: bool) -> Iterator[Branch]:
         try:
@@ -110,6 +131,9 @@ class ChatBranches:
         except Exception:  # a template is code
             return
         length = _common_length(self._text, other)
+        if add_generation_prompt and 0 < length == len(other):  # its last token is always computed
+            length -= 1
+            other = other[:length] + self._other
         yield Branch(length, other[length : length + _NUM_CHARACTERS_AFTER])
 
     def _text_like(self, message: Message) -> Any:
@@ -120,7 +144,7 @@ class ChatBranches:
 
 def _character_outside(text: str) -> str:
     """A character that `text` does not have: a chat that goes on with this character leaves the text."""
-    return next(character for character in map(chr, range(0xE000, 0xF8FF)) if character not in text)
+    return next((character for character in map(chr, range(0xE000, 0xF900)) if character not in text), "\0")
 
 
 def _common_length(first: str, second: str) -> int:
@@ -138,5 +162,9 @@ def _common_length(first: str, second: str) -> int:
 def _dates_of_today() -> list[str]:
     """Today, yesterday and tomorrow, because clients are in other time zones, in usual forms."""
     days = [datetime.now() + timedelta(days) for days in (-1, 0, 1)]
-    dates = {day.strftime(form) for day in days for form in _DATE_FORMS}
-    return [*dates, *{date.replace(" 0", " ").removeprefix("0") for date in dates}]
+    return [
+        date
+        for day in days
+        for written in map(day.strftime, _DATE_FORMS)
+        for date in dict.fromkeys([written, written.replace(" 0", " ").removeprefix("0")])
+    ]

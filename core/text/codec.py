@@ -96,7 +96,7 @@ class TextCodec:
         last user messages, and where the next turn leaves this text: a template may drop the thinking of this
         turn. Take states there: `CheckpointPlan(marks=prompt.marks)`.
 
-        Other chats are rendered and compared with this one: at most 8, however long the chat is, and one for
+        Other chats are rendered and compared with this one: at most 9, however long the chat is, and one for
         each of the last 16 marked messages. A chat that the template refuses gives no mark.
 
         Args:
@@ -114,7 +114,12 @@ class TextCodec:
         marked = integers("marked_messages", listed, 0, len(messages) - 1)
         generation = boolean("add_generation_prompt", add_generation_prompt)
         text = template.render(messages, generation, **variables)
-        branches = ChatBranches(text, messages, lambda other, add: template.render(other, add, **variables))
+        branches = ChatBranches(
+            text,
+            messages,
+            render=lambda other, add: template.render(other, add, **variables),
+            has_tools=bool(variables.get("tools")),
+        )
         if isinstance(self.tokenizer, CuttingTokenizer):
             tokens, cuts = self.tokenizer.encode_with_cuts(text)
         else:

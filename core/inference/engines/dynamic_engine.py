@@ -365,7 +365,7 @@ class DynamicInferenceEngine:
         so_far = self._books.speculation
         for step in steps:
             if step.decoding and step.request.request_id in tokens:
-                new = [token for token, _ in tokens[step.request.request_id]]
+                new = [one.token for one in tokens[step.request.request_id]]
                 so_far = SpeculationStats(
                     so_far.num_decodes + 1,
                     so_far.num_tokens + len(new),
