@@ -26,7 +26,7 @@ MODEL = Path(__file__).parents[1] / "models/tiny-code"
 KEYS = {"editor": "editor-key", "tests": "tests-key"}
 ADMIN_KEY = "operator-key"
 SIZES = {
-    "--num-mamba-slots": 18, "--num-kv-blocks": 200, "--block-size-tokens": 32, "--max-requests": 4,
+    "--num-mamba-slots": 20, "--num-kv-blocks": 200, "--block-size-tokens": 32, "--max-requests": 4,
     "--max-sequence-length": 2048, "--threads": 1,
 }  # fmt: skip
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -114,7 +114,7 @@ def main() -> None:
         "--picture", type=arguments.new_file, metavar="PATH", default=Path("page.png"),
         help="the file to write (default: %(default)s)",
     )  # fmt: skip
-    arguments.add_count(parser, "--seconds", 120, "the users talk for so long")
+    arguments.add_count(parser, "--seconds", 90, "the users talk for so long")
     arguments.add_count(parser, "--users", 3, "users of each tenant at once")
     arguments.add_count(parser, "--width", 1280, "of the window in pixels")
     parser.add_argument("--scheme", choices=("light", "dark"), default="light", help="(default: %(default)s)")

@@ -265,6 +265,15 @@ function sayGone(why) {
   $("figures").classList.add("stale");
 }
 
+/** What an answer that is an error says of itself. */
+async function reasonOf(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return answer.statusText || "it gave no reason";
+  }
+}
+
 /** The server's answer as an object; null where it was none, and the page says why. */
 async function fetchSnapshot() {
   const key = sessionStorage.getItem(KEY);
@@ -278,7 +287,7 @@ async function fetchSnapshot() {
     return null;
   }
   if (answer.status === 401) askForKey(key !== null);
-  else sayGone(`The server answered ${answer.status} ${answer.statusText}.`);
+  else sayGone(`The server answered ${answer.status}: ${await reasonOf(answer)}.`);
   return null;
 }
 

@@ -23,10 +23,10 @@ NOTHING = "\u2013"  # a dash
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'&amp;\u202e\ud83d"
 
 
-def an_app(shown: dict[str, Any], admin_key: str | None = None) -> FastAPI:
+def an_app(shown: dict[str, Any], admin_key: str | None = None, **api_keys: str) -> FastAPI:
     """The page's routes behind the server's gate, over one snapshot; `app.state.shown` can be replaced."""
     app = FastAPI()
-    app.add_middleware(Gate, keys=Keys({}, admin_key))
+    app.add_middleware(Gate, keys=Keys(api_keys, admin_key))
     app.include_router(page_routes.router)
     app.state.shown = shown
     app.state.monitor = SimpleNamespace(snapshot=lambda: app.state.shown)
@@ -165,8 +165,15 @@ def test_a_chart_is_read_with_the_pointer_and_with_keys(visit: Any) -> None:
     assert page.page.locator("#token-chart .s-kv_evicted.faded").count() == 0
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (400, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.long),
+        pytest.param(400, "light", marks=pytest.mark.long),
+    ],
+)
 def test_the_page_fits_and_can_be_read(visit: Any, width: int, scheme: str) -> None:
     shown = snapshot(130, warnings=["A setting should change. " * 20])
     page = visit(shown, width=width, scheme=scheme)
@@ -175,6 +182,8 @@ def test_the_page_fits_and_can_be_read(visit: Any, width: int, scheme: str) -> N
     page.page.click("#show-all")
     assert len(page.rows("requests")) == 100
     assert page.overflow <= 0
+    page.page.evaluate("document.body.style.color = '#777'")
+    assert page.low_contrast != [], "text that is hard to read is noticed"
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -269,7 +278,7 @@ def test_a_server_that_is_gone_is_said_so_and_comes_back(browser: Any) -> None:
             assert len(visit.rows("requests")) == 6
             server.app.state.monitor.snapshot = lambda: 1 / 0
             visit.wait_for("#gone")
-            assert visit.text("#gone").startswith("The server answered 500")
+            assert visit.text("#gone").startswith("The server answered 500: an internal error")
     finally:
         visit.page.close()
 
@@ -295,6 +304,14 @@ def test_the_page_asks_for_the_admin_key(browser: Any) -> None:
         other = Visit(browser, server.url)  # another tab
         other.wait_for("#key-form")
         other.page.close()
+
+
+def test_a_server_without_an_admin_key_says_that_it_has_none(browser: Any) -> None:
+    with PageServer(an_app(snapshot(5), red="key-of-red")) as server:
+        visit = Visit(browser, server.url)
+        visit.wait_for("#gone")
+        assert "the server has no admin_key" in visit.text("#gone")
+        visit.page.close()
 
 
 # ---- with the server
