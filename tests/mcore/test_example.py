@@ -7,6 +7,7 @@ import pytest
 from conversation_texts import conversations
 
 
+@pytest.mark.long
 def test_conversations_with_stock_and_with_the_drop_in(
     machine: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
