@@ -136,7 +136,8 @@ class Host:
         return run
 
     def _engine(self, **options: Any) -> Any:
-        rows = len(self.users)
+        ranks = torch.distributed.get_world_size()
+        rows = -(-len(self.users) // ranks) * ranks  # megatron-core wants a multiple
         gc.collect()  # engines are in cycles, and hold pools
         return mcore_rig.make_engine(
             self.model,

@@ -79,7 +79,8 @@ def hybrid_model(
 def _config(shape: Shape, num_layers: int, dtype: torch.dtype) -> TransformerConfig:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     settings = dict(shape.settings)
-    settings["mamba_num_groups"] = max(settings["mamba_num_groups"], ranks)  # a rank has one at least
+    for name, least in (("mamba_num_groups", 1), ("mamba_num_heads", 2)):  # of a rank
+        settings[name] = max(settings[name], least * ranks)
     if dtype == torch.float32 and "flash_attention_version" in {one.name for one in fields(TransformerConfig)}:
         settings["flash_attention_version"] = 2  # FlashAttention-3 has no float32
     return TransformerConfig(
