@@ -42,8 +42,8 @@ def print_machine(args: argparse.Namespace) -> None:
     load = LOADS[args.shape]
     print(
         f"shape {args.shape}, {args.dtype}: {args.conversations} conversations at a time, {args.turns} turns, "
-        f"system prompts of {load.system_prompt:,} tokens, answers of {load.answer}, "
-        f"at most {load.step:,} tokens a step"
+        f"system prompts of {load.system_prompt:,} tokens,\nanswers of {load.answer}, "
+        f"at most {load.step:,} tokens a step, each run timed {args.rounds} times"
     )
     for name, what in mcore_rig.what_runs().items():
         print(f"  {name}: {what}")
@@ -59,17 +59,30 @@ def print_speed(without: Run, runs: list[Run]) -> None:
     """Counts, times and answers: a table without CUDA graphs, one with them."""
     for graphs in sorted({run.cuda_graphs for run in runs}):
         shown = [run for run in runs if run.cuda_graphs == graphs]
+        speeds = [speed(run) for run in shown]
         print(f"\nCUDA graphs {'on' if graphs else 'off'}")
-        _counts(shown)
-        _row("time to first token, mean, ms", *(f"{1e3 * mean(run.ttfts_s):,.0f}" for run in shown))
-        _row("time to first token, p90, ms", *(f"{1e3 * _p90(run.ttfts_s):,.0f}" for run in shown))
-        _row("output tokens a second", *(f"{run.num_generated_tokens / run.seconds:,.0f}" for run in shown))
-        _row("seconds", *(f"{run.seconds:.1f}" for run in shown))
+        _counts([run.timed[0] for run in shown])
+        _row("time to first token, mean, ms", *(f"{1e3 * one['ttft_mean_s']:,.0f}" for one in speeds))
+        _row("time to first token, p90, ms", *(f"{1e3 * one['ttft_p90_s']:,.0f}" for one in speeds))
+        _row("output tokens a second", *(f"{one['output_tokens_a_second']:,.0f}" for one in speeds))
+        _row("seconds", *(f"{one['seconds']:.1f}" for one in speeds))
         _row("answers as in whole prompts", *(f"{run.identical(without)} of {run.requests}" for run in shown))
 
 
+def speed(run: Run) -> dict[str, float]:
+    """Of all rounds together; seconds of one."""
+    ttfts = [ttft for one in run.timed for ttft in one.ttfts_s]
+    seconds = sum(one.seconds for one in run.timed)
+    return {
+        "ttft_mean_s": mean(ttfts),
+        "ttft_p90_s": _p90(ttfts),
+        "output_tokens_a_second": sum(one.num_generated_tokens for one in run.timed) / seconds,
+        "seconds": seconds / len(run.timed),
+    }
+
+
 def print_differences(without: Run, runs: list[Run]) -> None:
-    """How far apart, in the run with whole prompts, the two best tokens were where an answer first differs."""
+    """How far apart the two best tokens of whole prompts were where an answer first differs."""
     print("\nwhere an answer first differs from that of whole prompts without a cache:")
     print(f"{'':<32}{'answers':>9}{'median token':>14}{'gap: median':>13}{'p90':>8}{'largest':>9}")
     for run in runs:
@@ -83,7 +96,8 @@ def print_differences(without: Run, runs: list[Run]) -> None:
         print(f"{name:<32}{cells}")
     gaps = [gap for turn in without.served for one in turn for gap in one.gaps]
     if gaps:
-        print(f"{'of all tokens':<32}{len(gaps):>9}{'':>14}{median(gaps):>13.4f}{_p90(gaps):>8.4f}{max(gaps):>9.4f}")
+        cells = f"{len(gaps):>9}{'':>14}{median(gaps):>13.4f}{_p90(gaps):>8.4f}{max(gaps):>9.4f}"
+        print(f"{'of all tokens':<32}{cells}")
 
 
 def _p90(values: list[float]) -> float:
@@ -103,20 +117,27 @@ def figures(args: argparse.Namespace, without: Run, runs: list[Run]) -> dict[str
 
 
 def _figures_of(run: Run, without: Run) -> dict[str, Any]:
-    ttfts = run.ttfts_s
     return {
-        "name": run.name,
+        **_counts_of(run),
         "whole_prompts": run is without,
         "cuda_graphs": run.cuda_graphs,
+        "identical_answers": run.identical(without),
+        "first_differences": [{"token": at, "gap": gap} for at, gap in run.first_differences(without)],
+        "speed": speed(run) if run.timed else None,
+        "timed": [_counts_of(one) for one in run.timed],
+    }
+
+
+def _counts_of(run: Run) -> dict[str, Any]:
+    return {
+        "name": run.name,
         "requests": run.requests,
         "prompt_tokens": run.prompt_tokens,
         "num_resumed_tokens": run.num_resumed_tokens,
         "computed_tokens": run.computed_tokens,
         "generated_tokens": run.num_generated_tokens,
         "seconds": run.seconds,
-        "ttft_s": {"mean": mean(ttfts), "p90": _p90(ttfts), "all": ttfts} if ttfts else None,
-        "identical_answers": run.identical(without),
-        "first_differences": [{"token": at, "gap": gap} for at, gap in run.first_differences(without)],
+        "ttfts_s": run.ttfts_s,
         "stats": asdict(run.stats) if run.stats else None,
     }
 

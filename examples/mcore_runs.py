@@ -1,16 +1,16 @@
-"""The runs of `mcore_dynamic_inference.py`: conversations through megatron-core's engine, one cache after another."""
+"""The runs of `mcore_dynamic_inference.py`: conversations served without a cache, and with either cache."""
 
 import gc
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mambaslots.mcore
 import mcore_rig
 import torch
-from conversation_texts import SYSTEM_PROMPTS, Conversation, conversations
+from conversation_texts import SYSTEM_PROMPTS, Conversation
 from mcore_rig import Served
 
 Answers = list[list[list[int]]]  # by turn, by conversation
@@ -46,7 +46,13 @@ LOADS = {
 
 @dataclass
 class Run:
-    """What serving all conversations once came to."""
+    """What serving all conversations once came to.
+
+    Attributes:
+        seconds: by the clock, without building the engine.
+        served: by turn, by conversation.
+        timed: the same with the run's own answers sent again, after the kernels were compiled.
+    """
 
     name: str
     cuda_graphs: bool = False
@@ -57,6 +63,7 @@ class Run:
     served: list[list[Served]] = field(default_factory=list)
     stats: Any = None
     ranks: int = 1
+    timed: list["Run"] = field(default_factory=list)
 
     @property
     def num_resumed_tokens(self) -> int:
@@ -102,23 +109,25 @@ class Host:
     def reference(self) -> Run:
         """Without a cache, and whole prompts at a time: in stock, the last chunk of a prompt may go wrong."""
         engine = self._engine(prefix_caching=False, max_tokens=self.load.whole * len(self.users))
-        return self._serve("no cache", engine, self.users, top_n_logprobs=2)
+        return self._serve("no cache", engine, top_n_logprobs=2)
 
     def cached(self, without: Run, cuda_graphs: bool = False) -> list[Run]:
         """With megatron-core's own cache, and with mambaslots."""
         return [self._row(name, without, cuda_graphs) for name in ("stock", "mambaslots")]
 
-    def measured(self, without: Run, cuda_graphs: bool, seed: int) -> list[Run]:
-        """No cache, stock, mambaslots, in steps of equal size, each after a run that compiles its kernels."""
-        runs = []
-        strangers = conversations(len(self.users), 1, seed + 1)
-        for name in ("no cache", "stock", "mambaslots"):
-            others = Host(self.model, strangers, replace(self.load, answer=8))
-            others._row(name, None, cuda_graphs, quiet=True)
-            runs.append(self._row(name, without, cuda_graphs))
+    def measured(self, without: Run, cuda_graphs: bool, rounds: int) -> list[Run]:
+        """No cache, stock, mambaslots, in steps of equal size.
+
+        Each first answers the prompts of `without`, which also compiles its kernels. Then it is timed: there
+        each sends its own answers again, as clients do.
+        """
+        runs = [self._row(name, without, cuda_graphs) for name in ("no cache", "stock", "mambaslots")]
+        for number in range(rounds):
+            for run in runs[:: -1 if number % 2 else 1]:
+                run.timed.append(self._row(run.name, None, cuda_graphs))
         return runs
 
-    def _row(self, name: str, without: Run | None, cuda_graphs: bool, quiet: bool = False) -> Run:
+    def _row(self, name: str, without: Run | None, cuda_graphs: bool) -> Run:
         options: dict[str, Any] = {"max_tokens": self.load.step, "enable_chunked_prefill": True}
         if name == "no cache":
             options["prefix_caching"] = False
@@ -127,9 +136,8 @@ class Host:
         # For good, instead of for a while: mambaslots.mcore.install()
         with mambaslots.mcore.installed() if name == "mambaslots" else nullcontext():
             engine = self._engine(cuda_graphs=cuda_graphs, **options)
-            history = without.answers if without else None
             sampling = {"return_log_probs": False} if self.load.only_last_logits else {}
-            run = self._serve(name, engine, self.users, history, quiet, **sampling)
+            run = self._serve(name, engine, without.answers if without else None, **sampling)
             run.cuda_graphs = cuda_graphs
             if name == "mambaslots":
                 run.stats = mambaslots.mcore.stats(engine.context)
@@ -147,16 +155,9 @@ class Host:
             **options,
         )
 
-    def _serve(
-        self,
-        name: str,
-        engine: Any,
-        users: list[Conversation],
-        history: Answers | None = None,
-        quiet: bool = False,
-        **sampling: Any,
-    ) -> Run:
+    def _serve(self, name: str, engine: Any, history: Answers | None = None, **sampling: Any) -> Run:
         """`history` holds the answers to send again; without it, those of this run."""
+        users = self.users
         run = Run(name, ranks=torch.distributed.get_world_size())
         transcripts = [system_prompt(user, self.load.system_prompt) for user in users]
         started = time.perf_counter()
@@ -171,7 +172,7 @@ class Host:
             run.prompt_tokens += sum(map(len, transcripts))
             for transcript, answer in zip(transcripts, (history or run.answers)[turn], strict=True):
                 transcript.extend(answer)
-            if self.rank == 0 and not quiet:
+            if self.rank == 0:
                 print(f"{name:>13}: turn {turn + 1}, {run.seconds:5.1f} s", flush=True)
         run.computed_tokens = engine.context.lifetime_prefill_token_count
         return run
@@ -188,7 +189,8 @@ def system_prompt(user: Conversation, num_bytes: int) -> list[int]:
 
 def agree_on_all_ranks(runs: list[Run]) -> None:
     """RuntimeError where a rank has other answers, or has resumed elsewhere, than rank 0."""
-    ours = [(run.name, run.answers, run.computed_tokens) for run in runs]
+    every = [one for run in runs for one in (run, *run.timed)]
+    ours = [(run.name, run.answers, run.computed_tokens) for run in every]
     seen: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(seen, ours)
     if any(other != ours for other in seen):

@@ -81,7 +81,9 @@ def _config(shape: Shape, num_layers: int, dtype: torch.dtype) -> TransformerCon
     settings = dict(shape.settings)
     for name, least in (("mamba_num_groups", 1), ("mamba_num_heads", 2)):  # of a rank
         settings[name] = max(settings[name], least * ranks)
-    if dtype == torch.float32 and "flash_attention_version" in {one.name for one in fields(TransformerConfig)}:
+    if dtype == torch.float32 and "flash_attention_version" in {
+        one.name for one in fields(TransformerConfig)
+    }:
         settings["flash_attention_version"] = 2  # FlashAttention-3 has no float32
     return TransformerConfig(
         params_dtype=dtype,
@@ -175,7 +177,9 @@ def make_engine(
         raise RuntimeError(f"megatron-core made {built} KV blocks and state slots of {options}")
     wrapper = GPTInferenceWrapper(model, context)
     wrapper.model_is_pipeline_parallel = config.pipeline_model_parallel_size > 1
-    tokenizer = SimpleNamespace(vocab_size=shape.vocabulary, detokenize=lambda tokens: "".join(map(chr, tokens)))
+    tokenizer = SimpleNamespace(
+        vocab_size=shape.vocabulary, detokenize=lambda tokens: "".join(map(chr, tokens))
+    )
     controller = TextGenerationController(inference_wrapped_model=wrapper, tokenizer=tokenizer)
     return DynamicInferenceEngine(controller, context)
 

@@ -48,7 +48,9 @@ def on_this_machine() -> Iterator[None]:
             stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
         stack.enter_context(_missing_packages())
         if not distributed.is_initialized():
-            stack.enter_context(_ranks_of_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else _one_process())
+            stack.enter_context(
+                _ranks_of_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else _one_process()
+            )
         yield
 
 
