@@ -10,9 +10,9 @@ said and answered before (in the first run without a cache), so that every answe
 
 The first takes two minutes on a CPU, where `mcore_rig` lets megatron-core run. On a GPU, or with `--speed`,
 there is also a run without a cache in steps of the others' size, and the runs are timed: in these each turn
-sends again what the run itself has answered. In float32 the exit code is 1 if an answer with mambaslots differs
-from the one without a cache. In bfloat16 other batches alone give other answers, so the script prints how far
-apart the two best tokens were where two answers first differ.
+sends again what the run itself has answered. In float32 the exit code is 1 if an answer with mambaslots
+differs from the one without a cache. In bfloat16 other batches alone give other answers, so the script prints
+how far apart the two best tokens were where two answers first differ.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main() -> int:
             return 0
     print()
     if args.speed:
-        print_machine(args)
+        print_machine(args, without)
         print_speed(without, runs)
         print_differences(without, runs)
     else:

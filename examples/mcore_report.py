@@ -36,12 +36,13 @@ def print_table(without: Run, *cached: Run) -> None:
     )
 
 
-def print_machine(args: argparse.Namespace) -> None:
+def print_machine(args: argparse.Namespace, without: Run) -> None:
     """Where the runs were made, of what, and which code served the names of missing packages."""
-    print(", ".join(machine().values()))
+    print(", ".join(machine(without).values()))
     load = LOADS[args.shape]
     print(
-        f"shape {args.shape}, {args.dtype}: {args.conversations} conversations at a time, {args.turns} turns, "
+        f"shape {args.shape}, {args.dtype}: {args.conversations} conversations at a time, "
+        f"{args.turns} turns, "
         f"system prompts of {load.system_prompt:,} tokens,\nanswers of {load.answer}, "
         f"at most {load.step:,} tokens a step, each run timed {args.rounds} times"
     )
@@ -49,8 +50,11 @@ def print_machine(args: argparse.Namespace) -> None:
         print(f"  {name}: {what}")
 
 
-def machine() -> dict[str, str]:
+def machine(without: Run) -> dict[str, str]:
+    """The devices of all ranks, the versions of packages, the date."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    if without.ranks > 1:
+        device = f"{without.ranks} ranks, each on one {device}"
     packages = {name: f"{name} {version(name)}" for name in PACKAGES}
     return {"device": device, **packages, "date": datetime.date.today().isoformat()}
 
@@ -64,6 +68,7 @@ def print_speed(without: Run, runs: list[Run]) -> None:
         _counts([run.timed[0] for run in shown])
         _row("time to first token, mean, ms", *(f"{1e3 * one['ttft_mean_s']:,.0f}" for one in speeds))
         _row("time to first token, p90, ms", *(f"{1e3 * one['ttft_p90_s']:,.0f}" for one in speeds))
+        _row("  after the first turn, mean", *(f"{1e3 * one['later_ttft_mean_s']:,.0f}" for one in speeds))
         _row("output tokens a second", *(f"{one['output_tokens_a_second']:,.0f}" for one in speeds))
         _row("seconds", *(f"{one['seconds']:.1f}" for one in speeds))
         _row("answers as in whole prompts", *(f"{run.identical(without)} of {run.requests}" for run in shown))
@@ -72,10 +77,12 @@ def print_speed(without: Run, runs: list[Run]) -> None:
 def speed(run: Run) -> dict[str, float]:
     """Of all rounds together; seconds of one."""
     ttfts = [ttft for one in run.timed for ttft in one.ttfts_s]
+    later = [one.ttft_s for done in run.timed for turn in done.served[1:] for one in turn if one.ttft_s]
     seconds = sum(one.seconds for one in run.timed)
     return {
         "ttft_mean_s": mean(ttfts),
         "ttft_p90_s": _p90(ttfts),
+        "later_ttft_mean_s": mean(later or ttfts),
         "output_tokens_a_second": sum(one.num_generated_tokens for one in run.timed) / seconds,
         "seconds": seconds / len(run.timed),
     }
@@ -108,7 +115,7 @@ def figures(args: argparse.Namespace, without: Run, runs: list[Run]) -> dict[str
     """What `--json` writes."""
     asked = {name: value for name, value in vars(args).items() if name != "json"}
     return {
-        "machine": machine() | {"ranks": without.ranks},
+        "machine": machine(without),
         "what_runs": mcore_rig.what_runs(),
         "arguments": asked,
         "load": asdict(LOADS[args.shape]),

@@ -48,5 +48,6 @@ from .shapes import SHAPES, TINY, Shape
 
 __all__ = [
     "on_this_machine", "what_runs", "hybrid_model", "load_stage", "make_engine", "serve", "add", "step",
-    "finish", "Served", "HybridModel", "Shape", "SHAPES", "TINY", "BLOCK", "SSD_CHUNK", "VOCABULARY", "cpu_as_gpu",
+    "finish", "Served", "HybridModel", "Shape", "SHAPES", "TINY", "BLOCK", "SSD_CHUNK", "VOCABULARY",
+    "cpu_as_gpu",
 ]  # fmt: skip
