@@ -249,13 +249,12 @@ def test_other_origins(served: Served) -> None:
 
 def test_paths_and_methods_that_do_not_exist() -> None:
     with serving(tiny_loaded(), small_config(num_kv_blocks=64)) as open_server:
-        assert (open_server.get("/none").status, open_server.get("/none").error["message"]) == (
-            404,
-            "Not Found",
-        )
+        for path in ("/none", "/v1/completions/"):
+            reply = open_server.get(path)
+            assert (reply.status, reply.error["message"]) == (404, "there is no such path")
         reply = open_server.get("/v1/completions")
         assert (reply.status, reply.headers["allow"]) == (405, "POST")
-        assert reply.error["message"] == "Method Not Allowed"
+        assert reply.error["message"] == "this path does not take this method"
 
 
 def test_a_dead_engine_is_told() -> None:
