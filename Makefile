@@ -18,7 +18,7 @@ BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py
   serving_conversations.py serving_trace.py serving_report.py serving_plot.py bits_answers.py bits_bench.py bits_conditions.py \
   bits_costs.py bits_drafters.py bits_traffic.py bits_table.py),$(wildcard benchmarks/*.py))
 
-.PHONY: demo serve test test-ranks test-long test-gpus lint bench clean
+.PHONY: demo serve test test-ranks test-long test-host test-gpus lint bench clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
@@ -37,6 +37,11 @@ test-ranks: $(FOR_DEV)
 test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
 	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long $(ARGS)
+
+test-host: $(FOR_DEV)
+	@test -n "$(MEGATRON)" || { \
+	  echo "make test-host MEGATRON=CHECKOUT needs a checkout of NVIDIA/Megatron-LM at core_r0.19.0"; exit 1; }
+	$(BIN)/python tests/host/host_tests.py "$(MEGATRON)" $(if $(ARGS),-- $(ARGS))
 
 test-gpus: $(FOR_DEV)
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && \

@@ -24,7 +24,7 @@ TOOLS = [
         "function": {"name": "find_book", "description": "Where is a book?", "parameters": PARAMETERS},
     }
 ]
-THINKING = "The question is about books, and the rule says four weeks."
+THINKING = "The rule for books says four weeks."
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def question(number: int) -> str:
 
 
 def answer(number: int) -> str:
-    return f"Book {number * 7919} is lent for four weeks, from the next day on."
+    return f"Book {number * 7919}: four weeks, from the next day on."
 
 
 def turns(num_turns: int, system: str = "", thinking: str = "", **variables: Any) -> list[Request]:

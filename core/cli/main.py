@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import shtab
 
-from . import chat, doctor, run, serve
+from .. import mcore
+from . import chat, doctor, serve
 from .options import Parser
 
 HEADLINE = "The prefix cache for hybrid language models: Mamba-2, gated delta nets, short convolutions."
+RUN = "Run a script of megatron-core on the drop-in, and say what it replaced and what was resumed."
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -47,7 +49,7 @@ def make_parser() -> Parser:
             help="what is logged on stderr (default: %(default)s)",
         )  # fmt: skip
         own.set_defaults(run=command.run)
-    listed.add_parser("run", help=run.TEXT, add_help=False)  # its options are the drop-in's
+    mcore.add_options(listed.add_parser("run", help=RUN, description=RUN))
     return parser
 
 
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its script's own options are not ours
-        return run.run_script(words[1:])
+        return mcore.main(words[1:], "mambaslots run")
     options = make_parser().parse_args(words)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:

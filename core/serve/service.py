@@ -1,6 +1,7 @@
 """What the endpoints share: the engine, the work on text, and what the server takes."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,8 @@ class Service:
         """Cancel what runs, and end the threads."""
         self.is_draining = True
         await self.engine.close()
-        self.monitor.close()
+        with contextlib.suppress(ValueError):  # it has failed, and the engine dropped it
+            self.monitor.close()
         self._text_thread.shutdown(wait=False, cancel_futures=True)
 
     @property

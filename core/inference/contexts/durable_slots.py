@@ -12,17 +12,13 @@ from .slot_map import SlotMap
 
 
 class SlotCounts(NamedTuple):
-    """Numbers of slots now, and of states that were ever committed, or evicted for a new state.
-
-    `departures` counts what was committed and what left, by cause and age.
-    """
+    """Numbers of slots now, and of states that were ever committed, or evicted for a new state."""
 
     free: int
     reserved: int
     committed: int
     committed_total: int
     evicted_total: int
-    departures: Departures[StateLeaveCause]
 
 
 class DurableSlots:
@@ -46,6 +42,7 @@ class DurableSlots:
         pins: pinned slot -> how often it is pinned.
         ghosts: hashes whose state was evicted, or was not taken for want of a slot.
         version: grows with every change of `free` or `map`.
+        departures: how many states were committed, and how many left, by cause and age.
     """
 
     def __init__(
@@ -81,17 +78,15 @@ class DurableSlots:
         self._eviction: SlotEvictionPolicy = (
             RefZeroEviction(clock) if eviction_policy == "ref_zero" else LRUEviction(clock)
         )
-        self._departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES)
+        self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES)
 
     # ---- lookup
 
     @property
     def counts(self) -> SlotCounts:
-        left = self._departures
+        left = self.departures
         num_evicted = left.by_cause["new_state"]
-        return SlotCounts(
-            len(self.free), len(self.reserved), len(self.map), left.num_entered, num_evicted, left
-        )
+        return SlotCounts(len(self.free), len(self.reserved), len(self.map), left.num_entered, num_evicted)
 
     @property
     def num_available(self) -> int:
@@ -226,7 +221,7 @@ class DurableSlots:
     def refuse(self, keys: Sequence[int]) -> None:
         """Note that no slot was left for the states under these prefix hashes."""
         if keys:
-            self._departures.num_refused += len(keys)
+            self.departures.num_refused += len(keys)
             self.ghosts.add_all(keys, "capacity")
             self._tell_ghosts_changed(keys)
 
@@ -295,9 +290,9 @@ class DurableSlots:
             part.clear()
         self.free = list(range(self.num_slots))
         self.version += 1
-        self._departures.by_cause["reset"] += num_left
+        self.departures.by_cause["reset"] += num_left
         if totals:
-            self._departures.clear()
+            self.departures.clear()
 
     # ---- inside
 
@@ -329,13 +324,13 @@ class DurableSlots:
         self.map.enter(blocks, slots)
         self.version += 1
         self._eviction.insert(*slots)
-        self._departures.num_entered += len(blocks)
+        self.departures.num_entered += len(blocks)
         self._tell_states_changed(blocks)
 
     def _leave(self, blocks: Sequence[int], cause: StateLeaveCause) -> list[int]:
         slots = self.map.leave(blocks)
         self.version += 1
-        departures = self._departures
+        departures = self.departures
         departures.by_cause[cause] += len(slots)
         if slots and cause in EVICTIONS:
             departures.note_ages(self._clock(), self._eviction.last_used_ns(slots), remember=True)
@@ -366,7 +361,7 @@ class DurableSlots:
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
         assert len(free) + len(reserved) + len(committed) == self.num_slots, "a slot is nowhere"
-        self._departures.check_integrity(len(committed), "states")
+        self.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
         assert sorted(self.by_use()) == sorted(committed), (

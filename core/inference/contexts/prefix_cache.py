@@ -336,7 +336,7 @@ class PrefixCache:
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
-        states, blocks = slots.departures, kv.tree.departures
+        states, blocks = self.slots.departures, kv.tree.departures
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,

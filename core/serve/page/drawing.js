@@ -139,11 +139,13 @@ const BIN_LENGTHS_S = [1, 2, 4, 5, 10, 15, 20, 30];
 const EDGE = { left: 46, right: 6, top: 8, bottom: 20 };
 const sumOf = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);
 
-/** The shown time in bins of equal length, which multiples of their length bound. */
+/** The shown time, up to the newest point, in bins of equal length, which multiples of their length bound. */
 function binsOf({ points, every_s: everyS, nowS, windowS }, plotWidth) {
   const fits = (s) => s % everyS === 0 && plotWidth / (windowS / s) >= 6;
   const lengthS = BIN_LENGTHS_S.find(fits) ?? 60;
-  const startS = Math.ceil(nowS / lengthS) * lengthS - windowS;
+  const newestS = points.at(-1)?.time_s ?? nowS;
+  const endS = nowS - newestS < 2 * everyS ? newestS : nowS;
+  const startS = Math.ceil(endS / lengthS) * lengthS - windowS;
   const bins = Array.from({ length: Math.round(windowS / lengthS) }, (_, index) => {
     const inside = [];
     const fromS = startS + index * lengthS;
@@ -173,7 +175,7 @@ function ticksUpTo(most) {
  *  `full()` is the axis' end, `show(value)` and `tick(value)` as text, `empty` is said where all is 0. */
 export class Chart {
   constructor(id, series, options) {
-    Object.assign(this, { show: count, tick: count, gap: -0.3, empty: "" }, options, { series, at: null, bins: [] });
+    Object.assign(this, { show: count, tick: count, gap: 0, empty: "" }, options, { series, at: null, bins: [] });
     this.host = $(id);
     this.picture = this.host.appendChild(make("svg", { role: "img", tabindex: "0" }));
     this.note = this.host.appendChild(make("p", { class: "empty" }));
@@ -252,13 +254,19 @@ export class Chart {
     return parts;
   }
 
+  /** A point for each bin with a value. The line is faint over bins without one. */
   points(y) {
     const middle = (index) => (this.x(index) + this.x(index + 1)) / 2;
-    const there = this.rows.flatMap(([value], index) => (value === null ? [] : [[middle(index), y(value)]]));
+    const there = this.rows.flatMap(([value], index) => (value === null ? [] : [[middle(index), y(value), index]]));
     const colour = nameClass(this.series[0].name);
-    const path = there.map(([x, height], index) => `${index ? "L" : "M"}${x} ${height}`).join("");
+    const isNext = (number) => number > 0 && there[number][2] === there[number - 1][2] + 1;
+    const path = (joins) => there.map(([x, height], number) => `${joins(number) ? "L" : "M"}${x} ${height}`).join("");
     const dots = there.map(([cx, cy]) => make("circle", { class: `series ${colour}`, cx, cy, r: 2 }));
-    return [make("path", { class: `line ${colour}`, d: path }), ...dots];
+    return [
+      make("path", { class: `line faint ${colour}`, d: path((number) => number > 0) }),
+      make("path", { class: `line ${colour}`, d: path(isNext) }),
+      ...dots,
+    ];
   }
 
   latest() {

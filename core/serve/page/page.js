@@ -6,7 +6,7 @@ import { $, bytes, Chart, clock, count, drawBar, duration, exact, fillTable, hig
 const POLL_S = 2;
 const TIMEOUT_S = 10;
 const NOW_S = 60; // what the tiles call "now"
-const FEW_REQUESTS = 20;
+const FEW_REQUESTS = 12;
 const KEY = "mambaslots-admin-key"; // in sessionStorage
 const REASONS = {
   resumed: "taken from the cache, not computed",
@@ -149,7 +149,8 @@ function showPools() {
 }
 
 function showTables() {
-  const { tenants, pools, evictions, latency } = snapshot;
+  const { pools, evictions, latency } = snapshot;
+  const tenants = snapshot.tenants.filter((tenant) => tenant.requests || tenant.states || tenant.kv_blocks);
   fillTable("tenants", [
     text((tenant) => tenant.name), number((tenant) => tenant.requests),
     rate((tenant) => tenant.resumed_tokens, (tenant) => tenant.prompt_tokens),
@@ -163,7 +164,7 @@ function showTables() {
   fillTable("evictions", [{ fill: (cell, [cause]) => nameEntry(cell, cause, CAUSES, "code") }, number(([, states]) => states), rate(([, states]) => states, () => all)],
     causes, ([cause]) => cause, "No state has left.");
   const { p50, p90 } = evictions.age_s;
-  set($("eviction-age"), all ? `Age of a state when it was evicted: p50 ${duration(p50)}, p90 ${duration(p90)}.` : "");
+  set($("eviction-age"), all ? `Age of states when evicted: p50 ${duration(p50)}, p90 ${duration(p90)}.` : "");
 }
 
 /** All spans of a prompt: what lies before a computed span was resumed. */
@@ -188,7 +189,8 @@ function showSpans(cell, { prompt_tokens: promptTokens, resumed_tokens: resumedT
 }
 
 function showEnd(cell, request) {
-  set(cell, request.finish_reason ?? "running");
+  const hasBegun = request.spans.length || request.resumed_tokens || request.generated_tokens;
+  set(cell, request.finish_reason ?? (hasBegun ? "running" : "waiting"));
   cell.classList.toggle("unfinished", request.finish_reason === null);
 }
 
@@ -263,6 +265,15 @@ function sayGone(why) {
   $("figures").classList.add("stale");
 }
 
+/** What an answer that is an error says of itself. */
+async function reasonOf(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return answer.statusText || "it gave no reason";
+  }
+}
+
 /** The server's answer as an object; null where it was none, and the page says why. */
 async function fetchSnapshot() {
   const key = sessionStorage.getItem(KEY);
@@ -276,7 +287,7 @@ async function fetchSnapshot() {
     return null;
   }
   if (answer.status === 401) askForKey(key !== null);
-  else sayGone(`The server answered ${answer.status} ${answer.statusText}.`);
+  else sayGone(`The server answered ${answer.status}: ${await reasonOf(answer)}.`);
   return null;
 }
 

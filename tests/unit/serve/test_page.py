@@ -23,10 +23,10 @@ NOTHING = "\u2013"  # a dash
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'&amp;\u202e\ud83d"
 
 
-def an_app(shown: dict[str, Any], admin_key: str | None = None) -> FastAPI:
+def an_app(shown: dict[str, Any], admin_key: str | None = None, **api_keys: str) -> FastAPI:
     """The page's routes behind the server's gate, over one snapshot; `app.state.shown` can be replaced."""
     app = FastAPI()
-    app.add_middleware(Gate, keys=Keys({}, admin_key))
+    app.add_middleware(Gate, keys=Keys(api_keys, admin_key))
     app.include_router(page_routes.router)
     app.state.shown = shown
     app.state.monitor = SimpleNamespace(snapshot=lambda: app.state.shown)
@@ -114,7 +114,7 @@ def test_every_figure_of_the_snapshot_is_on_the_page(visit: Any) -> None:
 def test_a_request_shows_where_it_resumed_and_why_not_deeper(visit: Any) -> None:
     shown = snapshot(130)
     page = visit(shown)
-    assert len(page.rows("requests")) == 20
+    assert len(page.rows("requests")) == 12
     page.page.click("#show-all")
     rows = page.rows("requests")
     assert len(rows) == len(shown["requests"]) == 100
@@ -165,8 +165,15 @@ def test_a_chart_is_read_with_the_pointer_and_with_keys(visit: Any) -> None:
     assert page.page.locator("#token-chart .s-kv_evicted.faded").count() == 0
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (400, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.long),
+        pytest.param(400, "light", marks=pytest.mark.long),
+    ],
+)
 def test_the_page_fits_and_can_be_read(visit: Any, width: int, scheme: str) -> None:
     shown = snapshot(130, warnings=["A setting should change. " * 20])
     page = visit(shown, width=width, scheme=scheme)
@@ -175,6 +182,8 @@ def test_the_page_fits_and_can_be_read(visit: Any, width: int, scheme: str) -> N
     page.page.click("#show-all")
     assert len(page.rows("requests")) == 100
     assert page.overflow <= 0
+    page.page.evaluate("document.body.style.color = '#777'")
+    assert page.low_contrast != [], "text that is hard to read is noticed"
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -232,12 +241,22 @@ def test_what_lies_between_computed_spans_was_resumed(visit: Any) -> None:
     shown = snapshot(2)
     shown["requests"][0] |= {"prompt_tokens": 200, "spans": [[32, 64, "never_seen"], [96, 200, "never_seen"]]}
     shown["requests"][1] |= {"prompt_tokens": 200, "resumed_tokens": 96, "spans": []}
-    bars = visit(shown).page.locator("#requests svg")
+    page = visit(shown)
+    bars = page.page.locator("#requests svg")
     assert bars.nth(0).get_attribute("aria-label") == (
         "resumed: tokens 0 to 32; never_seen: tokens 32 to 64; "
         "resumed: tokens 64 to 96; never_seen: tokens 96 to 200"
     )
     assert bars.nth(1).get_attribute("aria-label") == "resumed: tokens 0 to 96"
+    assert [cells[-1] for cells in page.rows("requests")] == ["running", "running"]
+
+
+def test_a_request_that_waits_has_nothing_to_show(visit: Any) -> None:
+    shown = snapshot(1)
+    nothing = {"resumed_tokens": 0, "generated_tokens": 0, "spans": [], "ttft_s": None, "inter_token_s": None}
+    shown["requests"][0] |= nothing | {"finish_reason": None}
+    (cells,) = visit(shown).rows("requests")
+    assert cells[6:] == [NOTHING, NOTHING, "0", "waiting"]
 
 
 # ---- asking
@@ -259,7 +278,7 @@ def test_a_server_that_is_gone_is_said_so_and_comes_back(browser: Any) -> None:
             assert len(visit.rows("requests")) == 6
             server.app.state.monitor.snapshot = lambda: 1 / 0
             visit.wait_for("#gone")
-            assert visit.text("#gone").startswith("The server answered 500")
+            assert visit.text("#gone").startswith("The server answered 500: an internal error")
     finally:
         visit.page.close()
 
@@ -285,6 +304,14 @@ def test_the_page_asks_for_the_admin_key(browser: Any) -> None:
         other = Visit(browser, server.url)  # another tab
         other.wait_for("#key-form")
         other.page.close()
+
+
+def test_a_server_without_an_admin_key_says_that_it_has_none(browser: Any) -> None:
+    with PageServer(an_app(snapshot(5), red="key-of-red")) as server:
+        visit = Visit(browser, server.url)
+        visit.wait_for("#gone")
+        assert "the server has no admin_key" in visit.text("#gone")
+        visit.page.close()
 
 
 # ---- with the server
@@ -339,7 +366,7 @@ def test_a_conversation_that_was_just_held_is_shown_with_the_figures_of_the_api(
     assert reasons[0][1:] == [cell(cached), share(cached, prompt)]
     assert sum(int(cells[1].replace(",", "")) for cells in reasons) == prompt
     assert cached > 0
-    assert {cells[0]: cells[1] for cells in tenants} == {"default": "0", "red": "2", "blue": "2"}
+    assert {cells[0]: cells[1] for cells in tenants} == {"red": "2", "blue": "2"}
     made_up = keys_of(snapshot(3))
     made_up["evictions"]["by_cause"] = keys_of(status)["evictions"]["by_cause"]
     assert keys_of(status) == made_up, "the snapshots of these tests are like the monitor's"
