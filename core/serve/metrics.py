@@ -198,7 +198,7 @@ def _counter(name: str, help_text: str, value: float) -> Metric:
     return CounterMetricFamily(name, help_text, value=value)
 
 
-def _counters(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+def _counters[Label: str](name: str, help_text: str, label: str, values: Mapping[Label, float]) -> Metric:
     return _labelled(CounterMetricFamily(name, help_text, labels=[label]), values.items())
 
 
