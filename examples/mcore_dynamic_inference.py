@@ -79,6 +79,7 @@ def main() -> int:
             runs += (
                 host.measured(without, graphs, args.rounds) if args.speed else host.cached(without, graphs)
             )
+        mcore_rig.use_cuda_graphs(model, False)
         agree_on_all_ranks([without, *runs])
         if host.rank:
             return 0
