@@ -81,8 +81,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`testing` and `hf` are imported when they are first asked for: few servers need them."""
-    if name in ("testing", "hf"):
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for a module
+
+    def __getattr__(name: str) -> ModuleType:
+        """`testing` and `hf` are imported when they are first asked for: few servers need them."""
+        if name in ("testing", "hf"):
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,11 +37,10 @@ class CheckpointTokenizer:
         """
         if not self.tokenizer.is_fast:
             return self.encode(text, add_special_tokens=False), []
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False)
         ids: list[int] = found["input_ids"]
-        places: list[tuple[int, int]] = found["offset_mapping"]
-        added = [i for i, token in enumerate(ids) if token in self._added]
-        return ids, [Cut(places[i][0], places[i][1], i) for i in added]
+        places = ((i, found.token_to_chars(i)) for i, token in enumerate(ids) if token in self._added)
+        return ids, [Cut(span.start, span.end, i) for i, span in places if span is not None]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(
