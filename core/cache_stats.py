@@ -73,6 +73,10 @@ class PoolStats:
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
     kv_block_ages: AgeCounts
 
+    def __str__(self) -> str:
+        """How full the pools are, as a part of a line."""
+        return _pools(self)
+
 
 @dataclass(frozen=True)
 class CacheStats:
@@ -109,6 +113,16 @@ class CacheStats:
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
     kv_block_ages: AgeCounts
 
+    def __repr__(self) -> str:
+        """One line: what was resumed, why the rest was computed, and how full the pools are."""
+        computed = ", ".join(
+            f"{reason} {tokens}" for reason, tokens in self.computed_by_reason.items() if tokens
+        )
+        return (
+            f"<CacheStats: {self.num_requests} requests, {self.num_resumed_tokens} of "
+            f"{self.num_prompt_tokens} prompt tokens resumed, computed: {computed or 'none'}; {_pools(self)}>"
+        )
+
     @classmethod
     def of(cls, num_requests: int, ledger: TokenLedger, pools: PoolStats) -> "CacheStats":
         """Put together what a context counts: requests, prompt tokens, and the use of its pools."""
@@ -142,3 +156,17 @@ class EngineStats:
     num_paused: int
     num_waiting: int
     num_rebuilds: int = 0
+
+    def __repr__(self) -> str:
+        """One line: the queue, and the line of the cache."""
+        queue = f"{self.num_running} running ({self.num_paused} paused), {self.num_waiting} waiting"
+        return f"<EngineStats: {queue}; {self.cache!r}>"
+
+
+def _pools(stats: PoolStats | CacheStats) -> str:
+    num_slots = stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots
+    num_blocks = stats.num_free_kv_blocks + stats.num_cached_kv_blocks + stats.num_held_kv_blocks
+    return (
+        f"{stats.num_committed_slots} of {num_slots} slots hold a state, of {num_blocks} KV blocks "
+        f"{stats.num_held_kv_blocks} held and {stats.num_cached_kv_blocks} cached"
+    )

@@ -33,6 +33,16 @@ class LoadedModel:
     generation: GenerationDefaults
     folder: Path
 
+    def __repr__(self) -> str:
+        """One line: what was loaded, from where, and whether it has text."""
+        text, chat = self.text, self.text is not None and self.text.chat_template is not None
+        parts = (
+            "no tokenizer"
+            if text is None
+            else f"tokenizer, {'chat template' if chat else 'no chat template'}"
+        )
+        return f"<LoadedModel: {type(self.model).__name__} from {self.folder}, {parts}>"
+
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
         return self.generation.sampling_params(**overrides)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .brief_repr import brief_repr
 from .inference.policies.compute_reasons import ComputeReason
 
 TopLogProbs = tuple[tuple[int, float], ...]
@@ -45,6 +46,9 @@ class RequestResult:
     ttft_s: float | None
     finish_reason: FinishReason
 
+    def __repr__(self) -> str:
+        return brief_repr(self)
+
 
 @dataclass(frozen=True)
 class ScoreResult:
@@ -74,3 +78,6 @@ class ScoreResult:
     computed_by_reason: Mapping[ComputeReason, int]
     num_recomputed_tokens: int
     finish_reason: FinishReason
+
+    def __repr__(self) -> str:
+        return brief_repr(self)

@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import textwrap
@@ -106,6 +107,7 @@ MENDED_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """As `KNOWN_SOURCES`, for sources that no longer need the correction and are left alone."""
 
 
+@functools.cache
 def source_hash(method: Callable[..., Any]) -> str:
     """12 hex digits of SHA-256 of a function's source without docstring, comments, decorators and layout."""
     try:

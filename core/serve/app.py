@@ -24,6 +24,10 @@ from .service import Service
 from .settings import ServerSettings
 
 router = APIRouter()
+_ROUTING_MESSAGES = {
+    "Not Found": "there is no such path",
+    "Method Not Allowed": "this path does not take this method",
+}
 
 
 def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> FastAPI:
@@ -51,6 +55,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
         docs_url=None,  # its scripts would come from another host
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,
         lifespan=_lifespan,
         middleware=_middleware(settings),
         exception_handlers={RequestError: _answer_error, HTTPException: _answer_http_error},
@@ -152,4 +157,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     """What routing refuses: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    return error_response(RequestError(error.status_code, str(error.detail), headers=error.headers))
+    message = _ROUTING_MESSAGES.get(error.detail, error.detail)
+    return error_response(RequestError(error.status_code, message, headers=error.headers))

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..brief_repr import brief_repr
+
 
 @dataclass(frozen=True)
 class MarkedPrompt:
@@ -15,3 +17,6 @@ class MarkedPrompt:
 
     tokens: list[int]
     marks: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return brief_repr(self)

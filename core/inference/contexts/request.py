@@ -84,6 +84,16 @@ class DynamicInferenceRequest:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
 
+    def __repr__(self) -> str:
+        """One line, without tokens: they are the user's."""
+        state = "running" if self.holding is not None else "waiting"
+        if self.result is not None:
+            state = f"ended: {self.result.finish_reason}"
+        return (
+            f"<DynamicInferenceRequest {self.request_id}: {len(self.prompt_tokens)} prompt tokens, "
+            f"{self.num_generated} generated, {state}>"
+        )
+
     @property
     def token_view(self) -> TokenView:
         """`tokens` for a drafter to read; the same view until tokens are cut back."""

@@ -20,7 +20,7 @@ from ...errors import KVBlockCapacityError
 from ...request import FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
-from ...validation import instance, integer, shown
+from ...validation import boolean, instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.request import DynamicInferenceRequest
@@ -51,6 +51,7 @@ from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
 from .model_runner import ModelRunner
+from .progress import ProgressLine
 from .sampling import request_seed, sample_step
 from .step_report import NewTokens, StepReport
 from .token_stream import Lease, TokenStream
@@ -108,6 +109,13 @@ class DynamicInferenceEngine:
         self._ids_without_seed = count(-1, -1)
         self._num_resets = 0
         self._weights_version: object = None
+
+    def __repr__(self) -> str:
+        """One line: model, device, queue, and how full the pools are."""
+        served = f"{type(self.model).__name__} on {self.context.spec.device}"
+        scheduler = self._books.scheduler
+        queue = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
+        return f"<DynamicInferenceEngine: {served}; {queue}; {self.context.prefix_cache.stats()}>"
 
     @property
     def _forward(self) -> Model:
@@ -396,6 +404,7 @@ class DynamicInferenceEngine:
         *,
         cache_salt: Salt | Sequence[Salt] = None,
         checkpoint_plan: CheckpointPlan | Sequence[CheckpointPlan | None] | None = None,
+        progress: bool = False,
     ) -> list[RequestResult]:
         """Serve prompts to the end.
 
@@ -406,17 +415,20 @@ class DynamicInferenceEngine:
             prompts: a list of prompts, each as `add_request` takes it.
             sampling_params, cache_salt, checkpoint_plan: one value for all prompts, or a list of one per
             prompt.
+            progress: whether a line on stderr says how many requests are done, and how many tokens there are.
 
         Returns:
             The results, in the order of the prompts.
         """
+        shown_as = "generate" if boolean("progress", progress) else None
         listed = checked_prompts(prompts)
         params = one_each("sampling_params", sampling_params, len(listed))
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
         arguments = zip(listed, params, salts, plans, strict=True)
-        return self._serve(self._new_request(*each, self._new_ids, owned=True) for each in arguments)
+        requests = (self._new_request(*each, self._new_ids, owned=True) for each in arguments)
+        return self._serve(requests, shown_as)
 
     def score(
         self,
@@ -425,6 +437,7 @@ class DynamicInferenceEngine:
         *,
         cache_salt: Salt | Sequence[Salt] = None,
         checkpoint_plan: CheckpointPlan | Sequence[CheckpointPlan | None] | None = None,
+        progress: bool = False,
     ) -> list[ScoreResult]:
         """The log-probs of given tokens, each under the model's distribution after the tokens before it.
 
@@ -439,6 +452,7 @@ class DynamicInferenceEngine:
             cache_salt: as for `generate`.
             checkpoint_plan: as for `generate`. None takes the last boundary before the scored tokens, too,
                 for the sequences that share their context.
+            progress: as for `generate`.
 
         Returns:
             The log-probs, in the order of the sequences.
@@ -447,6 +461,7 @@ class DynamicInferenceEngine:
             ValueError: an argument is of another kind, a sequence can never run, or has no token at `start`.
             RuntimeError: as `step`.
         """
+        shown_as = "score" if boolean("progress", progress) else None
         listed = checked_prompts(sequences, "sequences")
         starts = one_each("start", start, len(listed), "sequence")
         salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
@@ -457,7 +472,7 @@ class DynamicInferenceEngine:
             checked_sequence(number, *each, vocab_size=vocab_size, config=config, pool=pool)
             for number, each in enumerate(zip(listed, starts, salts, plans, strict=True))
         ]
-        results = self._serve(map(self._scoring_request, checked))
+        results = self._serve(map(self._scoring_request, checked), shown_as)
         return [
             ScoreResult(
                 log_probs=result.prompt_log_probs or [],
@@ -482,8 +497,13 @@ class DynamicInferenceEngine:
             prompt, wanted, sequence.plan, sequence.salt, request_id, owned=True, next_token=last
         )
 
-    def _serve(self, wanted: Iterable[DynamicInferenceRequest]) -> list[RequestResult]:
-        """Add new requests, each when it is reached, and serve them to the end."""
+    def _serve(
+        self, wanted: Iterable[DynamicInferenceRequest], shown_as: str | None = None
+    ) -> list[RequestResult]:
+        """Add new requests, each when it is reached, and serve them to the end.
+
+        `shown_as`: the call's name on a line that shows how far it is; None shows none.
+        """
         lease = Lease(self._books.abandoned, not self._is_split)
         results: list[RequestResult] = []
         try:
@@ -492,10 +512,15 @@ class DynamicInferenceEngine:
                 requests.append(request)
                 lease.request_ids.append(request.request_id)
                 self._books.enter(request)
+            line = None if shown_as is None else ProgressLine(shown_as, requests)
             for request in requests:
                 while request.result is None:
                     self._advance()
+                    if line is not None:
+                        line.show()
                 results.append(request.result)
+            if line is not None:
+                line.end()
             return results
         except BaseException as error:
             self._books.state.note_interrupt(error)

@@ -69,6 +69,10 @@ class TokenStream(Iterator[GeneratedToken]):
         self._arrived: list[GeneratedToken] = []
         self._num_read = 0
 
+    def __repr__(self) -> str:
+        """One line: the request."""
+        return f"<TokenStream of {self._request!r}>"
+
     @property
     def request_id(self) -> int:
         """The id of the request."""

@@ -72,6 +72,29 @@ def test_a_waiting_request_is_cancelled(served: Served) -> None:
     wait_for(served, running=0)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_slot_is_free_within_a_step(served: Served, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    make_step, cancel = ms.DynamicInferenceEngine.step, ms.AsyncStream.cancel
+
+    def noted_step(engine: ms.DynamicInferenceEngine) -> ms.StepReport:
+        events.append(f"a step of {engine.stats().num_running}")
+        return make_step(engine)
+
+    def noted_cancel(stream: ms.AsyncStream) -> None:
+        events.append("cancelled")
+        cancel(stream)
+
+    client = connect(served, LONG | {"stream": streams})
+    wait_for(served, running=1)
+    monkeypatch.setattr(ms.DynamicInferenceEngine, "step", noted_step)
+    monkeypatch.setattr(ms.AsyncStream, "cancel", noted_cancel)
+    client.close()
+    wait_for(served, running=0)
+    after = events[events.index("cancelled") :]
+    assert after.count("a step of 1") <= 1
+
+
 def test_a_client_that_leaves_within_its_body(served: Served) -> None:
     client = socket.create_connection(("127.0.0.1", served.port), timeout=60)
     client.sendall(
