@@ -29,6 +29,7 @@ SIZES = {
     "--num-mamba-slots": 20, "--num-kv-blocks": 200, "--block-size-tokens": 32, "--max-requests": 4,
     "--max-sequence-length": 2048, "--threads": 1,
 }  # fmt: skip
+LAST_ROW = 5  # of the table of requests, in the picture
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -57,7 +58,7 @@ def running_server() -> Iterator[str]:
             process.wait()
 
 
-def hold(address: str, tenant: str, conversation: Conversation, until: float) -> None:
+def hold(address: str, tenant: str, conversation: Conversation, over: threading.Event) -> None:
     """Ask turn after turn, with pauses, some turns twice. The whole history is sent each time."""
     import openai
 
@@ -68,8 +69,7 @@ def hold(address: str, tenant: str, conversation: Conversation, until: float) ->
         messages.append({"role": "user", "content": turn.text})
         answer = None
         for _ in range(draw.choice((1, 1, 2))):
-            time.sleep(draw.uniform(0.5, 4.0))
-            if time.monotonic() > until:
+            if over.wait(draw.uniform(0.5, 4.0)):
                 return
             answer = client.chat.completions.create(
                 model=MODEL.name, messages=messages, max_tokens=turn.answer_tokens,
@@ -79,16 +79,16 @@ def hold(address: str, tenant: str, conversation: Conversation, until: float) ->
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
 
 
-def keep_talking(address: str, tenant: str, talks: Iterator[Conversation], until: float) -> None:
-    """One user after the other, until the time is over."""
+def keep_talking(address: str, tenant: str, talks: Iterator[Conversation], over: threading.Event) -> None:
+    """One user after the other, until it is over."""
     for conversation in talks:
-        if time.monotonic() > until:
+        if over.is_set():
             return
-        hold(address, tenant, conversation, until)
+        hold(address, tenant, conversation, over)
 
 
 def take_picture(address: str, picture: Path, width: int, scheme: str) -> None:
-    """Open the page, give it the operator's key, and photograph all of it."""
+    """Open the page, give it the operator's key, and photograph it down to a few requests."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(filter(None, map(shutil.which, CHROMIUMS)), None)
@@ -104,7 +104,10 @@ def take_picture(address: str, picture: Path, width: int, scheme: str) -> None:
         page.wait_for_selector("#requests tr")
         page.check("#window [value='60']")
         page.wait_for_timeout(200)
-        page.screenshot(path=picture, full_page=True)
+        last = page.locator("#requests tr").nth(LAST_ROW).bounding_box()
+        assert last is not None
+        clip = {"x": 0, "y": 0, "width": width, "height": last["y"] + last["height"]}
+        page.screenshot(path=picture, full_page=True, clip=clip)  # type: ignore[arg-type]
         browser.close()
 
 
@@ -114,23 +117,26 @@ def main() -> None:
         "--picture", type=arguments.new_file, metavar="PATH", default=Path("page.png"),
         help="the file to write (default: %(default)s)",
     )  # fmt: skip
-    arguments.add_count(parser, "--seconds", 90, "the users talk for so long")
+    arguments.add_count(parser, "--seconds", 90, "the users have talked for so long in the picture")
     arguments.add_count(parser, "--users", 3, "users of each tenant at once")
     arguments.add_count(parser, "--width", 1280, "of the window in pixels")
     parser.add_argument("--scheme", choices=("light", "dark"), default="light", help="(default: %(default)s)")
     options = parser.parse_args()
     with running_server() as address:
-        until = time.monotonic() + options.seconds
+        over = threading.Event()
         users = []
         for number, tenant in enumerate(tenant for tenant in KEYS for _ in range(options.users)):
             talks = iter(conversations(50, 4, seed=number, longest_answer=60))
-            users.append(threading.Thread(target=keep_talking, args=(address, tenant, talks, until)))
+            users.append(threading.Thread(target=keep_talking, args=(address, tenant, talks, over)))
         for user in users:
             user.start()
-        time.sleep(options.seconds - 2)
-        take_picture(address, options.picture, options.width, options.scheme)
-        for user in users:
-            user.join()
+        try:
+            time.sleep(options.seconds)
+            take_picture(address, options.picture, options.width, options.scheme)
+        finally:
+            over.set()
+            for user in users:
+                user.join()
     print(f"{options.picture} shows the page of {address}.")
 
 

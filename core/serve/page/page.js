@@ -164,7 +164,7 @@ function showTables() {
   fillTable("evictions", [{ fill: (cell, [cause]) => nameEntry(cell, cause, CAUSES, "code") }, number(([, states]) => states), rate(([, states]) => states, () => all)],
     causes, ([cause]) => cause, "No state has left.");
   const { p50, p90 } = evictions.age_s;
-  set($("eviction-age"), all ? `Age of states when evicted: p50 ${duration(p50)}, p90 ${duration(p90)}.` : "");
+  set($("eviction-age"), all ? `Unused before eviction: p50 ${duration(p50)}, p90 ${duration(p90)}.` : "");
 }
 
 /** All spans of a prompt: what lies before a computed span was resumed. */
