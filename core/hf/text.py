@@ -39,8 +39,9 @@ class CheckpointTokenizer:
             return self.encode(text, add_special_tokens=False), []
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids: list[int] = found["input_ids"]
-        places = found["offset_mapping"]
-        return ids, [Cut(*places[i], i) for i, token in enumerate(ids) if token in self._added]
+        places: list[tuple[int, int]] = found["offset_mapping"]
+        added = [i for i, token in enumerate(ids) if token in self._added]
+        return ids, [Cut(places[i][0], places[i][1], i) for i in added]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(

@@ -55,6 +55,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
+    def script(name: str) -> Path:
+        if not Path(name).is_file():
+            raise argparse.ArgumentTypeError(f"{name} is no file")
+        return Path(name)
+
     parser.add_argument(
         "--plan", type=plan, metavar="SPEC", help=f"which states are taken: {PLAN_SYNTAX}".replace("%", "%%")
     )
@@ -83,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="write the statistics there; rank N of torchrun writes PATH-rankN",
     )
     parser.add_argument("--version", action="version", version=shown_versions(), help="print the versions")
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
+    parser.add_argument("script", type=script, metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's own")
 
 
@@ -101,11 +106,7 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
         SystemExit: --help, --version (0) and wrong options (2).
         BaseException: what the script raises, after the report.
     """
-    parser = make_parser(command)
-    options = parser.parse_args(arguments)
-    if not options.script.is_file():
-        parser.error(f"{options.script} is no file")
-    return run_script(options)
+    return run_script(make_parser(command).parse_args(arguments))
 
 
 def run_script(options: argparse.Namespace) -> int:

@@ -1,9 +1,11 @@
-"""Distributions in bounded memory: of the last values, and of all values by class."""
+"""What a monitor counts: distributions of durations, tenants, and all of it at once."""
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from ..cache_stats import EngineStats
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -57,6 +59,45 @@ class Latency:
     def percentiles(self) -> dict[str, float | None]:
         """p50, p90 and p99 of the last values; None where there are none."""
         return percentiles(self._recent)
+
+
+@dataclass(frozen=True)
+class TenantFigures:
+    """What a tenant has asked for, and what the cache holds of it now."""
+
+    name: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_resumed_tokens: int
+    num_states: int
+    num_kv_blocks: int
+
+
+@dataclass(frozen=True)
+class MonitorFigures:
+    """What a monitor has counted since its start.
+
+    Attributes:
+        stats: the engine's own figures.
+        num_added: requests that were queued.
+        num_ended: finish reason -> requests that ended.
+        num_generated: generated tokens.
+        first_token, inter_token, step, queue: durations in seconds: from arrival to the first token, between
+            two tokens, of a step, from arrival to the first step.
+        tenants: by name.
+        num_warnings: warnings that were given.
+    """
+
+    stats: EngineStats
+    num_added: int
+    num_ended: dict[str, int]
+    num_generated: int
+    first_token: Histogram
+    inter_token: Histogram
+    step: Histogram
+    queue: Histogram
+    tenants: tuple[TenantFigures, ...]
+    num_warnings: int
 
 
 def percentiles(values: Iterable[float], ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float | None]:

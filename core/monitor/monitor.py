@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from ..cache_stats import EngineStats
@@ -23,8 +22,9 @@ from .figures import (
     FIRST_TOKEN_BOUNDS_S,
     INTER_TOKEN_BOUNDS_S,
     STEP_BOUNDS_S,
-    Histogram,
     Latency,
+    MonitorFigures,
+    TenantFigures,
     percentiles,
 )
 from .misses import MissWatch
@@ -38,45 +38,6 @@ NUM_REQUESTS = 100
 _DESCRIBE_EVERY_S = 30.0
 _COUNT_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.25
-
-
-@dataclass(frozen=True)
-class TenantFigures:
-    """What a tenant has asked for, and what the cache holds of it now."""
-
-    name: str
-    num_requests: int
-    num_prompt_tokens: int
-    num_resumed_tokens: int
-    num_states: int
-    num_kv_blocks: int
-
-
-@dataclass(frozen=True)
-class MonitorFigures:
-    """What a monitor has counted since its start.
-
-    Attributes:
-        stats: the engine's own figures.
-        num_added: requests that were queued.
-        num_ended: finish reason -> requests that ended.
-        num_generated: generated tokens.
-        first_token, inter_token, step, queue: durations in seconds: from arrival to the first token, between
-            two tokens, of a step, from arrival to the first step.
-        tenants: by name.
-        num_warnings: warnings that were given.
-    """
-
-    stats: EngineStats
-    num_added: int
-    num_ended: dict[str, int]
-    num_generated: int
-    first_token: Histogram
-    inter_token: Histogram
-    step: Histogram
-    queue: Histogram
-    tenants: tuple[TenantFigures, ...]
-    num_warnings: int
 
 
 class Monitor:

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from ..cache_stats import CacheStats
 from ..inference.policies.departures import AGE_BOUNDS_S, AgeCounts
-from ..monitor.figures import Histogram
-from ..monitor.monitor import Monitor, MonitorFigures
+from ..monitor.figures import Histogram, MonitorFigures
+from ..monitor.monitor import Monitor
 
 
 def metrics_text(monitor: Monitor) -> tuple[bytes, str]:

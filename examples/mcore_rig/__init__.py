@@ -42,6 +42,7 @@ from .hybrid_engine import (
     make_engine,
     serve,
     step,
+    use_cuda_graphs,
 )
 from .machine import on_this_machine, what_runs
 from .shapes import SHAPES, TINY, Shape
@@ -49,5 +50,5 @@ from .shapes import SHAPES, TINY, Shape
 __all__ = [
     "on_this_machine", "what_runs", "hybrid_model", "load_stage", "make_engine", "serve", "add", "step",
     "finish", "Served", "HybridModel", "Shape", "SHAPES", "TINY", "BLOCK", "SSD_CHUNK", "VOCABULARY",
-    "cpu_as_gpu",
+    "cpu_as_gpu", "use_cuda_graphs",
 ]  # fmt: skip

@@ -53,7 +53,9 @@ def hybrid_model(
     pattern = shape.pattern if pattern is None else pattern
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
-    torch.manual_seed(seed)
+    # On a CPU a rank draws all ranks' weights and takes its own. The tracker for inference has one generator.
+    rank = parallel_state.get_tensor_model_parallel_rank() if torch.cuda.is_available() else 0
+    torch.manual_seed(seed + rank)
     with warnings.catch_warnings():  # of what megatron-core deprecates in its own defaults
         warnings.simplefilter("ignore")
         config = _config(shape, len(pattern.replace("|", "")), dtype)
@@ -138,7 +140,7 @@ def make_engine(
     """
     shape, config = model.shape, model.config
     block = shape.block
-    _use_cuda_graphs(model, cuda_graphs)
+    use_cuda_graphs(model, cuda_graphs)
     states = MambaInferenceStateConfig.from_model(model)
     layers = model.decoder.layer_type_list
     state_bytes = layers.count("M") and layers.count("M") * (
@@ -184,8 +186,11 @@ def make_engine(
     return DynamicInferenceEngine(controller, context)
 
 
-def _use_cuda_graphs(model: HybridModel, wanted: bool) -> None:
-    """Switch the graphs of the model's forward on or off; a graph serves the engine it was captured for."""
+def use_cuda_graphs(model: HybridModel, wanted: bool) -> None:
+    """Switch the graphs of the model's forward on or off; those that exist are deleted.
+
+    A graph serves the engine it was captured for. A process group cannot end while a graph uses it.
+    """
     if not wanted and not hasattr(model, "cudagraph_manager"):
         return
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs

@@ -78,11 +78,11 @@ def test_arguments_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: SCRIPT"),
-        (["none.py"], "none.py is no file"),
+        (["none.py"], "argument SCRIPT: none.py is no file"),
         (["--plan", "x=1", "a.py"], "argument --plan: plan has 'x=1'; accepted: parts of CheckpointPlan"),
         (["--plan", "decode=0", "a.py"], "argument --plan: decode is 0; accepted: 'rolling' or 'off'"),
         (["--eviction", "fifo", "a.py"], "argument --eviction: invalid choice: 'fifo'"),
-        (["--stat", "a.py"], "unrecognized arguments: --stat"),
+        (["--stat", __file__], "unrecognized arguments: --stat"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(
