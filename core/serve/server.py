@@ -16,6 +16,7 @@ from .app import make_app
 from .service import Service
 from .settings import ServerSettings
 
+_KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
 _LAST_BYTES_S = 5
 """Seconds that connections have to take the last bytes of their answers."""
 
@@ -56,6 +57,7 @@ class _Server(uvicorn.Server):
             log_config=None,
             access_log=False,  # it would show what stands in a query
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
         super().__init__(config)

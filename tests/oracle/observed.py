@@ -35,7 +35,7 @@ class Recorder:
         for step in steps:
             self._count(step)
         for request_id, new in tokens.items():
-            self.tokens.setdefault(request_id, []).extend(token for token, _ in new)
+            self.tokens.setdefault(request_id, []).extend(generated.token for generated in new)
 
     def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
         assert self.requests.pop(request.request_id) is request

@@ -267,3 +267,31 @@ def test_a_dead_engine_is_told() -> None:
         for reply in (open_server.get("/health"), open_server.post("/v1/completions", {"prompt": [1]})):
             assert (reply.status, reply.error["code"]) == (503, "engine_dead")
             assert "secret" not in reply.error["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_logits_that_are_no_numbers_are_told(streams: bool) -> None:
+    loaded = tiny_loaded()
+    for weight in loaded.model.parameters():  # type: ignore[attr-defined]
+        weight.fill_(float("nan"))
+    with serving(loaded, small_config(num_kv_blocks=64)) as open_server:
+        reply = ask(open_server, None, stream=streams)
+        assert (reply.status, reply.error["code"]) == (500, "invalid_logits")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_pins_leave_too_little_memory_ends_alone(streams: bool) -> None:
+    with serving(tiny_loaded(), small_config(num_kv_blocks=8, max_sequence_length=256)) as open_server:
+
+        def pin(engine: ms.DynamicInferenceEngine) -> ms.PinnedPrefix:
+            tokens = list(range(193))
+            engine.warm(tokens)
+            return engine.pin(tokens)
+
+        pinned = open_server.call(pin)
+        reply = ask(open_server, None, prompt=[1, 2, 3], max_tokens=100, stream=streams)
+        assert reply.status == (200 if streams else 503)
+        error = reply.events[-1]["error"] if streams else reply.error
+        assert error["code"] == "capacity"
+        assert ask(open_server, None, prompt=[1, 2, 3], max_tokens=20).status == 200
+        open_server.call(lambda engine: engine.unpin(pinned))

@@ -1,9 +1,9 @@
 """Settings, the missing extra, and the keys that are never shown."""
 
-import subprocess
 import sys
 from typing import Any
 
+import mambaslots.serve as serve_package
 import pytest
 from mambaslots.serve import ServerSettings
 
@@ -45,16 +45,14 @@ def test_keys_are_not_shown() -> None:
     assert "covert" not in repr(settings)
 
 
-def test_without_the_extra_its_name_is_told() -> None:
-    code = """
-import sys
-for name in ("fastapi", "starlette", "uvicorn", "prometheus_client"): sys.modules[name] = None
-from mambaslots.serve import ServerSettings, make_app, serve
-for function in (make_app, serve):
-    try:
-        function(None, None, ServerSettings(model_name="m"))
-    except ImportError as error:
-        print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("pip install 'mambaslots[serve]'") == 2
+def test_without_the_extra_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = [name for name in sys.modules if name.startswith("mambaslots.serve.")]
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(serve_package, name.rpartition(".")[2], raising=False)
+    for name in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, name, None)
+    settings: Any = None
+    for function in (serve_package.make_app, serve_package.serve):
+        with pytest.raises(ImportError, match="pip install 'mambaslots\\[serve\\]'"):
+            function(settings, settings, settings)

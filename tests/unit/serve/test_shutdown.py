@@ -88,11 +88,12 @@ def health_until(server: Process, wanted: int) -> None:
     for _ in range(5000):
         if server.ask("/health")[0] == wanted:
             return
+        time.sleep(0.01)
     pytest.fail(f"/health never was {wanted}")
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
-    num_tokens = 300
+    num_tokens = 150
     with process(drain_timeout_s=60) as server:
         connection, response = server.stream(num_tokens)
         server.process.send_signal(signal.SIGTERM)
