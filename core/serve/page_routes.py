@@ -4,6 +4,7 @@ The files are open to everybody: they say nothing of a server. Who may read the 
 decided before a request comes here.
 """
 
+import gzip
 import hashlib
 from dataclasses import dataclass
 from functools import cache
@@ -69,7 +70,10 @@ async def file(name: str, request: Request) -> Response:
 def status(request: Request) -> Response:
     """`Monitor.snapshot()`. It is made in a thread: the event loop does not wait for it."""
     content = json_bytes(request.app.state.monitor.snapshot())
-    headers = HEADERS | {"Cache-Control": "no-store"}
+    headers = HEADERS | {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        content = gzip.compress(content, compresslevel=1)
+        headers["Content-Encoding"] = "gzip"
     return Response(content, media_type="application/json", headers=headers)
 
 

@@ -1,6 +1,7 @@
 """The operator's page without a browser: its files, their headers, and its colours."""
 
 import ast
+import gzip
 import http.client
 import itertools
 import json
@@ -86,6 +87,11 @@ def test_the_figures_need_the_admin_key_and_are_not_stored(server: PageServer) -
     assert response.headers["Cache-Control"] == "no-store"
     check_headers(response)
     assert json.loads(content) == snapshot(3, model="\ud83d")
+    both = {"Authorization": "Bearer open-sesame", "Accept-Encoding": "br, gzip"}
+    response, small = ask(server, "/status.json", **both)
+    assert response.headers["Content-Encoding"] == "gzip"
+    assert json.loads(gzip.decompress(small)) == json.loads(content)
+    assert len(small) < len(content) / 5
 
 
 class Elements(HTMLParser):
