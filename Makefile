@@ -8,8 +8,13 @@ OTHER_MEGATRONS := 0.18.2 0.19.0
 PYTEST := pytest -p no:cacheprovider
 # A worker runs the tests of one module, as long as the other has some of its own: fixtures are made once.
 TWO_AT_A_TIME := -n 2 --dist worksteal
-# Ranks, of which rank 0 speaks; OMP_NUM_THREADS spares torchrun a warning.
-RANKS := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-ranks-filter 0
+# Tests on $$ranks ranks. Rank 0 speaks; what the others say goes to files, of which the ends are shown where the
+# run fails. OMP_NUM_THREADS spares torchrun a warning.
+define on_ranks
+said=$$(mktemp -d) && { OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
+  --log-dir $$said --redirects 1:3,2:3,3:3 --nproc-per-node $$ranks -m $(PYTEST) $(1) && rm -r $$said || \
+  { tail -n 60 $$said/*/*/[1-9]/std*.log; exit 1; }; }
+endef
 QUICK := not gpu and not long
 LONG := not gpu
 IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
@@ -32,7 +37,7 @@ test: $(FOR_DEV)
 
 test-ranks: $(FOR_DEV)
 	for ranks in 2 4; do \
-	  CUDA_VISIBLE_DEVICES= $(RANKS) --nproc-per-node $$ranks -m $(PYTEST) -m "$(QUICK)" tests/distributed $(ARGS) || exit 1; done
+	  export CUDA_VISIBLE_DEVICES=; $(call on_ranks,-m "$(QUICK)" tests/distributed $(ARGS)) || exit 1; done
 
 test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
@@ -49,7 +54,7 @@ test-gpus: $(FOR_DEV)
 	(set -x; $(BIN)/python -m $(PYTEST) -m gpu tests/unit $(ARGS)) || exit 1; \
 	for ranks in $(if $(ARGS),,2 4); do \
 	  if test $$gpus -lt $$ranks; then echo "tests/distributed was not run with $$ranks ranks: GPUs here: $$gpus"; \
-	  else (set -x; $(RANKS) --nproc-per-node $$ranks -m $(PYTEST) -m gpu tests/distributed) || exit 1; fi; done
+	  else (set -x; $(call on_ranks,-m gpu tests/distributed)) || exit 1; fi; done
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

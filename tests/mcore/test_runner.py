@@ -128,6 +128,7 @@ def test_the_same_script_without_the_runner_is_on_stock(right_answers: Any) -> N
     assert stock["answers"] != right_answers  # fault 1
 
 
+@pytest.mark.long
 def test_stats_account_for_every_prompt_token_and_every_slot(model: Any) -> None:
     prompts = [tokens(2 * mcore_rig.BLOCK + 9, 1), tokens(3 * mcore_rig.BLOCK, 2)]
     with mambaslots.mcore.installed():

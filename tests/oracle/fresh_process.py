@@ -32,6 +32,8 @@ for line in sys.stdin:
             os.dup2(os.open(path, os.O_RDWR), number)
         os.environ.clear()
         os.environ.update(job["env"])
+        named = job["env"].get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [path for path in named if path and path not in sys.path]
         sys.stdin, sys.argv, code = open(0), job["argv"], job["code"]
         if code is None:
             sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))

@@ -3,9 +3,9 @@
 import ast
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[2]
 RUNNER = ROOT / "tests/oracle/ask_for_help.py"
@@ -13,9 +13,7 @@ FILES = sorted(path for folder in ("examples", "benchmarks") for path in (ROOT /
 
 
 def test_help_is_printed_and_nothing_runs() -> None:
-    command = [sys.executable, str(RUNNER), *map(str, FILES)]
-    environment = os.environ | {"COLUMNS": "200"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_script(str(RUNNER), *map(str, FILES), env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
     for path, text in json.loads(done.stdout).items():
         source = Path(path).read_text()

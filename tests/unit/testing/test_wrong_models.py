@@ -41,7 +41,7 @@ QUICK = ("whole prompts", "batches", "drafts")
 NEEDS_ALL = {
     "WritesKVOfAllTokens", "DecodesWithAnotherDecay", "CountsPositionsFromTheStep", "StoresTheFirstTokensKV",
     "StoresTheRowsLastStateBehindEveryChunk", "StoresTheRowsLastWindowBehindEveryChunk",
-    "SkipsAttentionWithoutNewKV",
+    "SkipsAttentionWithoutNewKV", "LeavesTheStateBeforeTheLastToken",
 }  # fmt: skip
 """Models whose mistake shows in another scenario, or looks there like another mistake."""
 

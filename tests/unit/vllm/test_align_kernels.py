@@ -214,6 +214,7 @@ class TestPrecopy:
                 )
                 assert same(copied, expected), kernels.__name__
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("conv_dim_first", [True, False])
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("bias", [0, 1, 2, 3])

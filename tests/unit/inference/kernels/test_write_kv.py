@@ -91,6 +91,7 @@ def test_nothing_to_write(device, kernels):
     assert cache.count_nonzero() == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 20), (32, 8, 128), (5, 1, 64), (2, 2, 256)])
 def test_query_and_key_are_rotated_in_float32_at_positions_up_to_a_million(
