@@ -7,6 +7,8 @@ from typing import Literal
 from .brief_repr import brief_repr
 from .inference.policies.compute_reasons import ComputeReason
 
+TopLogProbs = tuple[tuple[int, float], ...]
+"""Token ids and their log-probs: the most likely tokens at one position, the most likely one first."""
 FinishReason = Literal["length", "stop", "cancelled", "reset", "invalid_logits"]
 
 
@@ -18,6 +20,8 @@ class RequestResult:
         request_id: as `add_request` returned it.
         tokens: the generated tokens.
         log_probs: one a generated token; None unless asked for.
+        top_log_probs: for each generated token the most likely tokens at its position with their log-probs;
+            None unless asked for.
         prompt_log_probs: of prompt tokens `SamplingParams.prompt_log_probs_start` .. N-1, in order; None
             unless asked for. Fewer where the request ended before all were computed.
         num_prompt_tokens: tokens of the prompt.
@@ -33,6 +37,7 @@ class RequestResult:
     request_id: int
     tokens: list[int]
     log_probs: list[float] | None
+    top_log_probs: list[TopLogProbs] | None
     prompt_log_probs: list[float] | None
     num_prompt_tokens: int
     num_resumed_tokens: int

@@ -1,125 +1,33 @@
 """megatron-core's engine serves conversations: without a cache, with its own, and with mambaslots dropped in.
 
-A small hybrid model with random weights is built with megatron-core and served by its
-DynamicInferenceEngine, in chunks, several conversations at once. All three runs are asked the same prompts:
-each turn sends again what was said and answered before (in the run without a cache), so that every answer
-can be judged by itself.
+A hybrid model with random weights is built with megatron-core and served by its DynamicInferenceEngine, in
+chunks, several conversations at once. All runs are asked the same prompts: each turn sends again what was
+said and answered before (in the first run without a cache), so that every answer can be judged by itself.
 
     python examples/mcore_dynamic_inference.py --conversations 4 --turns 3
+    python examples/mcore_dynamic_inference.py --shape 8b --dtype bfloat16 --graphs both --conversations 8
+    torchrun --nproc-per-node 2 examples/mcore_dynamic_inference.py      (the ranks share each layer's heads)
 
-On a GPU it runs as it is; elsewhere `mcore_rig` lets megatron-core run on the CPU. The exit code is 1 if an
-answer with mambaslots differs from the one without a cache.
+The first takes two minutes on a CPU, where `mcore_rig` lets megatron-core run. On a GPU, or with `--speed`,
+there is also a run without a cache in steps of the others' size, and the runs are timed: in these each turn
+sends again what the run itself has answered. In float32 the exit code is 1 if an answer with mambaslots
+differs from the one without a cache. In bfloat16 other batches alone give other answers, so the script prints
+how far apart the two best tokens were where two answers first differ.
 """
 
 import argparse
 import json
 import logging
 import sys
-import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
-import mambaslots.mcore
 import mcore_rig
 import torch
-from arguments import add_count, make_parser
-from conversation_texts import Conversation, conversations
+from arguments import add_count, add_device, check_device, make_parser
+from conversation_texts import conversations
+from mcore_report import figures, print_differences, print_machine, print_speed, print_table
+from mcore_runs import LOADS, Host, Run, agree_on_all_ranks
 
-SYSTEM_PROMPT_BYTES = 160  # of each: a tiny model on a CPU is slow enough
-ANSWER_TOKENS = 48
-CHUNK_TOKENS = 4 * mcore_rig.BLOCK  # a step computes at most so many
-Answers = list[list[list[int]]]  # by turn, by conversation
-
-
-@dataclass
-class Run:
-    """What serving all conversations once came to."""
-
-    name: str
-    requests: int = 0
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    answers: Answers = field(default_factory=list)
-    stats: Any = None
-
-    @property
-    def num_resumed_tokens(self) -> int:
-        return self.prompt_tokens - self.computed_tokens
-
-    def identical(self, other: "Run") -> int:
-        """Requests with the same answer as in the other run."""
-        turns = zip(self.answers, other.answers, strict=True)
-        return sum(a == b for turn in turns for a, b in zip(*turn, strict=True))
-
-
-def serve(name: str, engine: Any, users: list[Conversation], history: Answers | None = None) -> Run:
-    """`history` holds the answers to send again; without it, those of this run."""
-    run = Run(name)
-    transcripts = [list(user.system_prompt.encode()[:SYSTEM_PROMPT_BYTES]) for user in users]
-    started = time.perf_counter()
-    for turn in range(len(users[0].turns)):
-        for transcript, user in zip(transcripts, users, strict=True):
-            transcript.extend(f"\nUser: {user.turns[turn].text}\nBot: ".encode())
-        numbers = [mcore_rig.add(engine, transcript, ANSWER_TOKENS) for transcript in transcripts]
-        done = mcore_rig.finish(engine)
-        run.answers.append([done[number].tokens for number in numbers])
-        run.requests += len(numbers)
-        run.prompt_tokens += sum(map(len, transcripts))
-        for transcript, answer in zip(transcripts, (history or run.answers)[turn], strict=True):
-            transcript.extend(answer)
-        print(f"{name:>13}: turn {turn + 1}, {time.perf_counter() - started:5.1f} s", flush=True)
-    run.computed_tokens = engine.context.lifetime_prefill_token_count
-    return run
-
-
-def three_runs(users: list[Conversation]) -> tuple[Run, Run, Run]:
-    model = mcore_rig.hybrid_model()
-
-    def engine(**options: Any) -> Any:
-        rows = len(users)
-        return mcore_rig.make_engine(model, max_requests=rows, num_kv_blocks=64 * rows, **options)
-
-    caching = {"num_mamba_slots": 16 * len(users), "max_tokens": CHUNK_TOKENS, "enable_chunked_prefill": True}
-    # Whole prompts at a time: the last chunk of a prompt is one of the places where stock goes wrong.
-    without = serve("no cache", engine(prefix_caching=False, max_tokens=1024 * len(users)), users)
-    stock = serve("stock", engine(**caching), users, without.answers)
-    with mambaslots.mcore.installed():  # or, for good: mambaslots.mcore.install()
-        dropped_in = engine(**caching)
-        ours = serve("mambaslots", dropped_in, users, without.answers)
-        ours.stats = mambaslots.mcore.stats(dropped_in.context)
-    return without, stock, ours
-
-
-def print_table(without: Run, *cached: Run) -> None:
-    def row(label: str, *cells: str) -> None:
-        print(f"{label:<32}" + "".join(f"{cell:>15}" for cell in cells))
-
-    runs = (without, *cached)
-    row("", *(run.name for run in runs))
-    row("requests", *(str(run.requests) for run in runs))
-    row("prompt tokens", *(f"{run.prompt_tokens:,}" for run in runs))
-    row("  resumed", *(f"{run.num_resumed_tokens:,}" for run in runs))
-    row("  computed", *(f"{run.computed_tokens:,}" for run in runs))
-    row(
-        "answers identical to no cache",
-        "",
-        *(f"{run.identical(without)} of {run.requests}" for run in cached),
-    )
-
-
-def figures(without: Run, *cached: Run) -> dict[str, Any]:
-    """What `--json` writes."""
-    return {
-        run.name: {
-            "requests": run.requests,
-            "prompt_tokens": run.prompt_tokens,
-            "num_resumed_tokens": run.num_resumed_tokens,
-            "computed_tokens": run.computed_tokens,
-            "identical_answers": run.identical(without),
-            "stats": asdict(run.stats) if run.stats else None,
-        }
-        for run in (without, *cached)
-    }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -127,23 +35,75 @@ def parse_arguments() -> argparse.Namespace:
     add_count(parser, "--conversations", 4, "conversations, served at a time")
     add_count(parser, "--turns", 3, "turns of each conversation")
     add_count(parser, "--seed", 0, "seed of the texts", at_least=0)
-    return parser.parse_args()
+    choices = {"shape": tuple(mcore_rig.SHAPES), "dtype": tuple(DTYPES), "graphs": ("off", "on", "both")}
+    texts = {
+        "shape": "size of the model",
+        "dtype": "of weights and states",
+        "graphs": "CUDA graphs of decodes",
+    }
+    for name, accepted in choices.items():
+        parser.add_argument(
+            f"--{name}", choices=accepted, default=accepted[0], help=f"{texts[name]} (default: %(default)s)"
+        )
+    on_gpu = torch.cuda.is_available()
+    add_device(parser, "cuda" if on_gpu else "cpu")
+    parser.add_argument(
+        "--speed",
+        action=argparse.BooleanOptionalAction,
+        default=on_gpu,
+        help="measure times (default: on a GPU)",
+    )
+    add_count(parser, "--rounds", 1, "how often each run is timed")
+    args = parser.parse_args()
+    check_device(parser, args.device)
+    if args.device == "cpu" and on_gpu:
+        parser.error(
+            "argument --device: 'cpu', and torch sees a GPU; accepted with CUDA_VISIBLE_DEVICES= set"
+        )
+    if args.graphs != "off" and (args.device == "cpu" or args.dtype == "float32"):
+        parser.error(f"argument --graphs: {args.graphs!r}; accepted: off, unless on a GPU in bfloat16")
+    return args
+
+
+def report(args: argparse.Namespace, without: Run, runs: list[Run]) -> bool:
+    """Print and write what the runs came to; whether mambaslots' answers are those without a cache."""
+    print()
+    if args.speed:
+        print_machine(args, without)
+        print_speed(without, runs)
+        print_differences(without, runs)
+    else:
+        print_table(without, *runs)
+    ours = (runs[-1].timed or runs)[-1]
+    print(f"\nmambaslots.mcore.stats(context):\n  {ours.stats}")
+    if args.json:
+        args.json.write_text(json.dumps(figures(args, without, runs), indent=2) + "\n")
+    identical = all(run.identical(without) == run.requests for run in runs if run.name == "mambaslots")
+    if args.dtype == "float32":
+        print(f"outputs identical: {'yes' if identical else 'no'}")
+    return identical
 
 
 def main() -> int:
     args = parse_arguments()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # of megatron-core
+    users = conversations(args.conversations, args.turns, args.seed)
+    identical = True
     with mcore_rig.on_this_machine():
-        without, stock, ours = three_runs(conversations(args.conversations, args.turns, args.seed))
-    print()
-    print_table(without, stock, ours)
-    print(f"\nmambaslots.mcore.stats(context):\n  {ours.stats}")
-    identical = ours.identical(without) == ours.requests
-    if args.json:
-        args.json.write_text(json.dumps(figures(without, stock, ours), indent=2) + "\n")
-    print(f"outputs identical: {'yes' if identical else 'no'}")
-    return 0 if identical else 1
+        model = mcore_rig.hybrid_model(dtype=DTYPES[args.dtype], shape=mcore_rig.SHAPES[args.shape])
+        host = Host(model, users, LOADS[args.shape])
+        without = host.reference()
+        runs: list[Run] = []
+        for graphs in {"off": (False,), "on": (True,), "both": (False, True)}[args.graphs]:
+            runs += (
+                host.measured(without, graphs, args.rounds) if args.speed else host.cached(without, graphs)
+            )
+        agree_on_all_ranks([without, *runs])
+        if host.rank == 0:
+            identical = report(args, without, runs)
+        mcore_rig.use_cuda_graphs(model, False)
+    return 0 if identical or args.dtype == "bfloat16" else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""megatron-core's own dynamic inference with a tiny hybrid model, where there is no GPU and few packages.
+"""megatron-core's own dynamic inference with a hybrid model, also where there is no GPU and few packages.
 
     import mcore_rig                                   # before anything imports triton
 
@@ -10,8 +10,11 @@
 
 `on_this_machine` replaces only what the machine lacks. Without a GPU: the `torch.cuda` entry points that
 megatron-core touches, and Triton interprets its kernels. Without flash_attn, mamba_ssm, causal_conv1d or
-transformer-engine: the few functions and the layer specification that they would give. On leaving all of it
-is undone. With pipeline parallelism, once `parallel_state` knows of it, a process has its stage of the model.
+transformer-engine: the few functions and the layer specification that they would give; `what_runs()` says
+which. FlashAttention-3 is used by whichever name it has here. On leaving all of it is undone. With pipeline
+parallelism, once `parallel_state` knows of it, a process has its stage of the model; under torchrun it has
+its heads. `SHAPES["8b"]` is as large as Nemotron-H-8B.
+
 Context, engine, controller, mixer and kernels are megatron-core's own, unmodified, of whichever version is
 installed (0.18 to 0.19). Nothing here knows of mambaslots.
 """
@@ -20,13 +23,13 @@ import os
 
 import torch
 
+os.environ.setdefault("TQDM_DISABLE", "1")  # bars while megatron-core captures graphs
 if not torch.cuda.is_available():  # read when triton, and megatron-core's kernels, are imported
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
 
 from .cuda_on_cpu import cpu_as_gpu
-from .machine import on_this_machine
-from .tiny_engine import (
+from .hybrid_engine import (
     BLOCK,
     SSD_CHUNK,
     VOCABULARY,
@@ -39,9 +42,13 @@ from .tiny_engine import (
     make_engine,
     serve,
     step,
+    use_cuda_graphs,
 )
+from .machine import on_this_machine, what_runs
+from .shapes import SHAPES, TINY, Shape
 
 __all__ = [
-    "on_this_machine", "hybrid_model", "load_stage", "make_engine", "serve", "add", "step", "finish",
-    "Served", "HybridModel", "BLOCK", "SSD_CHUNK", "VOCABULARY", "cpu_as_gpu",
+    "on_this_machine", "what_runs", "hybrid_model", "load_stage", "make_engine", "serve", "add", "step",
+    "finish", "Served", "HybridModel", "Shape", "SHAPES", "TINY", "BLOCK", "SSD_CHUNK", "VOCABULARY",
+    "cpu_as_gpu", "use_cuda_graphs",
 ]  # fmt: skip

@@ -1,5 +1,7 @@
 """What this machine lacks of what megatron-core's inference asks for, and its replacement for a while."""
 
+import importlib
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -27,7 +29,10 @@ with warnings.catch_warnings():  # of optional packages that are not here
 
 @contextmanager
 def on_this_machine() -> Iterator[None]:
-    """Within it, megatron-core can build and serve a hybrid model, in one process; see the package."""
+    """Within it, megatron-core can build and serve a hybrid model; see the package.
+
+    Under torchrun the ranks share the model's heads (tensor parallelism); else it is served in one process.
+    """
     with ExitStack() as stack:
         if not torch.cuda.is_available():
             stack.enter_context(kernels_on_cpu())
@@ -43,8 +48,41 @@ def on_this_machine() -> Iterator[None]:
             stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
         stack.enter_context(_missing_packages())
         if not distributed.is_initialized():
-            stack.enter_context(_one_process())
+            stack.enter_context(
+                _ranks_of_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else _one_process()
+            )
         yield
+
+
+def what_runs() -> dict[str, str]:
+    """What serves the names that megatron-core imports from packages that this machine may lack."""
+    torch_or = "plain torch (examples/mcore_rig/stand_ins.py)"
+    fa3 = _flash_attention_3()
+    return {
+        "attention, 16 bit": f"FlashAttention-3, from {fa3}" if fa3 else _own_or("flash_attn", torch_or),
+        "attention, 32 bit": _own_or("flash_attn", torch_or),
+        "causal_conv1d": _own_or("causal_conv1d", f"last inputs of a sequence: {torch_or}"),
+        "mamba_ssm": _own_or("mamba_ssm", f"gated norm: {torch_or}"),
+        "transformer_engine": _own_or("transformer_engine", "megatron-core's linear layers, torch's norms"),
+        "convolution, scan, decode": "megatron-core's kernels in Triton (megatron/core/ssm/ops)",
+    }
+
+
+def _own_or(package: str, stand_in: str) -> str:
+    return stand_in if find_spec(package) is None else f"the package {package}"
+
+
+def _flash_attention_3() -> str | None:
+    """The module with FlashAttention-3's interface, by the name that a package here gives it."""
+    if not torch.cuda.is_available():
+        return None
+    for name in ("flash_attn_3.flash_attn_interface", "flash_attn_interface"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        return name
+    return None
 
 
 @contextmanager
@@ -71,6 +109,14 @@ def _missing_packages() -> Iterator[None]:
         def replace(owner: object, **names: object) -> None:
             stack.enter_context(replaced((owner, names)))
 
+        if not getattr(attention, "HAVE_FA3", False) and (name := _flash_attention_3()):
+            fa3 = importlib.import_module(name)
+            replace(
+                attention,
+                HAVE_FA3=True,
+                _flash_attn_forward=fa3._flash_attn_forward,
+                flash_attn3_with_kvcache=fa3.flash_attn_with_kvcache,
+            )
         if find_spec("flash_attn") is None:
             replace(
                 attention,
@@ -108,3 +154,17 @@ def _one_process() -> Iterator[None]:
         finally:
             parallel_state.destroy_model_parallel()
             distributed.destroy_process_group()
+
+
+@contextmanager
+def _ranks_of_torchrun() -> Iterator[None]:
+    on_gpus = torch.cuda.is_available()
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if on_gpus else "gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=distributed.get_world_size())
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()

@@ -146,11 +146,12 @@ def checked_sequence(
 
 
 def checked_sampling(sampling_params: SamplingParams | None, vocab_size: int) -> SamplingParams:
-    """The request's own settings, or the defaults; a ValueError where an id lies beyond the vocabulary."""
+    """The request's own settings, or the defaults; a ValueError where one lies beyond the vocabulary."""
     sampling = SamplingParams() if sampling_params is None else sampling_params
     instance("sampling_params", sampling, SamplingParams)
     optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
     integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
+    integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
     return sampling
 
 

@@ -46,6 +46,7 @@ from .arguments import (
 )
 from .drafter import Drafter
 from .engine_books import EngineBooks, LaunchedStep, StepUndo
+from .engine_observer import EngineObserver
 from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
@@ -232,6 +233,7 @@ class DynamicInferenceEngine:
             result = self._books.finish(request, "cancelled")
         unclaimed = self._books.unclaimed
         try:
+            self._books.observers.tell_ended()
             return result
         finally:
             if request_id in unclaimed:
@@ -287,6 +289,7 @@ class DynamicInferenceEngine:
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         books = self._books
+        begun_s = time.perf_counter()
         undo = books.begin_step()
         with books.in_step(sys._getframe(), undo), on_device_of(self.context.spec.device):
             steps, tokens, invalid = self._run_step(undo)
@@ -297,7 +300,9 @@ class DynamicInferenceEngine:
                 for result in finished:
                     books.unclaimed.pop(result.request_id, None)
                 books.reports.append(self._report(steps, tokens, finished))
-        books.scheduler.admitted = {}
+        admitted, books.scheduler.admitted = books.scheduler.admitted, {}
+        if books.observers:
+            books.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
         books.drain()
 
     def _run_step(self, undo: StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
@@ -368,7 +373,7 @@ class DynamicInferenceEngine:
         so_far = self._books.speculation
         for step in steps:
             if step.decoding and step.request.request_id in tokens:
-                new = [token for token, _ in tokens[step.request.request_id]]
+                new = [one.token for one in tokens[step.request.request_id]]
                 so_far = SpeculationStats(
                     so_far.num_decodes + 1,
                     so_far.num_tokens + len(new),
@@ -676,9 +681,26 @@ class DynamicInferenceEngine:
 
     # ---- the whole
 
-    def stats(self) -> EngineStats:
-        """A snapshot of the cache, the drafts and the queue."""
-        self._books.settle()
+    def observe(self, observer: EngineObserver) -> None:
+        """Tell `observer` of requests and steps from now on, until `unobserve`; one that observes stays once.
+
+        Raises:
+            ValueError: the object lacks a method of `EngineObserver`.
+        """
+        self._books.observers.add(observer)
+
+    def unobserve(self, observer: EngineObserver) -> None:
+        """Stop telling `observer`; ValueError for one that does not observe."""
+        self._books.observers.remove(observer)
+
+    def stats(self, *, settle: bool = True) -> EngineStats:
+        """A snapshot of the cache, the drafts and the queue.
+
+        `settle`: whether requests that nobody waits for are cancelled first. Without that the call changes
+        nothing, and may be made in any thread; counts may then be off by what a step changes meanwhile.
+        """
+        if settle:
+            self._books.settle()
         return EngineStats(
             cache=self.context.cache_stats(),
             speculation=self._books.speculation,

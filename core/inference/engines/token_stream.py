@@ -126,6 +126,13 @@ class TokenStream(Iterator[GeneratedToken]):
             raise StopAsyncIteration
         self._num_read += 1; return self._arrived[self._num_read - 1]  # fmt: skip  # noqa: E702
 
+    def take(self) -> tuple[GeneratedToken, ...]:
+        """The tokens that have come and that nobody has read; makes no step."""
+        self._waits()
+        new = () if self._closed else tuple(self._arrived[self._num_read :])
+        self._num_read += len(new)
+        return new
+
     def close(self) -> None:
         """Cancel a request that has not ended, and drop its unread tokens. `result` stays readable."""
         self._closed = True
