@@ -14,6 +14,9 @@ from .responses import error_response
 
 logger = logging.getLogger(__name__)
 
+_WATCHED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
+"""Routes that programs ask every few seconds."""
+
 
 class BrokenAnswerError(Exception):
     """An answer that had begun could not be completed. The server's log has the cause, without content."""
@@ -22,7 +25,8 @@ class BrokenAnswerError(Exception):
 class Gate:
     """ASGI middleware. Gives each request an id and lets it in if its key is right.
 
-    The log has a line for each request: id, method, route, status and seconds. An exception is logged as its
+    The log has a line for each request: id, method, route, status and seconds, at DEBUG where programs ask for
+    figures and are answered. An exception is logged as its
     type and where it was raised: messages of exceptions may quote what clients sent.
     """
 
@@ -62,7 +66,10 @@ class Gate:
         finally:
             route = getattr(scope.get("route"), "path", "-")
             seconds = time.perf_counter() - begin
-            logger.info("%s: %s %s %s %.3f s", request_id, scope["method"], route, status or "gone", seconds)
+            level = logging.DEBUG if route in _WATCHED and status < 400 else logging.INFO
+            logger.log(
+                level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, status or "gone", seconds
+            )
 
 
 def where(error: BaseException) -> str:

@@ -130,7 +130,7 @@ class TextCodec:
     def _encode_part(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _checked_template(self, messages: Any) -> Template:
+    def _checked_template(self, messages: Sequence[Mapping[str, Any]]) -> Template:
         if self.chat_template is None:
             raise ValueError("the model has no chat template; accepted: `encode` with a text")
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
