@@ -1,7 +1,8 @@
 PYTHON ?= python3.12
 BIN := .venv/bin
-# What the demo needs is installed, and what a developer needs on top of it.
+# What the demo needs is installed, and what the server and a developer need on top of it.
 FOR_DEMO := .venv/.installed-demo
+FOR_SERVER := .venv/.installed-serve
 FOR_DEV := .venv/.installed-dev
 OTHER_MEGATRONS := 0.18.2 0.19.0
 PYTEST := pytest -p no:cacheprovider
@@ -17,10 +18,13 @@ BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py
   serving_conversations.py serving_trace.py serving_report.py serving_plot.py bits_answers.py bits_bench.py bits_conditions.py \
   bits_costs.py bits_drafters.py bits_traffic.py bits_table.py),$(wildcard benchmarks/*.py))
 
-.PHONY: demo test test-ranks test-long test-gpus lint bench clean
+.PHONY: demo serve test test-ranks test-long test-host test-gpus lint bench clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
+
+serve: $(FOR_SERVER)
+	$(BIN)/mambaslots serve models/tiny-code --threads 1 $(ARGS)
 
 test: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks)
@@ -33,6 +37,11 @@ test-ranks: $(FOR_DEV)
 test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
 	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long $(ARGS)
+
+test-host: $(FOR_DEV)
+	@test -n "$(MEGATRON)" || { \
+	  echo "make test-host MEGATRON=CHECKOUT needs a checkout of NVIDIA/Megatron-LM at core_r0.19.0"; exit 1; }
+	$(BIN)/python tests/host/host_tests.py "$(MEGATRON)" $(if $(ARGS),-- $(ARGS))
 
 test-gpus: $(FOR_DEV)
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && \
@@ -61,6 +70,10 @@ $(FOR_DEMO): setup.py pyproject.toml
 	  echo "or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	@touch $@
+
+$(FOR_SERVER): $(FOR_DEMO)
+	$(BIN)/python -m pip install --quiet --editable '.[serve]'
 	@touch $@
 
 $(FOR_DEV): $(FOR_DEMO)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from . import models, text
 from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
 from .config import InferenceConfig
-from .errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
+from .errors import (
+    EngineDeadError,
+    KVBlockCapacityError,
+    MambaSlotCapacityError,
+    QueueFullError,
+    RequestOverflowError,
+)
 from .inference.contexts.cached_path import CachedPath
 from .inference.contexts.dynamic_context import DynamicInferenceContext
 from .inference.contexts.kv_block_allocator import KVBlockAllocator
@@ -21,8 +27,11 @@ from .inference.contexts.request_step import RequestStep
 from .inference.contexts.state_pool import StatePool
 from .inference.contexts.step import Step, StepObserver
 from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape
+from .inference.engines.async_engine import AsyncEngine
+from .inference.engines.async_stream import AsyncStream
 from .inference.engines.drafter import Drafter, NgramDrafter
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
+from .inference.engines.engine_observer import EngineObserver
 from .inference.engines.model import Model
 from .inference.engines.step_report import StepReport
 from .inference.engines.token_stream import TokenStream
@@ -51,6 +60,7 @@ __all__ = [
     # serving
     "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
     "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport",
+    "AsyncEngine", "AsyncStream", "EngineObserver",
     "PinnedPrefix",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "Drafter", "NgramDrafter",
@@ -67,11 +77,14 @@ __all__ = [
     "ModelShard", "ParallelGroups", "models", "testing",
     # errors
     "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
+    "QueueFullError", "EngineDeadError",
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`testing` and `hf` are imported when they are first asked for: few servers need them."""
-    if name in ("testing", "hf"):
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for a module
+
+    def __getattr__(name: str) -> ModuleType:
+        """`testing` and `hf` are imported when they are first asked for: few servers need them."""
+        if name in ("testing", "hf"):
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .inference.policies.compute_reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
+from .inference.policies.departures import AgeCounts, KVLeaveCause, StateLeaveCause
 
 __all__ = [
     "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",
@@ -39,20 +40,42 @@ class PoolStats:
 
     Attributes:
         num_free_slots, num_reserved_slots, num_committed_slots: durable slots; together all there are.
-        num_states_committed, num_states_evicted: states, since the beginning.
+        num_pinned_slots: of the committed ones, those that pins and running requests keep from eviction, and
+            slots that are read while their block has left.
+        num_states_committed: states, since the beginning; as are the counts of states that follow.
+        num_states_evicted: states that left for a new state.
+        num_states_refused: states that were not taken for want of a slot.
+        num_states_evicted_unused: states that left for want of memory, and from which nobody had resumed.
+        states_left_by_cause: all states that left; `StateLeaveCause` explains each cause.
+        state_ages: of states that left for want of memory.
         num_free_kv_blocks: blocks that store nothing.
         num_cached_kv_blocks: registered blocks that nobody holds.
         num_held_kv_blocks: blocks that requests or pins hold.
+        num_kv_blocks_registered: blocks, since the beginning.
+        kv_blocks_left_by_cause: registered blocks that left; `KVLeaveCause` explains each cause.
+        kv_block_ages: of blocks that left for want of memory.
     """
 
     num_free_slots: int
     num_reserved_slots: int
     num_committed_slots: int
+    num_pinned_slots: int
     num_states_committed: int
     num_states_evicted: int
+    num_states_refused: int
+    num_states_evicted_unused: int
+    states_left_by_cause: Mapping[StateLeaveCause, int]
+    state_ages: AgeCounts
     num_free_kv_blocks: int
     num_cached_kv_blocks: int
     num_held_kv_blocks: int
+    num_kv_blocks_registered: int
+    kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
+    kv_block_ages: AgeCounts
+
+    def __str__(self) -> str:
+        """How full the pools are, as a part of a line."""
+        return _pools(self)
 
 
 @dataclass(frozen=True)
@@ -76,11 +99,29 @@ class CacheStats:
     num_free_slots: int
     num_reserved_slots: int
     num_committed_slots: int
+    num_pinned_slots: int
     num_states_committed: int
     num_states_evicted: int
+    num_states_refused: int
+    num_states_evicted_unused: int
+    states_left_by_cause: Mapping[StateLeaveCause, int]
+    state_ages: AgeCounts
     num_free_kv_blocks: int
     num_cached_kv_blocks: int
     num_held_kv_blocks: int
+    num_kv_blocks_registered: int
+    kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
+    kv_block_ages: AgeCounts
+
+    def __repr__(self) -> str:
+        """One line: what was resumed, why the rest was computed, and how full the pools are."""
+        computed = ", ".join(
+            f"{reason} {tokens}" for reason, tokens in self.computed_by_reason.items() if tokens
+        )
+        return (
+            f"<CacheStats: {self.num_requests} requests, {self.num_resumed_tokens} of "
+            f"{self.num_prompt_tokens} prompt tokens resumed, computed: {computed or 'none'}; {_pools(self)}>"
+        )
 
     @classmethod
     def of(cls, num_requests: int, ledger: TokenLedger, pools: PoolStats) -> "CacheStats":
@@ -115,3 +156,17 @@ class EngineStats:
     num_paused: int
     num_waiting: int
     num_rebuilds: int = 0
+
+    def __repr__(self) -> str:
+        """One line: the queue, and the line of the cache."""
+        queue = f"{self.num_running} running ({self.num_paused} paused), {self.num_waiting} waiting"
+        return f"<EngineStats: {queue}; {self.cache!r}>"
+
+
+def _pools(stats: PoolStats | CacheStats) -> str:
+    num_slots = stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots
+    num_blocks = stats.num_free_kv_blocks + stats.num_cached_kv_blocks + stats.num_held_kv_blocks
+    return (
+        f"{stats.num_committed_slots} of {num_slots} slots hold a state, of {num_blocks} KV blocks "
+        f"{stats.num_held_kv_blocks} held and {stats.num_cached_kv_blocks} cached"
+    )

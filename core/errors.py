@@ -1,4 +1,4 @@
-"""Errors of capacity. Bad arguments and configurations raise `ValueError` instead."""
+"""Errors of capacity, and of an engine's thread. Bad arguments and configurations raise `ValueError`."""
 
 from .validation import shown
 
@@ -42,3 +42,21 @@ class RequestOverflowError(_CapacityError):
     """More requests would run at once than there are rows."""
 
     what = "request rows"
+
+
+class QueueFullError(RuntimeError):
+    """An `AsyncEngine` takes no further request now, because as many wait as may. Ask again later.
+
+    Attributes:
+        num_waiting: requests that wait for a row.
+        limit: how many may.
+    """
+
+    def __init__(self, num_waiting: int, limit: int) -> None:
+        super().__init__(f"{num_waiting} requests wait, {limit} may")
+        self.num_waiting = num_waiting
+        self.limit = limit
+
+
+class EngineDeadError(RuntimeError):
+    """The thread of an `AsyncEngine` has given up; the error's cause says why."""

@@ -1,6 +1,6 @@
 """A model with its text and its defaults, from a folder or a name on the hub."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from .inference.engines.model import Model
 from .models import HybridLM
 from .models.hybrid_checkpoint import MODEL_TYPE
 from .sampling_params import SamplingParams
-from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, TextCodec
+from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, MarkedPrompt, TextCodec
 
 _TEMPLATE = "chat_template.jinja"
 
@@ -33,6 +33,16 @@ class LoadedModel:
     generation: GenerationDefaults
     folder: Path
 
+    def __repr__(self) -> str:
+        """One line: what was loaded, from where, and whether it has text."""
+        text, chat = self.text, self.text is not None and self.text.chat_template is not None
+        parts = (
+            "no tokenizer"
+            if text is None
+            else f"tokenizer, {'chat template' if chat else 'no chat template'}"
+        )
+        return f"<LoadedModel: {type(self.model).__name__} from {self.folder}, {parts}>"
+
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
         return self.generation.sampling_params(**overrides)
@@ -50,6 +60,19 @@ class LoadedModel:
     ) -> list[int]:
         """As `TextCodec.encode_chat`. Raises a ValueError where the checkpoint has no tokenizer."""
         return self._codec().encode_chat(messages, add_generation_prompt, **variables)
+
+    def encode_chat_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        marked_messages: Collection[int] = (),
+        **variables: Any,
+    ) -> MarkedPrompt:
+        """As `TextCodec.encode_chat_marked`. Raises a ValueError where the checkpoint has no tokenizer."""
+        return self._codec().encode_chat_marked(
+            messages, add_generation_prompt, marked_messages=marked_messages, **variables
+        )
 
     def detokenizer(self) -> Detokenizer:
         """As `TextCodec.detokenizer`. Raises a ValueError where the checkpoint has no tokenizer."""

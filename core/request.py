@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .brief_repr import brief_repr
 from .inference.policies.compute_reasons import ComputeReason
 
+TopLogProbs = tuple[tuple[int, float], ...]
+"""Token ids and their log-probs: the most likely tokens at one position, the most likely one first."""
 FinishReason = Literal["length", "stop", "cancelled", "reset", "invalid_logits"]
 
 
@@ -17,6 +20,8 @@ class RequestResult:
         request_id: as `add_request` returned it.
         tokens: the generated tokens.
         log_probs: one a generated token; None unless asked for.
+        top_log_probs: for each generated token the most likely tokens at its position with their log-probs;
+            None unless asked for.
         prompt_log_probs: of prompt tokens `SamplingParams.prompt_log_probs_start` .. N-1, in order; None
             unless asked for. Fewer where the request ended before all were computed.
         num_prompt_tokens: tokens of the prompt.
@@ -32,6 +37,7 @@ class RequestResult:
     request_id: int
     tokens: list[int]
     log_probs: list[float] | None
+    top_log_probs: list[TopLogProbs] | None
     prompt_log_probs: list[float] | None
     num_prompt_tokens: int
     num_resumed_tokens: int
@@ -39,6 +45,9 @@ class RequestResult:
     num_recomputed_tokens: int
     ttft_s: float | None
     finish_reason: FinishReason
+
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @dataclass(frozen=True)
@@ -69,3 +78,6 @@ class ScoreResult:
     computed_by_reason: Mapping[ComputeReason, int]
     num_recomputed_tokens: int
     finish_reason: FinishReason
+
+    def __repr__(self) -> str:
+        return brief_repr(self)

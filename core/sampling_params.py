@@ -22,6 +22,9 @@ class SamplingParams:
         stop_token_ids: more tokens that end the answer.
         return_log_probs: return one log-prob per generated token, under the model's own distribution (before
             temperature, top_k and top_p).
+        num_top_log_probs: return so many of the most likely tokens at the position of each generated token,
+            from 0 to 20, with their log-probs under the model's own distribution. Of equally likely tokens,
+            those with the lowest ids come first.
         skip_prompt_log_probs: False also returns the log-probs of prompt tokens `prompt_log_probs_start` ..
             N-1. The tokens from `prompt_log_probs_start` - 1 on are then computed: the request resumes from
             no deeper state.
@@ -36,6 +39,7 @@ class SamplingParams:
     termination_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     return_log_probs: bool = False
+    num_top_log_probs: int = 0
     skip_prompt_log_probs: bool = True
     prompt_log_probs_start: int = 1
 
@@ -53,6 +57,7 @@ class SamplingParams:
         set_field(self, "termination_id", optional_integer("termination_id", self.termination_id, -1))
         set_field(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
         boolean("return_log_probs", self.return_log_probs)
+        set_field(self, "num_top_log_probs", integer("num_top_log_probs", self.num_top_log_probs, 0, 20))
         boolean("skip_prompt_log_probs", self.skip_prompt_log_probs)
         first = integer("prompt_log_probs_start", self.prompt_log_probs_start, 1, INT32_MAX)
         set_field(self, "prompt_log_probs_start", first)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..checkpoint_files import CheckpointError
-from ..text import TextCodec
+from ..text import Cut, TextCodec
 
 _FILES = (
     "tokenizer.json",
@@ -24,10 +24,23 @@ class CheckpointTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self._added = frozenset(tokenizer.added_tokens_decoder)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
+
+    def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
+        """`encode` without added special tokens, and a cut for each added token.
+
+        A tokenizer of transformers that is written in Python knows no cuts.
+        """
+        if not self.tokenizer.is_fast:
+            return self.encode(text, add_special_tokens=False), []
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = found["input_ids"]
+        places = ((i, found.token_to_chars(i)) for i, token in enumerate(ids) if token in self._added)
+        return ids, [Cut(span.start, span.end, i) for i, span in places if span is not None]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(

@@ -1,10 +1,11 @@
 """What the corrections remember about one host context."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..inference.contexts.durable_slots import SlotCounts
 from ..inference.policies.compute_reasons import Span, TokenLedger
 from ..inference.policies.ghost_list import GhostList
 from .request_track import RequestTrack
@@ -16,6 +17,19 @@ GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
 MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
 MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
 MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
+NO_SLOTS = SlotCounts(0, 0, 0, 0, 0)
+"""The counts of a context without an allocator."""
+
+
+class HostCallError(ValueError, AssertionError):
+    """A wrong argument, for which megatron-core's own method raises an AssertionError."""
+
+
+def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> None:
+    """Raise a HostCallError unless each of `lists` that is given has an entry for each block."""
+    for name, listed in lists.items():
+        if listed is not None and len(listed) != len(block_ids):
+            raise HostCallError(f"{name} has {len(listed)} entries; accepted: {len(block_ids)}, as block_ids")
 
 
 @dataclass
@@ -27,6 +41,7 @@ class HostRecord:
         ledger: what became of prompt tokens; tokens already counted before a restart are recomputed ones.
         kv_ghosts: hashes of KV blocks that were evicted.
         retired: counts of allocators that were replaced on resume.
+        slots, dropped: counts of the allocator after its last step.
     """
 
     requests: int = 0
@@ -35,6 +50,8 @@ class HostRecord:
     ledger: TokenLedger = field(default_factory=TokenLedger)
     kv_ghosts: GhostList = field(default_factory=lambda: GhostList(65536))
     retired: Counter[str] = field(default_factory=Counter)
+    slots: SlotCounts = NO_SLOTS
+    dropped: int = 0
     _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     _counted: dict[int, int] = field(default_factory=dict)
     _restarting: dict[int, int] = field(default_factory=dict)

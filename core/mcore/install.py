@@ -1,6 +1,7 @@
 """Putting our slot allocator and the corrections into megatron-core, and taking them out again."""
 
 import importlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +20,10 @@ from . import (
     paused,
     stages,
 )
+from .built_contexts import BuiltContexts
 from .host_record import DYNAMIC_CONTEXT
-from .overrides import REGISTRY, Applied, apply
+from .installation import Installation
+from .overrides import REGISTRY, Applied, MissingHostError, apply, owner_class
 from .slot_allocator import HostSlotAllocator, Settings
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
@@ -30,7 +33,10 @@ _CORRECTIONS = (
 )  # fmt: skip
 """The modules whose overrides are in REGISTRY, which they enter when they are imported."""
 
+_logger = logging.getLogger(__package__)
 _applied: list[Applied] = []
+built_contexts = BuiltContexts()
+"""The contexts that were built since `install`."""
 
 
 def install(
@@ -38,7 +44,7 @@ def install(
     eviction: str | None = None,
     cache_answers: bool = True,
     strict: bool = True,
-) -> None:
+) -> Installation:
     """Let megatron-core's `DynamicInferenceContext` run on our slot allocator, with its faults corrected.
 
     Before any context is built; one that exists stays on megatron-core's own until its tensors are built
@@ -50,9 +56,16 @@ def install(
         eviction: "lru" or "ref_zero" for states; None: what the host's configuration says.
         cache_answers: also hash and register what is generated, and take its states, for the next turn.
         strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
-            know; False warns, and leaves alone what belongs together with that method.
+            know; False warns, names the faults that come back, and leaves alone what belongs together with
+            that method.
 
-    Raises RuntimeError where it is installed already, and ImportError where megatron-core is missing.
+    Returns:
+        What was replaced; `describe()` says it in one line. A warning on the logger "mambaslots.mcore" names
+            a version that the tests do not run on.
+
+    Raises:
+        RuntimeError: it is installed already.
+        ImportError: megatron-core is missing.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
     plan.check_useful()
@@ -66,11 +79,21 @@ def install(
     boolean("strict", strict)
     if _applied:
         raise RuntimeError("mambaslots.mcore is installed already; uninstall() first to change its settings")
-    _applied.extend(apply(REGISTRY, _host_version(), strict))
+    version = _host_version()
+    parts = apply(REGISTRY, version, strict)
+    _applied.extend(parts.applied)
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
-        _replace_class(importlib.import_module(module))
+        _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
+    context = owner_class(DYNAMIC_CONTEXT)
+    _replace(context, "initialize_all_tensors", built_contexts.noting(context.initialize_all_tensors))
     follows_answers = any(each.method == "update_requests" for each in _applied)
-    HostSlotAllocator.settings = Settings(plan, eviction, cache_answers and follows_answers)
+    settings = HostSlotAllocator.settings = Settings(plan, eviction, cache_answers and follows_answers)
+    installation = Installation(
+        version.partition("+")[0], len(parts.applied), parts.left_alone, parts.warning, settings
+    )
+    if installation.untested:
+        _logger.warning("%s", installation.untested)
+    return installation
 
 
 def _host_version() -> str:
@@ -79,27 +102,27 @@ def _host_version() -> str:
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise
-        raise ImportError(
+        raise MissingHostError(
             "megatron-core is not installed; `pip install 'mambaslots[megatron]'` installs it"
         ) from error
 
 
-def _replace_class(module: Any) -> None:
-    stock = module.MambaSlotAllocator
-    _applied.append(Applied(module, "MambaSlotAllocator", stock))
-    module.MambaSlotAllocator = HostSlotAllocator
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _applied.append(Applied(owner, name, getattr(owner, name)))
+    setattr(owner, name, replacement)
 
 
 def uninstall() -> None:
     """Give megatron-core its own methods and its own class back; RuntimeError unless installed.
 
-    Contexts that were built in between are not to be used any more.
+    Contexts that were built in between raise RuntimeError when they are to serve.
     """
     if not _applied:
         raise RuntimeError("mambaslots.mcore is not installed")
     while _applied:
         _applied.pop().undo()
     HostSlotAllocator.settings = Settings()
+    built_contexts.retire()
 
 
 @contextmanager
@@ -108,10 +131,10 @@ def installed(
     eviction: str | None = None,
     cache_answers: bool = True,
     strict: bool = True,
-) -> Iterator[None]:
+) -> Iterator[Installation]:
     """Installed within the block; see `install`."""
-    install(plan, eviction, cache_answers, strict)
+    installation = install(plan, eviction, cache_answers, strict)
     try:
-        yield
+        yield installation
     finally:
         uninstall()

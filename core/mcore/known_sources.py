@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import textwrap
@@ -11,6 +12,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+TESTED_VERSIONS = ("0.18.2", "0.19.0", "0.19.2")
+"""The versions of megatron-core that the tests run on."""
 
 KNOWN_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ContextGPUView.__init__": {
@@ -103,6 +107,7 @@ MENDED_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """As `KNOWN_SOURCES`, for sources that no longer need the correction and are left alone."""
 
 
+@functools.cache
 def source_hash(method: Callable[..., Any]) -> str:
     """12 hex digits of SHA-256 of a function's source without docstring, comments, decorators and layout."""
     try:

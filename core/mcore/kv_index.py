@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .host_record import KV_ALLOCATOR, MAMBA_METADATA
+from .host_record import KV_ALLOCATOR, MAMBA_METADATA, check_lengths
 from .overrides import override
 
 
@@ -23,6 +23,7 @@ def register_kv_block_hashes(
     The stock method re-points the map to the newer block, which has no state, and counts the children of a
     block that is registered again twice, so that their parent can never be evicted.
     """
+    check_lengths(block_ids, block_hashes=block_hashes, parent_hashes=parent_hashes)
     named = self.kv_hash_to_block_id
     first: dict[int, int] = {}
     for i, key in enumerate(block_hashes):

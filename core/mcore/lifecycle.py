@@ -9,9 +9,10 @@ from typing import Any
 
 from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
-from .host_record import DYNAMIC_CONTEXT, HostRecord, record_of
+from .host_record import DYNAMIC_CONTEXT, NO_SLOTS, HostRecord, record_of
 from .overrides import override
 
+_logger = logging.getLogger(__package__)
 _BATCH_INVARIANT_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
@@ -27,12 +28,12 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     slots, poorest_gb = _poorest_stage(self, _affordable_slots(self, mamba_gb), mamba_gb)
     if slots < 1:
         message = (
-            f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough for the scratch of one step and one "
-            "durable state, on every pipeline stage"
+            f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough prefix cache budget for the scratch "
+            "of one step and one durable state, on every pipeline stage"
         )
         if hasattr(self, "max_mamba_intermediate_states_per_step"):
             raise ValueError(message)
-        logging.warning("%s. Mamba states are not cached", message)  # as megatron-core 0.18 does
+        _logger.warning("%s. Mamba states are not cached", message)  # as megatron-core 0.18 does
         return
     self.mamba_slot_allocator = host.MambaSlotAllocator(
         context=self,
@@ -46,9 +47,9 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     self.kv_block_allocator.on_blocks_deregistered = self.mamba_slot_allocator.on_kv_blocks_deregistered
     state = _state_bytes(self)
     scratch = self.mamba_slot_allocator.max_intermediate_count
-    logging.info(
-        "mambaslots: %d durable slots (%.3f GB), %d scratch slots (%.3f GB), %.1f KB a state",
-        slots, slots * state / 2**30, scratch, scratch * state / 2**30, state / 2**10,
+    _logger.info(
+        "%d durable slots (%.1f MiB), %d scratch slots (%.1f MiB), %.1f KiB a state",
+        slots, slots * state / 2**20, scratch, scratch * state / 2**20, state / 2**10,
     )  # fmt: skip
 
 
@@ -56,8 +57,8 @@ def _warn_of_batch_invariance() -> None:
     """Say that answers depend on what is cached, where megatron-core's batch-invariant mode is on."""
     kernels: Any = sys.modules.get(_BATCH_INVARIANT_KERNELS)
     if kernels is not None and kernels.is_batch_invariant_mode_enabled():
-        logging.warning(
-            "mambaslots: batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "
+        _logger.warning(
+            "batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "
             "depend on where the answer resumed, because decodes round states otherwise than prefills do"
         )
 
@@ -137,6 +138,7 @@ def _keep_counts(record: HostRecord, allocator: Any) -> None:
     record.retired["committed"] += allocator.committed_total
     record.retired["evicted"] += allocator.evicted_total
     record.retired["dropped"] += allocator.dropped_checkpoints
+    record.slots, record.dropped = NO_SLOTS, 0
 
 
 @override(DYNAMIC_CONTEXT, "reinitialize_inference_state_buffers", part="lifecycle", faults=(6, 14))

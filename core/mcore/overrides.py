@@ -3,19 +3,28 @@
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from .faults import FAULTS, described_faults
 from .known_sources import KNOWN_SOURCES, MENDED_SOURCES, source_hash
 
 Replacement = Callable[..., Any]
 """Called as `replacement(original, self, *args, **kwargs)`; `original` is the host's own method."""
 
 
+class MissingHostError(ImportError):
+    """megatron-core is not installed."""
+
+
 class UnknownHostError(RuntimeError):
     """The source of a method that would be replaced is not known."""
+
+
+class LeftAloneWarning(UserWarning):
+    """Methods whose source is not known are left as they are, and their faults come back."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +51,19 @@ class Override:
     def name(self) -> str:
         return f"{self.owner.partition(':')[2]}.{self.method}"
 
+    @property
+    def fault_sentences(self) -> tuple[str, ...]:
+        """What comes back where the override is not applied."""
+        return tuple(FAULTS[number].sentence for number in self.faults)
+
     def owner_class(self) -> Any:
-        module, _, name = self.owner.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return owner_class(self.owner)
+
+
+def owner_class(owner: str) -> Any:
+    """The class "module:Class" of megatron-core."""
+    module, _, name = owner.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 REGISTRY: list[Override] = []
@@ -75,7 +94,22 @@ class Applied:
         setattr(self.owner, self.method, self.original)
 
 
-def apply(overrides: Iterable[Override], version: str, strict: bool) -> list[Applied]:
+@dataclass(frozen=True)
+class Parts:
+    """What `apply` has done.
+
+    Attributes:
+        applied: the replaced methods.
+        left_alone: part -> the faults that its overrides correct, of the parts with an unknown method.
+        warning: what was warned of, or "".
+    """
+
+    applied: list[Applied]
+    left_alone: Mapping[str, tuple[int, ...]]
+    warning: str
+
+
+def apply(overrides: Iterable[Override], version: str, strict: bool) -> Parts:
     """Replace the methods of all parts without an unknown method.
 
     A method whose source is listed as mended is left to the host.
@@ -83,10 +117,11 @@ def apply(overrides: Iterable[Override], version: str, strict: bool) -> list[App
     Args:
         overrides: the corrections.
         version: the host's version, for messages.
-        strict: whether an unknown method raises. Otherwise a warning names the parts that are left alone.
+        strict: whether an unknown method raises. Otherwise a warning names the parts that are left alone, and
+            the faults that come back with them.
 
     Returns:
-        The replaced methods.
+        The replaced methods, and the parts that are left alone.
 
     Raises:
         UnknownHostError: a method's source is not known and `strict` is True; nothing is changed.
@@ -99,19 +134,25 @@ def apply(overrides: Iterable[Override], version: str, strict: bool) -> list[App
         message = f"megatron-core {version}: {reasons}"
         if strict:
             raise UnknownHostError(f"{message}. Pass strict=False to leave such methods as they are")
-        parts = sorted({entry.part for entry in refused})
-        warnings.warn(f"{message}. Left alone: {', '.join(parts)}", stacklevel=4)
-    parts_left_alone = {entry.part for entry in refused}
+    left_alone = {
+        part: tuple(sorted({fault for entry in overrides if entry.part == part for fault in entry.faults}))
+        for part in sorted({entry.part for entry in refused})
+    }
+    warning = ""
+    if refused:
+        faults = described_faults(fault for part in left_alone.values() for fault in part)
+        warning = f"{message}. Left alone: {', '.join(left_alone)}. These faults come back:\n{faults}"
+        warnings.warn(warning, LeftAloneWarning, stacklevel=4)
     applied = []
     for entry, method in found.items():
-        if entry.part in parts_left_alone or method is None:
+        if entry.part in left_alone or method is None:
             continue
         if source_hash(method) in MENDED_SOURCES.get(entry.name, ()):
             continue
         owner = entry.owner_class()
         setattr(owner, entry.method, _bound(entry, method))
         applied.append(Applied(owner, entry.method, method))
-    return applied
+    return Parts(applied, left_alone, warning)
 
 
 def _objection(entry: Override, method: Callable[..., Any] | None) -> str:

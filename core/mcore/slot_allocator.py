@@ -1,5 +1,6 @@
 """Our slot allocator as megatron-core's context holds it."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +15,12 @@ from ..inference.contexts.rolling_states import RollingStates
 from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
 from ..inference.policies.checkpoint_plan import CheckpointPlan
+from ..validation import integers
 from .answers import Crossing, crossings, register_block, rows_of
-from .host_record import record_of
+from .host_record import check_lengths, record_of
 from .request_track import RequestTrack
+
+_logger = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,36 @@ class HostSlotAllocator(MambaSlotAllocator):
             self.unpin(slot)
         self._restore_pins.clear()
 
+    # ---- hashes
+
+    def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
+        """See the base; a block without a slot gets one with a zero state, where a slot is free.
+
+        megatron-core's own allocator lists such a block, and starts a request that resumes there from zeros.
+        """
+        blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
+        check_lengths(blocks, hashes=keys)
+        pairs = list(zip(blocks, keys, strict=True))
+        states, reserved = self.slots.map, self.reserved_blocks
+        lacking = [b for b, key in pairs if key > 0 and b not in states and b not in reserved]
+        stateless = list(dict.fromkeys(lacking))[: self.free_count]
+        if stateless:
+            _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
+            slots = self.slots.allocate(stateless)
+            for tensor in self._durable_states():
+                tensor[:, slots] = 0
+        found = [(b, key) for b, key in pairs if b in states]  # without a slot: nobody finds the block
+        super().register_block_hashes_batch([b for b, _ in found], [key for _, key in found])
+
     # ---- checkpoints
+
+    @property
+    def _has_intermediates(self) -> bool:
+        return self.intermediate.pending
+
+    @_has_intermediates.setter
+    def _has_intermediates(self, pending: bool) -> None:
+        self.intermediate.pending = bool(pending)
 
     def compute_and_store_offsets(
         self,
@@ -143,6 +176,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         finally:
             self.intermediate.clear()
             self.planned_rows.clear()
+            record = record_of(self.context)
+            record.slots, record.dropped = self.slots.counts, self.dropped_checkpoints
 
     def _commit_step(self) -> None:
         prompts = self.intermediate.sources()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint_files import CheckpointError, read_object
 from ..validation import integers
+from .token_cuts import Cut
 
 _FILE = "tokenizer.json"
 
@@ -84,13 +85,21 @@ class ByteTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids. Names of special tokens within `text` become these tokens; nothing else is added."""
+        return self.encode_with_cuts(text)[0]
+
+    def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
+        """Token ids as of `encode`, and a cut for each special token, in order."""
         ids: list[int] = []
+        cuts: list[Cut] = []
+        character = 0
         for part in self._split.split(text) if self._split else [text]:
             if part in self.special_tokens:
+                cuts.append(Cut(character, character + len(part), len(ids)))
                 ids.append(self.special_tokens[part])
             else:
                 ids += (self._byte_ids[byte] for byte in part.encode())
-        return ids
+            character += len(part)
+        return ids, cuts
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the bytes, without other tokens. Bytes that are no character become U+FFFD."""

@@ -1,11 +1,14 @@
 """Text to tokens and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..validation import boolean, instance, integers, shown
+from .chat_branches import ChatBranches
 from .detokenizer import Detokenizer
+from .marked_prompt import MarkedPrompt
+from .token_cuts import Cut, branch_tokens
 
 
 class Tokenizer(Protocol):
@@ -19,6 +22,14 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens. Bytes that are no character become U+FFFD."""
+
+
+@runtime_checkable
+class CuttingTokenizer(Tokenizer, Protocol):
+    """A tokenizer that says where a text can be cut. Without it a mark costs an encoding of all before it."""
+
+    def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
+        """`encode` without added special tokens, and a cut for each special token, in order."""
 
 
 class Template(Protocol):
@@ -66,6 +77,60 @@ class TextCodec:
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
+        text = self._checked_template(messages).render(
+            messages, boolean("add_generation_prompt", add_generation_prompt), **variables
+        )
+        return self._encode_part(text)
+
+    def encode_chat_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        marked_messages: Collection[int] = (),
+        **variables: Any,
+    ) -> MarkedPrompt:
+        """Token ids of a chat, and the positions where conversations that begin like it branch.
+
+        Such positions are the end of the system prompt and the tools, the ends of the last answers and the
+        last user messages, and where the next turn leaves this text: a template may drop the thinking of this
+        turn. Take states there: `CheckpointPlan(marks=prompt.marks)`.
+
+        Other chats are rendered and compared with this one: at most 9, however long the chat is, and one for
+        each of the last 16 marked messages. A chat that the template refuses gives no mark.
+
+        Args:
+            messages, add_generation_prompt, variables: as for `encode_chat`.
+            marked_messages: indices of messages whose ends are to be marked, too, before all others.
+
+        Returns:
+            The tokens of `encode_chat`, and marks.
+
+        Raises:
+            ValueError: as `encode_chat`; or a marked message does not exist.
+        """
+        template = self._checked_template(messages)
+        listed = list(marked_messages) if isinstance(marked_messages, Set) else marked_messages
+        marked = integers("marked_messages", listed, 0, len(messages) - 1)
+        generation = boolean("add_generation_prompt", add_generation_prompt)
+        text = template.render(messages, generation, **variables)
+        branches = ChatBranches(
+            text,
+            messages,
+            render=lambda other, add: template.render(other, add, **variables),
+            has_tools=bool(variables.get("tools")),
+        )
+        if isinstance(self.tokenizer, CuttingTokenizer):
+            tokens, cuts = self.tokenizer.encode_with_cuts(text)
+        else:
+            tokens, cuts = self._encode_part(text), []
+        marks = branch_tokens(text, tokens, cuts, branches.find(marked), self._encode_part)
+        return MarkedPrompt(tokens, marks)
+
+    def _encode_part(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _checked_template(self, messages: Any) -> Template:
         if self.chat_template is None:
             raise ValueError("the model has no chat template; accepted: `encode` with a text")
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
@@ -73,6 +138,4 @@ class TextCodec:
             raise ValueError(
                 f"messages is {shown(messages)}; accepted: a list of {{'role': ..., 'content': ...}}"
             )
-        boolean("add_generation_prompt", add_generation_prompt)
-        text = self.chat_template.render(messages, add_generation_prompt, **variables)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.chat_template

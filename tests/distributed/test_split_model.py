@@ -186,6 +186,7 @@ def test_a_saved_model_is_loaded_in_parts(world: World, split: str, tmp_path: Pa
 # ---- pipeline stages
 
 
+@pytest.mark.sampled(pattern=("MM**", "GM*C"))
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pattern", ["MM**", "**MM", "M-M*-*", "MMM*", "GM*C", "CCG*"])
 def test_a_stage_without_states_or_attention_layers_makes_the_same_skips(world: World, pattern: str) -> None:

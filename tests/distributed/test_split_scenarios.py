@@ -17,7 +17,8 @@ NOT_SPLIT = {
     "test_a_failing_forward_costs_time_and_no_tokens",
 }
 pytestmark = [
-    pytest.mark.sampled(_split=("tp 2", "pp 2", "tp 2, pp 2")),
+    pytest.mark.in_turn("_split"),
+    pytest.mark.sampled,
     pytest.mark.usefixtures("kind"),
 ]
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in NOT_SPLIT})

@@ -14,6 +14,7 @@ LOAD = replace(mcore_runs.LOADS["tiny"], system_prompt=25, answer=12)
 """The first prompt has 86 bytes: the answer reaches the third block's end, and little beyond."""
 
 
+@pytest.mark.long
 def test_conversations_with_stock_and_with_the_drop_in(
     machine: None, model: mcore_rig.HybridModel, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,9 +69,8 @@ def engine_arguments(folder: Path, pattern: str) -> tuple[str | Path, ...]:
 
 @pytest.fixture(scope="module")
 def reports(machine: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of contexts, and of engines of the first pattern: the processes start once."""
-    folder = tmp_path_factory.mktemp("stages")
-    return run_stages(folder, "contexts", *engine_arguments(folder, PATTERNS[0]))
+    """Of contexts: the processes start once."""
+    return run_stages(tmp_path_factory.mktemp("stages"), "contexts")
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -105,16 +104,14 @@ def test_a_model_without_mamba_layers_stays_one_without_states(machine: None) ->
     assert context.config.mamba_inference_state_config is None
 
 
-@pytest.mark.sampled(pattern=1)
+@pytest.mark.long
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_fault_15_engines_of_two_stages_answer_as_one_without_a_cache(
-    pattern: str, reports: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_fault_15_engines_of_two_stages_answer_as_one_without_a_cache(pattern: str, tmp_path: Path) -> None:
     whole = mcore_rig.hybrid_model(pattern.replace("|", ""))
     without = mcore_rig.make_engine(whole, prefix_caching=False)
     answers = [one.tokens for one in mcore_rig.serve(without, prompts(), new_tokens=2)]
-    if pattern != PATTERNS[0]:
-        reports = run_stages(tmp_path, *engine_arguments(tmp_path, pattern))
+    reports = run_stages(tmp_path, *engine_arguments(tmp_path, pattern))
     one, other = (report["engine"] for report in reports)
     assert one == other
     assert one["answers"] == answers

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import mambaslots.mcore
 import mcore_rig
 import pytest
 import torch
-from mambaslots.mcore.__main__ import WITHOUT_CUDA
+from mambaslots.mcore.run_script import WITHOUT_CUDA
 from mcore.engine_cases import tokens
 
 ROOT = Path(__file__).parents[2]
@@ -46,17 +47,78 @@ def test_the_script_says_the_same_without_a_cache(right_answers: list[list[int]]
     assert run(SCRIPT, "--no-cache")["answers"] == right_answers
 
 
-def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache(right_answers: Any) -> None:
-    ours = run("-m", "mambaslots.mcore", SCRIPT, "--fail", "-x", "y", exit_code=3)
-    assert ours["answers"] == right_answers
-    assert ours["resumed"] == [0, 64, 64]
-    assert ours["arguments"] == ["--fail", "-x", "y"]
-    assert Path(ours["script"]) == SCRIPT
-    lines = [line for line in ours["stderr"] if line.startswith("mambaslots.mcore:")]
-    setting = "setting TRITON_INTERPRET=1 MAMBA_DETERMINISTIC=1"
-    assert lines == (
-        [] if torch.cuda.is_available() else [f"mambaslots.mcore: no CUDA device is visible; {setting}"]
+def documented(start: str) -> list[str]:
+    """The command of docs/megatron.md that begins with `start` and names a script, word by word."""
+    lines = (ROOT / "docs" / "megatron.md").read_text().splitlines()
+    command = next(line for line in lines if line.startswith(start) and "SCRIPT" in line)
+    return [word for word in command.split() if word != "ARGS..."]
+
+
+def ours(stderr: list[str]) -> list[str]:
+    return [
+        line.removeprefix("mambaslots.mcore: ") for line in stderr if line.startswith("mambaslots.mcore:")
+    ]
+
+
+def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache_and_we_say_so(
+    right_answers: Any, tmp_path: Path
+) -> None:
+    python, *command = documented("python -m mambaslots.mcore --")
+    assert python == "python"
+    written = tmp_path / "stats.json"
+    names = {"SCRIPT": str(SCRIPT), "stats.json": str(written)}
+    command = [names.get(word, word) for word in command]
+    ran = run(*command, "--fail", "-x", "y", exit_code=3)
+    assert ran["answers"] == right_answers
+    assert ran["resumed"] == [0, 64, 64]
+    assert ran["arguments"] == ["--fail", "-x", "y"]
+    assert Path(ran["script"]) == SCRIPT
+    lines = ours(ran["stderr"])
+    if not torch.cuda.is_available():
+        assert lines.pop(0).endswith("; setting TRITON_INTERPRET=1 MAMBA_DETERMINISTIC=1")
+    assert re.fullmatch(
+        r"mambaslots 0\.\d+\.\d+, megatron-core 0\.\d+\.\d+, torch 2\..*: 2[0-9] methods and the allocator "
+        r"replaced; plan: tail,branch,chunk_ends,decode=rolling,prefill_interval=1024",
+        lines[0],
     )
+    assert lines[1:] == [
+        "32 durable slots (0.1 MiB), 12 scratch slots (0.0 MiB), 3.0 KiB a state",
+        "1 context built",
+        "  context 1: requests 3, prompt tokens 195, resumed 128 (hit rate 65.6%), computed 67",
+        "    computed by reason: never_seen 65, partial_block 2",
+        "    states: 1 of 32 slots hold one, 1 taken, 0 evicted, 0 planned and dropped",
+    ]
+    report = json.loads(written.read_text())
+    assert (report["exit_code"], report["rank"]) == (3, 0)
+    assert report["contexts"][0]["num_resumed_tokens"] == 128
+
+
+@pytest.mark.long
+def test_under_torchrun_rank_0_speaks_and_every_rank_writes_its_statistics(
+    right_answers: Any, tmp_path: Path
+) -> None:
+    torchrun, *options = documented("torchrun")
+    assert torchrun == "torchrun"
+    where = options.index("SCRIPT")
+    command = [*options[:where], "--json", str(tmp_path / "stats.json"), str(SCRIPT), *options[where + 1 :]]
+    ran = run("-m", "torch.distributed.run", "--standalone", *command)
+    assert ran["answers"] == right_answers
+    assert sum("methods and the allocator replaced" in line for line in ours(ran["stderr"])) == 1
+    assert ours(ran["stderr"]).count("1 context built") == 1
+    ranks = [json.loads((tmp_path / name).read_text()) for name in ("stats.json", "stats-rank1.json")]
+    assert [each["rank"] for each in ranks] == [0, 1]
+    assert [each["contexts"][0]["num_resumed_tokens"] for each in ranks] == [128, 128]
+
+
+@pytest.mark.long
+def test_a_script_without_a_cache_is_told_so(right_answers: Any) -> None:
+    ran = run("-m", "mambaslots.mcore", SCRIPT, "--no-cache")
+    assert ran["answers"] == right_answers
+    lines = [line for line in ours(ran["stderr"]) if "enable_prefix_caching is False" in line]
+    assert [line.split(":")[0] for line in lines] == [
+        "context 1 caches no states",
+        "  context 1 cached no states",
+    ]
 
 
 @pytest.mark.long

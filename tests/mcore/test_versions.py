@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.sampled(case=("1_mod",), version=("0.18.2",))
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("version", "case"),  # inference is the same in 0.19.0 and 0.19.2
     [("0.18.2", "1_mod"), ("0.18.2", "suffix"), ("0.18.2", "turn_on"), ("0.19.0", "1_mod")],

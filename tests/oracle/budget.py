@@ -6,38 +6,67 @@ occurs in one of them. `sampled(seed=4)` wants only the first four values of `se
 
 Kinds: of the cases of a test that asks for the fixture `kind` of model, `make test` runs one of those that
 differ in nothing else: every other one on the mix, the others on one kind in turn, by the name of the case.
+`in_turn("mode")` does the same for the fixture `mode`, of which no value is preferred.
 
 Examples: hypothesis draws as many as its profile says, "quick" or "long". `costly()` are settings for a test
 whose examples take tenths of a second, `dear()` for one whose examples take longer.
+
+Loops: `thinned(values, every=3)` are all values in the profile "long", and each third one in "quick".
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from oracle.model_kinds import MIX
 
-# Examples of a test, and steps of one example of a state machine.
-PROFILES = {"quick": (60, 25), "long": (600, 50)}
-for _name, (_examples, _steps) in PROFILES.items():
+
+class Profile(NamedTuple):
+    """Examples of a test, of a costly and of a dear one, and steps of one example of a state machine."""
+
+    examples: int
+    costly: int
+    dear: int
+    steps: int
+
+
+PROFILES = {"quick": Profile(15, 3, 2, 12), "long": Profile(600, 60, 20, 50)}
+for _name, _profile in PROFILES.items():
     settings.register_profile(
         _name,
-        max_examples=_examples,
-        stateful_step_count=_steps,
+        max_examples=_profile.examples,
+        stateful_step_count=_profile.steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
 
 
+def profile() -> Profile:
+    return PROFILES[settings.get_current_profile_name()]
+
+
 def costly() -> settings:
-    return settings(max_examples=settings.default.max_examples // 10)
+    return settings(max_examples=profile().costly)
 
 
 def dear() -> settings:
-    return settings(max_examples=settings.default.max_examples // 30)
+    return settings(max_examples=profile().dear)
+
+
+def example_or_dear() -> settings:
+    """Settings for a dear test that has an `@example`: quickly it runs that one alone."""
+    return settings(dear(), phases=[Phase.explicit]) if is_quick() else dear()
+
+
+def is_quick() -> bool:
+    return settings.get_current_profile_name() == "quick"
+
+
+def thinned[T](values: Sequence[T], every: int) -> Sequence[T]:
+    return values[::every] if is_quick() else values
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:
@@ -45,7 +74,9 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
 
     Cases with and without the mark `gpu` are sampled apart: a machine runs the ones or the others.
     """
-    items = _on_one_kind(items)
+    items = _in_turn(items, "kind", MIX)
+    for name in dict.fromkeys(name for item in items for name in _in_turn_names(item)):
+        items = _in_turn(items, name, None)
     tests: defaultdict[tuple[str, bool], list[Any]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("sampled"):
@@ -53,32 +84,42 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0], on_gpu].append(item)
     for cases in tests.values():
         wanted = _wanted(cases)
-        chosen = sample([_ids(case) for case in wanted])
+        # What runs in turn is no value to be sampled: of each case only one is left.
+        ids = {id(case): _ids(case, ["kind", *_in_turn_names(case)]) for case in cases}
+        chosen = sample([ids[id(case)] for case in wanted])
         for case in cases:
-            if case not in wanted or _ids(case) not in chosen:
+            if case not in wanted or ids[id(case)] not in chosen:
                 case.add_marker("long")
 
 
-def _on_one_kind(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The items, without those that repeat another one with another kind of model: these are `long`."""
+def _in_turn(items: Iterable[pytest.Item], fixture: str, preferred: str | None) -> list[pytest.Item]:
+    """The items, but only one of those that differ in this fixture alone: the others are `long`.
+
+    Of kinds, each may have been left another one.
+    """
     chosen: list[pytest.Item] = []
-    repeated: defaultdict[str, dict[str, Any]] = defaultdict(dict)  # a case's name without its kind
+    repeated: defaultdict[str, dict[str, Any]] = defaultdict(dict)  # a case's name without the value
     for item in items:
-        kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
-        if kind is None or kind not in item.callspec._idlist:
+        value = item.callspec.params.get(fixture) if hasattr(item, "callspec") else None
+        asked = preferred is not None or fixture in _in_turn_names(item)
+        if not asked or value is None or value not in item.callspec._idlist:
             chosen.append(item)
         else:
-            name = " ".join([item.nodeid.partition("[")[0], *sorted(f"{i} {name}" for i, name in _ids(item))])
-            repeated[name][kind] = item
-    for name, by_kind in repeated.items():
-        others = [kind for kind in by_kind if kind != MIX]
-        order = [MIX] * (MIX in by_kind) * max(1, len(others)) + others
+            ids = sorted(f"{i} {name}" for i, name in _ids(item, ["kind", fixture]))
+            repeated[" ".join([item.nodeid.partition("[")[0], *ids])][value] = item
+    for name, by_value in repeated.items():
+        others = [value for value in by_value if value != preferred]
+        order = [preferred] * (preferred in by_value) * max(1, len(others)) + others
         wanted = order[crc32(name.encode()) % len(order)]
-        for kind, item in by_kind.items():
-            if kind != wanted:
+        for value, item in by_value.items():
+            if value != wanted:
                 item.add_marker("long")
-        chosen.append(by_kind[wanted])
+        chosen.append(by_value[wanted])
     return chosen
+
+
+def _in_turn_names(item: pytest.Item) -> list[str]:
+    return [name for mark in item.iter_markers("in_turn") for name in mark.args]
 
 
 def sample(cases: list[set[tuple[int, str]]]) -> list[set[tuple[int, str]]]:
@@ -91,14 +132,15 @@ def sample(cases: list[set[tuple[int, str]]]) -> list[set[tuple[int, str]]]:
     return chosen
 
 
-def _ids(case: Any) -> set[tuple[int, str]]:
+def _ids(case: Any, without: Iterable[str]) -> set[tuple[int, str]]:
     """The ids of a case's values, one of each parametrisation, and their places in the case's name.
 
-    Without the kind of model: of each case only one is left.
+    `without`: fixtures whose values are left out.
     """
     ids = list(case.callspec._idlist)
-    if case.callspec.params.get("kind") in ids:
-        ids.remove(case.callspec.params["kind"])
+    for name in without:
+        if case.callspec.params.get(name) in ids:
+            ids.remove(case.callspec.params[name])
     return set(enumerate(ids))
 
 

@@ -4,6 +4,7 @@ A text is README.md, a page of docs/, or one of the other Markdown files. The fu
 `objections` yield a sentence for each thing that a piece of a text names and that does not exist.
 """
 
+import argparse
 import ast
 import builtins
 import contextlib
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
+from mambaslots.cli.main import COMMANDS as COMMAND_LINE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,7 +35,7 @@ FILES = [
 ]
 """Paths relative to ROOT."""
 SHELLS = {"sh", "bash", "console"}
-COMMANDS = ("make ", "python ", "pytest ", "torchrun ")
+COMMANDS = ("make ", "python ", "pytest ", "torchrun ", "mambaslots ")
 FILE = re.compile(
     rf"(?:(?:{'|'.join(FOLDERS)})/[\w./*-]*|[\w./*-]*\.(?:py|md|toml|png))(?:::?[A-Za-z_][\w.]*(?:\(\))?)?"
 )
@@ -104,6 +106,8 @@ def objections_to_command(command: str) -> Iterator[str]:
     words = shlex.split(command, comments=True)
     program = words[0] if words else ""
     tests = [word.partition("::")[0] for word in words if word.startswith("tests/")]
+    if program == "mambaslots" and words[1:]:
+        yield from _objections_to_our_command(words[1], words[2:])
     for before, word in pairwise(["", *words]):
         if program == "make" and before and re.fullmatch(r"[a-z-]+", word):
             if not re.search(rf"^{word}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
@@ -117,6 +121,25 @@ def objections_to_command(command: str) -> Iterator[str]:
                 yield f"no test is called {word}"
         elif word.startswith(tuple(f"{name}/" for name in FOLDERS)):
             yield from objections_to_file(word)
+
+
+def _objections_to_our_command(command: str, words: list[str]) -> Iterator[str]:
+    """To a line `mambaslots COMMAND ...`: commands and options that it does not have."""
+    if command.startswith("-"):
+        known = {command} & {"--version", "--help", "--print-completion"}
+        if not known:
+            yield f"mambaslots has no option {command}"
+    elif command not in (*COMMAND_LINE, "run"):
+        yield f"mambaslots has no command {command}"
+    elif command != "run":
+        parser = argparse.ArgumentParser()
+        COMMAND_LINE[command].add_options(parser)
+        for word in words:
+            if word.startswith("--") and word.partition("=")[0] not in (
+                *parser._option_string_actions,
+                "--log-level",
+            ):
+                yield f"mambaslots {command} has no option {word}"
 
 
 def test_files(path: str) -> list[Path]:

@@ -101,7 +101,7 @@ class Client:
         report = self.engine.step()
         assert report.generated == {request_id: tokens[-1] for request_id, tokens in report.tokens.items()}
         for request_id in self.own & report.tokens.keys():
-            self.arrived[request_id] += [token for token, _ in report.tokens[request_id]]
+            self.arrived[request_id] += [one.token for one in report.tokens[request_id]]
         for result in report.finished:
             if result.request_id in self.own:
                 self.take(result)

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 from hypothesis import settings
-from oracle.budget import PROFILES, costly, dear, sample
+from oracle.budget import costly, dear, is_quick, profile, sample, thinned
 
 pytest_plugins = ["pytester"]
 
@@ -95,6 +95,39 @@ def test_each_case_is_on_one_kind_of_model_and_about_half_on_the_mix(pytester: p
     assert 12 < kinds.count("mix of all") < 28
 
 
+IN_TURN = """
+import pytest
+
+@pytest.mark.in_turn("mode")
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", ["Mamba-2", "mix of all"])
+@pytest.mark.parametrize("mode", ["plain", "drafts", "ahead"])
+@pytest.mark.parametrize("color", ["red", "green"])
+@pytest.mark.parametrize("size", range(20))
+def test_sizes(size, color, mode, kind):
+    pass
+
+@pytest.mark.parametrize("mode", ["plain", "drafts"])
+def test_all_modes(mode):
+    pass
+"""
+
+
+def test_what_runs_in_turn_has_each_value_in_some_case_and_each_case_once(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = gpu\n  long\n  sampled\n  in_turn")
+    pytester.makepyfile(IN_TURN)
+    pytester.makeconftest(CONFTEST)
+    run = pytester.runpytest("--collect-only", "-q", "-m", "not long", "-p", "no:cacheprovider")
+    names = [
+        line.rpartition("[")[2].rstrip("]").split("-") for line in run.outlines if "::test_sizes[" in line
+    ]
+    assert [int(size) for size, *_ in names] == list(range(20))
+    colors, modes = ({name[place] for name in names} for place in (1, 2))
+    assert colors == {"red", "green"}
+    assert modes == {"plain", "drafts", "ahead"}
+    assert sum("::test_all_modes[" in line for line in run.outlines) == 2
+
+
 @pytest.mark.parametrize("sizes", [(1,), (4,), (3, 3), (2, 5, 3)])
 def test_a_sample_has_each_value_in_few_cases(sizes: tuple[int, ...]) -> None:
     cases = [set(enumerate(case)) for case in product(*map(range, sizes))]
@@ -108,9 +141,12 @@ def test_no_cases_have_no_sample() -> None:
 
 
 def test_costly_examples_are_fewer_in_each_profile() -> None:
-    profile = settings.get_current_profile_name()
-    num_examples, num_steps = PROFILES[profile]
     assert settings.default is not None
-    assert settings.default.max_examples == num_examples > costly().max_examples > dear().max_examples > 1
-    assert settings.default.stateful_step_count == num_steps
+    assert settings.default.max_examples == profile().examples
+    assert settings.default.stateful_step_count == profile().steps
+    assert profile().examples > costly().max_examples > dear().max_examples > 1
     assert costly().deadline is None
+
+
+def test_loops_are_thinned_in_the_quick_profile_only() -> None:
+    assert list(thinned(range(8), 3)) == ([0, 3, 6] if is_quick() else list(range(8)))

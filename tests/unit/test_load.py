@@ -1,8 +1,6 @@
 """`ms.load` chooses the kind of model, and brings its text and its defaults along."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.checkpoint_files import CheckpointError
+from oracle.fresh_process import run_code
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
 
@@ -57,7 +56,8 @@ def test_a_hybrid_lm_needs_no_transformers(tmp_path: Path) -> None:
         f"loaded = ms.load({str(tmp_path)!r})\n"
         "print(loaded.encode('a'), loaded.encode_chat([{'role': 'user', 'content': 'b'}]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "[97] [98, 256]\n"
 
 
@@ -69,7 +69,8 @@ def test_a_checkpoint_of_transformers_without_transformers(tmp_path: Path) -> No
         f"try: ms.load({str(tmp_path)!r})\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "mambaslots.hf needs transformers: pip install 'mambaslots[hf]'\n"
 
 

@@ -2,27 +2,28 @@
 
 import ast
 import graphlib
-import subprocess
-import sys
 from importlib import resources
 from pathlib import Path
 
 import mambaslots as ms
 import pytest
+from oracle.fresh_process import run_code
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
 # From the top down; a room imports only from itself and from those after it. Files count as rooms.
 ROOMS = (
-    "__init__", "__main__", "cli", "serve", "monitor", "testing", "mcore", "vllm", "replay", "distributed", "loaded_model", "hf", "models",
+    "__init__", "__main__", "cli", "serve", "monitor", "testing", "mcore", "vllm", "replay", "distributed",
+    "loaded_model", "hf", "models",
     "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
     "state_spec", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params", "cache_stats",
     "inference.policies", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
-    "checkpoint_files", "errors", "validation",
+    "checkpoint_files", "errors", "brief_repr", "validation",
 )  # fmt: skip
 
 PUBLIC_PACKAGES = {
-    f"mambaslots.{name}" for name in ("mcore", "vllm", "distributed", "hf", "models", "testing", "text")
+    f"mambaslots.{name}"
+    for name in ("monitor", "mcore", "vllm", "distributed", "hf", "models", "testing", "text")
 }
 
 
@@ -99,7 +100,8 @@ def test_examples_import_only_the_public_api() -> None:
 def test_importing_mambaslots_imports_none_of_its_hosts_and_no_triton() -> None:
     others = {"triton", "megatron", "transformers", "vllm", "fastapi", "uvicorn", "prometheus_client"}
     code = f"import sys, mambaslots; print(*{others} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
 

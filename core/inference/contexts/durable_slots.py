@@ -1,16 +1,18 @@
 """The book of durable slots: whose state a slot holds, who may write it, which slot is evicted next."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...errors import MambaSlotCapacityError
+from ..policies.departures import EVICTIONS, STATE_LEAVE_CAUSES, Clock, Departures, StateLeaveCause
 from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .slot_map import SlotMap
 
 
 class SlotCounts(NamedTuple):
-    """Numbers of slots now, and of states that were ever committed or evicted."""
+    """Numbers of slots now, and of states that were ever committed, or evicted for a new state."""
 
     free: int
     reserved: int
@@ -40,6 +42,7 @@ class DurableSlots:
         pins: pinned slot -> how often it is pinned.
         ghosts: hashes whose state was evicted, or was not taken for want of a slot.
         version: grows with every change of `free` or `map`.
+        departures: how many states were committed, and how many left, by cause and age.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class DurableSlots:
         kv_hash: Callable[[int], int],
         on_states_changed: Callable[[Iterable[int]], None],
         on_ghosts_changed: Callable[[Iterable[int]], None] = lambda keys: None,
+        clock: Clock = time.monotonic_ns,
     ) -> None:
         """
         Args:
@@ -57,6 +61,7 @@ class DurableSlots:
             kv_hash: block -> its prefix hash in the KV index, or -1 for an unregistered block.
             on_states_changed: called with blocks that gained or lost a state.
             on_ghosts_changed: called with hashes of `ghosts` where no state changed with them.
+            clock: tells the ages of states.
         """
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
@@ -69,19 +74,19 @@ class DurableSlots:
         self._tell_states_changed = on_states_changed
         self._tell_ghosts_changed = on_ghosts_changed
         self._used: set[int] = set()  # slots from which a request resumed
+        self._clock = clock
         self._eviction: SlotEvictionPolicy = (
-            RefZeroEviction() if eviction_policy == "ref_zero" else LRUEviction()
+            RefZeroEviction(clock) if eviction_policy == "ref_zero" else LRUEviction(clock)
         )
-        self._committed_total = 0
-        self._evicted_total = 0
+        self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES)
 
     # ---- lookup
 
     @property
     def counts(self) -> SlotCounts:
-        return SlotCounts(
-            len(self.free), len(self.reserved), len(self.map), self._committed_total, self._evicted_total
-        )
+        left = self.departures
+        num_evicted = left.by_cause["new_state"]
+        return SlotCounts(len(self.free), len(self.reserved), len(self.map), left.num_entered, num_evicted)
 
     @property
     def num_available(self) -> int:
@@ -216,6 +221,7 @@ class DurableSlots:
     def refuse(self, keys: Sequence[int]) -> None:
         """Note that no slot was left for the states under these prefix hashes."""
         if keys:
+            self.departures.num_refused += len(keys)
             self.ghosts.add_all(keys, "capacity")
             self._tell_ghosts_changed(keys)
 
@@ -233,30 +239,37 @@ class DurableSlots:
         self.reserved.update(dict.fromkeys(slots, -1))
         return slots
 
-    def drop(self, block: int) -> bool:
+    def drop(self, block: int, cause: StateLeaveCause = "by_host") -> bool:
         """Free the slot of a state that its owner no longer needs.
 
-        The drop does not count as an eviction and leaves no ghost.
+        The drop does not count as an eviction and leaves no ghost. `cause`: what it counts as.
 
         Returns:
             Whether the state is dropped; False, with nothing done, for a pinned one.
         """
         if self.map.slot_of(block) in self.pins:
             return False
-        self.forget([block])
+        self.forget([block], cause=cause)
         return True
 
-    def forget(self, blocks: Sequence[int] | None, *, blocks_leave: bool = False) -> None:
+    def forget(
+        self,
+        blocks: Sequence[int] | None,
+        *,
+        blocks_leave: bool = False,
+        cause: StateLeaveCause | None = None,
+    ) -> None:
         """Free the slots of those blocks that have a slot, and drop the slots' hashes.
 
         Args:
             blocks: None for all blocks that the KV index knows.
             blocks_leave: the KV index forgets the blocks, too. Then nothing is committed for them any more.
+            cause: why the states leave; None: "kv_evicted" where the blocks leave, else "by_host".
         """
         if blocks is None:
             known = (*self.map.slot_by_block, *self.reserved.values())
             blocks = [block for block in known if block >= 0 and self._kv_hash(block) > 0]
-        slots = self._leave(blocks)
+        slots = self._leave(blocks, cause or ("kv_evicted" if blocks_leave else "by_host"))
         if slots:
             left = self.map.blocks_of(slots)
             if self.pins and not self.pins.keys().isdisjoint(slots):
@@ -271,13 +284,15 @@ class DurableSlots:
 
     def clear(self, totals: bool = False) -> None:
         """Forget every state, reservation, pin and ghost; with `totals` also the totals of `counts`."""
+        num_left = len(self.map)
         # No state may be findable once its slot is free: the map goes first, the free list comes last.
         for part in (self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction):
             part.clear()
         self.free = list(range(self.num_slots))
         self.version += 1
+        self.departures.by_cause["reset"] += num_left
         if totals:
-            self._committed_total = self._evicted_total = 0
+            self.departures.clear()
 
     # ---- inside
 
@@ -301,21 +316,25 @@ class DurableSlots:
             raise MambaSlotCapacityError(num_slots + num_free, len(victims) + num_free)
         blocks = self.map.blocks_of(victims)
         self.ghosts.add_all(self.map.keys_of(victims), "evicted")
-        self._leave(blocks)
+        self._leave(blocks, "new_state")
         self._tell_states_changed(blocks)
-        self._evicted_total += len(victims)
         return victims
 
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.map.enter(blocks, slots)
         self.version += 1
         self._eviction.insert(*slots)
-        self._committed_total += len(blocks)
+        self.departures.num_entered += len(blocks)
         self._tell_states_changed(blocks)
 
-    def _leave(self, blocks: Sequence[int]) -> list[int]:
+    def _leave(self, blocks: Sequence[int], cause: StateLeaveCause) -> list[int]:
         slots = self.map.leave(blocks)
         self.version += 1
+        departures = self.departures
+        departures.by_cause[cause] += len(slots)
+        if slots and cause in EVICTIONS:
+            departures.note_ages(self._clock(), self._eviction.last_used_ns(slots), remember=True)
+            departures.num_unused += len(slots) - len(self._used.intersection(slots))
         self._eviction.remove(*slots)
         if self._used:
             self._used.difference_update(slots)
@@ -342,6 +361,7 @@ class DurableSlots:
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
         assert len(free) + len(reserved) + len(committed) == self.num_slots, "a slot is nowhere"
+        self.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
         assert sorted(self.by_use()) == sorted(committed), (

@@ -98,6 +98,11 @@ class DynamicInferenceContext:
         self._num_requests_seen = 0
         logger.info(self.memory.summary())
 
+    def __repr__(self) -> str:
+        """One line: device, rows, and how full the pools are."""
+        rows = f"{len(self.requests)} of {self.config.max_requests} rows"
+        return f"<DynamicInferenceContext: on {self.spec.device}; {rows}; {self.prefix_cache.stats()}>"
+
     def _new_input_pool(self) -> InputPool | None:
         spec, config = self.spec, self.config
         if not config.replays:

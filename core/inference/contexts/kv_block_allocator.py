@@ -5,6 +5,7 @@ the tree and the eviction order.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import countOf
@@ -15,6 +16,7 @@ import torch
 
 from ...errors import KVBlockCapacityError
 from ...validation import INT32_MAX, boolean, checked_integers, integer, one_of, shown
+from ..policies.departures import Clock, KVLeaveCause
 from ..policies.leaf_eviction import LeafEviction
 from ..policies.slot_eviction import EVICTION_POLICIES
 from .mirrored import MirroredTensor
@@ -23,6 +25,7 @@ from .prefix_tree import Parent, PrefixTree
 logger = logging.getLogger(__name__)
 
 DeregistrationObserver = Callable[[list[int], set[int]], None]
+ForgetStates = Callable[[Sequence[int] | None, KVLeaveCause], None]
 MAX_HASH = (1 << 63) - 1
 
 
@@ -37,9 +40,10 @@ class KVBlockAllocator:
 
     Attributes (for hosts to read; writing them is not supported):
         block_ref_counts [total_count] int32, block_hashes [total_count] int64, -1 where not registered, and
-        block_timestamps [total_count] int64, a counter of uses: CPU tensors. Reading an attribute brings its
-        tensor up to date, in O(total_count) where something changed. The tensor object never changes, but a
-        reference that a host keeps shows the last read: index `allocator.block_hashes[...]` anew.
+        block_timestamps [total_count] int64, nanoseconds, which grow with each use: CPU tensors. Reading an
+        attribute brings its tensor up to date, in O(total_count) where something changed. The tensor object
+        never changes, but a reference that a host keeps shows the last read: index
+        `allocator.block_hashes[...]` anew.
         kv_hash_to_block_id: dict from prefix hash to registered block; another dict after all was forgotten.
         tree: the registered blocks, as `PrefixTree` keeps them.
         leaves: the order in which cached blocks are evicted.
@@ -51,7 +55,8 @@ class KVBlockAllocator:
         total_count: int,
         enable_prefix_caching: bool = True,
         prefix_caching_eviction_policy: str = "lru",
-        forget_states: Callable[[Sequence[int] | None], None] = lambda blocks: None,
+        forget_states: ForgetStates = lambda blocks, cause: None,
+        clock: Clock = time.monotonic_ns,
     ) -> None:
         """
         Args:
@@ -59,13 +64,15 @@ class KVBlockAllocator:
             enable_prefix_caching: whether blocks may be registered.
             prefix_caching_eviction_policy: "lru" keeps registered blocks that nobody holds until their memory
                 is needed; "ref_zero" deregisters a block with its last holder.
-            forget_states: called with blocks before they leave the index, None for all; the owner of the
-                blocks' states forgets these. What it raises goes on to the caller, because a state must not
-                outlive its block.
+            forget_states: called with blocks before they leave the index, None for all, and with why they
+                leave; the owner of the blocks' states forgets these. What it raises goes on to the caller,
+                because a state must not outlive its block.
+            clock: tells when blocks are used. Two uses at one time count as one after the other.
         """
         if not callable(forget_states):
             raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
         self._forget_states = forget_states
+        self._now = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         policy = one_of("prefix_caching_eviction_policy", prefix_caching_eviction_policy, EVICTION_POLICIES)
@@ -270,9 +277,9 @@ class KVBlockAllocator:
         cached.reverse()
         self._num_cached += len(cached)
         if self._drops_unheld:
-            self._deregister(cached)
+            self._deregister(cached, "discarded" if forget else "released")
             return
-        self._clock += 1
+        self._clock = max(self._clock + 1, self._now())
         timestamps, clock, num_cached_children = self._timestamps, self._clock, tree.num_cached_children
         for block in cached:
             timestamps[block] = clock
@@ -281,7 +288,7 @@ class KVBlockAllocator:
             if not num_cached_children[block]:
                 self.leaves.offer(block)
         if forget:
-            self._deregister(self._without_continuation(cached))
+            self._deregister(self._without_continuation(cached), "discarded")
 
     def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
         """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.
@@ -390,7 +397,9 @@ class KVBlockAllocator:
             return -1 if left or refs[parent] or num_held[parent] else parent
 
         victims = self.leaves.pop(num_blocks, parent_left_as_leaf)
-        self._deregister(victims)
+        times = self._timestamps
+        self._deregister(victims, "new_block")
+        self.tree.departures.note_ages(self._now(), [times[block] for block in victims])
         return victims
 
     def observe_deregistration(self, observer: DeregistrationObserver) -> None:
@@ -409,7 +418,7 @@ class KVBlockAllocator:
             raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this allocator")
         self._observers = [known for known in self._observers if known != observer]
 
-    def _deregister(self, blocks: list[int]) -> None:
+    def _deregister(self, blocks: list[int], cause: KVLeaveCause) -> None:
         """Forget the hashes of cached blocks that nothing continues any more, and free the blocks.
 
         The states go first: no state may be findable once its block is free. Observers come last, so that a
@@ -418,11 +427,11 @@ class KVBlockAllocator:
         if not blocks:
             return
         try:
-            self._forget_states(blocks)
+            self._forget_states(blocks, cause)
         except BaseException:
             self._put_back(blocks)
             raise
-        hashes = self.tree.deregister(blocks)
+        hashes = self.tree.deregister(blocks, cause)
         self._version += 1
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
@@ -455,7 +464,7 @@ class KVBlockAllocator:
 
         Costs O(states) and a few copies of lists of the pool's length; O(registered blocks) for observers.
         """
-        self._forget_states(None)
+        self._forget_states(None, "reset")
         num_free, by_hash = self.total_avail + self._num_cached, self.tree.block_of_hash
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
         self._forget_prefixes()
@@ -465,6 +474,7 @@ class KVBlockAllocator:
     def reset(self) -> None:
         """Forget every reference and prefix, without calling observers: the caller resets them, too."""
         self._forget_prefixes()
+        self.tree.departures.clear()
         self._clear_references()
 
     def _forget_prefixes(self) -> None:

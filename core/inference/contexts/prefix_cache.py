@@ -1,5 +1,6 @@
 """The prefix cache: KV blocks, durable states, and the one index over both."""
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,6 +9,7 @@ from ...cache_stats import PoolStats
 from ...validation import INT32_MAX, boolean, integer, one_of
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import Span
+from ..policies.departures import Clock, KVLeaveCause, StateLeaveCause
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.slot_eviction import EVICTION_POLICIES
 from .cached_path import CachedPath, TableRow
@@ -19,6 +21,14 @@ from .prefix_matcher import PrefixMatcher
 from .request_step import RequestStep
 from .rolling_states import RollingStates
 from .step_checkpoints import StepCheckpoints
+
+_CAUSE_OF_STATE: dict[KVLeaveCause, StateLeaveCause] = {
+    "new_block": "kv_evicted",
+    "released": "kv_released",
+    "discarded": "discarded",
+    "reset": "reset",
+}
+"""Why a state leaves with its KV block."""
 
 
 class PrefixCache:
@@ -52,6 +62,7 @@ class PrefixCache:
         block_size_tokens: int,
         eviction_policy: str = "lru",
         enabled: bool = True,
+        clock: Clock = time.monotonic_ns,
     ) -> None:
         """
         Args:
@@ -60,13 +71,14 @@ class PrefixCache:
             block_size_tokens: tokens of a block.
             eviction_policy: one of `EVICTION_POLICIES`.
             enabled: where False, nothing is matched or registered, and sequences only hold blocks.
+            clock: tells the ages of what is evicted.
         """
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
         num_slots = integer("num_slots", num_slots, 0, INT32_MAX)
         policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
-        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy, self._forget_states)
+        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy, self._forget_states, clock)
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
         self.slots = DurableSlots(
             num_slots if enabled else 0,
@@ -74,6 +86,7 @@ class PrefixCache:
             tree.hash_of,
             self._note_states_changed,
             tree.note_ghosts_changed,
+            clock,
         )
         leaves.holds_state = self.slots.map.__contains__
         self._rolling = RollingStates(self.slots)
@@ -81,8 +94,8 @@ class PrefixCache:
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
-    def _forget_states(self, blocks: Sequence[int] | None) -> None:
-        self.slots.forget(blocks, blocks_leave=True)
+    def _forget_states(self, blocks: Sequence[int] | None, cause: KVLeaveCause) -> None:
+        self.slots.forget(blocks, blocks_leave=True, cause=_CAUSE_OF_STATE[cause])
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
         self.kv_blocks.tree.note_states_changed(blocks)
@@ -219,7 +232,7 @@ class PrefixCache:
         """
         self.release_state(path)
         for block in path.blocks[: path.num_registered] if path.shares else ():
-            self.slots.drop(block)
+            self.slots.drop(block, "discarded")
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks, forget=True)
@@ -322,16 +335,25 @@ class PrefixCache:
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
-        slots, kv = self.slots.counts, self.kv_blocks
+        slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
+        states, blocks = self.slots.departures, kv.tree.departures
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
             num_committed_slots=slots.committed,
             num_states_committed=slots.committed_total,
+            num_pinned_slots=len(pins),
             num_states_evicted=slots.evicted_total,
+            num_states_refused=states.num_refused,
+            num_states_evicted_unused=states.num_unused,
+            states_left_by_cause=states.by_cause.copy(),
+            state_ages=states.ages,
             num_free_kv_blocks=kv.total_avail,
             num_cached_kv_blocks=kv.cached_count,
             num_held_kv_blocks=kv.held_count,
+            num_kv_blocks_registered=blocks.num_entered,
+            kv_blocks_left_by_cause=blocks.by_cause.copy(),
+            kv_block_ages=blocks.ages,
         )
 
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:

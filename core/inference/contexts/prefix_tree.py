@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ..policies.departures import KV_LEAVE_CAUSES, Departures, KVLeaveCause
 from ..policies.ghost_list import GhostList
 from .remains import Remains
 
@@ -26,6 +27,7 @@ class PrefixTree:
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
         remains: what `clear` has left to free.
+        departures: how many blocks were registered, and how many left, by cause and age.
         clock: grows with every registration and every change of a state. It is never set back.
         serials: for each block the clock at its registration; see `stands`.
         family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
@@ -37,6 +39,7 @@ class PrefixTree:
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
         self.remains = Remains()
+        self.departures = Departures[KVLeaveCause](KV_LEAVE_CAUSES)
         self.clock = 0
         self.serials = [0] * num_blocks
         self.family_changes = [0] * num_blocks
@@ -53,6 +56,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget every prefix and ghost."""
         old = self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children
+        self.departures.by_cause["reset"] += len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
         self.remains.leave(*old, *self.ghosts.clear())
@@ -91,6 +95,13 @@ class PrefixTree:
         """Note that the ghosts of the states under these hashes came or went."""
         block_of_hash = self.block_of_hash
         self.note_states_changed([block_of_hash[key] for key in keys if key in block_of_hash])
+
+    def count_by_root(self, blocks: Iterable[int]) -> Counter[bytes]:
+        """How many of these registered blocks belong to sequences with each root digest."""
+        counts: Counter[bytes] = Counter()
+        for first, number in Counter(map(self._roots.__getitem__, blocks)).items():
+            counts[self._root_digests.get(first, b"")] += number
+        return counts
 
     def num_children(self, block: int) -> int:
         """Registered blocks that continue this one; two or more make it a fork."""
@@ -153,9 +164,10 @@ class PrefixTree:
             num_held[before] += 1
             canonical.append(block)
             before = block
+        self.departures.num_entered += len(canonical) - num_known
         return canonical
 
-    def deregister(self, blocks: Sequence[int]) -> list[int]:
+    def deregister(self, blocks: Sequence[int], cause: KVLeaveCause) -> list[int]:
         """Forget blocks that nothing continues.
 
         The caller has subtracted the blocks from their parents' counts of children.
@@ -170,12 +182,14 @@ class PrefixTree:
         self.ghosts.add_all(hashes, "evicted")
         for block in blocks:
             parents[block] = -1
+        self.departures.by_cause[cause] += len(hashes)
         return hashes
 
     def check_integrity(self, held: set[int]) -> None:
         """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
         cached = registered - held
+        self.departures.check_integrity(len(registered), "KV blocks")
         assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
         for counts, blocks in (
             (self.num_held_children, registered & held),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...request import FinishReason, RequestResult
+from ...request import FinishReason, RequestResult, TopLogProbs
 from ...sampling_params import SamplingParams
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import TokenLedger
@@ -15,10 +15,17 @@ from .token_view import TokenView
 
 
 class GeneratedToken(NamedTuple):
-    """One token of an answer; `log_prob` is None unless asked for."""
+    """One token of an answer.
+
+    Attributes:
+        token: its id.
+        log_prob: its log-prob; None unless asked for.
+        top_log_probs: the most likely tokens at its position and their log-probs; None unless asked for.
+    """
 
     token: int
     log_prob: float | None
+    top_log_probs: TopLogProbs | None = None
 
 
 @dataclass(eq=False)
@@ -35,6 +42,7 @@ class DynamicInferenceRequest:
         hashes: hashes of the whole blocks of `tokens`; the chain is extended when a hash is needed.
         tokens: the prompt, then the answer.
         log_probs: log-probs of the generated tokens; empty unless asked for.
+        top_log_probs: the most likely tokens at the generated tokens' positions; empty unless asked for.
         prompt_log_probs: the log-probs that the logits at `scored_positions` give, as far as they are known.
         ttft_s: seconds from the arrival to the first token; None until then.
         holding: None while the request waits.
@@ -59,6 +67,7 @@ class DynamicInferenceRequest:
     next_token: int | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
     ttft_s: float | None = None
     holding: Holding | None = None
@@ -74,6 +83,16 @@ class DynamicInferenceRequest:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
+
+    def __repr__(self) -> str:
+        """One line, without tokens: they are the user's."""
+        state = "running" if self.holding is not None else "waiting"
+        if self.result is not None:
+            state = f"ended: {self.result.finish_reason}"
+        return (
+            f"<DynamicInferenceRequest {self.request_id}: {len(self.prompt_tokens)} prompt tokens, "
+            f"{self.num_generated} generated, {state}>"
+        )
 
     @property
     def token_view(self) -> TokenView:
@@ -121,7 +140,8 @@ class DynamicInferenceRequest:
         """The generated tokens from number `first` on."""
         tokens = self.tokens[len(self.prompt_tokens) + first :]
         log_probs: Sequence[float | None] = self.log_probs[first:] or [None] * len(tokens)
-        return list(map(GeneratedToken, tokens, log_probs))
+        tops: Sequence[TopLogProbs | None] = self.top_log_probs[first:] or [None] * len(tokens)
+        return list(map(GeneratedToken, tokens, log_probs, tops))
 
     def result_for(self, reason: FinishReason) -> RequestResult:
         """The result of a request that ends for `reason`."""
@@ -129,6 +149,7 @@ class DynamicInferenceRequest:
             request_id=self.request_id,
             tokens=self.generated,
             log_probs=self.log_probs if self.sampling.return_log_probs else None,
+            top_log_probs=self.top_log_probs if self.sampling.num_top_log_probs else None,
             prompt_log_probs=self.prompt_log_probs if self.sampling.returns_prompt_log_probs else None,
             num_prompt_tokens=len(self.prompt_tokens),
             num_resumed_tokens=self.ledger.resumed,
@@ -138,10 +159,17 @@ class DynamicInferenceRequest:
             finish_reason=reason,
         )
 
-    def append(self, tokens: Sequence[int], log_probs: Sequence[float | None], now_s: float) -> None:
-        """Add generated tokens. `now_s` is the time of `time.perf_counter`."""
+    def append(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float | None],
+        now_s: float,
+        tops: Sequence[TopLogProbs | None] = (),
+    ) -> None:
+        """Add generated tokens, and what is asked for of them. `now_s`: the time of `time.perf_counter`."""
         self.tokens += tokens
         self.log_probs += [value for value in log_probs if value is not None]
+        self.top_log_probs += [top for top in tops if top is not None]
         if self.ttft_s is None:
             self.ttft_s = now_s - self.arrival_s
 
@@ -162,6 +190,7 @@ class DynamicInferenceRequest:
         if num_tokens < len(self.tokens):
             self.tokens = self.tokens[:num_tokens]  # another list: views of the old one stay what they are
         del self.log_probs[self.num_generated :]
+        del self.top_log_probs[self.num_generated :]
         self.hashes.cut_to(num_tokens)
         if not self.num_generated:
             self.ttft_s = None

@@ -136,5 +136,5 @@ class StepCheckpoints:
             if num_excess <= 0:
                 return
             exempt = block == newest or self._tree.num_children(block) > 1
-            if not exempt and self._slots.drop(block):
+            if not exempt and self._slots.drop(block, "path_limit"):
                 num_excess -= 1

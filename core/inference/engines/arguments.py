@@ -45,7 +45,7 @@ def checked_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[An
         listed = None
     if listed is None:
         raise ValueError(f"{name} is {shown(prompts)}; accepted: a list of {name}")
-    if listed and all(isinstance(prompt, int) for prompt in listed):
+    if listed and all(map(_is_number, listed)):
         raise ValueError(
             f"{name} is a list of {len(listed)} token ids; accepted: a list of {name}: pass [{name[:-1]}] "
             "for one"
@@ -53,6 +53,11 @@ def checked_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[An
     if len(listed) == 1:
         return listed
     return [_NamedPrompt(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
+
+
+def _is_number(value: object) -> bool:
+    """Whether `value` is an int, or one of numpy's or torch's."""
+    return isinstance(value, int) or (hasattr(value, "__index__") and not getattr(value, "shape", ()))
 
 
 def checked_prompt(name: str, prompt: Prompt | _NamedPrompt, vocab_size: int) -> list[int]:
@@ -141,11 +146,12 @@ def checked_sequence(
 
 
 def checked_sampling(sampling_params: SamplingParams | None, vocab_size: int) -> SamplingParams:
-    """The request's own settings, or the defaults; a ValueError where an id lies beyond the vocabulary."""
+    """The request's own settings, or the defaults; a ValueError where one lies beyond the vocabulary."""
     sampling = SamplingParams() if sampling_params is None else sampling_params
     instance("sampling_params", sampling, SamplingParams)
     optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
     integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
+    integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
     return sampling
 
 

@@ -20,7 +20,7 @@ from ...errors import KVBlockCapacityError
 from ...request import FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
-from ...validation import instance, integer, shown
+from ...validation import boolean, instance, integer, shown
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.request import DynamicInferenceRequest
@@ -46,10 +46,12 @@ from .arguments import (
 )
 from .drafter import Drafter
 from .engine_books import EngineBooks, LaunchedStep, StepUndo
+from .engine_observer import EngineObserver
 from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
 from .model_runner import ModelRunner
+from .progress import ProgressLine
 from .sampling import request_seed, sample_step
 from .step_report import NewTokens, StepReport
 from .token_stream import Lease, TokenStream
@@ -107,6 +109,13 @@ class DynamicInferenceEngine:
         self._ids_without_seed = count(-1, -1)
         self._num_resets = 0
         self._weights_version: object = None
+
+    def __repr__(self) -> str:
+        """One line: model, device, queue, and how full the pools are."""
+        served = f"{type(self.model).__name__} on {self.context.spec.device}"
+        scheduler = self._books.scheduler
+        queue = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
+        return f"<DynamicInferenceEngine: {served}; {queue}; {self.context.prefix_cache.stats()}>"
 
     @property
     def _forward(self) -> Model:
@@ -224,6 +233,7 @@ class DynamicInferenceEngine:
             result = self._books.finish(request, "cancelled")
         unclaimed = self._books.unclaimed
         try:
+            self._books.observers.tell_ended()
             return result
         finally:
             if request_id in unclaimed:
@@ -279,6 +289,7 @@ class DynamicInferenceEngine:
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         books = self._books
+        begun_s = time.perf_counter()
         undo = books.begin_step()
         with books.in_step(sys._getframe(), undo), on_device_of(self.context.spec.device):
             steps, tokens, invalid = self._run_step(undo)
@@ -289,7 +300,9 @@ class DynamicInferenceEngine:
                 for result in finished:
                     books.unclaimed.pop(result.request_id, None)
                 books.reports.append(self._report(steps, tokens, finished))
-        books.scheduler.admitted = {}
+        admitted, books.scheduler.admitted = books.scheduler.admitted, {}
+        if books.observers:
+            books.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
         books.drain()
 
     def _run_step(self, undo: StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
@@ -360,7 +373,7 @@ class DynamicInferenceEngine:
         so_far = self._books.speculation
         for step in steps:
             if step.decoding and step.request.request_id in tokens:
-                new = [token for token, _ in tokens[step.request.request_id]]
+                new = [one.token for one in tokens[step.request.request_id]]
                 so_far = SpeculationStats(
                     so_far.num_decodes + 1,
                     so_far.num_tokens + len(new),
@@ -391,6 +404,7 @@ class DynamicInferenceEngine:
         *,
         cache_salt: Salt | Sequence[Salt] = None,
         checkpoint_plan: CheckpointPlan | Sequence[CheckpointPlan | None] | None = None,
+        progress: bool = False,
     ) -> list[RequestResult]:
         """Serve prompts to the end.
 
@@ -401,17 +415,20 @@ class DynamicInferenceEngine:
             prompts: a list of prompts, each as `add_request` takes it.
             sampling_params, cache_salt, checkpoint_plan: one value for all prompts, or a list of one per
             prompt.
+            progress: whether a line on stderr says how many requests are done, and how many tokens there are.
 
         Returns:
             The results, in the order of the prompts.
         """
+        shown_as = "generate" if boolean("progress", progress) else None
         listed = checked_prompts(prompts)
         params = one_each("sampling_params", sampling_params, len(listed))
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
         arguments = zip(listed, params, salts, plans, strict=True)
-        return self._serve(self._new_request(*each, self._new_ids, owned=True) for each in arguments)
+        requests = (self._new_request(*each, self._new_ids, owned=True) for each in arguments)
+        return self._serve(requests, shown_as)
 
     def score(
         self,
@@ -420,6 +437,7 @@ class DynamicInferenceEngine:
         *,
         cache_salt: Salt | Sequence[Salt] = None,
         checkpoint_plan: CheckpointPlan | Sequence[CheckpointPlan | None] | None = None,
+        progress: bool = False,
     ) -> list[ScoreResult]:
         """The log-probs of given tokens, each under the model's distribution after the tokens before it.
 
@@ -434,6 +452,7 @@ class DynamicInferenceEngine:
             cache_salt: as for `generate`.
             checkpoint_plan: as for `generate`. None takes the last boundary before the scored tokens, too,
                 for the sequences that share their context.
+            progress: as for `generate`.
 
         Returns:
             The log-probs, in the order of the sequences.
@@ -442,6 +461,7 @@ class DynamicInferenceEngine:
             ValueError: an argument is of another kind, a sequence can never run, or has no token at `start`.
             RuntimeError: as `step`.
         """
+        shown_as = "score" if boolean("progress", progress) else None
         listed = checked_prompts(sequences, "sequences")
         starts = one_each("start", start, len(listed), "sequence")
         salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
@@ -452,7 +472,7 @@ class DynamicInferenceEngine:
             checked_sequence(number, *each, vocab_size=vocab_size, config=config, pool=pool)
             for number, each in enumerate(zip(listed, starts, salts, plans, strict=True))
         ]
-        results = self._serve(map(self._scoring_request, checked))
+        results = self._serve(map(self._scoring_request, checked), shown_as)
         return [
             ScoreResult(
                 log_probs=result.prompt_log_probs or [],
@@ -477,8 +497,13 @@ class DynamicInferenceEngine:
             prompt, wanted, sequence.plan, sequence.salt, request_id, owned=True, next_token=last
         )
 
-    def _serve(self, wanted: Iterable[DynamicInferenceRequest]) -> list[RequestResult]:
-        """Add new requests, each when it is reached, and serve them to the end."""
+    def _serve(
+        self, wanted: Iterable[DynamicInferenceRequest], shown_as: str | None = None
+    ) -> list[RequestResult]:
+        """Add new requests, each when it is reached, and serve them to the end.
+
+        `shown_as`: the call's name on a line that shows how far it is; None shows none.
+        """
         lease = Lease(self._books.abandoned, not self._is_split)
         results: list[RequestResult] = []
         try:
@@ -487,10 +512,15 @@ class DynamicInferenceEngine:
                 requests.append(request)
                 lease.request_ids.append(request.request_id)
                 self._books.enter(request)
+            line = None if shown_as is None else ProgressLine(shown_as, requests)
             for request in requests:
                 while request.result is None:
                     self._advance()
+                    if line is not None:
+                        line.show()
                 results.append(request.result)
+            if line is not None:
+                line.end()
             return results
         except BaseException as error:
             self._books.state.note_interrupt(error)
@@ -651,9 +681,26 @@ class DynamicInferenceEngine:
 
     # ---- the whole
 
-    def stats(self) -> EngineStats:
-        """A snapshot of the cache, the drafts and the queue."""
-        self._books.settle()
+    def observe(self, observer: EngineObserver) -> None:
+        """Tell `observer` of requests and steps from now on, until `unobserve`; one that observes stays once.
+
+        Raises:
+            ValueError: the object lacks a method of `EngineObserver`.
+        """
+        self._books.observers.add(observer)
+
+    def unobserve(self, observer: EngineObserver) -> None:
+        """Stop telling `observer`; ValueError for one that does not observe."""
+        self._books.observers.remove(observer)
+
+    def stats(self, *, settle: bool = True) -> EngineStats:
+        """A snapshot of the cache, the drafts and the queue.
+
+        `settle`: whether requests that nobody waits for are cancelled first. Without that the call changes
+        nothing, and may be made in any thread; counts may then be off by what a step changes meanwhile.
+        """
+        if settle:
+            self._books.settle()
         return EngineStats(
             cache=self.context.cache_stats(),
             speculation=self._books.speculation,

@@ -13,6 +13,7 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
 from .drafter import Drafter
+from .engine_observer import EngineObservers
 from .recovery import EngineState
 from .sampling import SampledStep
 from .scheduler import Scheduler
@@ -62,6 +63,7 @@ class EngineBooks:
         abandoned: ids of requests whose leases have ended; filled at any moment, by any thread.
         speculation: what drafts were worth.
         num_rebuilds: how often an interrupted call cost all cached prefixes.
+        observers: who is told of requests and steps.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class EngineBooks:
         self.scheduler = Scheduler(context, drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
+        self.observers = EngineObservers()
         self._context = context
         self._drafter = drafter
         self._drop_graphs = drop_graphs
@@ -87,6 +90,8 @@ class EngineBooks:
         with self.changing():
             self.requests[request.request_id] = request
             self.scheduler.add(request)
+        if self.observers:
+            self.observers.request_added(request)
 
     def finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
         """End a request; call this inside `changing` or `in_step`."""
@@ -94,6 +99,7 @@ class EngineBooks:
         if not request.owned:
             self.unclaimed[request.request_id] = result
         del self.requests[request.request_id]
+        self.observers.note_end(request, result)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         return result
 
@@ -142,7 +148,7 @@ class EngineBooks:
             self.drain()
 
     def drain(self) -> None:
-        """Cancel the requests whose leases have ended, and drop their results."""
+        """Cancel the requests whose leases have ended, and tell of all requests that have ended."""
         while self.abandoned:
             request_id = self.abandoned[0]
             request = self.requests.get(request_id)
@@ -151,6 +157,7 @@ class EngineBooks:
                     self.finish(request, "cancelled")
             self.unclaimed.pop(request_id, None)
             self.abandoned.popleft()
+        self.observers.tell_ended()
 
     # ---- repairs, each of which can be made any number of times
 
@@ -211,10 +218,12 @@ class EngineBooks:
         self.state.begin_reset(self._reset)
         self._reset()
         self.state.end_reset()
+        self.observers.tell_ended()
 
     def _reset(self) -> None:
         for request in self.requests.values():
-            request.result = request.result_for("reset")
+            request.result = result = request.result_for("reset")
+            self.observers.note_end(request, result)
         for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
             collection.clear()
         self.unread = None

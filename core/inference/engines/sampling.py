@@ -3,13 +3,14 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...request import TopLogProbs
 from ...sampling_params import SamplingParams
 from ...validation import described, holds_data, integers, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
@@ -17,9 +18,7 @@ from ..contexts.request_step import RequestStep
 from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
 from .acceptance import accepted_tokens
-
-LOG_PROB_ROWS = 256
-"""The log-probs of so many rows of logits are computed at once, so that they take little memory."""
+from .log_probs import log_probs_of, top_log_probs
 
 
 class SampledStep:
@@ -45,7 +44,9 @@ class SampledStep:
             scored: the requests that get log-probs of known tokens.
             columns: for each entry of `scored` the log-probs, and the largest logits of the request's rows.
                 Then, if `sampled` is not empty, the drawn tokens and the largest logits of their rows. Then
-                the tokens' log-probs, if a request returns log-probs.
+                the tokens' log-probs, if a request returns log-probs. Then, if a request returns those of the
+                most likely tokens, ids and log-probs of the rows of all such requests, for each row as many
+                as one of them returns at most.
             drawn: the drawn tokens; None where `sampled` is empty.
         """
         self.invalid: tuple[int, ...] = ()
@@ -104,9 +105,11 @@ class SampledStep:
                 invalid.add(part.request.request_id)
         drawn = [int(token) for token in next(numbers, ())]
         largest = next(numbers, ())
-        no_log_probs: Sequence[float | None] = [None] * len(drawn)
-        log_probs = next(numbers, no_log_probs)
-        answers: list[tuple[DynamicInferenceRequest, list[int], Sequence[float | None]]] = []
+        nothing: Sequence[None] = [None] * len(drawn)
+        returned = any(one.request.sampling.return_log_probs for one in self._sampled)
+        log_probs: Sequence[float | None] = next(numbers) if returned else nothing
+        tops = self._tops(numbers) or nothing
+        answers: list[_Answer] = []
         first = 0
         for request, drafts, num_known in self._sampled:
             stop = first + 1 + len(drafts)
@@ -117,20 +120,35 @@ class SampledStep:
             reached = slice(first, first + len(tokens))  # rows behind the first wrong draft mean nothing
             if not all(map(math.isfinite, largest[reached])):
                 invalid.add(request.request_id)
-            values = log_probs if request.sampling.return_log_probs else no_log_probs
-            answers.append((request, tokens, values[reached]))
+            values = log_probs if request.sampling.return_log_probs else nothing
+            answers.append(_Answer(request, tokens, values[reached], tops[reached]))
             first = stop
         for part, own in zip(self._scored, scored, strict=True):
             if part.request.request_id not in invalid and part.request.result is None:
                 part.request.set_prompt_log_probs(part.positions, own)
         now_s = time.perf_counter()
         generated: dict[int, tuple[GeneratedToken, ...]] = {}
-        for request, tokens, values in answers:
+        for request, tokens, values, top in answers:
             if request.request_id not in invalid:
-                generated[request.request_id] = tuple(map(GeneratedToken, tokens, values))
-                request.append(tokens, values, now_s)
+                generated[request.request_id] = tuple(map(GeneratedToken, tokens, values, top))
+                request.append(tokens, values, now_s, top)
         self.invalid = tuple(sorted(invalid))
         return generated
+
+    def _tops(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
+        """The most likely tokens of each drawn row; empty where no request returns them."""
+        width = max((one.request.sampling.num_top_log_probs for one in self._sampled), default=0)
+        if not width:
+            return []
+        pairs = list(zip(map(int, next(numbers)), next(numbers), strict=True))
+        tops: list[TopLogProbs | None] = []
+        first = 0
+        for request, drafts, _ in self._sampled:
+            number = request.sampling.num_top_log_probs
+            for _ in range(1 + len(drafts)):
+                tops.append(tuple(pairs[first : first + number]) if number else None)
+                first += width if number else 0
+        return tops
 
 
 class _Sampled(NamedTuple):
@@ -139,6 +157,15 @@ class _Sampled(NamedTuple):
     request: DynamicInferenceRequest
     drafts: tuple[int, ...]
     num_known: int
+
+
+class _Answer(NamedTuple):
+    """The new tokens of a request; log-probs and most likely tokens are None where it returns none."""
+
+    request: DynamicInferenceRequest
+    tokens: list[int]
+    log_probs: Sequence[float | None]
+    tops: Sequence[TopLogProbs | None]
 
 
 class _Scored(NamedTuple):
@@ -174,7 +201,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
             scored.append(part)
             own = logits[first : first + len(part.positions)]
             following = torch.tensor(request.following_tokens(part.positions), device="cpu")
-            columns += [_log_probs_of(own, _on_device(following, logits.device)), own.amax(dim=-1)]
+            columns += [log_probs_of(own, _on_device(following, logits.device)), own.amax(dim=-1)]
         first += num_logits
         if step.completes:
             sampled.append(_Sampled(request, step.drafts, step.stop - len(step.drafts)))
@@ -190,28 +217,20 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
         drawn, largest = _choose(chosen, params, positions, seeds)
         columns += [drawn, largest]
         if any(one.request.sampling.return_log_probs for one in sampled):
-            columns.append(_log_probs_of(chosen, drawn))
+            columns.append(log_probs_of(chosen, drawn))
+        columns += _top_columns(chosen, params)
     return SampledStep(sampled, scored, columns, drawn)
 
 
-def _log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probs [rows] of one token for each row of logits, with the same bits in any batch of rows."""
-    blocks = zip(torch.split(logits, LOG_PROB_ROWS), torch.split(tokens, LOG_PROB_ROWS), strict=True)
-    return torch.cat([log_softmax(rows).gather(1, chosen[:, None])[:, 0] for rows, chosen in blocks])
-
-
-def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype).
-
-    The bits of a row do not depend on the other rows. torch's CUDA kernel adds up a row in an order that
-    depends on the row's address modulo 16 bytes; so all rows start at multiples of 16 bytes.
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    missing = -wide.shape[1] % (16 // wide.element_size()) if wide.device.type == "cuda" else 0
-    if not missing:
-        return torch.log_softmax(wide, dim=-1)
-    padded = torch.nn.functional.pad(wide, (0, missing), value=-torch.inf)
-    return torch.log_softmax(padded, dim=-1)[:, : wide.shape[1]]
+def _top_columns(logits: Tensor, params: Sequence[SamplingParams]) -> list[Tensor]:
+    """Ids and log-probs of the most likely tokens, of the rows that want them; empty without any."""
+    width = max(one.num_top_log_probs for one in params)
+    if not width:
+        return []
+    rows = [row for row, one in enumerate(params) if one.num_top_log_probs]
+    if len(rows) < len(params):
+        logits = logits.index_select(0, _on_device(torch.tensor(rows, device="cpu"), logits.device))
+    return [column.flatten() for column in top_log_probs(logits, width)]
 
 
 def sample(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ...brief_repr import brief_repr
 from ...request import RequestResult
 from ..contexts.request import GeneratedToken
 
@@ -23,3 +24,6 @@ class StepReport:
     generated: dict[int, GeneratedToken] = field(default_factory=dict)
     finished: tuple[RequestResult, ...] = ()
     tokens: NewTokens = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return brief_repr(self)

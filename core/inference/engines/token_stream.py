@@ -69,6 +69,10 @@ class TokenStream(Iterator[GeneratedToken]):
         self._arrived: list[GeneratedToken] = []
         self._num_read = 0
 
+    def __repr__(self) -> str:
+        """One line: the request."""
+        return f"<TokenStream of {self._request!r}>"
+
     @property
     def request_id(self) -> int:
         """The id of the request."""
@@ -121,6 +125,13 @@ class TokenStream(Iterator[GeneratedToken]):
         if not self._has_token():
             raise StopAsyncIteration
         self._num_read += 1; return self._arrived[self._num_read - 1]  # fmt: skip  # noqa: E702
+
+    def take(self) -> tuple[GeneratedToken, ...]:
+        """The tokens that have come and that nobody has read; makes no step."""
+        self._waits()
+        new = () if self._closed else tuple(self._arrived[self._num_read :])
+        self._num_read += len(new)
+        return new
 
     def close(self) -> None:
         """Cancel a request that has not ended, and drop its unread tokens. `result` stays readable."""

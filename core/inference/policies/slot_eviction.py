@@ -1,9 +1,12 @@
 """Which cached state is evicted when a slot is needed."""
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
+
+from .departures import Clock
 
 EVICTION_POLICIES = ("lru", "ref_zero")
 """The names by which configurations choose a policy."""
@@ -26,6 +29,9 @@ class SlotEvictionPolicy(Protocol):
 
     def clear(self) -> None: ...
 
+    def last_used_ns(self, slots: Iterable[int]) -> list[int]:
+        """When each of these committed slots was last used, or else committed."""
+
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Up to `count` evictable slots, the one whose loss costs least first."""
 
@@ -33,16 +39,18 @@ class SlotEvictionPolicy(Protocol):
 class LRUEviction:
     """The state used longest ago goes first. A change takes O(1), a choice O(count + pinned)."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
+    def __init__(self, clock: Clock = time.monotonic_ns) -> None:
+        self._clock = clock
+        self._order: OrderedDict[int, int] = OrderedDict()  # slot -> when it was last used
 
     def insert(self, *slots: int) -> None:
-        order = self._order
+        order, now = self._order, self._clock()
         for slot in slots:
-            order[slot] = None
+            order[slot] = now
 
     def use(self, slot: int) -> None:
         self._order.move_to_end(slot)
+        self._order[slot] = self._clock()
 
     def remove(self, *slots: int) -> None:
         order = self._order
@@ -51,6 +59,9 @@ class LRUEviction:
 
     def clear(self) -> None:
         self._order.clear()
+
+    def last_used_ns(self, slots: Iterable[int]) -> list[int]:
+        return list(map(self._order.__getitem__, slots))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return list(islice(filter(evictable, self._order), min(count, len(self._order))))
@@ -64,4 +75,6 @@ class RefZeroEviction(LRUEviction):
     """
 
     def use(self, slot: int) -> None:
-        pass
+        if slot not in self._order:
+            raise KeyError(slot)
+        self._order[slot] = self._clock()

@@ -70,6 +70,7 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
     "termination_id": bad.integer(-1, optional=True),
     "stop_token_ids": bad.ids(0, good=(3,)),
     "return_log_probs": bad.boolean(),
+    "num_top_log_probs": bad.integer(0, 20),
     "skip_prompt_log_probs": bad.boolean(),
     "prompt_log_probs_start": _count,
 }

@@ -20,6 +20,7 @@ def run(tmp_path_factory):
     return done.stdout, json.loads(figures.read_text())
 
 
+@pytest.mark.long
 def test_copies_are_counted(run):
     _, figures = run
     assert [row["block"] for row in figures["counted"]] == [256] * 4 + [512] * 4 + [1024] * 4
@@ -30,6 +31,7 @@ def test_copies_are_counted(run):
             assert 0.9 * once_a_block < row[copied] / row["forward"] < 1.1 * once_a_block
 
 
+@pytest.mark.long
 def test_every_row_is_timed(run):
     printed, figures = run
     assert "nothing here is about a GPU" in printed

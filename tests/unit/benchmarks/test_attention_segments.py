@@ -1,19 +1,17 @@
 """The benchmark of attention in segments: what it says without a GPU, and its cases."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure for a minute")
 def test_without_a_gpu_it_says_so():
-    command = [sys.executable, "benchmarks/attention_segments.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_script("benchmarks/attention_segments.py")
     assert done.returncode == 0, done.stderr
     assert "nothing measured: this needs a GPU" in done.stdout
 

@@ -15,6 +15,7 @@ def _benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
+@pytest.mark.long
 def test_a_run_on_a_cpu_finds_no_difference_under_any_condition(tmp_path):
     path = tmp_path / "figures.json"
     command = [

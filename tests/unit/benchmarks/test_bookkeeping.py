@@ -28,11 +28,12 @@ ROWS = [
 ]
 
 
+pytestmark = pytest.mark.long
 TEXTS = {"some": ["allocate", "has_state", "pool of 4,096", "room"], "all": [""]}
 """Parts of the names of rows: of some that are soon set up, and of all."""
 
 
-@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["some", "all"])
 def texts(request):
     return TEXTS[request.param]
 

@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from oracle.fresh_process import run_script
 
 pytest.importorskip("triton")
 
@@ -17,10 +16,7 @@ VLLM_KERNELS = ROOT / "core/vllm/kernels"
 
 def compile_kernels(*arguments, **environment):
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "benchmarks/compile_kernels.py", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=compiling | environment, capture_output=True, text=True, check=False
-    )
+    return run_script("benchmarks/compile_kernels.py", *arguments, env=compiling | environment)
 
 
 STATES_MOVE = (
@@ -90,9 +86,7 @@ def test_a_kernel_that_is_not_as_it_must_be_fails_the_run(tmp_path):
         "sys.exit(compile_kernels.main())\n"
     )
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env=compiling, capture_output=True, text=True, check=False
-    )
+    done = run_script(str(script), env=compiling)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "no 16-byte loads, no 16-byte stores" in done.stdout
 

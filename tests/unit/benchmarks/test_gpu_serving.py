@@ -31,6 +31,7 @@ def figures(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_a_run_on_a_cpu_has_each_figure_beside_its_limit(figures):
     parts = json.loads(figures.read_text())["models"]["HybridLM-8B"]
     assert [row["tokens"] for row in parts["prefill"]] == [256, 512]

@@ -12,6 +12,7 @@ import torch
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 def test_every_call_runs_in_the_interpreter(tmp_path):
     figures = tmp_path / "figures.json"

@@ -12,6 +12,7 @@ import torch
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize(("precision", "most"), [("ieee", 1e-5), ("float16", 2**-10)])
 def test_a_precision_in_the_interpreter(precision, most):

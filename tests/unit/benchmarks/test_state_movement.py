@@ -20,6 +20,7 @@ def run(tmp_path_factory):
     return done.stdout, json.loads(figures.read_text())
 
 
+@pytest.mark.long
 def test_every_row_is_measured(run):
     _, figures = run
     what = [(row["what"], row["n"]) for row in figures["rows"]]
@@ -29,6 +30,7 @@ def test_every_row_is_measured(run):
     assert all(row["ratio"] > 0 for row in figures["rows"] if row["what"] in ("commit", "restore"))
 
 
+@pytest.mark.long
 def test_on_the_cpu_nothing_is_judged(run):
     printed, figures = run
     assert figures["requirements"] == []

@@ -36,7 +36,7 @@ def assert_all_say(
 # ---- as processes
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_killed_rank_is_named_by_the_others_within_the_timeout(tmp_path: Path, count: int) -> None:
     with rank_processes(tmp_path, *["serves"] * count) as ranks:
         killed = ranks.pop(1)
@@ -50,6 +50,7 @@ def test_a_stopped_rank_is_named_though_the_others_hang_in_a_collective(tmp_path
         assert_all_say([other], "RankDiedError: rank 0 died, or stands still", (STUCK,))
 
 
+@pytest.mark.sampled(unread=("stdout",))
 @pytest.mark.parametrize(("unread", "told"), [("stdout", "RankDiedError: rank 0 died"), ("stderr", SERVED)])
 def test_a_stuck_rank_ends_though_nobody_reads_what_it_says(tmp_path: Path, unread: str, told: str) -> None:
     with rank_processes(tmp_path, "serves", f"serves unread {unread}") as (stopped, other):
@@ -57,6 +58,7 @@ def test_a_stuck_rank_ends_though_nobody_reads_what_it_says(tmp_path: Path, unre
         assert_all_say([other], told, (STUCK,))
 
 
+@pytest.mark.long
 def test_ranks_that_pause_together_accuse_nobody_even_at_the_shortest_timeout(tmp_path: Path) -> None:
     """As in a virtual machine that is suspended."""
     interval_s = 0.4

@@ -19,6 +19,7 @@ def figures_of(path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(path.read_text()), run.stdout.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_small_run(tmp_path: Path) -> None:
     figures, last_line = figures_of(tmp_path / "figures.json", "--tokens", "6")
     assert "equal bits on a GPU only" in last_line

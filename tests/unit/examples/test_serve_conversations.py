@@ -13,6 +13,7 @@ import serve_conversations
 import torch
 from conversation_texts import SYSTEM_PROMPTS, conversations
 from ideal_resume import IdealResume
+from oracle.fresh_process import run_script
 from oracle.recurrent_lm import RecurrentLM
 from serve_conversations import Run, Server, compare_with_cpu, make_engine
 
@@ -24,8 +25,8 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.parametrize("plan", ["default", "every-block"])
 def test_a_small_run(plan: str, tmp_path: Path) -> None:
     figures_path, plot_path = tmp_path / "figures.json", tmp_path / "plot.png"
-    command = [sys.executable, "examples/serve_conversations.py", "--conversations", "2", "--turns", "2"]
-    command += [
+    arguments = ["--conversations", "2", "--turns", "2"]
+    arguments += [
         "--answer-tokens",
         "40",
         "--plan",
@@ -35,7 +36,7 @@ def test_a_small_run(plan: str, tmp_path: Path) -> None:
         "--plot",
         str(plot_path),
     ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = run_script("examples/serve_conversations.py", *arguments)
 
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 def test_a_small_run(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [sys.executable, "examples/speculative_decoding.py", "--tokens", "60", "--json", str(path)]

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 def test_it_hands_over_and_survives() -> None:
     command = [sys.executable, "examples/torchrun_serving.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -28,6 +29,7 @@ def test_it_hands_over_and_survives() -> None:
     assert resumed[0] > 0.7 * prompt[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["torchrun_serving.py", "torchrun_replica.py"])
 def test_help_prints_help_and_runs_nothing(script: str) -> None:
     command = [sys.executable, f"examples/{script}", "--help"]

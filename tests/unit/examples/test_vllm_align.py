@@ -1,11 +1,11 @@
 """The example of vLLM's align mode: right as it stands, and wrong where a call of the scheme is left out."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import vllm_align
+from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,8 +16,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_as_a_user_starts_it() -> None:
-    command = [sys.executable, "examples/vllm_align.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script("examples/vllm_align.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all states right: yes"
 

@@ -104,7 +104,7 @@ FAULTS = {
         (
             (
                 CONTEXTS + "kv_block_allocator.py",
-                "        self._forget_states(None)\n",
+                '        self._forget_states(None, "reset")\n',
                 "",
             ),
             (

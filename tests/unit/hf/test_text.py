@@ -1,6 +1,8 @@
 """Tokenizers and chat templates of checkpoints, as transformers reads them, and our own beside them."""
 
 import json
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from mambaslots import hf
-from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer
+from mambaslots.hf.text import CheckpointTokenizer
+from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer, TextCodec
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -33,6 +36,11 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}
 {{- ns.last }}"""
+PLAIN = """\
+{%- for message in messages %}
+    {{- message.role | capitalize + ': ' + message.content + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}Assistant:{% endif %}"""
 TEXTS = [
     "",
     "plain",
@@ -146,6 +154,31 @@ def test_transformers_reads_our_tokenizer_of_bytes(byte_ids: list[int], tmp_path
         for cut in range(len(ids) + 1):
             part = ids[cut // 2 : cut]
             assert ours.decode(part) == theirs.decode(part, skip_special_tokens=True)
+
+
+class WithoutCuts:
+    """The same tokenizer, which says nothing of its cuts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.encode, self.decode = tokenizer.encode, tokenizer.decode
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("template", ["with special tokens", "User: "])
+@given(texts=st.lists(st.text(alphabet="ab \né<|:日", max_size=8), min_size=5, max_size=5))
+def test_marks_are_where_the_tokens_of_other_chats_leave(kind: str, template: str, texts: list[str]) -> None:
+    both = CheckpointTokenizer(PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[kind]))
+    source = TEMPLATE if template == "with special tokens" else PLAIN
+    codec = TextCodec(both, ChatTemplate(source, {"bos_token": ""}))
+    roles = ("system", "user", "assistant", "user")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    prompt = codec.encode_chat_marked(chat, marked_messages=[1])
+    assert prompt.tokens == codec.encode_chat(chat)
+    assert replace(codec, tokenizer=WithoutCuts(both)).encode_chat_marked(chat, marked_messages=[1]) == prompt
+    for before, other in ((3, "\ue000"), (1, "\ue000"), (3, "Z")):
+        edited = codec.encode_chat([*chat[:before], {"role": "user", "content": other}])
+        common = next(i for i, pair in enumerate(zip_longest(prompt.tokens, edited)) if pair[0] != pair[1])
+        assert common == 0 or min(abs(mark - common) for mark in prompt.marks) <= (other == "Z") * 3
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

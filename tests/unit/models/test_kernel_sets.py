@@ -1,6 +1,5 @@
 """A model's steps on padded inputs, and on the GPU's kernels in Triton's interpreter: the same numbers."""
 
-import subprocess
 import sys
 from contextlib import nullcontext
 from types import ModuleType
@@ -16,6 +15,7 @@ from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels.kernel_set import KernelSet, kernel_set
 from mambaslots.models import hybrid_lm
 from oracle.context_driver import make_request
+from oracle.fresh_process import run_code
 from oracle.serving import random_tokens, small_config
 from oracle.traffic import traffic_of
 from torch import Tensor
@@ -109,7 +109,7 @@ class TestChoice:
             "kernel_set(torch.device('cpu'), torch.float32)\n"
             "sys.exit('triton' in sys.modules)"
         )
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+        assert run_code(code).returncode == 0
 
 
 def padding(shape: StepShape) -> StepShape:
@@ -133,6 +133,8 @@ def padding(shape: StepShape) -> StepShape:
 class Scenario:
     """Three requests: prefilled in chunks with states inside, then mixed steps, then decoding."""
 
+    plain_decodes = 3
+
     def __init__(self, dtype: torch.dtype, padded: bool, kernels: ModuleType, device: str = "cpu") -> None:
         self._padding = padding if padded else None
         self._kernels = kernels
@@ -154,7 +156,7 @@ class Scenario:
         self._step((long, 40), (short, 64))
         self._step((short, 1), (long, 64), (other, 20))
         self._step((long, 1), (short, 1), (other, 64))
-        for _ in range(3):
+        for _ in range(self.plain_decodes):
             self._step((long, 1), (short, 1), (other, 1))
         return self.logits
 
@@ -199,7 +201,7 @@ def test_padding_changes_nothing_on_the_reference_kernels():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
-@pytest.mark.sampled(padded=(True,))
+@pytest.mark.long  # the same steps with drafts behind them: test_speculation_kernels.py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_gpus_kernels_compute_the_same(padded):

@@ -1,15 +1,14 @@
 """The door of `mambaslots.vllm`: what it offers, and what opening it imports."""
 
-import subprocess
-import sys
-
 import mambaslots.vllm
+from oracle.fresh_process import run_code
 
 
 def imported(code: str) -> set[str]:
     """The modules that a fresh process has imported after `code`."""
     listing = f"{code}\nimport sys\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True)
+    done = run_code(listing)
+    assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
 

@@ -204,6 +204,7 @@ send_prefixes(engine, store, "a to b")
 """
 
 
+@pytest.mark.long
 def test_a_process_that_dies_while_it_sends(host: Any) -> None:
     target = engine_of()
     path = [entry for entry in sys.path if entry]
@@ -272,6 +273,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.sampled(after=("while it waits",))
 @pytest.mark.parametrize("after", ["before the call", "while it waits"])
 def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: str) -> None:
     with subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True) as process:

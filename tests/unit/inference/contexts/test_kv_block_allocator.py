@@ -232,7 +232,7 @@ def test_what_a_held_block_continues_is_no_leaf_before_it_is_taken_up():
 
 
 def test_a_tensor_that_a_host_keeps_shows_the_last_read():
-    kv = KVBlockAllocator(3)
+    kv = KVBlockAllocator(3, clock=lambda: 0)
     kept = kv.block_ref_counts, kv.block_hashes, kv.block_timestamps
     (block,) = cached(kv, b"", A)
     assert [tensor[block].item() for tensor in kept] == [0, -1, 0]

@@ -1,8 +1,5 @@
 """Live slots, and the names that moved to `mambaslots.vllm`."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -10,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mambaslots.errors import RequestOverflowError
 from mambaslots.inference.contexts import mamba_metadata
 from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
+from oracle.fresh_process import run_code
 
 
 def int32(values):
@@ -36,7 +34,7 @@ def test_names_that_moved_are_still_imported_from_here():
         f"for name in {MOVED}:\n"
         "    assert globals()[name] is getattr(mambaslots.vllm, name), name\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_code(code)
     assert done.returncode == 0, done.stderr
 
 

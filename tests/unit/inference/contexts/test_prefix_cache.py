@@ -14,7 +14,9 @@ from mambaslots.inference.contexts.holding import Holding
 from mambaslots.inference.contexts.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.root_use import use_by_root
 from mambaslots.inference.policies.checkpoint_plan import Boundary, CheckpointPlan
+from mambaslots.inference.policies.departures import AGE_BOUNDS_S
 from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from mambaslots.sampling_params import SamplingParams
 
@@ -314,8 +316,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     """Sequences come, grow, share, resume, take states and go, and the cache is pinned, evicted and reset.
 
     A prefix is (salt, tokens). The model has a dict of registered prefixes, and the blocks with states in the
-    order in which their states are evicted; all else it finds out by looking at everything.
+    order in which their states are evicted; all else it finds out by looking at everything. Between two rules
+    `TICK_NS` pass.
     """
+
+    TICK_NS = 700_000_000
 
     @initialize(
         policy=st.sampled_from(["lru", "lru", "ref_zero"]),
@@ -324,7 +329,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     )
     def start(self, policy, num_blocks, num_slots):
         self.policy, self.num_slots = policy, num_slots
-        self.cache = PrefixCache(num_blocks, num_slots, SIZE, policy)
+        self.now_ns = 1
+        self.cache = PrefixCache(num_blocks, num_slots, SIZE, policy, clock=lambda: self.now_ns)
         self.departed = []
         self.cache.kv_blocks.observe_deregistration(lambda blocks, hashes: self.departed.extend(blocks))
         self.start_over()
@@ -335,7 +341,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.prefix_of = {}  # registered block -> its prefix
         self.states = []  # blocks with states, the next to be evicted first
         self.used = set()  # blocks whose states some sequence resumed from
-        self.num_evicted = 0
+        self.num_evicted = self.num_refused = self.num_unused = 0
+        self.left, self.kv_left = Counter(), Counter()  # causes of states and of blocks that left
+        self.used_ns = {}  # block with a state -> when the state was committed, or last used
+        self.released_ns = {}  # cached block -> when its last holder left
+        self.ages_ns, self.kv_ages_ns = [], []
 
     # ---- the model
 
@@ -377,12 +387,22 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def pinned_states(self):
         return {s.state_block for s in self.sequences} | {blocks[-1] for blocks in self.pins.values()}
 
-    def leave(self, block):
+    def leave(self, block, cause):
+        self.kv_left[cause] += 1
+        released_ns = self.released_ns.pop(block, self.now_ns)
+        if cause == "new_block":
+            self.kv_ages_ns.append(self.now_ns - released_ns)
         del self.prefix_of[block]
         if block in self.states:
-            self.lose_state(block)
+            of_state = {"new_block": "kv_evicted", "released": "kv_released", "discarded": "discarded"}
+            self.lose_state(block, of_state[cause])
 
-    def lose_state(self, block):
+    def lose_state(self, block, cause):
+        self.left[cause] += 1
+        used_ns = self.used_ns.pop(block)
+        if cause in ("new_state", "kv_evicted"):
+            self.ages_ns.append(self.now_ns - used_ns)
+            self.num_unused += block not in self.used
         self.states.remove(block)
         self.used.discard(block)
 
@@ -393,7 +413,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             leaves = self.leaves()
             assert block in leaves
             assert block not in self.states or leaves <= set(self.states)
-            self.leave(block)
+            self.leave(block, "new_block")
         self.departed.clear()
 
     def expect_dropped_blocks(self):
@@ -401,13 +421,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         dropped = self.cached() if self.policy == "ref_zero" else set()
         assert sorted(self.departed) == sorted(dropped)
         for block in dropped:
-            self.leave(block)
+            self.leave(block, "released")
         self.departed.clear()
 
     def evict_states(self, count):
         pinned = self.pinned_states()
         for block in [block for block in self.states if block not in pinned][:count]:
-            self.lose_state(block)
+            self.lose_state(block, "new_state")
             self.num_evicted += 1
 
     def num_evictable_states(self):
@@ -440,6 +460,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def hold(self, sequence, match):
         shared = list(match.blocks[sequence.num_registered :])
         self.cache.hold(sequence.path, match)
+        for block in shared:
+            self.released_ns.pop(block, None)
         if shared:
             sequence.blocks = sequence.blocks[: sequence.num_registered] + shared
             sequence.num_registered = len(sequence.blocks)
@@ -470,6 +492,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         block = match.blocks[match.resume_tokens // SIZE - 1]
         sequence.state_block = block
         self.used.add(block)
+        self.used_ns[block] = self.now_ns
         if self.policy == "lru":
             self.states.remove(block)
             self.states.append(block)
@@ -568,6 +591,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         num_free = self.num_slots - len(self.states)
         served = list(wanted.values())[: num_free + self.num_evictable_states()]
         self.evict_states(max(0, len(served) - num_free))
+        self.num_refused += len(wanted) - len(served)
         reserved = self.cache.reserve(steps)
         got = [(row, position) for row, step in enumerate(reserved) for position in step.destinations]
         assert sorted(got) == sorted(served)
@@ -584,6 +608,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert committed == step.destinations
             for position in sorted(step.destinations):
                 self.states.append(sequence.blocks[position // SIZE - 1])
+                self.used_ns[self.states[-1]] = self.now_ns
             if committed.get(step.stop, -1) >= 0:  # the sequence continues from there
                 self.cache.hold_state(sequence.path, committed[step.stop], resumes=False)
                 sequence.state_block = sequence.blocks[step.stop // SIZE - 1]
@@ -621,10 +646,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for depth in range(sequence.num_registered, 0, -1) if sequence.shares else ():
             block = sequence.blocks[depth - 1]
             if block in self.states and block not in pinned:
-                self.lose_state(block)
+                self.lose_state(block, "discarded")
         for block in reversed(sequence.blocks[: sequence.num_registered] if sequence.shares else []):
             if block in cached and (block in self.leaves() or self.policy == "ref_zero"):
-                self.leave(block)
+                self.leave(block, "discarded")
                 self.departed.remove(block)
         assert self.departed == []
 
@@ -691,6 +716,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.forget(self.paths)
         assert set(self.departed) == set(self.prefix_of)
         self.departed.clear()
+        self.left["reset"] += len(self.states)
+        self.kv_left["reset"] += len(self.prefix_of)
+        self.used_ns.clear()
+        self.released_ns.clear()
         self.pins.clear()
         self.prefix_of.clear()
         self.states.clear()
@@ -732,6 +761,41 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert stats.num_free_kv_blocks == len(self.free_blocks())
         assert stats.num_cached_kv_blocks == len(self.cached())
         assert stats.num_held_kv_blocks == len(+self.refs())
+        self.check_counts(stats)
+        self.check_roots()
+        self.released_ns = {block: self.released_ns.get(block, self.now_ns) for block in self.cached()}
+        self.now_ns += self.TICK_NS
+
+    def check_counts(self, stats):
+        """Who left, why and how old, against a count of each one that left."""
+        assert +Counter(stats.states_left_by_cause) == self.left
+        assert +Counter(stats.kv_blocks_left_by_cause) == self.kv_left
+        assert stats.num_states_committed == len(self.states) + self.left.total()
+        assert stats.num_kv_blocks_registered == len(self.prefix_of) + self.kv_left.total()
+        assert stats.num_states_refused == self.num_refused
+        assert stats.num_states_evicted_unused == self.num_unused
+        assert stats.num_pinned_slots == len(self.cache.slots.pins)
+        recent_s = [age / 1e9 for age in self.ages_ns[-256:]]
+        assert sorted(stats.state_ages.recent_s) == pytest.approx(sorted(recent_s))
+        for ages, expected_ns in ((stats.state_ages, self.ages_ns), (stats.kv_block_ages, self.kv_ages_ns)):
+            counts = [0] * (len(AGE_BOUNDS_S) + 1)
+            for age in expected_ns:
+                counts[sum(age / 1e9 > bound for bound in AGE_BOUNDS_S)] += 1
+            assert list(ages.counts) == counts
+            assert ages.sum_s == pytest.approx(sum(expected_ns) / 1e9, abs=1e-6)
+
+    def check_roots(self):
+        """What each salt holds, against a look at every prefix."""
+        refs = self.refs()
+        expected = {
+            root: (
+                sum(self.prefix_of[block][0] == root for block in self.states),
+                sum(salt == root for salt, _ in self.prefix_of.values()),
+                sum(salt == root and refs[block] > 0 for block, (salt, _) in self.prefix_of.items()),
+            )
+            for root in {salt for salt, _ in self.prefix_of.values()}
+        }
+        assert use_by_root(self.cache) == expected
 
 
 TestPrefixCacheInAnyOrder = PrefixCacheMachine.TestCase

@@ -410,4 +410,4 @@ class RememberedMatches(RuleBasedStateMachine):
 
 
 TestRememberedMatches = RememberedMatches.TestCase
-TestRememberedMatches.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRememberedMatches.settings = settings(max_examples=2 * settings.default.max_examples)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle.budget import dear
+from oracle.budget import example_or_dear, thinned
 from oracle.faults import POINTS, InjectedError, Interrupted, failing
 from oracle.serving import assert_answers, random_tokens, serve_checked, small_engine
 from oracle.workload import HEADS, Asked, Client, assert_idle, engine_settings, pressed_engine, requests
@@ -54,7 +54,7 @@ def serve_through_failures(client: Client, error: type[BaseException], tally: Co
 def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
     tally = Counter[str]()
 
-    @dear()
+    @example_or_dear()
     @example(
         sizes=AMPLE,
         before=[REPEATED],
@@ -97,7 +97,7 @@ def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 def test_every_nth_call_failing_is_survived(point: str, after: bool, policy: str) -> None:
     tally = Counter[str]()
-    for number in (0, 1, 2, 4, 7):
+    for number in thinned((0, 1, 2, 4, 7), 2):
         client = Client(pressed_engine(prefix_caching_eviction_policy=policy))
         for prompt in (HEADS[5], HEADS[4], HEADS[4], HEADS[6]):
             client.ask(Asked(tuple(prompt), 9))
@@ -418,6 +418,7 @@ def test_a_stream_let_go_of_inside_a_step_is_cancelled_when_it_ends(length: int,
     assert_idle(engine)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("taken", [0, 1, 3])
 @pytest.mark.parametrize("how", ["closed", "dropped", "dropped in a cycle"])
 def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:

@@ -32,7 +32,7 @@ REQUESTS = [
         random_tokens(250, 2),
         ms.SamplingParams(num_tokens_to_generate=9, temperature=1.0, seed=2, return_log_probs=True),
     ),
-    (random_tokens(33, 3), ms.SamplingParams(num_tokens_to_generate=40)),
+    (random_tokens(33, 3), ms.SamplingParams(num_tokens_to_generate=40, num_top_log_probs=5)),
     (random_tokens(40, 4), ms.SamplingParams(num_tokens_to_generate=3, skip_prompt_log_probs=False)),
 ]
 

@@ -264,7 +264,7 @@ def test_the_two_models_answer_differently() -> None:
     assert answer_of_weights(0, tuple(LONG), 16) != answer_of_weights(1, tuple(LONG), 16)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(moment=(0, 6, 12, 18))
 @pytest.mark.parametrize("moment", range(0, 24, 3))
 @pytest.mark.parametrize("sizes", [{}, {"num_kv_blocks": 60, "num_mamba_slots": 40, "max_tokens": 32}])
 def test_after_new_weights_nothing_of_the_old_is_reachable(moment: int, sizes: dict[str, object]) -> None:
@@ -419,6 +419,7 @@ def test_warm_refuses_what_can_never_be_computed() -> None:
 # ---- pin
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_pinned_prefix_survives_any_pressure(policy: str, slots: int) -> None:

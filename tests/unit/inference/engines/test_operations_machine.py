@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
 from mambaslots.inference.engines.token_stream import TokenStream
+from mambaslots.monitor import Monitor
 from oracle.budget import costly
 from oracle.faults import InjectedError, Interrupted, failing
 from oracle.model_kinds import kind_of_model, kinds
+from oracle.observed import Recorder
 from oracle.serving import resumable, small_engine
 from oracle.workload import BLOCK, FORKS, HEADS, Asked, Client, answer, engine_settings, plans, requests
 
@@ -29,6 +31,9 @@ class OperationsMachine(RuleBasedStateMachine):
         self.scope.enter_context(kind_of_model(kind))
         self.client = Client(small_engine(**sizes))
         self.engine = self.client.engine
+        self.recorder = Recorder()
+        self.engine.observe(self.recorder)
+        self.monitor = Monitor(self.engine, model_name="small")
         self.pins: list[tuple[PinnedPrefix, list[int], str | None]] = []
         self.streams: list[tuple[TokenStream, list[int], list[int]]] = []
 
@@ -155,6 +160,23 @@ class OperationsMachine(RuleBasedStateMachine):
         for pin, prompt, salt in self.pins:
             assert resumable(self.engine.context, prompt, self.root(salt)) >= pin.num_tokens
 
+    @invariant()
+    def observers_know_who_is_served_and_what_was_answered(self) -> None:
+        recorder, stats = self.recorder, self.engine.stats()
+        assert recorder.requests.keys() == self.engine._books.requests.keys()
+        for request_id, result in recorder.ended:
+            assert recorder.tokens.get(request_id, []) == result.tokens
+        shown = self.monitor.snapshot()
+        assert shown["tokens"]["generated"] == sum(map(len, recorder.tokens.values()))
+        assert shown["tokens"]["prompt"] == stats.cache.num_prompt_tokens
+        assert shown["engine"]["running"] == stats.num_running
+        assert shown["engine"]["waiting"] == stats.num_waiting
+        for request in shown["requests"]:
+            computed = sum(stop - start for start, stop, _ in request["spans"])
+            assert computed + request["resumed_tokens"] >= request["prompt_tokens"] or (
+                request["finish_reason"] in (None, "cancelled", "reset")
+            )
+
     def teardown(self) -> None:
         if not hasattr(self, "client"):
             return
@@ -167,6 +189,8 @@ class OperationsMachine(RuleBasedStateMachine):
             assert self.engine.context.kv_block_allocator.held_count == 0
             assert self.engine.context.requests == []
             assert not self.engine._books.unclaimed
+            self.engine.unobserve(self.recorder)  # which no error has dropped
+            self.monitor.close()
 
 
 OperationsMachine.TestCase.settings = costly()

@@ -11,7 +11,8 @@ COUNTS_STEPS = {
     "test_float32_is_equal_or_nearly_tied",  # makes its engines itself
 }
 pytestmark = [
-    pytest.mark.sampled(mode=("right", "mixed", "over two blocks", "in place", "ahead")),
+    pytest.mark.in_turn("mode"),
+    pytest.mark.sampled,
     pytest.mark.usefixtures("kind"),
 ]
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in COUNTS_STEPS})

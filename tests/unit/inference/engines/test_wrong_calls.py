@@ -44,6 +44,14 @@ def says(sentence: str) -> str:
             "prompts is a list of 3 token ids; accepted: a list of prompts: pass [prompt] for one",
         ),
         (
+            [np.int64(1), np.int32(2)],
+            "prompts is a list of 2 token ids; accepted: a list of prompts: pass [prompt] for one",
+        ),
+        (
+            list(torch.tensor([1, 2])),
+            "prompts is a list of 2 token ids; accepted: a list of prompts: pass [prompt] for one",
+        ),
+        (
             torch.tensor([1, 2, 3]),
             "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one",
         ),
@@ -65,6 +73,8 @@ def says(sentence: str) -> str:
     ids=[
         "text",
         "a flat list",
+        "a flat list of numpy's integers",
+        "a flat list of tensors without dimensions",
         "a 1-D tensor",
         "a 1-D array",
         "a number",

@@ -6,7 +6,6 @@ attention has its signature. Both check what the kernels demand. `test_attention
 
 import inspect
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -28,6 +27,7 @@ from mambaslots.inference.kernels import (
 from mambaslots.inference.kernels.attention_rows import AttentionRows
 from mambaslots.inference.kernels.write_kv import write_kv
 from oracle.attention_batch import AttentionBatch, Padding
+from oracle.fresh_process import run_code
 from torch import Tensor
 
 repeatable = settings(derandomize=True)
@@ -464,4 +464,4 @@ class TestChoice:
 def test_the_kernels_import_the_package_only_when_asked():
     module = "mambaslots.inference.kernels.attention"
     code = f"import sys, {module}; sys.exit('flash_attn_interface' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_code(code).returncode == 0

@@ -3,9 +3,6 @@
 On the CPU in Triton's interpreter, fla-core's stages included; the same cases on CUDA under the gpu mark.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
@@ -19,6 +16,7 @@ from mambaslots.inference.kernels.gated_delta_rule import gated_delta_rule_scan
 from mambaslots.inference.kernels.gated_delta_rule_update import gated_delta_rule_update
 from oracle.budget import dear
 from oracle.fla_stages import one_configuration
+from oracle.fresh_process import run_code
 from oracle.gated_delta import Batch, Layer, decode_inputs, error
 from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
@@ -82,7 +80,7 @@ class TestScan:
         assert torch.equal(pool.isnan(), reference_pool.isnan())
         assert error(pool.nan_to_num(), reference_pool.nan_to_num().double()) <= 2e-5
 
-    @pytest.mark.sampled
+    @pytest.mark.sampled(chunk_size=(16, 64))
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("chunk_size", module.CHUNK_SIZES)
     def test_chunk_sizes_dtypes_and_single_tokens(self, device, chunk_size, dtype):
@@ -95,7 +93,7 @@ class TestScan:
         ]
         scan_and_check(Batch(layer, rows, chunk_size, (1, 1, 1)), poisoned_pool(layer, rows, 9), device)
 
-    @pytest.mark.sampled
+    @pytest.mark.sampled(sizes=((1, 3, 80, 40), (2, 4, 96, 64)))
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
         "sizes", [(1, 1, 16, 48), (1, 3, 80, 40), (2, 2, 128, 128), (2, 4, 96, 64), (1, 1, 256, 256)]
@@ -112,6 +110,7 @@ class TestScan:
         rows = [Row(0, 5, 40, source=0, destination=1, checkpoints={32: 2}), Row(1, 0, 3, destination=3)]
         scan_and_check(Batch(self.layer, rows, 16), poisoned_pool(self.layer, rows, 4, stored), device)
 
+    @pytest.mark.sampled(dtype=1)
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_a_checkpoint_may_replace_its_rows_source(self, device, dtype):
         """In the middle of a row that goes elsewhere, and at the end of one that goes nowhere."""
@@ -146,6 +145,7 @@ class TestScan:
 class TestBits:
     """The same inputs and cuts on the chunk grid: the same bits, in any company and in several calls."""
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("start", "length", "at"), [(5, 50, 1), (0, 16, 0), (9, 33, 0)])
     def test_a_cut_on_the_grid_changes_nothing(self, device, dtype, start, length, at):
@@ -484,7 +484,7 @@ class TestCost:
 
 def test_importing_the_kernels_needs_no_fla():
     """What is missing is named when a model of this kind runs."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_FLA], capture_output=True, text=True, check=False)
+    done = run_code(WITHOUT_FLA)
     assert done.returncode == 0, done.stderr
     assert "needs fla-core (fla.ops is missing)" in done.stdout
     assert "pip install 'mambaslots[fla]'" in done.stdout
@@ -504,7 +504,7 @@ except ImportError as error:
 
 def test_fixed_orders_of_addition_leave_one_number_of_warps():
     """In a process of its own, because fla-core's kernels stay changed."""
-    done = subprocess.run([sys.executable, "-c", FIXED_ORDERS], capture_output=True, text=True, check=False)
+    done = run_code(FIXED_ORDERS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2"] * 5
 

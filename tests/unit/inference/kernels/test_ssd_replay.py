@@ -178,6 +178,7 @@ class TestBits:
             assert torch.equal(rows, whole[:length])
             assert same_bits(prefix, states[: len(prefix)])
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("drafts", [0, 3])
     def test_bits_of_every_row_are_those_of_one_prefill(self, device, dtype, drafts):
@@ -325,6 +326,7 @@ class TestValues:
         layer = Layer(dtype=dtype)
         check_recurrence(layer, torch.device("cpu"), reference.ssd_replay, reference.keep_ssd_inputs, 1e-5)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
     @pytest.mark.parametrize("sizes", [(2, 80, 1, 33), (3, 20, 3, 140)])
     def test_the_kernels_are_the_recurrence(self, device, dtype, sizes):

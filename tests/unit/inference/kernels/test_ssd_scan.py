@@ -3,8 +3,6 @@
 import contextlib
 import inspect
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import ssd_scan as module
 from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
 from oracle.budget import dear
+from oracle.fresh_process import run_code
 from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from oracle.ssd import (
     DEVICES,
@@ -106,6 +105,7 @@ class TestValues:
         rows = [Row(0, 3, 30, source=1, destination=2, checkpoints={16: 3})]
         scan_and_check(Batch(layer, rows, 16), poisoned_pool(layer, rows, 4), device)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", NARROW)
     @pytest.mark.parametrize("layer", [(4, 8, 2, 12), (2, 64, 1, 128)])
     def test_narrow_inputs_are_multiplied_as_they_are(self, device, dtype, layer):
@@ -168,6 +168,7 @@ class TestValues:
 class TestBits:
     """The same inputs and cuts on the chunk grid: the same bits, in any company and in several calls."""
 
+    @pytest.mark.sampled(dtype=(torch.float32, torch.float16))
     @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
     @few
     @given(st.integers(0, 20), st.integers(1, 50), st.integers(0, 2), st.booleans())
@@ -221,6 +222,7 @@ class TestBits:
         assert same_bits(pool[1], pool[3])
         assert y.isfinite().all()
 
+    @pytest.mark.sampled(dtype=(torch.bfloat16,))
     @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
     def test_a_row_has_the_same_bits_in_any_company(self, device, dtype):
         layer = Layer(dtype=dtype)
@@ -340,9 +342,7 @@ class TestMegatronCore:
         environment = {
             k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_F32_DEFAULT")
         }
-        result = subprocess.run(
-            [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120
-        )
+        result = run_code(COMPILE, env=environment)
         assert result.returncode == 0, result.stderr
         assert result.stdout.split() == ["ieee", "False", "tf32", "True"]
 

@@ -154,7 +154,7 @@ class TestKernel:
         assert same(memory, expected)
         assert same(source_memory, unchanged)
 
-    @pytest.mark.sampled
+    @pytest.mark.sampled(length=(0, 2, LISTED + 1), none=((0,), (1,)))
     @pytest.mark.parametrize("length", [0, 1, 2, LISTED, LISTED + 1, 2 * LISTED])
     @pytest.mark.parametrize("none", [(), (0,), (1,), (0, 1)])
     def test_lists_of_any_length_are_moved(self, device, length, none):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import write_kv as triton_kernels
+from oracle.budget import costly
 from torch import Tensor
 
 BLOCK, KV_HEADS, DIM, BLOCKS, TOKENS = 4, 3, 10, 6, 9
@@ -203,7 +204,7 @@ def with_zero_rotation(kernels: Any) -> Callable[..., None]:
     return write
 
 
-@settings(derandomize=True)
+@settings(costly(), derandomize=True)
 @given(data=st.data(), block=st.sampled_from([1, 2, 3, 8]), rotary=st.booleans(), triton=st.booleans())
 def test_every_row_of_a_block_with_a_stored_row_is_finite_after_every_step(data, block, rotary, triton):
     """Prompts in chunks, decodes, drafts of which some are rejected, and blocks used again."""

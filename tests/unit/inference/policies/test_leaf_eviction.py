@@ -154,4 +154,4 @@ class LeafMachine(RuleBasedStateMachine):
 
 
 TestLeavesInAnyOrder = LeafMachine.TestCase
-TestLeavesInAnyOrder.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestLeavesInAnyOrder.settings = settings(max_examples=2 * settings.default.max_examples)

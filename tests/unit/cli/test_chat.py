@@ -2,14 +2,12 @@
 
 import io
 import json
-import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import hf_chat
 import mambaslots as ms
 import pytest
+from mambaslots.cli.main import main
 
 pytest.importorskip("transformers")
 
@@ -33,20 +31,12 @@ def save(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": 256}')
 
 
-@pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the script in this process, which has imported transformers already."""
-
-    def run(folder: Path, *arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["hf_chat.py", str(folder), "--max-tokens", "40", *arguments])
-        return hf_chat.main()
-
-    return run
+def chat(folder: Path, *arguments: str) -> int:
+    """Runs the command in this process, which has imported transformers already."""
+    return main(["chat", str(folder), "--max-tokens", "40", *arguments])
 
 
-def test_later_turns_resume(
-    chat: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_later_turns_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path)
     script, figures = tmp_path / "script", tmp_path / "figures.json"
     script.write_text(
@@ -67,7 +57,6 @@ def test_later_turns_resume(
 
 
 def test_the_terminal_ends_a_conversation(
-    chat: Callable[..., int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -78,8 +67,6 @@ def test_the_terminal_ends_a_conversation(
     assert capsys.readouterr().out.count("model> ") == 1
 
 
-def test_what_cannot_be_loaded_is_said(
-    chat: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_loaded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(tmp_path) == 1
-    assert capsys.readouterr().err.strip() == f"{tmp_path}: {tmp_path} has no config.json"
+    assert capsys.readouterr().err == f"mambaslots chat: {tmp_path} has no config.json\n"

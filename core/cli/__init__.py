@@ -1,0 +1,1 @@
+"""The command `mambaslots`: serve, chat, doctor, run."""

@@ -1,0 +1,124 @@
+"""The options that commands share."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says a mistake in one line, and keeps the lines of its description."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("allow_abbrev", False)
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def count(at_least: int = 1) -> Callable[[str], int]:
+    """A type of arguments: integers from `at_least` on."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < at_least:
+            raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= {at_least}")
+        return int(text)
+
+    return integer
+
+
+def positive(text: str) -> float:
+    """A type of arguments: numbers above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number > 0")
+    return value
+
+
+def text_file(text: str) -> Path:
+    """A type of arguments: a file that holds text."""
+    if not (path := Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a file")
+    try:
+        path.read_text("utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no text in UTF-8: {error}") from error
+    return path
+
+
+def new_file(text: str) -> Path:
+    """A type of arguments: a file to write."""
+    if not (path := Path(text)).parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")
+    return path
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", type=new_file, metavar="PATH", help=f"write {what} to this file")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="where to compute (default: cuda where torch sees a GPU, else cpu)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=count(), metavar="N", help="threads of torch on the CPU (default: torch's choice)"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model, and where it runs."""
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
+    add_device(parser)
+    parser.add_argument(
+        "--dtype", choices=DTYPES,
+        help="of the weights (default: the checkpoint's; on a CPU float32 for 16-bit weights)",
+    )  # fmt: skip
+
+
+def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
+    """The sizes and switches of an engine, under the names of `InferenceConfig`."""
+    group = parser.add_argument_group(
+        "engine", "fields of InferenceConfig, by their names; lengths in tokens"
+    )
+    group.add_argument(
+        "--memory-gb", type=positive, metavar="GB",
+        help="for all pools together, where no pool has a size of its own (default: on a GPU 85 %% of what "
+        "is free once the model is loaded, on a CPU 1)",
+    )  # fmt: skip
+    group.add_argument("--num-mamba-slots", type=count(), metavar="N", help="states in the cache")
+    group.add_argument("--prefix-caching-mamba-gb", type=positive, metavar="GB", help="or their size")
+    group.add_argument("--num-kv-blocks", type=count(), metavar="N", help="blocks of the KV pool")
+    group.add_argument("--buffer-size-gb", type=positive, metavar="GB", help="or their size")
+    group.add_argument(
+        "--max-sequence-length", type=count(2), default=8192, metavar="N",
+        help="longest prompt and answer together (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-requests", type=count(), default=max_requests, metavar="N",
+        help="requests that run at once (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-tokens-per-step", type=count(), default=2048, metavar="N",
+        help="tokens computed in one step, `max_tokens` (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--block-size-tokens", type=count(), metavar="N",
+        help="tokens of a KV block (default: the model's grid, but at least 16, on a GPU 64)",
+    )  # fmt: skip
+    group.add_argument(
+        "--num-speculative-tokens", type=count(0), default=0, metavar="N", help="drafts a step"
+    )
+    group.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    group.add_argument(
+        "--batch-invariant", action="store_true", help="answers depend on the request alone, to the bit (GPU)"
+    )

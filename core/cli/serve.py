@@ -1,0 +1,99 @@
+"""`mambaslots serve`: an OpenAI-compatible server."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .options import add_engine, add_model, count, positive, text_file
+from .setup import load_model, make_engine
+
+TEXT = """Serve a model behind an OpenAI-compatible HTTP API, with a page for operators at /.
+
+    mambaslots serve models/tiny-code
+    curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "Write a class."}], "stream": true}'
+
+Needs the extra `mambaslots[serve]`."""
+ADMIN_KEY = "MAMBASLOTS_ADMIN_KEY"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_engine(parser, max_requests=32)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument(
+        "--port", type=count(0), default=8000, help="0 for any free one (default: %(default)s)"
+    )
+    group.add_argument(
+        "--model-name", metavar="NAME", help="what clients call it (default: the folder's name)"
+    )
+    group.add_argument(
+        "--api-keys", type=text_file, metavar="FILE",
+        help="lines `tenant:key`; tenants share no cached state (default: no keys, one tenant)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-waiting-requests", type=count(), default=256, metavar="N",
+        help="queue limit; further requests get 429 (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-body-mb", type=positive, default=16.0, metavar="MB", help="of a request (default: %(default)s)"
+    )
+    group.add_argument(
+        "--request-timeout-s", type=positive, default=600.0, metavar="S", help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--drain-timeout-s", type=positive, default=30.0, metavar="S",
+        help="for running requests, after SIGTERM or Control-C (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--allowed-origin", action="append", default=[], metavar="URL", help="of browsers (CORS); repeatable"
+    )
+    group.add_argument(
+        "--trace", action="store_true", help="log a line of JSON for each request, without text"
+    )
+    parser.epilog = (
+        f"With --api-keys, the page and /metrics need the key in the environment variable {ADMIN_KEY}."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..serve import ServerSettings, serve
+
+    settings = ServerSettings(**server_settings(options))
+    loaded = load_model(options)
+    return serve(make_engine(loaded, options), loaded, settings)
+
+
+def server_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `ServerSettings`."""
+    return {
+        "host": options.host,
+        "port": options.port,
+        "model_name": options.model_name or Path(options.model).resolve().name,
+        "api_keys": read_keys(options.api_keys) if options.api_keys else {},
+        "admin_key": os.environ.get(ADMIN_KEY) or None,
+        "max_waiting_requests": options.max_waiting_requests,
+        "max_body_bytes": int(options.max_body_mb * (1 << 20)),
+        "request_timeout_s": options.request_timeout_s,
+        "drain_timeout_s": options.drain_timeout_s,
+        "allowed_origins": tuple(options.allowed_origin),
+        "trace": options.trace,
+    }
+
+
+def read_keys(path: Path) -> Mapping[str, str]:
+    """Tenant -> key, from lines `tenant:key`; empty lines and those that begin with "#" are left out."""
+    keys: dict[str, str] = {}
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        if not (line := line.strip()) or line.startswith("#"):
+            continue
+        tenant, colon, key = (part.strip() for part in line.partition(":"))
+        if not (tenant and colon and key) or tenant in keys or key in keys.values():
+            raise ValueError(f"{path}:{number}; accepted: `tenant:key`, each tenant and each key once")
+        keys[tenant] = key
+    if not keys:
+        raise ValueError(f"{path} is empty; accepted: at least one line `tenant:key`")
+    return keys

@@ -1,0 +1,277 @@
+"""An engine in a thread of its own, for asyncio."""
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+from ...errors import QueueFullError
+from ...request import RequestResult
+from ...sampling_params import SamplingParams
+from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
+from ..policies.checkpoint_plan import CheckpointPlan
+from .arguments import Prompt, Salt
+from .async_stream import Answer, AsyncStream, OpenAnswers
+from .dynamic_engine import DynamicInferenceEngine
+from .engine_thread import EngineThread, Message
+from .token_stream import TokenStream
+
+T = TypeVar("T")
+
+
+class AsyncEngine:
+    """An engine in a thread of its own, for asyncio.
+
+    The thread makes steps while there are requests, and sleeps without them. All tasks of one event loop may
+    use it; a call from another loop is refused. While the thread runs, call the engine through `call` alone.
+
+        async with ms.AsyncEngine(engine) as server:
+            async with await server.stream(prompt, params) as stream:
+                async for tokens in stream:
+                    ...
+
+    A step that fails is made again. After `max_step_failures` in a row every request ends with the error, and
+    the thread goes on to later requests. A request for which pinned prefixes leave too few KV blocks ends
+    alone.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        *,
+        max_waiting_requests: int = 1024,
+        max_step_failures: int = 3,
+    ) -> None:
+        """
+        Args:
+            engine: the engine of a model that is not split over ranks.
+            max_waiting_requests: requests that may wait for a row, >= 1; `stream` raises beyond them.
+            max_step_failures: after so many failed steps in a row, >= 1, all requests end with the error.
+
+        Raises:
+            ValueError: an argument is of another kind, or the model is split: its ranks must make the same
+                calls in the same order.
+        """
+        self._engine = instance("engine", engine, DynamicInferenceEngine)
+        if engine.context.spec.groups.is_split:
+            raise ValueError(
+                "engine serves a model that is split over ranks; accepted: a model that one process serves, "
+                "because all ranks of a split model make the same calls in the same order"
+            )
+        self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
+        self._max_step_failures = integer("max_step_failures", max_step_failures, 1)
+        self._open = OpenAnswers()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: EngineThread | None = None
+        self._num_sent = 0
+        self._draining = False
+        self._closed = False
+
+    # ---- its life
+
+    def start(self) -> None:
+        """Start the thread, for the event loop that runs now.
+
+        Raises:
+            RuntimeError: no event loop runs, or the thread was started before.
+            ValueError: another AsyncEngine serves the engine.
+        """
+        loop = asyncio.get_running_loop()
+        if self._thread is not None or self._closed:
+            raise RuntimeError("the AsyncEngine was started before; make another one")
+        thread = EngineThread(self._engine, loop, self._max_step_failures)
+        thread.start()
+        self._loop = loop
+        self._thread = thread
+        # The thread knows nothing of `self`, so that an AsyncEngine that nobody refers to ends its thread.
+        weakref.finalize(self, thread.post_stop).atexit = False
+
+    async def close(self) -> None:
+        """Cancel all requests and end the thread. Later calls do nothing.
+
+        Where the event loop of the AsyncEngine is closed, `close` may be called in another loop.
+        """
+        self._draining = self._closed = True
+        thread = self._thread
+        if thread is None:
+            return
+        assert self._loop is not None
+        thread.post_stop()
+        if self._loop.is_closed():
+            await asyncio.to_thread(thread.join)
+            return
+        self._check_loop("close")
+        await asyncio.shield(thread.ended)
+        thread.join()  # it has made its last call
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests, and wait for those that wait or run. `call` still works.
+
+        Args:
+            timeout_s: after so many seconds the requests are cancelled; None waits for all.
+
+        Returns:
+            Whether all requests came to their own end.
+        """
+        if timeout_s is not None:
+            timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
+        thread = self._usable("drain")
+        self._draining = True
+        if self._open.none_open.is_set():
+            return True
+        try:
+            await asyncio.wait_for(self._open.none_open.wait(), timeout_s)
+            return True
+        except TimeoutError:
+            for answer in self._open.answers:
+                thread.post_cancel(answer)
+            await self._open.none_open.wait()
+            return False
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---- what may be read from any thread, without waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row."""
+        if self._thread is None:
+            return 0
+        counts = self._thread.counts  # before `_num_sent`, which only grows
+        return counts.num_waiting + self._num_sent - counts.num_received
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return self._thread.counts.num_running if self._thread is not None else 0
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine's thread has given up; None while it serves."""
+        return self._thread.failure if self._thread is not None else None
+
+    # ---- requests
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: Salt = None,
+        checkpoint_plan: CheckpointPlan | None = None,
+    ) -> AsyncStream:
+        """Queue a prompt; the arguments are those of `DynamicInferenceEngine.add_request`.
+
+        Returns once the engine has the request, which takes at most the rest of a step.
+
+        Raises:
+            ValueError: the request can never run.
+            QueueFullError: `max_waiting_requests` wait.
+            EngineDeadError: the engine's thread has given up.
+            RuntimeError: `drain` or `close` was called, or this is another event loop.
+        """
+        thread = self._usable("stream")
+        if self._draining:
+            raise RuntimeError("the AsyncEngine is closing; it takes no more requests")
+        num_waiting = self.num_waiting
+        if num_waiting >= self._max_waiting:
+            raise QueueFullError(num_waiting, self._max_waiting)
+        answer = Answer(self._open)
+        open_stream = partial(
+            _open_stream,
+            prompt=prompt,
+            sampling_params=sampling_params,
+            cache_salt=cache_salt,
+            checkpoint_plan=checkpoint_plan,
+        )
+        assert self._loop is not None
+        reply: asyncio.Future[None] = self._loop.create_future()
+        try:
+            self._num_sent += 1
+            thread.post(Message(partial(thread.add, answer, open_stream), reply, is_request=True))
+            await reply
+            return AsyncStream(answer, self._loop, self._cancel)
+        except BaseException:
+            reply.cancel()
+            thread.post_cancel(answer)  # the engine may have the request by now
+            self._open.remove(answer)
+            raise
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: Salt = None,
+        checkpoint_plan: CheckpointPlan | None = None,
+    ) -> RequestResult:
+        """Serve a prompt to its end; the arguments and errors are those of `stream`.
+
+        The request is cancelled where the task is. A request that `drain` or `close` cancels returns what it
+        has.
+        """
+        stream = await self.stream(
+            prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
+        )
+        async with stream:
+            async for _ in stream:
+                pass
+        assert stream.result is not None
+        return stream.result
+
+    async def call(self, function: Callable[[DynamicInferenceEngine], T]) -> T:
+        """Call `function(engine)` in the engine's thread, between two steps: statistics, pins, weights.
+
+        The function holds up all requests while it runs. What it raises is raised here.
+
+        Raises:
+            EngineDeadError: the engine's thread has given up.
+            RuntimeError: `close` was called, or this is another event loop.
+        """
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise ValueError(
+                f"function is {shown(function)}; accepted: a function of the engine, no coroutine"
+            )
+        thread = self._usable("call")
+        assert self._loop is not None
+        reply: asyncio.Future[T] = self._loop.create_future()
+        thread.post(Message(partial(thread.call, function), reply))
+        return await reply
+
+    def _cancel(self, answer: Answer) -> None:
+        """For streams; any thread may call this at any moment."""
+        if self._thread is not None:
+            self._thread.post_cancel(answer)
+
+    def _usable(self, call: str) -> EngineThread:
+        """The thread; an error where `call` cannot be made."""
+        if self._thread is None:
+            raise RuntimeError(
+                f"{call} is called before the AsyncEngine is started: use `async with`, or `start`"
+            )
+        self._check_loop(call)
+        if self._thread.ended.done() or self._thread.failure is not None:
+            raise self._thread.refusal()
+        if self._closed:
+            raise RuntimeError(f"{call}: the AsyncEngine is closing")
+        return self._thread
+
+    def _check_loop(self, call: str) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                f"{call} is called in another event loop than that in which the AsyncEngine was started"
+            )
+
+
+def _open_stream(engine: DynamicInferenceEngine, **arguments: object) -> TokenStream:
+    return engine.stream(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,316 @@
+"""The thread that makes every call of an engine for an `AsyncEngine`."""
+
+import asyncio
+import atexit
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from ...errors import EngineDeadError, KVBlockCapacityError
+from .async_stream import Answer
+from .dynamic_engine import DynamicInferenceEngine
+from .loop_bell import LoopBell, LoopClosedError
+from .token_stream import TokenStream
+
+logger = logging.getLogger(__name__)
+
+_EXIT_TIMEOUT_S = 10.0
+_served_engines: WeakSet[DynamicInferenceEngine] = WeakSet()
+_running_threads: "set[EngineThread]" = set()
+_starting = Lock()
+
+
+class Counts(NamedTuple):
+    """What the engine's thread tells of its queue.
+
+    Attributes:
+        num_received: requests that came from the loop so far.
+        num_waiting, num_running: requests that the engine has now.
+    """
+
+    num_received: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+
+
+class Message(NamedTuple):
+    """A call for the engine's thread, and the loop's future for what it returns or raises."""
+
+    call: Callable[[], object]
+    reply: "asyncio.Future[Any] | None" = None
+    is_request: bool = False
+
+
+class EngineThread(Thread):
+    """Makes the calls that the event loop posts, and step after step while there are requests.
+
+    Calls are made between two steps. Without requests the thread sleeps until a call comes. What comes of
+    requests and calls goes to the loop with one wake-up after a step, and one after the calls before a step.
+
+    The thread ends after `post_stop`, where the loop is closed, and where it gives up: what was raised is no
+    `Exception` (SystemExit out of a model), or the engine cannot even be reset.
+
+    Attributes:
+        counts: the queue; replaced as a whole, so that any thread reads numbers of one moment.
+        failure: why the thread has given up; None while it has not.
+        ended: the loop's future that is done once the thread makes no more calls.
+    """
+
+    def __init__(
+        self, engine: DynamicInferenceEngine, loop: asyncio.AbstractEventLoop, max_step_failures: int
+    ) -> None:
+        """
+        Args:
+            engine: nobody else may call it while the thread runs.
+            loop: runs what the thread posts.
+            max_step_failures: after so many failed steps in a row all requests end with the last error.
+        """
+        super().__init__(name="mambaslots-engine", daemon=True)  # `_stop_all` joins it at exit
+        self.counts = Counts()
+        self.failure: BaseException | None = None
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._engine = engine
+        self._bell = LoopBell(loop)
+        self._max_step_failures = max_step_failures
+        self._num_step_failures = 0
+        self._num_received = 0
+        # `__del__` posts, too, at any moment and in any thread: a SimpleQueue allows that, a lock does not.
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._streams: dict[int, tuple[Answer, TokenStream]] = {}
+        self._stopping = False
+
+    # ---- from other threads
+
+    def start(self) -> None:
+        """Start the thread; ValueError where another one serves the engine."""
+        with _starting:
+            if self._engine in _served_engines:
+                raise ValueError(
+                    "engine is served by another AsyncEngine; accepted: an engine that none serves"
+                )
+            _served_engines.add(self._engine)
+        _running_threads.add(self)
+        super().start()
+
+    def post(self, message: Message) -> None:
+        """Let the thread make a call after the present step. Calls are made in the order of their posts."""
+        self._messages.put(message)
+
+    def post_cancel(self, answer: Answer) -> None:
+        """Cancel an answer's request after the present step, unless the request has ended."""
+        self.post(Message(partial(self._cancel, answer)))
+
+    def post_stop(self) -> None:
+        """End the thread after the present step, and cancel the requests that have not ended."""
+        self.post(Message(self._stop))
+
+    # ---- calls that are posted
+
+    def add(self, answer: Answer, open_stream: Callable[[DynamicInferenceEngine], TokenStream]) -> None:
+        """Queue a request, whose tokens go to `answer`."""
+        stream = open_stream(self._engine)
+        answer.request_id = stream.request_id
+        self._streams[stream.request_id] = answer, stream
+
+    def call(self, function: Callable[[DynamicInferenceEngine], object]) -> object:
+        """Call a function that may do anything with the engine: add and end requests, make steps."""
+        try:
+            return function(self._engine)
+        finally:
+            self._collect(list(self._streams))
+
+    def _cancel(self, answer: Answer) -> None:
+        if answer.request_id is not None:
+            self._end_request(answer.request_id)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    # ---- the thread
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        except LoopClosedError as error:
+            logger.warning("the event loop was closed before its AsyncEngine: all requests are cancelled")
+            self.failure = error
+        except BaseException as error:
+            logger.critical("the engine's thread gives up", exc_info=error)
+            self.failure = error
+        try:
+            self._end()
+        finally:
+            _served_engines.discard(self._engine)
+            _running_threads.discard(self)
+
+    def _serve(self) -> None:
+        busy = False
+        while True:
+            self._make_calls(wait=not busy)
+            self._publish()
+            if self._stopping:
+                return
+            busy = self._make_step()
+            self._publish()
+
+    def _make_calls(self, wait: bool) -> None:
+        """Make the calls that are posted. `wait`: for the first one, if none is there."""
+        try:
+            message = self._messages.get(block=wait)
+            while True:
+                self._make_call(message)
+                if self._stopping:
+                    return
+                message = self._messages.get_nowait()
+        except Empty:
+            return
+
+    def _make_call(self, message: Message) -> None:
+        self._num_received += message.is_request
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = message.call()
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            error = _dead(raised)
+            raise
+        finally:
+            if message.reply is not None:
+                self._bell.post(partial(_resolve, message.reply, value, error))
+
+    def _make_step(self) -> bool:
+        """Advance all requests; returns False where nothing is to do until a call comes."""
+        engine = self._engine
+        try:
+            if not (engine.context.memory.allocated and engine.has_unfinished_requests()):
+                return False
+            report = engine.step()
+        except KVBlockCapacityError as error:
+            if error.request_id is None:
+                self._note_failure(error)
+            else:
+                self._end_request(error.request_id, error)
+        except Exception as error:
+            self._note_failure(error)
+        else:
+            self._num_step_failures = 0
+            self._collect(report.tokens)
+            self._collect(result.request_id for result in report.finished)
+        return True
+
+    def _collect(self, request_ids: Iterable[int]) -> None:
+        """Hand over what has come of these requests; ids of others are ignored."""
+        for request_id in request_ids:
+            if request_id in self._streams:
+                answer, stream = self._streams[request_id]
+                tokens = stream.take()
+                answer.extend(tokens)
+                if stream.result is not None:
+                    del self._streams[request_id]
+                    answer.end(stream.result)
+                if tokens or answer.ended:
+                    self._announce(answer)
+
+    def _announce(self, answer: Answer) -> None:
+        if not answer.announced:
+            answer.announced = True
+            self._bell.post(answer.wake)
+
+    def _publish(self) -> None:
+        """Tell any thread how many requests wait, and the loop what has come."""
+        num_running = len(self._engine.context.requests)
+        num_waiting = max(0, len(self._streams) - num_running)
+        self.counts = Counts(self._num_received, num_waiting, num_running)
+        self._bell.ring()
+
+    # ---- ends
+
+    def _end_request(self, request_id: int, error: BaseException | None = None) -> None:
+        """Take a request out of the engine. Its answer ends with `error`, or else with its result."""
+        entry = self._streams.pop(request_id, None)
+        if entry is None:
+            if error is not None:  # of a request that a call has added
+                self._engine.cancel(request_id)
+            return
+        answer, stream = entry
+        try:
+            stream.close()
+        except Exception as second:  # the engine's next call tries again
+            error = error or second
+        answer.end(None if error is not None else stream.result, error)
+        self._announce(answer)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Count a failed step. All requests end with the error where too many steps have failed in a row."""
+        self._num_step_failures += 1
+        number, limit = self._num_step_failures, self._max_step_failures
+        logger.warning("failed step %d of at most %d in a row", number, limit, exc_info=error)
+        if number < limit:
+            return
+        self._num_step_failures = 0
+        for request_id in list(self._streams):
+            self._end_request(request_id, error)
+        try:
+            unfinished = self._engine.has_unfinished_requests()  # those that calls have added
+        except Exception:
+            unfinished = True
+        if unfinished:
+            self._engine.reset()
+
+    def _end(self) -> None:
+        try:
+            for request_id in list(self._streams):
+                self._end_request(request_id, None if self.failure is None else _dead(self.failure))
+        finally:
+            self.counts = Counts(self._num_received)
+            self._bell.post(self._note_end)
+            with suppress(LoopClosedError):
+                self._bell.ring()
+
+    def _note_end(self) -> None:
+        """In the loop: refuse the calls that were not made."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+        while not self._messages.empty():
+            reply = self._messages.get().reply
+            if reply is not None:
+                _resolve(reply, None, self.refusal())
+
+    def refusal(self) -> RuntimeError:
+        """Why no call is made any more."""
+        return RuntimeError("the AsyncEngine is closed") if self.failure is None else _dead(self.failure)
+
+
+def _dead(failure: BaseException) -> EngineDeadError:
+    error = EngineDeadError(f"the engine's thread has given up: {failure!r}")
+    error.__cause__ = failure
+    return error
+
+
+def _resolve(reply: "asyncio.Future[Any]", value: object, error: BaseException | None) -> None:
+    """Set a future in its loop's thread, unless the caller has gone."""
+    if reply.done():
+        return
+    if error is None:
+        reply.set_result(value)
+    elif isinstance(error, StopIteration):  # which no future takes
+        reply.set_exception(RuntimeError(f"the call raised {error!r}"))
+    else:
+        reply.set_exception(error)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """At exit: end the threads, so that none is in a step when the interpreter goes."""
+    threads = list(_running_threads)
+    for thread in threads:
+        thread.post_stop()
+    for thread in threads:
+        thread.join(_EXIT_TIMEOUT_S)

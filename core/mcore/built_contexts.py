@@ -1,0 +1,124 @@
+"""The contexts that were built under the drop-in: what each came to, and why one caches nothing."""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .host_record import HostRecord, record_of
+from .host_stats import HostStats, stats
+
+_logger = logging.getLogger(__package__)
+
+SETTINGS = "pass enable_prefix_caching=True and a prefix_caching_mamba_gb to its InferenceConfig"
+_SERVING = ("add_request", "initialize_attention_state")
+
+
+@dataclass
+class BuiltContext:
+    """One context, which may be gone.
+
+    Attributes:
+        number: 1 for the first context.
+        idle_reason: why the context caches no state, as a sentence; "" where it does.
+    """
+
+    number: int
+    idle_reason: str
+    _context: "weakref.ref[Any]"
+    _record: HostRecord | None
+    _last: HostStats | None = field(default=None)
+
+    @classmethod
+    def of(cls, context: Any, number: int) -> "BuiltContext":
+        built = cls(
+            number, idle_reason(context), weakref.ref(context, lambda ref: built._close()), record_of(context)
+        )
+        return built
+
+    @property
+    def context(self) -> Any:
+        """The context, or None once it is gone."""
+        return self._context()
+
+    @property
+    def stats(self) -> HostStats:
+        """The context's counts; of a context that is gone the counts of slots are those of its last step."""
+        if (context := self._context()) is not None:
+            return stats(context)
+        self._close()
+        assert self._last is not None
+        return self._last
+
+    def _close(self) -> None:
+        """Keep the numbers of a context that is gone, and not the record, which holds hashes."""
+        if self._record is not None:
+            self._last, self._record = (
+                HostStats.of(self._record, self._record.slots, self._record.dropped),
+                None,
+            )
+
+
+def idle_reason(context: Any) -> str:
+    """Why no state of this context is cached, with what to change, or "" where states are cached."""
+    if not context.enable_prefix_caching:
+        return f"enable_prefix_caching is False, so mambaslots has nothing to do; {SETTINGS}"
+    if not context.is_hybrid_model:
+        return "its model has no Mamba layers, so megatron-core's own KV cache serves it"
+    if context.mamba_slot_allocator is None:
+        budget = context.config.prefix_caching_mamba_gb
+        return (
+            f"prefix_caching_mamba_gb is {budget}, so every prompt token is computed, and only KV blocks are "
+            f"shared; {SETTINGS}"
+        )
+    return ""
+
+
+class BuiltContexts:
+    """All contexts that were built since `install`, in their order."""
+
+    def __init__(self) -> None:
+        self._built: list[BuiltContext] = []
+
+    @property
+    def all(self) -> tuple[BuiltContext, ...]:
+        return tuple(self._built)
+
+    def noting(self, initialize_all_tensors: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The host's method, which ends the building of a context, and notes the context behind it."""
+
+        @functools.wraps(initialize_all_tensors)
+        def initialize(context: Any, *args: Any, **kwargs: Any) -> None:
+            initialize_all_tensors(context, *args, **kwargs)
+            self._note(context)
+
+        return initialize
+
+    def _note(self, context: Any) -> None:
+        """Count a new context; a warning says why nothing is cached."""
+        if any(each.context is context for each in self._built):
+            return
+        built = BuiltContext.of(context, len(self._built) + 1)
+        self._built.append(built)
+        if built.idle_reason:
+            _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
+
+    def retire(self) -> None:
+        """Let no context serve any more, and forget all of them.
+
+        megatron-core's own methods would read the contexts' caches wrongly.
+        """
+        for built in self._built:
+            if built.context is not None:
+                for name in _SERVING:
+                    setattr(built.context, name, _refuse)
+        self._built.clear()
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "this context was built while mambaslots.mcore was installed, and uninstall() has been called since: "
+        "megatron-core's own methods would answer wrongly from its cache; build a new context and engine"
+    )

@@ -1,0 +1,207 @@
+"""A script of megatron-core with the drop-in installed, and what the drop-in says about it on stderr."""
+
+import argparse
+import logging
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from ..inference.policies.checkpoint_plan import CheckpointPlan
+from ..inference.policies.plan_spec import PLAN_SYNTAX, parse_plan
+from ..inference.policies.slot_eviction import EVICTION_POLICIES
+from .install import built_contexts, install
+from .installation import Installation, shown_versions
+from .overrides import LeftAloneWarning, MissingHostError, UnknownHostError
+from .run_report import as_dict, described, write_json
+
+COMMAND = "python -m mambaslots.mcore"
+WITHOUT_CUDA = {
+    "TRITON_INTERPRET": "1",  # Triton has no compiler for a CPU
+    "MAMBA_DETERMINISTIC": "1",  # megatron-core tries one configuration of a kernel, and times none
+}
+"""The environment that megatron-core's kernels need without a CUDA device, when they are imported."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mambaslots.mcore: {message}; usage: {self.prog} [OPTIONS] SCRIPT [ARGUMENTS...]\n")
+
+
+def make_parser(command: str = COMMAND) -> argparse.ArgumentParser:
+    """The parser of the command, whose errors are one line."""
+    parser = _Parser(
+        prog=command,
+        usage=f"{command} [OPTIONS] SCRIPT [ARGUMENTS...]",
+        description="Run a script of megatron-core with mambaslots as its cache of Mamba states.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command, the script and the script's arguments."""
+
+    def plan(spec: str) -> CheckpointPlan:
+        try:
+            return parse_plan(spec)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    def script(name: str) -> Path:
+        if not Path(name).is_file():
+            raise argparse.ArgumentTypeError(f"{name} is no file")
+        return Path(name)
+
+    parser.add_argument(
+        "--plan", type=plan, metavar="SPEC", help=f"which states are taken: {PLAN_SYNTAX}".replace("%", "%%")
+    )
+    parser.add_argument(
+        "--eviction", choices=EVICTION_POLICIES, help="of states; default: what the script sets"
+    )
+    parser.add_argument(
+        "--no-answers", dest="cache_answers", action="store_false", help="do not cache generated tokens"
+    )
+    parser.add_argument(
+        "--no-strict",
+        dest="strict",
+        action="store_false",
+        help="leave methods alone that a megatron-core not known here has changed; their faults come back",
+    )
+    parser.add_argument(
+        "--stats",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="what became of prompt tokens, on stderr when the script ends (on)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="write the statistics there; rank N of torchrun writes PATH-rankN",
+    )
+    parser.add_argument("--version", action="version", version=shown_versions(), help="print the versions")
+    parser.add_argument("script", type=script, metavar="SCRIPT", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's own")
+
+
+def main(arguments: Sequence[str], command: str = COMMAND) -> int:
+    """Read the options, install, run the script and report; returns the exit code.
+
+    Args:
+        arguments: options, the script, the script's arguments.
+        command: how messages name the command.
+
+    Returns:
+        The script's exit code; 1 where the drop-in cannot be installed.
+
+    Raises:
+        SystemExit: --help, --version (0) and wrong options (2).
+        BaseException: what the script raises, after the report.
+    """
+    return run_script(make_parser(command).parse_args(arguments))
+
+
+def run_script(options: argparse.Namespace) -> int:
+    """Install as the options of `add_options` say, run the script, and report; see `main`."""
+    rank = int(os.environ.get("RANK", "0"))
+    with _log_to_stderr(logging.ERROR if rank else logging.INFO):
+        _interpret_without_cuda(speaks=not rank)
+        installation = _install(options, speaks=not rank)
+        if isinstance(installation, int):
+            return installation
+        sys.argv[:] = [str(options.script), *options.arguments]
+        sys.path.insert(0, str(options.script.resolve().parent))
+        exit_code = 1
+        try:
+            runpy.run_path(str(options.script), run_name="__main__")
+            exit_code = 0
+        except SystemExit as leaving:
+            exit_code = _exit_code(leaving)
+        finally:
+            _report(options, installation, rank, exit_code)
+    return exit_code
+
+
+def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
+    """Install, and say so in one line; where it cannot be, say why in one line and return the exit code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LeftAloneWarning)  # said below, in the form of our lines
+            installation = install(options.plan, options.eviction, options.cache_answers, options.strict)
+    except (UnknownHostError, MissingHostError) as error:
+        _say(f"error: {error}")
+        return 1
+    except ValueError as error:
+        _say(f"error: {error}")
+        return 2
+    if speaks:
+        if installation.warning:
+            _say(f"warning: {installation.warning}")
+        _say(installation.describe())
+    return installation
+
+
+def _report(options: argparse.Namespace, installation: Installation, rank: int, exit_code: int) -> None:
+    contexts = built_contexts.all
+    if options.stats and (rank == 0 or exit_code):
+        for line in described(installation, contexts):
+            _say(line if rank == 0 else f"rank {rank}: {line}")
+    if options.json is not None:
+        try:
+            write_json(options.json, rank, as_dict(installation, contexts, rank, exit_code))
+        except OSError as error:
+            _say(f"error: {options.json} cannot be written: {error.strerror}")
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """As Python's own: a number as it is, nothing is 0, anything else is printed and is 1."""
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def _interpret_without_cuda(speaks: bool) -> None:
+    """Set those of `WITHOUT_CUDA` that are not set, where no CUDA device is visible; says so on stderr.
+
+    Triton and megatron-core read these variables at their import, which `install` causes.
+    """
+    missing = {name: value for name, value in WITHOUT_CUDA.items() if name not in os.environ}
+    if torch.cuda.is_available() or not missing:
+        return
+    os.environ.update(missing)
+    if speaks:
+        settings = " ".join(f"{name}={value}" for name, value in missing.items())
+        _say(f"no CUDA device is visible; setting {settings}")
+
+
+@contextmanager
+def _log_to_stderr(level: int) -> Iterator[None]:
+    """Show our own log lines once, whatever logging the script sets up."""
+    logger, handler = logging.getLogger(__package__), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("mambaslots.mcore: %(message)s"))
+    handler.setLevel(level)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _say(line: str) -> None:
+    print(f"mambaslots.mcore: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,369 @@
+"""Figures of a running engine, for its operator."""
+
+import importlib.metadata
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from ..cache_stats import EngineStats
+from ..inference.contexts.request import DynamicInferenceRequest
+from ..inference.contexts.request_step import RequestStep
+from ..inference.contexts.root_use import RootUse, use_by_root
+from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..inference.engines.step_report import NewTokens
+from ..inference.policies.salt_key import salt_bytes
+from ..request import FinishReason, RequestResult
+from ..validation import instance, integer, real, shown
+from .figures import (
+    FIRST_TOKEN_BOUNDS_S,
+    INTER_TOKEN_BOUNDS_S,
+    STEP_BOUNDS_S,
+    Latency,
+    MonitorFigures,
+    TenantFigures,
+    percentiles,
+)
+from .misses import MissWatch
+from .request_record import RequestRecord
+from .series import Series
+from .tenants import Tenants
+
+logger = logging.getLogger(__name__)
+
+NUM_REQUESTS = 100
+_DESCRIBE_EVERY_S = 30.0
+_COUNT_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.25
+
+
+class Monitor:
+    """Watches an engine: what was resumed and why not more, how full the pools are, how long things take.
+
+    A monitor is an `EngineObserver` that attaches itself. Its memory is bounded. Any thread may read it. It
+    keeps no token and no text.
+
+    Attributes:
+        engine, model_name: what it watches, and under which name.
+        version: of mambaslots.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        *,
+        model_name: str,
+        trace: Callable[[str], None] | None = None,
+        max_lost_share: float = 0.2,
+        window_tokens: int = 50_000,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            engine: the engine, which has no other monitor under the same name.
+            model_name: how the model is called.
+            trace: called with a line of JSON for each request that has ended: what `snapshot` says of it, and
+                `queued_s` and `recomputed_tokens`. A call that raises is the last one.
+            max_lost_share: a reason that costs a larger share of the prompt tokens of a window is warned of.
+            window_tokens: the prompt tokens of a window, at least 1.
+            clock: seconds, on the clock of `DynamicInferenceRequest.arrival_s`.
+
+        Raises:
+            ValueError: an argument is of another kind.
+        """
+        self.engine = instance("engine", engine, DynamicInferenceEngine)
+        self.model_name = instance("model_name", model_name, str)
+        if trace is not None and not callable(trace):
+            raise ValueError(f"trace is {shown(trace)}; accepted: a callable of one str, or None")
+        self.version = importlib.metadata.version("mambaslots")
+        self._trace = trace
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._begun_s = now = clock()
+        self._unix_offset_s = time.time() - now
+        config, context = engine.config, engine.context
+        stats = engine.stats()
+        self._num_slots = context.prefix_cache.slots.num_slots
+        self._num_kv_blocks = context.kv_block_allocator.total_count
+        self._state_bytes = context.spec.slot_bytes
+        self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
+        self._misses = MissWatch(
+            config,
+            num_slots=self._num_slots,
+            slot_bytes=self._state_bytes,
+            kv_block_bytes=self._kv_block_bytes,
+            grid=context.spec.grid,
+            max_lost_share=real("max_lost_share", max_lost_share, 0.0),
+            window_tokens=integer("window_tokens", window_tokens, 1),
+            stats=stats,
+        )
+        self._series = Series(now, stats)
+        self._tenants = Tenants()
+        self._running: dict[int, RequestRecord] = {}
+        self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
+        self._num_ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
+        self._num_added = 0
+        self._num_generated = 0
+        self._first_token = Latency(FIRST_TOKEN_BOUNDS_S)
+        self._inter_token = Latency(INTER_TOKEN_BOUNDS_S)
+        self._step = Latency(STEP_BOUNDS_S)
+        self._queue = Latency(FIRST_TOKEN_BOUNDS_S)
+        self._description = engine.describe().splitlines()
+        self._described_s = now
+        self._use: dict[bytes, RootUse] = {}
+        self._counted_s = now - _COUNT_EVERY_S
+        self._next_look_s = now
+        engine.observe(self)
+
+    def close(self) -> None:
+        """Stop watching; what was counted stays readable. ValueError where the engine tells it nothing."""
+        self.engine.unobserve(self)
+
+    def name_salt(self, cache_salt: bytes | str | None, tenant: str) -> None:
+        """Let requests with this salt count for `tenant`; those that are under way keep their tenant.
+
+        Requests without a salt count for "default", those whose salt has no name for "other". So do tenants
+        beyond the first 64. The salt itself is not kept.
+
+        Raises:
+            ValueError: the salt is refused by `add_request`, too, or `tenant` is no str.
+        """
+        root = self.engine.salt_key.root(salt_bytes("cache_salt", cache_salt))
+        name = instance("tenant", tenant, str)
+        with self._lock:
+            self._tenants.name(root, name)
+
+    # ---- what the engine tells
+
+    def request_added(self, request: DynamicInferenceRequest) -> None:
+        with self._lock:
+            self._num_added += 1
+            self._record_of(request)
+            if request.request_id >= 0:  # others score or warm
+                self._misses.note_prompt(len(request.prompt_tokens))
+            self._look(self._clock())
+
+    def request_resumed(self, step: RequestStep) -> None:
+        with self._lock:
+            self._record_of(step.request).resume_point = step.start if step.num_resumed else 0
+
+    def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None:
+        with self._lock:
+            now = self._clock()
+            self._step.add(duration_s)
+            for step in steps:
+                if not step.decoding:
+                    record = self._record_of(step.request)
+                    if record.queued_s is None:
+                        record.queued_s = max(0.0, now - duration_s - step.request.arrival_s)
+                        self._queue.add(record.queued_s)
+                    record.note_step(step)
+                    self._note_ledger(record)
+            for request_id, new in tokens.items():
+                known = self._running.get(request_id)
+                if known is not None:
+                    self._note_tokens(known, len(new), now)
+            self._look(now)
+
+    def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
+        with self._lock:
+            record = self._record_of(request)
+            self._note_ledger(record)
+            record.note_end(result)
+            del self._running[request.request_id]
+            self._num_ended[result.finish_reason] += 1
+            ended = record.as_json()
+            self._ended.appendleft(ended)
+            if not self._running:  # there may be no step for long
+                self._next_look_s = 0.0
+            self._look(self._clock())
+            trace = self._trace
+        if trace is not None:
+            more = {"queued_s": record.queued_s, "recomputed_tokens": record.recomputed_tokens}
+            try:
+                trace(json.dumps(ended | more))
+            except Exception:
+                self._trace = None
+                logger.exception("the trace of requests failed; it ends")
+
+    def _record_of(self, request: DynamicInferenceRequest) -> RequestRecord:
+        record = self._running.get(request.request_id)
+        if record is None or record.request is not request:
+            tenant = self._tenants.of(request.hashes.root)
+            arrived_s = request.arrival_s + self._unix_offset_s
+            record = RequestRecord(request, request.request_id, tenant, arrived_s, len(request.prompt_tokens))
+            self._running[request.request_id] = record
+            self._tenants.counts_of(tenant).num_requests += 1
+        return record
+
+    def _note_ledger(self, record: RequestRecord) -> None:
+        resumed, done = record.note_ledger()
+        counts = self._tenants.counts_of(record.tenant)
+        counts.num_resumed_tokens += resumed
+        counts.num_prompt_tokens += done
+
+    def _note_tokens(self, record: RequestRecord, number: int, now: float) -> None:
+        self._num_generated += number
+        if not record.num_tokens:
+            record.first_token_s = now
+            record.ttft_s = record.request.ttft_s if record.request is not None else None
+            if record.ttft_s is not None:
+                self._first_token.add(record.ttft_s)
+        else:
+            self._inter_token.add((now - record.last_token_s) / number, number)
+        record.num_tokens += number
+        record.last_token_s = now
+
+    def _look(self, now: float) -> None:
+        """Take the engine's figures now and then, and judge them once in an interval of the series."""
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + _LOOK_EVERY_S
+        stats = self.engine.stats(settle=False)
+        if self._series.note(now, stats, self._num_generated):
+            self._misses.look(stats, len(self.engine.context.prefix_cache.pins.slot_pins))
+            if now - self._described_s >= _DESCRIBE_EVERY_S:
+                self._described_s = now
+                self._description = self.engine.describe().splitlines()
+
+    # ---- what an operator reads
+
+    def figures(self) -> MonitorFigures:
+        """All counts since the start of the monitor, and the engine's figures now. Any thread may call it."""
+        use = self._use_by_root()
+        with self._lock:
+            return MonitorFigures(
+                stats=self._stats(),
+                num_added=self._num_added,
+                num_ended=dict(self._num_ended),
+                num_generated=self._num_generated,
+                first_token=self._first_token.histogram,
+                inter_token=self._inter_token.histogram,
+                step=self._step.histogram,
+                queue=self._queue.histogram,
+                tenants=self._tenant_figures(use),
+                num_warnings=len(self._misses.warnings),
+            )
+
+    def snapshot(self) -> dict[str, Any]:
+        """What an operator's page shows, as JSON has it. Any thread may call it.
+
+        Returns:
+            A dict with the engine's description, the pools, tokens by reason, evictions, latencies, tenants,
+                a series of the last 15 minutes and the last 100 requests, newest first. docs/operations.md
+                explains each.
+        """
+        use = self._use_by_root()
+        with self._lock:
+            now = self._clock()
+            stats = self._stats()
+            if self._series.is_due(now):
+                self._series.note(now, stats, self._num_generated)
+            cache = stats.cache
+            return {
+                "time_s": now + self._unix_offset_s,
+                "uptime_s": now - self._begun_s,
+                "model": self.model_name,
+                "version": self.version,
+                "warnings": list(self._misses.warnings),
+                "engine": {
+                    "description": list(self._description),
+                    "running": stats.num_running,
+                    "waiting": stats.num_waiting,
+                    "paused": stats.num_paused,
+                    "max_requests": self.engine.config.max_requests,
+                },
+                "pools": self._pools(stats),
+                "tokens": {
+                    "prompt": cache.num_prompt_tokens,
+                    "resumed": cache.num_resumed_tokens,
+                    "recomputed": cache.num_recomputed_tokens,
+                    "generated": self._num_generated,
+                    "by_reason": dict(cache.computed_by_reason),
+                },
+                "evictions": {
+                    "by_cause": dict(cache.states_left_by_cause),
+                    "age_s": percentiles(cache.state_ages.recent_s, (50, 90)),
+                },
+                "latency": {
+                    "ttft_s": self._first_token.percentiles,
+                    "inter_token_s": self._inter_token.percentiles,
+                    "step_s": self._step.percentiles,
+                },
+                "tenants": [
+                    {
+                        "name": one.name,
+                        "requests": one.num_requests,
+                        "prompt_tokens": one.num_prompt_tokens,
+                        "resumed_tokens": one.num_resumed_tokens,
+                        "states": one.num_states,
+                        "kv_blocks": one.num_kv_blocks,
+                    }
+                    for one in self._tenant_figures(use)
+                ],
+                "series": self._series.as_json(self._unix_offset_s),
+                "requests": self._requests(),
+            }
+
+    def _stats(self) -> EngineStats:
+        return self.engine.stats(settle=False)
+
+    def _pools(self, stats: EngineStats) -> dict[str, Any]:
+        cache = stats.cache
+        num_free, num_cached = cache.num_free_kv_blocks, cache.num_cached_kv_blocks
+        return {
+            "states": {
+                "total": self._num_slots,
+                "pinned": cache.num_pinned_slots,
+                "committed": cache.num_committed_slots,
+                "reserved": cache.num_reserved_slots,
+                "free": cache.num_free_slots,
+                "bytes_each": self._state_bytes,
+            },
+            "kv": {
+                "total": self._num_kv_blocks,
+                "held": cache.num_held_kv_blocks,
+                "cached": num_cached,
+                "free": num_free,
+                "bytes_each": self._kv_block_bytes,
+                "block_size_tokens": self.engine.config.block_size_tokens,
+            },
+        }
+
+    def _use_by_root(self) -> dict[bytes, RootUse]:
+        """What each root holds, counted at most once a second; outside the lock, because it may take long."""
+        now = self._clock()
+        if now - self._counted_s >= _COUNT_EVERY_S:
+            self._use = use_by_root(self.engine.context.prefix_cache)
+            self._counted_s = now
+        return self._use
+
+    def _tenant_figures(self, use: dict[bytes, RootUse]) -> tuple[TenantFigures, ...]:
+        states: Counter[str] = Counter()
+        blocks: Counter[str] = Counter()
+        for root, root_use in use.items():
+            name = self._tenants.of(root)
+            states[name] += root_use.num_states
+            blocks[name] += root_use.num_kv_blocks
+        for name in states:
+            self._tenants.counts_of(name)
+        return tuple(
+            TenantFigures(
+                name,
+                counts.num_requests,
+                counts.num_prompt_tokens,
+                counts.num_resumed_tokens,
+                states[name],
+                blocks[name],
+            )
+            for name, counts in self._tenants.counts.items()
+        )
+
+    def _requests(self) -> list[dict[str, Any]]:
+        """The last requests to arrive, of those that run and those that ended last."""
+        running = [record.as_json() for record in list(self._running.values())[-NUM_REQUESTS:]]
+        newest = sorted([*running, *self._ended], key=lambda one: one["arrived_s"], reverse=True)
+        return newest[:NUM_REQUESTS]

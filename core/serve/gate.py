@@ -1,0 +1,74 @@
+"""What every request passes: its id, its key, and the log line and error that show nothing of it."""
+
+import logging
+import secrets
+import time
+import traceback
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import RequestError
+from .keys import Keys
+from .responses import error_response
+
+logger = logging.getLogger(__name__)
+
+
+class BrokenAnswerError(Exception):
+    """An answer that had begun could not be completed. The server's log has the cause, without content."""
+
+
+class Gate:
+    """ASGI middleware. Gives each request an id and lets it in if its key is right.
+
+    The log has a line for each request: id, method, route, status and seconds. An exception is logged as its
+    type and where it was raised: messages of exceptions may quote what clients sent.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req-{secrets.token_hex(12)}"
+        status = 0
+        begin = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            tenant = self._keys.admit(scope["path"], scope["headers"])
+            scope.setdefault("state", {}).update(request_id=request_id, tenant=tenant)
+            await self._app(scope, receive, send_with_id)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass  # nobody reads an answer
+        except Exception as error:
+            logger.error("%s: %s", request_id, where(error))
+            if status:
+                raise BrokenAnswerError(request_id) from None  # so that the connection is closed
+            internal = RequestError(500, f"an internal error; the log of the server has {request_id}")
+            await error_response(internal)(scope, receive, send_with_id)
+        finally:
+            route = getattr(scope.get("route"), "path", "-")
+            seconds = time.perf_counter() - begin
+            logger.info("%s: %s %s %s %.3f s", request_id, scope["method"], route, status or "gone", seconds)
+
+
+def where(error: BaseException) -> str:
+    """An exception without its message: its type, and the lines of code that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
+    cause = error.__cause__ if error.__cause__ is not None else error.__context__
+    behind = f"; behind it {type(cause).__name__}" if cause is not None else ""
+    return f"{type(error).__name__} through {', '.join(places)}{behind}"

@@ -1,0 +1,106 @@
+"""A process that serves until it is told to stop."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..loaded_model import LoadedModel
+from .app import make_app
+from .service import Service
+from .settings import ServerSettings
+
+_KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
+_LAST_BYTES_S = 5
+"""Seconds that connections have to take the last bytes of their answers."""
+
+
+def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> int:
+    """Serve until SIGTERM or Control-C, in this thread; prints one line when the server is ready.
+
+    The first signal drains: new requests get status 503, running ones have `settings.drain_timeout_s` to end.
+    The second signal cancels them. Signals are handled where this is the main thread.
+
+    Args:
+        engine, loaded, settings: as for `make_app`.
+
+    Returns:
+        The exit code: 0 after a shutdown, 1 where the address cannot be used or the engine has stopped.
+    """
+    app = make_app(engine, loaded, settings)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        print(f"mambaslots cannot listen at {settings.host}:{settings.port}: {error}", file=sys.stderr)
+        return 1
+    with listener:
+        server = _Server(app, listener)
+        server.run(sockets=[listener])
+    return 0 if server.started and app.state.engine.failure is None else 1
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that goes on answering, with status 503, while it drains."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            access_log=False,  # it would show what stands in a query
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_BYTES_S,
+        )
+        super().__init__(config)
+        logging.getLogger("uvicorn.access").disabled = True  # also where somebody gave it a handler
+        self._app = app
+        self._listener = listener
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        settings: ServerSettings = self._app.state.settings
+        port = self._listener.getsockname()[1]
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        print(f"mambaslots serves {settings.model_name} at http://{host}:{port}", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None:  # not started
+            raise SystemExit(128 + sig)
+        self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
+
+    def _stop(self, name: str) -> None:
+        service: Service = self._app.state.service
+        if self._draining is not None:
+            self._closing = asyncio.create_task(self._close(service))
+            return
+        if service.engine.num_running + service.engine.num_waiting:
+            print(
+                f"mambaslots: {name}; running requests have {service.settings.drain_timeout_s:g} s",
+                flush=True,
+            )
+        self._draining = asyncio.create_task(self._drain(service))
+
+    async def _drain(self, service: Service) -> None:
+        try:
+            await service.drain()
+        finally:
+            self.should_exit = True
+
+    async def _close(self, service: Service) -> None:
+        try:
+            await service.close()
+        finally:
+            self.should_exit = True

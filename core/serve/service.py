@@ -1,0 +1,168 @@
+"""What the endpoints share: the engine, the work on text, and what the server takes."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from ..inference.engines.async_engine import AsyncEngine
+from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..loaded_model import LoadedModel
+from ..monitor import Monitor
+from .answers import Form
+from .errors import RequestError, bad_field
+from .generation import Generation, dead, draining, queue_full
+from .json_body import parsed_object, read_body
+from .keys import engine_salt
+from .options import MAX_CHOICES
+from .preparation import Job, Preparation
+from .requests import Reader
+from .responses import GeneratedAnswer, StreamedAnswer, before
+from .settings import ServerSettings
+
+T = TypeVar("T")
+SALT_HEADER = "x-cache-salt"
+
+
+class Service:
+    """Takes requests for one engine.
+
+    Bodies are parsed, and prompts encoded, in one thread beside the event loop, so that a long prompt holds
+    up no stream.
+
+    Attributes:
+        engine: serves the prompts.
+        monitor: counts what the engine does.
+        loaded, settings: what the server was made with.
+        reader: reads bodies.
+        preparation: makes jobs of them.
+        is_draining: whether new requests are refused.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> None:
+        self.engine = AsyncEngine(engine, max_waiting_requests=settings.max_waiting_requests)
+        trace = _print_line if settings.trace else None
+        self.monitor = Monitor(engine, model_name=settings.model_name, trace=trace)
+        self.loaded = loaded
+        self.settings = settings
+        max_choices = min(MAX_CHOICES, settings.max_waiting_requests)
+        self.reader = Reader(settings.model_name, engine.context.spec.vocab_size, max_choices)
+        self.preparation = Preparation(engine, loaded, max_choices)
+        self.is_draining = False
+        self._text_thread = ThreadPoolExecutor(1, "mambaslots-text")
+        self._num_open = 0
+        self._none_open = asyncio.Event()
+
+    # ---- its life
+
+    async def drain(self) -> bool:
+        """Refuse new requests and wait for the others. Returns whether all came to their own end.
+
+        What runs after `settings.drain_timeout_s` is cancelled.
+        """
+        self.is_draining = True
+        deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout_s
+        if self.engine.failure is not None:
+            return False
+        complete = await self.engine.drain(self.settings.drain_timeout_s)
+        try:
+            async with asyncio.timeout_at(deadline):  # the answers are generated, and perhaps not sent
+                while self._num_open:
+                    self._none_open.clear()
+                    await self._none_open.wait()
+        except TimeoutError:
+            return False
+        return complete
+
+    async def close(self) -> None:
+        """Cancel what runs, and end the threads."""
+        self.is_draining = True
+        await self.engine.close()
+        with contextlib.suppress(ValueError):  # it has failed, and the engine dropped it
+            self.monitor.close()
+        self._text_thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def trouble(self) -> RequestError | None:
+        """Why no request is taken; None where requests are taken."""
+        if self.engine.failure is not None:
+            return dead()
+        return draining() if self.is_draining else None
+
+    # ---- requests
+
+    async def answer(
+        self,
+        request: Request,
+        tenant: str,
+        job_of: Callable[[bytes, str | None], Job],
+        form_of: Callable[[str, Job], Form],
+    ) -> GeneratedAnswer:
+        """The response to a request; it generates its answer when it is sent.
+
+        Args:
+            request: its body is not read yet.
+            tenant: whose request it is.
+            job_of: makes a job of the body and of the salt in the header; runs in the thread for text.
+            form_of: makes the form of the answer.
+
+        Raises:
+            RequestError: the request is not taken.
+        """
+        if self.trouble is not None:
+            raise self.trouble
+        if self._num_open - self.engine.num_running >= self.settings.max_waiting_requests:
+            raise queue_full()  # before its body costs memory
+        self._num_open += 1
+        try:
+            deadline = asyncio.get_running_loop().time() + self.settings.request_timeout_s
+            body = await before(deadline, read_body(request, self.settings.max_body_bytes))
+            header_salt = _header_salt(request)
+            job = await before(deadline, self._beside_the_loop(lambda: job_of(body, header_salt)))
+            salt = engine_salt(tenant, job.options.cache_salt, bool(self.settings.api_keys))
+            if salt is not None:
+                self.monitor.name_salt(salt, tenant)
+            generation = Generation(self.engine, self.loaded.text, job, salt)
+            kind = StreamedAnswer if job.options.streams else GeneratedAnswer
+            form = form_of(self.settings.model_name, job)
+            answer = kind(generation, form, len(job.choices), deadline, self._end_request)
+        except BaseException:
+            self._end_request()
+            raise
+        if isinstance(answer, StreamedAnswer):
+            answer.includes_usage = job.options.includes_usage
+        return answer
+
+    def completion_job(self, body: bytes, header_salt: str | None) -> Job:
+        """The job of a body of /v1/completions."""
+        return self.preparation.completion(self.reader.completion(parsed_object(body), header_salt))
+
+    def chat_job(self, body: bytes, header_salt: str | None) -> Job:
+        """The job of a body of /v1/chat/completions."""
+        return self.preparation.chat(self.reader.chat(parsed_object(body), header_salt))
+
+    async def _beside_the_loop(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+
+    def _end_request(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self._none_open.set()
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _header_salt(request: Request) -> str | None:
+    values = [value for name, value in request.headers.raw if name == SALT_HEADER.encode()]
+    if not values:
+        return None
+    try:
+        return b",".join(values).decode()
+    except UnicodeDecodeError:
+        raise bad_field("X-Cache-Salt", "the header X-Cache-Salt is no UTF-8") from None

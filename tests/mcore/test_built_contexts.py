@@ -1,0 +1,208 @@
+"""The contexts that were built under the drop-in: which cache nothing, what they count, when they refuse."""
+
+import gc
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mambaslots.mcore
+import megatron.core
+import pytest
+from mambaslots.mcore.built_contexts import idle_reason
+from mambaslots.mcore.faults import FAULTS
+from mambaslots.mcore.install import built_contexts
+from mambaslots.mcore.overrides import REGISTRY
+from mambaslots.mcore.run_report import as_dict, described
+from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from megatron.core.inference.contexts import dynamic_context
+
+
+@pytest.fixture(autouse=True)
+def _machine() -> Iterator[None]:
+    with cpu_as_gpu():
+        yield
+
+
+# ---- contexts that cache nothing
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"enable_prefix_caching": False}, "enable_prefix_caching is False, so mambaslots has nothing to do"),
+        (
+            {"prefix_caching_mamba_gb": None},
+            "prefix_caching_mamba_gb is None, so every prompt token is computed",
+        ),
+    ],
+)
+def test_a_context_that_caches_no_state_is_told_so_once_with_the_settings_to_change(
+    settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mambaslots.mcore.installed() as installation:
+        context = make_context(**settings)
+        lines = described(installation, built_contexts.all)
+    (record,) = [record for record in caplog.records if record.name == "mambaslots.mcore"]
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"context 1 caches no states: {reason}")
+    assert "pass enable_prefix_caching=True and a prefix_caching_mamba_gb" in record.getMessage()
+    assert lines[1].startswith(f"  context 1 cached no states: {reason}")
+    assert context.mamba_slot_allocator is None
+
+
+def test_a_model_without_mamba_layers_is_left_to_the_host() -> None:
+    context = SimpleNamespace(enable_prefix_caching=True, is_hybrid_model=False, mamba_slot_allocator=None)
+    assert idle_reason(context) == "its model has no Mamba layers, so megatron-core's own KV cache serves it"
+
+
+def test_a_context_that_caches_states_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with mambaslots.mcore.installed():
+        make_context()
+        assert [built.idle_reason for built in built_contexts.all] == [""]
+    assert not [record for record in caplog.records if record.name == "mambaslots.mcore"]
+
+
+# ---- counts
+
+
+def test_every_context_is_reported_and_one_that_is_gone_keeps_its_counts() -> None:
+    prompt = tokens(3 * BLOCK + 1, seed=1)
+    with mambaslots.mcore.installed() as installation:
+        assert described(installation, built_contexts.all)[0].startswith(
+            "no DynamicInferenceContext was built"
+        )
+        for number in (1, 2, 3):
+            host = RecurrentHost(make_context())
+            for _ in range(number - 1):
+                host.serve(prompt)
+        before = mambaslots.mcore.stats(host.context)
+        del host
+        gc.collect()
+        contexts = built_contexts.all
+        lines = described(installation, contexts)
+        written = as_dict(installation, contexts, rank=0, exit_code=0)
+    assert [each.context for each in contexts] == [None] * 3
+    assert contexts[2].stats == before
+    assert lines[:3] == [
+        "3 contexts built",
+        "  context 1: no request was added",
+        "  context 2: requests 1, prompt tokens 25, resumed 0 (hit rate 0.0%), computed 25",
+    ]
+    assert "  context 3: requests 2, prompt tokens 50, resumed 24 (hit rate 48.0%), computed 26" in lines
+    assert "    computed by reason: never_seen 25, partial_block 1" in lines
+    assert [each["num_requests"] for each in written["contexts"]] == [0, 1, 2]
+    assert written["plan"] == "tail,branch,chunk_ends,decode=rolling"
+
+
+def test_a_context_that_resumes_is_counted_once() -> None:
+    with mambaslots.mcore.installed():
+        host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+        host.serve(tokens(2 * BLOCK, seed=1))
+        host.context.deallocate_inference_state_buffers()
+        host.context.reinitialize_inference_state_buffers()
+        host.serve(tokens(2 * BLOCK, seed=1))
+        (built,) = built_contexts.all
+        assert built.stats.num_requests == 2
+        assert built.stats == mambaslots.mcore.stats(host.context)
+
+
+# ---- uninstall
+
+
+def test_a_context_refuses_to_serve_once_the_drop_in_is_out() -> None:
+    prompt = tokens(3 * BLOCK + 1, seed=1)
+    with mambaslots.mcore.installed():
+        host = RecurrentHost(make_context())
+        assert [host.serve(prompt)[0] for _ in range(2)] == [0, 3 * BLOCK]
+        host.add(prompt)
+    for serve in (lambda: host.add(prompt), host.step):
+        with pytest.raises(RuntimeError, match=r"uninstall\(\) has been called .* build a new context"):
+            serve()
+    with mambaslots.mcore.installed(), pytest.raises(RuntimeError, match="build a new context"):
+        host.add(prompt)
+
+
+def test_without_the_refusal_stock_would_compute_wrong_states_from_our_cache() -> None:
+    prompt = tokens(3 * BLOCK + 1, seed=1)
+    with mambaslots.mcore.installed():
+        host = RecurrentHost(make_context())
+        host.serve(prompt)
+    for name in ("add_request", "initialize_attention_state"):
+        delattr(host.context, name)
+    with pytest.raises(AssertionError):
+        host.serve(prompt)
+
+
+def test_contexts_that_were_built_before_and_after_serve_on() -> None:
+    prompt = tokens(BLOCK + 3, seed=1)
+    before = RecurrentHost(make_context())
+    with mambaslots.mcore.installed():
+        before.serve(prompt)
+    after = RecurrentHost(make_context())
+    for host in (before, after):
+        assert host.serve(prompt)[0] in (0, BLOCK)
+    assert not built_contexts.all
+
+
+# ---- methods and versions that are not known
+
+
+def test_without_strict_the_faults_that_come_back_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stranger(self: Any, active_request_count: int, newly_paused_request_ids: Any) -> None:
+        raise AssertionError("not to be called")
+
+    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "resume_paused_requests", stranger)
+    with pytest.warns(UserWarning, match="Left alone: pause") as caught:
+        installation = mambaslots.mcore.install(strict=False)
+    mambaslots.mcore.uninstall()
+    assert FAULTS[24].sentence in str(caught[0].message)
+    assert FAULTS[1].sentence not in str(caught[0].message)
+    assert installation.left_alone == {"pause": (24,)}
+    assert "left alone: pause" in installation.describe()
+
+
+def test_where_admission_is_left_alone_the_report_says_that_nothing_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock = dynamic_context.DynamicInferenceContext.add_request
+    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "add_request", lambda *args: stock(*args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        installation = mambaslots.mcore.install(strict=False)
+    try:
+        context = make_context()
+        lines = described(installation, built_contexts.all)
+        assert context is not None
+    finally:
+        mambaslots.mcore.uninstall()
+    assert lines[1] == "the part admission is left alone, so requests and tokens are not counted"
+    assert lines[2].startswith("  context 1: states: 0 of 16 slots")
+
+
+def test_a_version_that_is_not_tested_is_named_although_its_sources_are_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mambaslots.mcore.installed():
+        assert "tested" not in caplog.text
+    monkeypatch.setattr(megatron.core, "__version__", "0.20.0+abc")
+    with mambaslots.mcore.installed() as installation:
+        assert installation.megatron_core == "0.20.0"
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("mambaslots.mcore", "WARNING")
+    assert record.getMessage().startswith("megatron-core 0.20.0 is not among the tested versions (0.18.2, ")
+    assert record.getMessage().endswith("all replaced methods have known sources")
+
+
+def test_every_override_knows_the_sentences_of_its_faults() -> None:
+    for each in REGISTRY:
+        assert len(each.fault_sentences) == len(each.faults)
+    assert {fault for each in REGISTRY for fault in each.faults} <= FAULTS.keys()
+
+
+def test_the_page_on_megatron_lists_the_faults_in_the_same_words() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if re.match(r"\| \d+ \|", line)]
+    assert {int(number): (sentence, effect) for number, sentence, effect in rows} == FAULTS

@@ -1,0 +1,74 @@
+"""What the doctor says, and that its self-test finds what is wrong."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mambaslots.cli import doctor, self_test
+from mambaslots.cli.main import main
+from mambaslots.inference.contexts.prefix_cache import PrefixCache
+from mambaslots.models import HybridLM
+from packaging.requirements import Requirement
+
+TORCH = importlib.metadata.version("torch")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_doctor_says_what_is_there_and_works(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "findings.json"
+    assert main(["doctor", "--device", device, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    findings = json.loads(path.read_text())
+    assert printed.splitlines()[-1] == "works"
+    assert f"torch {TORCH}" in findings["packages"]
+    assert any(line.startswith("attention") for line in findings["kernels"])
+    assert all(check["passed"] for check in findings["checks"])
+
+
+def test_a_model_that_computes_something_else_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = self_test.small_model
+
+    def off_by_a_little(device: torch.device, dtype: torch.dtype, like: HybridLM | None = None) -> HybridLM:
+        model = made(device, dtype, like)
+        if like is not None:
+            model.lm_head.mul_(1 + 1e-6)
+        return model
+
+    monkeypatch.setattr(self_test, "small_model", off_by_a_little)
+    assert main(["doctor", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG answers agree with float64" in printed
+    assert printed.splitlines()[-1] == "does not work"
+
+
+def test_a_cache_that_misses_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PrefixCache, "commit", lambda cache, step: (cache.slots.release(), {})[1])
+    assert main(["doctor", "--device", "cpu"]) == 1
+    assert "WRONG its repeat and its continuation resume" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("requirement", "said"),
+    [
+        (f"torch>={TORCH}", f"torch {TORCH}"),
+        ("torch<2", f"torch {TORCH}: NOT TESTED; tested: <2"),
+        ("no-such-package>1", "no-such-package: not installed; `pip install mambaslots` brings it"),
+    ],
+)
+def test_packages_are_named_with_what_is_wrong(requirement: str, said: str) -> None:
+    assert doctor.describe_package(Requirement(requirement)) == said
+
+
+def test_an_extra_that_is_missing_names_its_installation() -> None:
+    missing = Requirement("no-such-package")
+    missing.extras = {"hf"}
+    assert "`pip install 'mambaslots[hf]'` brings it" in doctor.describe_package(missing)
+    assert {"torch", "fastapi"} <= {requirement.name for requirement in doctor.requirements()}

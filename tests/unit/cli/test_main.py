@@ -1,0 +1,124 @@
+"""The command line: what it accepts, how it says mistakes, and what its options become."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mambaslots as ms
+import pytest
+from mambaslots.cli.main import main, make_parser
+from mambaslots.cli.serve import read_keys, server_settings
+from mambaslots.cli.setup import GIGABYTE, inference_config
+
+MODEL = str(Path(__file__).parents[3] / "models/tiny-code")
+
+
+def config_of(*options: str, memory_gb: float = 1.0, **model: Any) -> ms.InferenceConfig:
+    spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
+    return inference_config(spec, make_parser().parse_args(["serve", MODEL, *options]), memory_gb)
+
+
+def test_python_m_runs_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "mambaslots", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"mambaslots {importlib.metadata.version('mambaslots')}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["serv"], "argument COMMAND: invalid choice: 'serv'"),
+        (["serve"], "the following arguments are required: MODEL"),
+        (["serve", MODEL, "--port", "x"], "argument --port: 'x'; accepted: an integer >= 0"),
+        (["serve", MODEL, "--memory-gb", "nan"], "argument --memory-gb: 'nan'; accepted: a number > 0"),
+        (["serve", MODEL, "--max-req", "3"], "unrecognized arguments: --max-req 3"),
+        (["serve", MODEL, "--api-keys", "/no"], "argument --api-keys: '/no'; accepted: a file"),
+        (["run", "/no/script"], "mambaslots.mcore: /no/script is no file"),
+        (["chat", MODEL, "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
+    ],
+)
+def test_a_wrong_command_line_is_said_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.startswith("mambaslots")
+    assert said in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chat", "/no/model"], "mambaslots chat: '/no/model' is no folder"),
+        (["chat", MODEL, "--num-mamba-slots", "4"], "mambaslots chat: --num-kv-blocks and --buffer-size-gb"),
+        (
+            ["chat", MODEL, "--memory-gb", "0.001"],
+            "mambaslots chat: --memory-gb is 0.001; accepted: at least",
+        ),
+    ],
+)
+def test_what_the_user_can_mend_is_said_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(said)
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", shell])
+    assert ended.value.code == 0
+    script = capsys.readouterr().out
+    for word in ("serve", "chat", "doctor", "run", "--max-requests"):
+        assert word in script
+
+
+def test_options_are_fields_of_the_configuration() -> None:
+    config = config_of(
+        "--num-mamba-slots", "7", "--num-kv-blocks", "99", "--max-requests", "3", "--block-size-tokens", "32",
+        "--max-tokens-per-step", "96", "--max-sequence-length", "500", "--num-speculative-tokens", "2",
+    )  # fmt: skip
+    assert config == ms.InferenceConfig(
+        num_mamba_slots=7, num_kv_blocks=99, max_requests=3, block_size_tokens=32, max_tokens=96,
+        max_sequence_length=500, num_speculative_tokens=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["M-M*-M-", "MM", "**", "G*"])
+@pytest.mark.parametrize("options", [(), ("--no-prefix-caching",), ("--max-requests", "40")])
+@pytest.mark.parametrize("memory_gb", [0.05, 1.0])
+def test_a_budget_is_kept_and_serves(pattern: str, options: tuple[str, ...], memory_gb: float) -> None:
+    extra = {"delta_num_key_heads": 2, "delta_key_dim": 16, "delta_num_value_heads": 4, "delta_value_dim": 16}
+    model = {"pattern": pattern} | (extra if "G" in pattern else {})
+    config = config_of("--max-sequence-length", "512", *options, memory_gb=memory_gb, **model)
+    spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
+    blocks, slots = config.num_kv_blocks or 0, config.num_mamba_slots or 0
+    taken = (config.max_requests + slots) * spec.slot_bytes
+    taken += blocks * spec.kv_block_bytes(config.block_size_tokens)
+    assert taken <= memory_gb * GIGABYTE
+    assert blocks * config.block_size_tokens >= config.max_sequence_length
+    assert (slots > 0) == config.enable_prefix_caching
+
+
+def test_keys_of_tenants_are_read(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# who: what\n\nalice: one:with:colons\nbob:two\n")
+    keys = read_keys(tmp_path / "keys")
+    assert keys == {"alice": "one:with:colons", "bob": "two"}
+    options = make_parser().parse_args(["serve", MODEL, "--api-keys", str(tmp_path / "keys")])
+    assert server_settings(options)["api_keys"] == keys
+    assert server_settings(options)["model_name"] == "tiny-code"
+
+
+@pytest.mark.parametrize("text", ["", "alice", ":key", "alice:", "a:k\na:l", "a:k\nb:k"])
+def test_keys_that_tell_no_tenant_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ValueError, match="accepted"):
+        read_keys(tmp_path / "keys")

@@ -1,0 +1,111 @@
+"""Observers of an engine: what they are told, when, and what becomes of one that fails."""
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+import mambaslots as ms
+import pytest
+from oracle.faults import InjectedError, failing
+from oracle.observed import Recorder
+from oracle.serving import random_tokens, small_engine
+
+PROMPTS = [random_tokens(40, 1), random_tokens(40, 1)[:24] + random_tokens(9, 2), random_tokens(3, 3)]
+PARAMS = ms.SamplingParams(num_tokens_to_generate=5)
+
+
+def observed(**settings: object) -> tuple[ms.DynamicInferenceEngine, Recorder]:
+    engine, recorder = small_engine(**settings), Recorder()
+    engine.observe(recorder)
+    return engine, recorder
+
+
+def test_what_observers_are_told_adds_up_to_the_engines_own_counts() -> None:
+    engine, recorder = observed(max_tokens=16)
+    results = [result for _ in range(2) for result in engine.generate(PROMPTS, PARAMS)]
+    cache = engine.stats().cache
+    assert recorder.requests == {}
+    assert [result for _, result in sorted(recorder.ended, key=lambda one: one[0])] == results
+    assert recorder.tokens == {result.request_id: result.tokens for result in results}
+    assert (recorder.num_resumed, +recorder.reasons) == (
+        cache.num_resumed_tokens,
+        {reason: number for reason, number in cache.computed_by_reason.items() if number},
+    )
+    assert recorder.num_resumed
+    begun = [step for step in recorder.resumed if not step.num_resumed]
+    assert [step.start for step in begun] == [0] * len(begun)
+    assert {step.request.request_id for step in recorder.resumed} == {result.request_id for result in results}
+
+
+def test_ends_are_told_whoever_ends_a_request() -> None:
+    engine, recorder = observed()
+    waiting, running = engine.add_request(PROMPTS[0], PARAMS), engine.add_request(PROMPTS[1], PARAMS)
+    engine.cancel(waiting)
+    engine.step()
+    engine.cancel(running)
+    engine.stream(PROMPTS[0], PARAMS).close()
+    dropped = engine.stream(PROMPTS[0], PARAMS)
+    next(dropped)
+    del dropped
+    engine.stats()
+    engine.add_request(PROMPTS[2], PARAMS)
+    engine.reset()
+    assert [result.finish_reason for _, result in recorder.ended] == ["cancelled"] * 4 + ["reset"]
+    assert [request_id for request_id, _ in recorder.ended] == list(range(5))
+
+
+@pytest.mark.parametrize("point", ["forward", "commit", "sampled"])
+def test_a_step_that_fails_is_told_to_nobody(point: str) -> None:
+    engine, recorder = observed()
+    engine.add_request(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=1))
+    with failing(engine, point, after=False, error=InjectedError), suppress(InjectedError):
+        engine.step()
+    assert (recorder.num_steps, recorder.ended, recorder.tokens) == (0, [], {})
+    while engine.has_unfinished_requests():
+        engine.step()
+    ((_, result),) = recorder.ended
+    assert recorder.tokens == {0: result.tokens}
+
+
+class Failing(Recorder):
+    """Raises in one of its calls."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.num_calls = 0
+        setattr(self, call, self._fail)
+
+    def _fail(self, *arguments: Any) -> None:
+        self.num_calls += 1
+        raise InjectedError
+
+
+@pytest.mark.parametrize("call", ["request_added", "request_resumed", "step_made", "request_ended"])
+def test_an_observer_that_raises_is_logged_and_dropped(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine, recorder = observed()
+    failing_one = Failing(call)
+    engine.observe(failing_one)
+    with caplog.at_level(logging.ERROR):
+        results = engine.generate(PROMPTS, PARAMS)
+    assert failing_one.num_calls == 1
+    assert [record.name for record in caplog.records] == ["mambaslots.inference.engines.engine_observer"]
+    assert call in caplog.text
+    assert len(recorder.ended) == len(results)
+    with pytest.raises(ValueError, match="one that observes this engine"):
+        engine.unobserve(failing_one)
+
+
+def test_who_no_longer_observes_hears_nothing_and_nobody_observes_twice() -> None:
+    engine, recorder = observed()
+    engine.observe(recorder)
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert len(recorder.ended) == 1
+    engine.unobserve(recorder)
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert len(recorder.ended) == 1
+
+
+@pytest.mark.parametrize("observer", [None, object(), Recorder])
+def test_an_observer_needs_all_calls(observer: Any) -> None:
+    with pytest.raises(ValueError, match="accepted: an object with the methods request_added"):
+        small_engine().observe(observer)

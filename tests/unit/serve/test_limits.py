@@ -1,0 +1,297 @@
+"""Who is served, and how much: keys, salts, limits, and what others learn of a request, which is nothing."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mambaslots as ms
+import openai
+import pytest
+from mambaslots.serve.keys import engine_salt
+from oracle.served import Reply, Served, serving, small_config, tiny_loaded
+
+PROMPT = [5 + i % 80 for i in range(100)]
+KEYS = {"ann": "key-of-ann", "bob": "key-of-bob"}
+LONG = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    settings: dict[str, Any] = {
+        "api_keys": KEYS,
+        "admin_key": "key-of-operator",
+        "max_body_bytes": 5000,
+        "max_waiting_requests": 2,
+        "request_timeout_s": 1.0,
+        "allowed_origins": ("https://chat.example",),
+    }
+    with serving(tiny_loaded(), small_config(max_requests=2), **settings) as served:
+        yield served
+
+
+def ask(served: Served, key: str | None, **fields: Any) -> Reply:
+    headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+    return served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2} | fields, **headers)
+
+
+def occupy(served: Served, num_requests: int) -> Callable[[], None]:
+    """Give the engine requests without end; returns what ends them."""
+    engine, params = served.app.state.engine, ms.SamplingParams(num_tokens_to_generate=1900)
+    streams = [served.do(lambda: engine.stream(PROMPT, params)) for _ in range(num_requests)]
+
+    def free() -> None:
+        for stream in streams:
+            served.loop.call_soon_threadsafe(stream.cancel)
+        while engine.num_running + engine.num_waiting:
+            time.sleep(0.001)
+
+    return free
+
+
+def cached(reply: Reply) -> int:
+    assert reply.status == 200, reply.body
+    number: int = reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return number
+
+
+# ---- keys and salts
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/none"])
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "Bearer", "Bearer wrong", "Basic key-of-ann", "key-of-ann", "Bearer key-of-an"],
+)
+def test_without_a_key_nothing_is_told(served: Served, path: str, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    reply = served.get(path, **headers)
+    assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+    assert reply.error["code"] == "invalid_api_key"
+    assert reply.error["type"] == "authentication_error"
+
+
+def test_each_key_is_accepted_and_the_operator_s_is_no_tenant(served: Served) -> None:
+    for key in KEYS.values():
+        assert served.get("/v1/models", authorization=f"bearer {key}").status == 200
+    assert served.get("/v1/models", authorization="Bearer key-of-operator").status == 401
+    client = openai.OpenAI(base_url=served.url, api_key="key-of-eve", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
+        client.models.list()
+
+
+def test_the_operator_s_paths_need_the_operator_s_key(served: Served) -> None:
+    for path in ("/status.json", "/metrics", "/none"):
+        assert served.get(path).status == 401
+        assert served.get(path, authorization="Bearer key-of-ann").status == 401
+        status = 404 if path == "/none" else 200
+        assert served.get(path, authorization="Bearer key-of-operator").status == status
+    assert served.get("/health").json == {"status": "ok"}
+
+
+def test_without_an_admin_key_nobody_is_the_operator() -> None:
+    with serving(tiny_loaded(), small_config(num_kv_blocks=64), api_keys=KEYS) as keyed:
+        assert keyed.get("/status.json", authorization="Bearer key-of-ann").status == 403
+        assert keyed.get("/health").status == 200
+
+
+def test_tenants_never_share(served: Served) -> None:
+    assert cached(ask(served, "key-of-ann")) == 0
+    assert cached(ask(served, "key-of-bob")) == 0
+    assert cached(ask(served, "key-of-ann")) == 96
+    assert cached(ask(served, "key-of-bob", cache_salt="ann")) == 0
+    assert cached(ask(served, "key-of-bob", cache_salt='["ann", null]')) == 0
+    headers = {"authorization": "Bearer key-of-bob", "X_Cache_Salt": "ann"}
+    assert cached(served.post("/v1/completions", {"prompt": PROMPT}, **headers)) == 96  # his own salt
+
+
+def test_no_two_tenants_and_salts_make_one_salt() -> None:
+    names = ["ann", "bob", 'ann", "x', "ann\\", '["ann", null]', "é"]
+    pairs = [(tenant, salt) for tenant in names for salt in (None, "null", *names)]
+    assert len({engine_salt(*pair, has_keys=True) for pair in pairs}) == len(pairs)
+    assert engine_salt("default", None, has_keys=False) is None
+
+
+def test_salts_without_keys() -> None:
+    with serving(tiny_loaded(), small_config(num_kv_blocks=64)) as open_server:
+        assert [cached(ask(open_server, None)) for _ in range(2)] == [0, 96]
+        assert [cached(ask(open_server, None, cache_salt="é")) for _ in range(2)] == [0, 96]
+        reply = open_server.post(
+            "/v1/completions", {"prompt": PROMPT}, X_Cache_Salt="é".encode().decode("latin-1")
+        )
+        assert cached(reply) == 96
+        wrong: list[tuple[dict[str, Any], dict[str, str]]] = [
+            ({"cache_salt": ""}, {}),
+            ({"cache_salt": 3}, {}),
+            ({"cache_salt": "a" * 257}, {}),
+            ({"cache_salt": "a"}, {"X_Cache_Salt": "b"}),
+            ({}, {"X_Cache_Salt": ""}),
+            ({}, {"X_Cache_Salt": "\xff"}),
+        ]
+        for body, header in wrong:
+            refused = open_server.post("/v1/completions", {"prompt": [1]} | body, **header)
+            assert refused.status == 400
+            assert refused.error["param"] in ("cache_salt", "X-Cache-Salt")
+
+
+# ---- limits
+
+
+def test_a_long_body_is_refused_with_and_without_its_length(served: Served) -> None:
+    key = {"authorization": "Bearer key-of-ann"}
+    body = json.dumps({"prompt": "a" * 5000}).encode()
+    reply = served.post("/v1/completions", body, **key)
+    assert reply.status == 413
+    assert "5000 bytes" in reply.error["message"]
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-of-ann\r\n" \
+           "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"  # fmt: skip
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as raw:
+        raw.sendall(head.encode() + b"400\r\n" + b" " * 1024 + b"\r\n")
+        for _ in range(4):
+            raw.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 413 ")
+    with socket.create_connection(
+        ("127.0.0.1", served.port), timeout=30
+    ) as raw:  # another 5,000 bytes end it
+        raw.sendall(head.encode() + b"2710\r\n" + b" " * 10_000 + b"\r\n0\r\n\r\n")
+        assert b"connection: close" not in raw.recv(1000)
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b'{"status":"ok"}' in raw.recv(1000) + raw.recv(1000)
+    huge = {"content-length": str(10**12), "authorization": key["authorization"]}
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as raw:
+        lines = [f"{name}: {value}" for name, value in (huge | {"content-type": "application/json"}).items()]
+        raw.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", "Host: x", *lines, "", ""]).encode())
+        assert b"connection: close" in raw.recv(1000)
+    assert served.post("/v1/completions", b" " * 4990 + b"{}", **key).status == 400
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_takes_too_long(served: Served, streams: bool) -> None:
+    fields = LONG | {"stream": streams}
+    reply = ask(served, "key-of-ann", **fields)
+    if streams:
+        assert reply.status == 200
+        assert len(reply.events) > 1
+        error = reply.events[-1]["error"]
+    else:
+        assert reply.status == 504
+        error = reply.error
+    assert error["code"] == "timeout"
+    assert served.stats().num_running == 0
+
+
+def test_a_request_that_waits_too_long_has_a_status(served: Served) -> None:
+    """Its stream has not begun."""
+    free = occupy(served, 2)
+    assert ask(served, "key-of-bob", stream=True).status == 504
+    free()
+    assert ask(served, "key-of-bob", stream=True).status == 200
+
+
+def test_the_queue_has_an_end(served: Served) -> None:
+    free = occupy(served, 4)
+    reply = ask(served, "key-of-ann", stream=True)
+    assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+    assert reply.error["type"] == "rate_limit_error"
+    free()
+    assert ask(served, "key-of-ann").status == 200
+    assert "times n are 3 answers; accepted: 2" in ask(served, "key-of-ann", n=3).error["message"]
+
+
+# ---- what others learn
+
+
+def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("asyncio").setLevel(logging.INFO)
+    secret = "peculiar"
+    key = {"authorization": "Bearer key-of-ann"}
+    good = {"prompt": secret, "max_tokens": 5, "user": secret, "cache_salt": secret}
+    assert served.post(f"/v1/completions?q={secret}", good, **key).status == 200
+    assert served.post("/v1/completions", {"prompt": secret, secret: secret}, **key).status == 400
+    assert served.get(f"/v1/{secret}", authorization=f"Bearer {secret}").status == 401
+    assert served.get(f"/v1/{secret}", **key).status == 404
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.app.state.service.preparation, "completion", _raise)
+        reply = served.post("/v1/completions", good, **key)
+    assert reply.status == 500
+    assert secret not in reply.error["message"]
+    request_id = reply.headers["x-request-id"]
+    assert request_id in reply.error["message"]
+    text = "\n".join([caplog.text, *(record.getMessage() for record in caplog.records)])
+    assert secret not in text
+    assert "key-of" not in text
+    assert f"{request_id}: ZeroDivisionError through" in text
+    assert "in _raise" in text
+
+
+def _raise(request: Any) -> None:
+    raise ZeroDivisionError(str(request))
+
+
+def test_each_request_has_an_id_of_its_own(served: Served) -> None:
+    paths = ("/health", "/v1/models", "/none")
+    ids = {served.get(path, x_request_id="mine").headers["x-request-id"] for path in paths}
+    assert len(ids) == 3
+    assert all(each.startswith("req-") for each in ids)
+
+
+def test_other_origins(served: Served) -> None:
+    asked = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
+    named = {name.replace("_", "-"): value for name, value in asked.items()}
+    for origin, allowed in (("https://chat.example", True), ("https://evil.example", False)):
+        reply = served.send("OPTIONS", "/v1/completions", None, {"origin": origin} | named)
+        assert (reply.status == 200) == allowed
+        assert ("access-control-allow-origin" in reply.headers) == allowed
+
+
+def test_paths_and_methods_that_do_not_exist() -> None:
+    with serving(tiny_loaded(), small_config(num_kv_blocks=64)) as open_server:
+        for path in ("/none", "/v1/completions/"):
+            reply = open_server.get(path)
+            assert (reply.status, reply.error["message"]) == (404, "there is no such path")
+        reply = open_server.get("/v1/completions")
+        assert (reply.status, reply.headers["allow"]) == (405, "POST")
+        assert reply.error["message"] == "this path does not take this method"
+
+
+def test_a_dead_engine_is_told() -> None:
+    loaded = tiny_loaded()
+    with (
+        serving(loaded, small_config(num_kv_blocks=64)) as open_server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(ms.AsyncEngine, "failure", property(lambda _: MemoryError("secret")))
+        for reply in (open_server.get("/health"), open_server.post("/v1/completions", {"prompt": [1]})):
+            assert (reply.status, reply.error["code"]) == (503, "engine_dead")
+            assert "secret" not in reply.error["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_logits_that_are_no_numbers_are_told(streams: bool) -> None:
+    loaded = tiny_loaded()
+    for weight in loaded.model.parameters():  # type: ignore[attr-defined]
+        weight.fill_(float("nan"))
+    with serving(loaded, small_config(num_kv_blocks=64)) as open_server:
+        reply = ask(open_server, None, stream=streams)
+        assert (reply.status, reply.error["code"]) == (500, "invalid_logits")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_pins_leave_too_little_memory_ends_alone(streams: bool) -> None:
+    with serving(tiny_loaded(), small_config(num_kv_blocks=8, max_sequence_length=256)) as open_server:
+
+        def pin(engine: ms.DynamicInferenceEngine) -> ms.PinnedPrefix:
+            tokens = list(range(193))
+            engine.warm(tokens)
+            return engine.pin(tokens)
+
+        pinned = open_server.call(pin)
+        reply = ask(open_server, None, prompt=[1, 2, 3], max_tokens=100, stream=streams)
+        assert reply.status == (200 if streams else 503)
+        error = reply.events[-1]["error"] if streams else reply.error
+        assert error["code"] == "capacity"
+        assert ask(open_server, None, prompt=[1, 2, 3], max_tokens=20).status == 200
+        open_server.call(lambda engine: engine.unpin(pinned))

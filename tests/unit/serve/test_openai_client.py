@@ -1,0 +1,211 @@
+"""The official client against the demo's model over loopback: answers are those of the engine itself."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mambaslots as ms
+import openai
+import pytest
+import torch
+from oracle.served import TINY_CODE, Served, serving, small_config
+
+MODEL = "tiny-code"
+CHAT: Any = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "Write the function `close(self)`."},
+]
+PROMPT = "def close(self):\n    "
+LENGTH = 20
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(ms.load(TINY_CODE, dtype=torch.float64), small_config(), model_name=MODEL) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def expected(served: Served, prompts: list[list[int]], **sampling: Any) -> list[ms.RequestResult]:
+    """What the engine itself answers."""
+    params = served.loaded.sampling_params(**({"num_tokens_to_generate": LENGTH} | sampling))
+    return served.engine().generate(prompts, params)
+
+
+def test_a_chat(served: Served, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_completion_tokens=LENGTH, seed=5, logprobs=True
+    )
+    prompt = served.loaded.encode_chat(CHAT)
+    (result,) = expected(served, [prompt], seed=5, return_log_probs=True)
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content == served.loaded.decode(result.tokens)
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    assert [token.logprob for token in tokens] == pytest.approx(result.log_probs, abs=1e-9)
+    assert "".join(token.token for token in tokens) == choice.message.content
+    assert [bytes(token.bytes or []).decode() for token in tokens] == [token.token for token in tokens]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == LENGTH
+    assert answer.usage.total_tokens == len(prompt) + LENGTH
+    assert (answer.object, answer.model) == ("chat.completion", MODEL)
+
+
+def test_a_chat_that_is_streamed_and_resumed(served: Served, client: openai.OpenAI) -> None:
+    prompt = served.loaded.encode_chat(CHAT)
+    (result,) = expected(served, [prompt], temperature=0)
+    for turn in range(2):
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            max_tokens=LENGTH,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert chunks[0].choices[0].delta.role == "assistant"
+        deltas = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+        assert "".join(deltas) == served.loaded.decode(result.tokens)
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+        assert reasons == [None] * (len(chunks) - 2) + ["length"]
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+        last = chunks[-1]
+        assert last.choices == []
+        assert last.usage is not None
+        assert last.usage.completion_tokens == LENGTH
+        assert last.usage.prompt_tokens_details is not None
+        cached = last.usage.prompt_tokens_details.cached_tokens
+        assert turn == 0 or cached == (len(prompt) - 1) // 32 * 32
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_likeliest_tokens(served: Served, client: openai.OpenAI, streams: bool) -> None:
+    answer: Any = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=8, seed=2, logprobs=True, top_logprobs=3, stream=streams
+    )
+    choices = [chunk.choices[0] for chunk in answer] if streams else answer.choices
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    prompt = served.loaded.encode_chat(CHAT)
+    sampling = {"num_tokens_to_generate": 8, "return_log_probs": True, "num_top_log_probs": 3}
+    (result,) = expected(served, [prompt], seed=2, **sampling)
+    assert result.top_log_probs is not None
+    assert [token.logprob for token in tokens] == pytest.approx(result.log_probs, abs=1e-9)
+    for token, tops in zip(tokens, result.top_log_probs, strict=True):
+        assert [top.token for top in token.top_logprobs] == [served.loaded.decode([top]) for top, _ in tops]
+        assert [top.logprob for top in token.top_logprobs] == pytest.approx([p for _, p in tops], abs=1e-9)
+    legacy = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1, seed=2, logprobs=3)
+    assert legacy.choices[0].logprobs is not None
+    (by_text,) = legacy.choices[0].logprobs.top_logprobs or []
+    assert by_text == pytest.approx({top.token: top.logprob for top in tokens[0].top_logprobs}, abs=1e-9)
+
+
+def test_a_completion_of_text(served: Served, client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=LENGTH, temperature=0, logprobs=0, stop=None, user="somebody"
+    )
+    (result,) = expected(served, [served.loaded.encode(PROMPT)], temperature=0, return_log_probs=True)
+    choice = answer.choices[0]
+    assert choice.text == served.loaded.decode(result.tokens)
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == pytest.approx(result.log_probs, abs=1e-9)
+    tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+    assert "".join(tokens) == choice.text
+    assert all(choice.text[at:].startswith(token) for token, at in zip(tokens, offsets, strict=True))
+
+
+@pytest.mark.parametrize("as_tokens", [pytest.param(False, marks=pytest.mark.long), True])
+def test_several_prompts_and_several_answers(served: Served, client: openai.OpenAI, as_tokens: bool) -> None:
+    texts = [PROMPT, "import os\n"]
+    prompts = [served.loaded.encode(text) for text in texts]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompts if as_tokens else texts, max_tokens=8, n=2, seed=11
+    )
+    results = [
+        expected(served, [prompt], num_tokens_to_generate=8, seed=seed)[0]
+        for prompt in prompts
+        for seed in (11, 12)
+    ]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == [served.loaded.decode(r.tokens) for r in results]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.completion_tokens == sum(len(result.tokens) for result in results)
+
+
+def test_several_answers_in_one_stream(served: Served, client: openai.OpenAI) -> None:
+    prompt = served.loaded.encode(PROMPT)
+    texts: dict[int, str] = {0: "", 1: ""}
+    reasons = {}
+    for chunk in client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=8, n=2, seed=3, stream=True
+    ):
+        choice = chunk.choices[0]
+        assert choice.index not in reasons
+        texts[choice.index] += choice.text
+        if choice.finish_reason is not None:
+            reasons[choice.index] = choice.finish_reason
+    for number, text in texts.items():
+        (result,) = expected(served, [prompt], num_tokens_to_generate=8, seed=3 + number)
+        assert text == served.loaded.decode(result.tokens)
+    assert set(reasons) == {0, 1}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string(served: Served, client: openai.OpenAI, streams: bool) -> None:
+    (result,) = expected(served, [served.loaded.encode(PROMPT)], temperature=0)
+    whole = served.loaded.decode(result.tokens)
+    stop = whole[9:12]
+    before = whole[: whole.index(stop)]
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=LENGTH, temperature=0, logprobs=0, stop=[stop, "\0"],
+        stream=streams, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    choices = [chunk.choices[0] for chunk in answer] if streams else answer.choices
+    assert "".join(choice.text for choice in choices) == before
+    assert choices[-1].finish_reason == "stop"
+    ids = [token for choice in choices for token in choice.model_extra["token_ids"]]
+    assert ids == list(before.encode())  # of the stop string neither text nor tokens
+    names = [name for choice in choices if choice.logprobs is not None for name in choice.logprobs.tokens]
+    assert "".join(names) == before
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "mambaslots"
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"presence_penalty": 1}, "presence_penalty is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"logit_bias": {"3": 1}}, "logit_bias is not supported"),
+        ({"extra_body": {"temprature": 1}}, "the field 'temprature' is unknown; accepted: cache_salt"),
+        ({"temperature": -1}, "temperature is -1; accepted: a number from 0"),
+        ({"max_tokens": 5000}, r"max_sequence_length \(2048\) and the KV pool \(16384\)"),
+        ({"extra_body": {"n": 1000}}, "n is 1000; accepted: an integer, 1 to 128"),
+        ({"top_logprobs": 2}, "top_logprobs is set and logprobs is not true"),
+    ],
+)
+def test_what_is_refused_is_named(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as raised:
+        client.chat.completions.create(model=MODEL, messages=CHAT, **fields)
+    assert raised.value.type == "invalid_request_error"
+    assert raised.value.param in {*fields, *fields.get("extra_body", {})}
+
+
+def test_another_model_is_not_there(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="accepted: 'tiny-code'") as raised:
+        client.chat.completions.create(model="gpt-4o", messages=CHAT)
+    assert raised.value.code == "model_not_found"

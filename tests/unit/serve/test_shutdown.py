@@ -1,0 +1,166 @@
+"""A server in a process of its own is told to stop, by real signals."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mambaslots as ms
+import pytest
+from mambaslots.serve import ServerSettings, serve
+from oracle.served import serving, small_config, tiny_loaded
+
+ROOT = Path(__file__).parents[3]
+PROMPT = [5 + i % 80 for i in range(100)]
+
+
+@dataclass
+class Process:
+    """A server, where it listens, and what it has printed."""
+
+    process: subprocess.Popen[str]
+    port: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        sent = None if body is None else json.dumps(body)
+        connection.request("POST" if body else "GET", path, sent, {"content-type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        return response.status, content
+
+    def stream(self, num_tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """A stream that has begun; its first event is the next one."""
+        body = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "stream": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        sent = json.dumps(body | {"return_token_ids": True})
+        connection.request("POST", "/v1/completions", sent, {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200
+        return connection, response
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and what came on stderr."""
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+@contextmanager
+def process(**settings: Any) -> Iterator[Process]:
+    """A server on a free port; the environment finds this tree."""
+    paths = [str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, str(ROOT / "tests/oracle/serve_tiny.py"), json.dumps({"port": 0} | settings)]
+    started = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with started:
+        try:
+            assert started.stdout is not None
+            line = started.stdout.readline()
+            assert line.startswith("mambaslots serves tiny at http://127.0.0.1:"), started.communicate()
+            yield Process(started, int(line.rpartition(":")[2]))
+        finally:
+            started.kill()
+
+
+def events(response: http.client.HTTPResponse) -> list[Any]:
+    lines = [line[6:].strip() for line in response if line.startswith(b"data: ")]
+    return [json.loads(line) if line != b"[DONE]" else "[DONE]" for line in lines]
+
+
+def health_until(server: Process, wanted: int) -> None:
+    for _ in range(5000):
+        if server.ask("/health")[0] == wanted:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"/health never was {wanted}")
+
+
+def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
+    num_tokens = 150
+    with process(drain_timeout_s=60) as server:
+        connection, response = server.stream(num_tokens)
+        server.process.send_signal(signal.SIGTERM)
+        health_until(server, 503)
+        status, body = server.ask("/v1/completions", {"prompt": PROMPT})
+        assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+        received = events(response)
+        connection.close()
+        assert received[-1] == "[DONE]"
+        assert received[-2]["choices"][0]["finish_reason"] == "length"
+        code, errors = server.end()
+    assert code == 0, errors
+    tokens = [token for event in received[:-1] for token in event["choices"][0]["token_ids"]]
+    engine = ms.DynamicInferenceEngine(tiny_loaded().model, small_config(max_requests=2))
+    params = ms.SamplingParams(num_tokens_to_generate=num_tokens)
+    (result,) = engine.generate([PROMPT], params)
+    assert tokens == result.tokens
+    assert "Traceback" not in errors
+
+
+@pytest.mark.long
+def test_control_c_cancels_what_takes_longer_than_the_drain() -> None:
+    with process(drain_timeout_s=0.2) as server:
+        connection, response = server.stream(1900)
+        server.process.send_signal(signal.SIGINT)
+        error = events(response)[-1]["error"]
+        connection.close()
+        assert error["code"] == "cancelled"
+        code, errors = server.end()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.long
+def test_a_second_signal_ends_the_drain() -> None:
+    with process(drain_timeout_s=1000) as server:
+        connection, response = server.stream(1900)
+        server.process.send_signal(signal.SIGTERM)
+        health_until(server, 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert events(response)[-1]["error"]["code"] == "cancelled"
+        connection.close()
+        code, errors = server.end()
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_runs_when_the_drain_is_over_is_cancelled(streams: bool) -> None:
+    config = small_config(num_kv_blocks=64)
+    with serving(tiny_loaded(), config, drain_timeout_s=0.1) as served, ThreadPoolExecutor(1) as threads:
+        body = {"prompt": PROMPT, "max_tokens": 1900, "stream": streams}
+        reply = threads.submit(served.post, "/v1/completions", body)
+        while not served.app.state.engine.num_running:
+            time.sleep(0.001)
+        assert served.do(served.app.state.service.drain) is False
+        answer = reply.result()
+        error = answer.events[-1]["error"] if streams else answer.error
+        assert error["code"] == "cancelled"
+        assert answer.status == (200 if streams else 503)
+        assert served.get("/health").error["code"] == "draining"
+        refused = served.post("/v1/chat/completions", {})
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+
+
+def test_an_address_in_use_is_told_in_a_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        loaded = tiny_loaded()
+        engine = ms.DynamicInferenceEngine(loaded.model, small_config(num_kv_blocks=64))
+        assert serve(engine, loaded, ServerSettings(model_name="tiny", port=port)) == 1
