@@ -29,7 +29,8 @@ if not torch.cuda.is_available():  # read when triton, and megatron-core's kerne
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
 
 from .cuda_on_cpu import cpu_as_gpu
-from .hybrid_engine import (
+from .machine import on_this_machine, what_runs
+from .megatron_engine import (
     BLOCK,
     SSD_CHUNK,
     VOCABULARY,
@@ -44,7 +45,6 @@ from .hybrid_engine import (
     step,
     use_cuda_graphs,
 )
-from .machine import on_this_machine, what_runs
 from .shapes import SHAPES, TINY, Shape
 
 __all__ = [
