@@ -25,9 +25,9 @@ class BrokenAnswerError(Exception):
 class Gate:
     """ASGI middleware. Gives each request an id and lets it in if its key is right.
 
-    The log has a line for each request: id, method, route, status and seconds, at DEBUG where programs ask for
-    figures and are answered. An exception is logged as its
-    type and where it was raised: messages of exceptions may quote what clients sent.
+    The log has a line for each request: id, method, route, status and seconds. The line is at DEBUG where a
+    program asks for figures and gets them. An exception is logged as its type and where it was raised:
+    messages of exceptions may quote what clients sent.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:

@@ -78,7 +78,7 @@ class DurableSlots:
         self._eviction: SlotEvictionPolicy = (
             RefZeroEviction(clock) if eviction_policy == "ref_zero" else LRUEviction(clock)
         )
-        self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES)
+        self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES, remembers=True)
 
     # ---- lookup
 
@@ -332,10 +332,12 @@ class DurableSlots:
         self.version += 1
         departures = self.departures
         departures.by_cause[cause] += len(slots)
+        last_used_ns = self._eviction.remove(*slots)
         if slots and cause in EVICTIONS:
-            departures.note_ages(self._clock(), self._eviction.last_used_ns(slots), remember=True)
-            departures.num_unused += len(slots) - len(self._used.intersection(slots))
-        self._eviction.remove(*slots)
+            departures.note_ages(self._clock(), last_used_ns)
+            departures.num_unused += len(slots)
+            if self._used:
+                departures.num_unused -= len(self._used.intersection(slots))
         if self._used:
             self._used.difference_update(slots)
         return slots

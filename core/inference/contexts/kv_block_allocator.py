@@ -397,9 +397,9 @@ class KVBlockAllocator:
             return -1 if left or refs[parent] or num_held[parent] else parent
 
         victims = self.leaves.pop(num_blocks, parent_left_as_leaf)
-        times = self._timestamps
         self._deregister(victims, "new_block")
-        self.tree.departures.note_ages(self._now(), [times[block] for block in victims])
+        last_used_ns = list(map(self._timestamps.__getitem__, victims))
+        self.tree.departures.note_ages(self._now(), last_used_ns)
         return victims
 
     def observe_deregistration(self, observer: DeregistrationObserver) -> None:

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal, get_args
 
 StateLeaveCause = Literal[
@@ -40,6 +41,7 @@ Clock = Callable[[], int]
 """Nanoseconds since some moment; never goes back. `time.monotonic_ns` is one."""
 _BOUNDS_NS = [int(bound * NANOSECONDS) for bound in AGE_BOUNDS_S]
 _NUM_RECENT = 256
+_MAX_UNREAD = 1024
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,20 @@ class Departures[Cause: str]:
         num_refused: how many units found no room; only states are counted so.
     """
 
-    def __init__(self, causes: Sequence[Cause]) -> None:
+    def __init__(self, causes: Sequence[Cause], *, remembers: bool = False) -> None:
+        """`remembers`: whether the last ages are kept one by one, too."""
         self._causes = causes
+        self._remembers = remembers
+        self._folding = Lock()
         self.clear()
 
     def clear(self) -> None:
+        """Set all counts to 0."""
         self.by_cause: dict[Cause, int] = dict.fromkeys(self._causes, 0)
         self.num_entered = 0
         self.num_unused = 0
         self.num_refused = 0
+        self._unread: deque[tuple[int, list[int]]] = deque()
         self._age_counts = [0] * (len(_BOUNDS_NS) + 1)
         self._sum_ns = 0
         self._recent_ns: deque[int] = deque(maxlen=_NUM_RECENT)
@@ -88,30 +95,37 @@ class Departures[Cause: str]:
 
     @property
     def ages(self) -> AgeCounts:
+        """The ages of all units that were evicted. Any thread may read it."""
+        self._fold()
         recent = tuple(age / NANOSECONDS for age in self._recent_ns.copy())
         return AgeCounts(tuple(self._age_counts), self._sum_ns / NANOSECONDS, recent)
 
-    def note_ages(self, now_ns: int, last_used_ns: Sequence[int], *, remember: bool = False) -> None:
-        """Count the ages of one or more evicted units.
+    def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
+        """Note the ages of evicted units; they are counted when somebody asks, so that the call costs little.
 
         Args:
             now_ns, last_used_ns: the time now, and when each unit was last used.
-            remember: whether the single ages are remembered, too.
         """
-        counts, newest, oldest = self._age_counts, max(last_used_ns), min(last_used_ns)
-        self._sum_ns += len(last_used_ns) * now_ns - sum(last_used_ns)
-        first, last = bisect_left(_BOUNDS_NS, now_ns - newest), bisect_left(_BOUNDS_NS, now_ns - oldest)
-        if first == last:
-            counts[first] += len(last_used_ns)
-        else:
-            for used in last_used_ns:
-                counts[bisect_left(_BOUNDS_NS, now_ns - used)] += 1
-        if remember:
-            self._recent_ns.extend([now_ns - used for used in last_used_ns])
+        self._unread.append((now_ns, last_used_ns))
+        if len(self._unread) >= _MAX_UNREAD:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Count the ages that were noted."""
+        with self._folding:
+            counts, unread = self._age_counts, self._unread
+            while unread:
+                now_ns, last_used_ns = unread.popleft()
+                self._sum_ns += len(last_used_ns) * now_ns - sum(last_used_ns)
+                for used in last_used_ns:
+                    counts[bisect_left(_BOUNDS_NS, now_ns - used)] += 1
+                if self._remembers:
+                    self._recent_ns.extend([now_ns - used for used in last_used_ns])
 
     def check_integrity(self, num_present: int, what: str) -> None:
         """Raise AssertionError unless `num_present` units can be there; `what` names them."""
         assert self.num_entered - self.num_left == num_present, f"the count of {what} that left is off"
+        self._fold()
         evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
         assert sum(self._age_counts) == evicted, f"the count of ages of {what} is off"
         assert 0 <= self.num_unused <= evicted, f"more {what} were evicted unused than evicted"

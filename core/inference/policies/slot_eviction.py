@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
@@ -24,13 +24,14 @@ class SlotEvictionPolicy(Protocol):
     def use(self, slot: int) -> None:
         """A request resumed from `slot`. A KV match alone does not count as a use."""
 
-    def remove(self, *slots: int) -> None:
-        """These slots hold no committed state any more."""
+    def remove(self, *slots: int) -> list[int]:
+        """These slots hold no committed state any more.
+
+        Returns:
+            When each was last used, or else committed, in nanoseconds.
+        """
 
     def clear(self) -> None: ...
-
-    def last_used_ns(self, slots: Iterable[int]) -> list[int]:
-        """When each of these committed slots was last used, or else committed."""
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Up to `count` evictable slots, the one whose loss costs least first."""
@@ -52,16 +53,12 @@ class LRUEviction:
         self._order.move_to_end(slot)
         self._order[slot] = self._clock()
 
-    def remove(self, *slots: int) -> None:
-        order = self._order
-        for slot in slots:
-            del order[slot]
+    def remove(self, *slots: int) -> list[int]:
+        pop = self._order.pop
+        return [pop(slot) for slot in slots]
 
     def clear(self) -> None:
         self._order.clear()
-
-    def last_used_ns(self, slots: Iterable[int]) -> list[int]:
-        return list(map(self._order.__getitem__, slots))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return list(islice(filter(evictable, self._order), min(count, len(self._order))))
