@@ -55,6 +55,7 @@ class _Server(uvicorn.Server):
             lifespan="on",
             ws="none",
             log_config=None,
+            log_level="warning",
             access_log=False,  # it would show what stands in a query
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,

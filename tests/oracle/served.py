@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,7 +128,8 @@ class Served:
     def stats(self) -> ms.EngineStats:
         return self.call(lambda engine: engine.stats())
 
-    def engine(self) -> ms.DynamicInferenceEngine:
+    @cached_property
+    def reference(self) -> ms.DynamicInferenceEngine:
         """Another engine of the same model, to compare with."""
         return ms.DynamicInferenceEngine(self.loaded.model, self.config)
 

@@ -269,7 +269,7 @@ def test_a_dead_engine_is_told() -> None:
             assert "secret" not in reply.error["message"]
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])
 def test_logits_that_are_no_numbers_are_told(streams: bool) -> None:
     loaded = tiny_loaded()
     for weight in loaded.model.parameters():  # type: ignore[attr-defined]
@@ -279,7 +279,7 @@ def test_logits_that_are_no_numbers_are_told(streams: bool) -> None:
         assert (reply.status, reply.error["code"]) == (500, "invalid_logits")
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_request_that_pins_leave_too_little_memory_ends_alone(streams: bool) -> None:
     with serving(tiny_loaded(), small_config(num_kv_blocks=8, max_sequence_length=256)) as open_server:
 

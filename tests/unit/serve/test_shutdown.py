@@ -140,7 +140,7 @@ def test_a_second_signal_ends_the_drain() -> None:
     assert code == 0, errors
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_runs_when_the_drain_is_over_is_cancelled(streams: bool) -> None:
     config = small_config(num_kv_blocks=64)
     with serving(tiny_loaded(), config, drain_timeout_s=0.1) as served, ThreadPoolExecutor(1) as threads:
