@@ -4,6 +4,7 @@ Importing torch takes seconds, and dozens of tests look at what the first import
 imports neither triton nor a host of this package.
 """
 
+import atexit
 import json
 import os
 import subprocess
@@ -56,9 +57,11 @@ for line in sys.stdin:
 
 @cache
 def _waiting() -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", WAITS], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    atexit.register(process.communicate)  # it ends at the end of its input
+    return process
 
 
 def _run(argv: list[str], code: str | None, env: Mapping[str, str] | None) -> CompletedProcess[str]:

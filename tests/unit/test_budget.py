@@ -107,6 +107,13 @@ import pytest
 def test_sizes(size, color, mode, kind):
     pass
 
+@pytest.mark.in_turn("mode")
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", ["Mamba-2", "mix of all"])
+@pytest.mark.parametrize("mode", ["plain", "drafts", "ahead"])
+def test_nothing_else(mode, kind):
+    pass
+
 @pytest.mark.parametrize("mode", ["plain", "drafts"])
 def test_all_modes(mode):
     pass
@@ -125,6 +132,7 @@ def test_what_runs_in_turn_has_each_value_in_some_case_and_each_case_once(pytest
     colors, modes = ({name[place] for name in names} for place in (1, 2))
     assert colors == {"red", "green"}
     assert modes == {"plain", "drafts", "ahead"}
+    assert sum("::test_nothing_else[" in line for line in run.outlines) == 1
     assert sum("::test_all_modes[" in line for line in run.outlines) == 2
 
 
