@@ -144,7 +144,8 @@ class ChatBranches:
 
 def _character_outside(text: str) -> str:
     """A character that `text` does not have: a chat that goes on with this character leaves the text."""
-    return next((character for character in map(chr, range(0xE000, 0xF900)) if character not in text), "\0")
+    present = set(text)  # one pass, because a client may send any number of these characters
+    return next((one for one in map(chr, range(0xE000, 0xF900)) if one not in present), "\0")
 
 
 def _common_length(first: str, second: str) -> int:

@@ -1,18 +1,27 @@
 """Marks of a chat: where the conversations that clients send next leave it, whatever its template does."""
 
 import os
+import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, MarkedPrompt, TextCodec
-from mambaslots.text.chat_branches import MAX_MARKED_MESSAGES
+from mambaslots.text import (
+    ByteTokenizer,
+    ChatTemplate,
+    GenerationDefaults,
+    MarkedPrompt,
+    PromptTooLongError,
+    TextCodec,
+)
+from mambaslots.text.chat_branches import MAX_MARKED_MESSAGES, ChatBranches
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 try:
@@ -165,6 +174,51 @@ def test_a_template_that_refuses_all_other_chats_gives_the_tokens(error: type[Ex
     template = CountingTemplate(ChatTemplate(TEMPLATES["Gemma, no system role, roles alternate"]), error)
     prompt = TextCodec(GEMMA.tokenizer, template).encode_chat_marked(CHAT, marked_messages=[0, 1])
     assert prompt == MarkedPrompt(GEMMA.encode_chat(CHAT), ())
+
+
+def test_a_chat_that_is_too_long_is_refused_before_marks_are_looked_for() -> None:
+    template = CountingTemplate(ChatTemplate(TEMPLATES["Gemma, no system role, roles alternate"]))
+    codec = TextCodec(GEMMA.tokenizer, template)
+    tokens = codec.encode_chat_marked(CHAT).tokens
+    assert codec.encode_chat_marked(CHAT, max_prompt_tokens=len(tokens)).tokens == tokens
+    template.calls = 0
+    with pytest.raises(PromptTooLongError, match=f"has {len(tokens)} tokens; accepted: at most") as raised:
+        codec.encode_chat_marked(CHAT, max_prompt_tokens=len(tokens) - 1)
+    assert (raised.value.num_tokens, raised.value.is_exact, template.calls) == (len(tokens), True, 1)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    with (
+        patch.object(GEMMA.tokenizer, "encode_with_cuts", side_effect=AssertionError),
+        pytest.raises(PromptTooLongError, match="at least") as raised,
+    ):
+        codec.encode_chat_marked(CHAT, max_prompt_tokens=2)
+    assert 2 < raised.value.num_tokens < len(tokens)
+    assert not raised.value.is_exact
+
+
+@given(parts=st.lists(st.sampled_from(["<", "|", "é", "\U0001f600", *GEMMA.tokenizer.special_tokens])))
+def test_no_text_has_fewer_tokens_than_is_said(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert GEMMA.fewest_tokens(text) <= len(GEMMA.encode(text))
+
+
+class CountingText(str):
+    """Counts the searches of the whole text."""
+
+    num_searches = 0
+
+    def __contains__(self, part: object) -> bool:
+        self.num_searches += 1
+        return super().__contains__(part)  # type: ignore[arg-type]
+
+
+def test_a_text_with_all_private_characters_is_searched_once() -> None:
+    text = CountingText("".join(map(chr, range(0xE000, 0xF900))))
+    ChatBranches(text, [user(text)], render=lambda messages, generation: text, has_tools=False)
+    assert text.num_searches <= 1
+    content = str(text) + "Why?"
+    assert CHATML.encode_chat_marked([SYSTEM, user(content)]).tokens == CHATML.encode_chat(
+        [SYSTEM, user(content)]
+    )
 
 
 def test_a_chat_that_the_template_refuses_is_refused() -> None:
