@@ -259,6 +259,24 @@ def test_renderings_do_not_grow_with_the_chat() -> None:
         assert template.calls == 2 * expected + 2
 
 
+def test_thousands_of_messages_are_not_rendered_again_and_again() -> None:
+    class Counting(CountingTemplate):
+        num_messages = 0
+
+        def render(self, messages: Any, *arguments: Any, **variables: Any) -> str:
+            self.num_messages += len(messages)
+            return super().render(messages, *arguments, **variables)
+
+    template = Counting(ChatTemplate(TEMPLATES["ChatML, earlier thinking dropped"]))
+    messages = [SYSTEM, *[user("q"), assistant("a")] * 4500, user("q")]
+    prompt = TextCodec(CHATML.tokenizer, template).encode_chat_marked(
+        messages, marked_messages=[0, *range(9000)]
+    )
+    assert 2 * len(messages) < template.num_messages < 30_000
+    system = CHATML.encode_chat([SYSTEM], add_generation_prompt=False)
+    assert any(abs(mark - len(system)) < 20 for mark in prompt.marks)
+
+
 # ---- the promise
 
 
