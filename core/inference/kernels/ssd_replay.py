@@ -18,8 +18,8 @@ from .ssd_scan import operand_dtype
 from .ssd_states import add_update
 from .ssd_states import block_sizes as state_blocks
 
-MIN_PROGRAMS = 512
-"""Two on each multiprocessor of an H100, twice."""
+MIN_PROGRAMS = 1024
+"""Programs of a step, at least, while heads can be spread: about eight on each multiprocessor of an H100."""
 
 
 def ssd_replay(
