@@ -16,7 +16,7 @@ from ..monitor import Monitor
 from .answers import Form
 from .errors import RequestError, bad_field
 from .generation import Generation, dead, draining, queue_full
-from .json_body import parsed_object, read_body
+from .json_body import body_too_slow, parsed_object, read_body
 from .keys import engine_salt
 from .options import MAX_CHOICES
 from .preparation import Job, Preparation
@@ -122,7 +122,7 @@ class Service:
         self._num_open += 1
         try:
             deadline = asyncio.get_running_loop().time() + self.settings.request_timeout_s
-            body = await before(deadline, read_body(request, self.settings.max_body_bytes))
+            body = await before(deadline, read_body(request, self.settings.max_body_bytes), body_too_slow())
             header_salt = _header_salt(request)
             job = await before(deadline, self._beside_the_loop(lambda: job_of(body, header_salt)))
             salt = engine_salt(tenant, job.options.cache_salt, bool(self.settings.api_keys))
