@@ -32,8 +32,9 @@ class RequestResult:
         computed_by_reason: the other prompt tokens, by why they were computed.
         num_recomputed_tokens: tokens computed again after the request was preempted.
         ttft_s: seconds from the arrival to the first token; None without one.
-        finish_reason: "length", "stop" (a stop token, or the caller found the end), "cancelled", "reset" (of the
-            engine) or "invalid_logits" (the model's logits for the next token were NaN or infinite).
+        finish_reason: "length", "stop" (a stop token, or the caller found the end), "cancelled", "reset"
+            (the engine was reset) or "invalid_logits" (the model's logits for the next token were NaN or
+            infinite).
     """
 
     request_id: int

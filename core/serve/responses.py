@@ -147,7 +147,7 @@ async def before[T](deadline: float, work: Awaitable[T], error: RequestError | N
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Do `work`, whose request was read; cancel it where the client goes away. Returns whether it was done."""
+    """Do `work`, whose request was read; cancel it where the client goes away. Returns whether it is done."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(receive))
     try:

@@ -23,6 +23,7 @@ from .preparation import Job, Preparation
 from .requests import Reader
 from .responses import GeneratedAnswer, StreamedAnswer, before
 from .settings import ServerSettings
+from .tools_check import ToolsCheck
 
 T = TypeVar("T")
 SALT_HEADER = "x-cache-salt"
@@ -54,6 +55,7 @@ class Service:
         self.reader = Reader(settings.model_name, engine.context.spec.vocab_size, max_choices)
         self.preparation = Preparation(engine, loaded, max_choices)
         self.is_draining = False
+        self._tools_check = ToolsCheck(loaded.text)
         self._text_thread = ThreadPoolExecutor(1, "mambaslots-text")
         self._max_open = settings.max_waiting_requests + engine.config.max_requests
         self._num_open = 0
@@ -145,7 +147,10 @@ class Service:
 
     def chat_job(self, body: bytes, header_salt: str | None) -> Job:
         """The job of a body of /v1/chat/completions."""
-        return self.preparation.chat(self.reader.chat(parsed_object(body), header_salt))
+        request = self.reader.chat(parsed_object(body), header_salt)
+        job = self.preparation.chat(request)
+        self._tools_check.note(request.chat)
+        return job
 
     async def _beside_the_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from mambaslots.serve.messages import Chat
+from mambaslots.serve.tools_check import ToolsCheck
+from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 from oracle.served import Served, serving, small_config, tiny_loaded
 
 PROMPT = [5 + i % 80 for i in range(100)]
@@ -88,6 +91,40 @@ def test_what_is_refused_has_its_route_and_nothing_of_its_query(served: Served, 
         assert lines.last() == f"{method} {route} 401"
     assert served.get("/metrics").status == 403
     assert lines.last() == "GET /metrics 403"
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "ignores"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", True),
+        ("{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{{ tools[0].type }}{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    ],
+)
+def test_tools_that_a_template_ignores_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture, template: str, ignores: bool
+) -> None:
+    check = ToolsCheck(TextCodec(ByteTokenizer({}), ChatTemplate(template)))
+    messages = [{"role": "user", "content": "Hi"}]
+    for variables in ({}, {"tools": TOOLS}, {"tools": TOOLS}):
+        check.note(Chat(messages, (), variables))
+    told = [(record.name, record.levelname) for record in caplog.records]
+    assert told == [("mambaslots.serve", "WARNING")] * ignores
+    ToolsCheck(None).note(Chat(messages, (), {"tools": TOOLS}))
+
+
+def test_the_server_looks_at_the_tools_of_its_clients(
+    lines: "Lines", caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = tiny_loaded(template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 1}
+    with serving(loaded, small_config(num_kv_blocks=64)) as other:
+        for _ in range(2):
+            assert other.post("/v1/chat/completions", body).status == 200
+    assert [record.name for record in caplog.records].count("mambaslots.serve") == 1
 
 
 # ---- odd requests
