@@ -67,6 +67,12 @@ def parsed_object(body: bytes) -> dict[str, Any]:
     return parsed
 
 
+def body_too_slow() -> RequestError:
+    """The error of a body that did not arrive in time. The connection is closed: the rest may never come."""
+    message = "the body was not complete within the server's time limit for a request"
+    return RequestError(408, message, code="timeout", headers={"connection": "close"})
+
+
 def _check_type(request: Request) -> None:
     content_type = request.headers.get("content-type", "")
     kind, _, parameters = content_type.partition(";")

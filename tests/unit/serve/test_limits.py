@@ -80,7 +80,9 @@ def test_without_a_key_nothing_is_told(served: Served, path: str, authorization:
 def test_each_key_is_accepted_and_the_operator_s_is_no_tenant(served: Served) -> None:
     for key in KEYS.values():
         assert served.get("/v1/models", authorization=f"bearer {key}").status == 200
-    assert served.get("/v1/models", authorization="Bearer key-of-operator").status == 401
+    refused = served.get("/v1/models", authorization="Bearer key-of-operator")
+    message = "this is the admin key; accepted: the key of a tenant"
+    assert (refused.status, refused.error["message"]) == (401, message)
     client = openai.OpenAI(base_url=served.url, api_key="key-of-eve", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
         client.models.list()
@@ -89,7 +91,11 @@ def test_each_key_is_accepted_and_the_operator_s_is_no_tenant(served: Served) ->
 def test_the_operator_s_paths_need_the_operator_s_key(served: Served) -> None:
     for path in ("/status.json", "/metrics", "/none"):
         assert served.get(path).status == 401
-        assert served.get(path, authorization="Bearer key-of-ann").status == 401
+        refused = served.get(path, authorization="Bearer key-of-ann")
+        assert (refused.status, refused.error["message"]) == (
+            401,
+            "this is a tenant's key; accepted: the admin key",
+        )
         status = 404 if path == "/none" else 200
         assert served.get(path, authorization="Bearer key-of-operator").status == status
     assert served.get("/health").json == {"status": "ok"}
@@ -201,7 +207,8 @@ def test_the_queue_has_an_end(served: Served) -> None:
     assert reply.error["type"] == "rate_limit_error"
     free()
     assert ask(served, "key-of-ann").status == 200
-    assert "times n are 3 answers; accepted: 2" in ask(served, "key-of-ann", n=3).error["message"]
+    message = ask(served, "key-of-ann", n=3).error["message"]
+    assert "times n are 3 answers; accepted: 2, the server's max_waiting_requests" in message
 
 
 def test_a_text_that_cannot_fit_is_refused_without_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
