@@ -1,6 +1,7 @@
 """Tools for a chat template that does not read them."""
 
 import logging
+from threading import Lock
 
 from ..text import TextCodec
 from .messages import Chat
@@ -17,13 +18,13 @@ class ToolsCheck:
 
     def __init__(self, text: TextCodec | None) -> None:
         self._template = text.chat_template if text is not None else None
+        self._first = Lock()  # taken once, by the first chat with tools
 
     def note(self, chat: Chat) -> None:
-        """Look at a chat that the template accepts; only the first one with tools costs time."""
+        """Look at a chat that the template accepts; only the first one with tools costs time. Any thread."""
         template = self._template
-        if template is None or "tools" not in chat.variables:
+        if template is None or "tools" not in chat.variables or not self._first.acquire(blocking=False):
             return
-        self._template = None
         without = {name: value for name, value in chat.variables.items() if name != "tools"}
         try:
             reads_tools = template.render(chat.messages, **chat.variables) != template.render(
