@@ -47,10 +47,12 @@ def why_not_deeper(
         num_prompt_tokens: tokens of the prompt.
         grid: tokens of the smallest block that the model allows.
     """
-    first = next((span for span in spans if span[0] >= resume_point), None)
-    if first is None:
+    if not spans:
         return "It has computed nothing yet."
-    start, stop, reason = first
+    first = next((span for span in spans if span[1] > resume_point), None)
+    if first is None:
+        return f"Its prompt was computed before a restart; it began again behind {resume_point} tokens."
+    start, stop, reason = max(first[0], resume_point), first[1], first[2]
     resumed = f"It resumed {resume_point} of {num_prompt_tokens} tokens; tokens" if resume_point else "Tokens"
     fills_smaller = reason == "partial_block" and stop - start >= grid
     sentence = (_SMALLER_BLOCK if fills_smaller else _SENTENCES[reason]).format(grid=grid)
