@@ -38,7 +38,7 @@ def test_python_m_runs_the_command() -> None:
         (["serve", MODEL, "--memory-gb", "nan"], "argument --memory-gb: 'nan'; accepted: a number > 0"),
         (["serve", MODEL, "--max-req", "3"], "unrecognized arguments: --max-req 3"),
         (["serve", MODEL, "--api-keys", "/no"], "argument --api-keys: '/no'; accepted: a file"),
-        (["run", "/no/script"], "mambaslots.mcore: argument SCRIPT: /no/script is no file"),
+        (["run", "/no/script"], "/no/script is no file; usage: mambaslots run"),
         (["run", "--json", "/no/x", __file__], "mambaslots.mcore: argument --json: /no/x; accepted: a path"),
         (["chat", MODEL, "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
     ],

@@ -255,7 +255,7 @@ def test_what_scores_and_warms_is_no_request() -> None:
     ],
 )
 def test_why_a_request_did_not_resume_deeper(spans: list[list[Any]], resume_point: int, said: str) -> None:
-    assert why_not_deeper(spans, resume_point, 100).startswith(said)
+    assert why_not_deeper(spans, resume_point, 100, grid=16).startswith(said)
 
 
 def test_an_answer_that_is_restarted_does_not_say_that_nothing_was_computed() -> None:
