@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...errors import MambaSlotCapacityError
-from ..policies.departures import EVICTIONS, STATE_LEAVE_CAUSES, Clock, Departures, StateLeaveCause
+from ..policies.departures import EVICTIONS, Clock, StateLeaveCause
 from ..policies.ghost_list import GhostList
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
 from .slot_map import SlotMap
@@ -42,7 +42,6 @@ class DurableSlots:
         pins: pinned slot -> how often it is pinned.
         ghosts: hashes whose state was evicted, or was not taken for want of a slot.
         version: grows with every change of `free` or `map`.
-        departures: how many states were committed, and how many left, by cause and age.
     """
 
     def __init__(
@@ -78,13 +77,12 @@ class DurableSlots:
         self._eviction: SlotEvictionPolicy = (
             RefZeroEviction(clock) if eviction_policy == "ref_zero" else LRUEviction(clock)
         )
-        self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES, remembers=True)
 
     # ---- lookup
 
     @property
     def counts(self) -> SlotCounts:
-        left = self.departures
+        left = self.map.departures
         num_evicted = left.by_cause["new_state"]
         return SlotCounts(len(self.free), len(self.reserved), len(self.map), left.num_entered, num_evicted)
 
@@ -221,7 +219,7 @@ class DurableSlots:
     def refuse(self, keys: Sequence[int]) -> None:
         """Note that no slot was left for the states under these prefix hashes."""
         if keys:
-            self.departures.num_refused += len(keys)
+            self.map.departures.num_refused += len(keys)
             self.ghosts.add_all(keys, "capacity")
             self._tell_ghosts_changed(keys)
 
@@ -290,9 +288,9 @@ class DurableSlots:
             part.clear()
         self.free = list(range(self.num_slots))
         self.version += 1
-        self.departures.by_cause["reset"] += num_left
+        self.map.departures.by_cause["reset"] += num_left
         if totals:
-            self.departures.clear()
+            self.map.departures.clear()
 
     # ---- inside
 
@@ -324,13 +322,13 @@ class DurableSlots:
         self.map.enter(blocks, slots)
         self.version += 1
         self._eviction.insert(*slots)
-        self.departures.num_entered += len(blocks)
+        self.map.departures.num_entered += len(blocks)
         self._tell_states_changed(blocks)
 
     def _leave(self, blocks: Sequence[int], cause: StateLeaveCause) -> list[int]:
         slots = self.map.leave(blocks)
         self.version += 1
-        departures = self.departures
+        departures = self.map.departures
         departures.by_cause[cause] += len(slots)
         last_used_ns = self._eviction.remove(*slots)
         if slots and cause in EVICTIONS:
@@ -363,7 +361,7 @@ class DurableSlots:
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
         assert len(free) + len(reserved) + len(committed) == self.num_slots, "a slot is nowhere"
-        self.departures.check_integrity(len(committed), "states")
+        self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
         assert sorted(self.by_use()) == sorted(committed), (

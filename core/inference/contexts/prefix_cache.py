@@ -333,19 +333,15 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.mend_counts()
-
-    def mend_counts(self) -> None:
-        """Put the counts of what entered and left in order behind an interrupted change; O(1)."""
-        self.slots.departures.mend(len(self.slots.map))
-        self.kv_blocks.tree.departures.mend(len(self.kv_blocks.tree.block_of_hash))
+        self.slots.map.mend_counts()
+        self.kv_blocks.tree.mend_counts()
 
     # ---- the whole
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
-        states, blocks = self.slots.departures, kv.tree.departures
+        states, blocks = self.slots.map.departures, kv.tree.departures
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,

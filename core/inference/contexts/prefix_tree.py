@@ -67,6 +67,10 @@ class PrefixTree:
         self._root_digests.clear()
         self.departures.by_cause["reset"] += num_left
 
+    def mend_counts(self) -> None:
+        """Put `departures` in order behind an interrupted change; O(1)."""
+        self.departures.mend(len(self.block_of_hash))
+
     def __contains__(self, block: int) -> bool:
         """Whether the block is registered."""
         return self.parents[block] >= 0

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence, ValuesView
 
+from ..policies.departures import STATE_LEAVE_CAUSES, Departures, StateLeaveCause
+
 
 class SlotMap:
     """The maps of committed slots. Handles integers only, and trusts its arguments.
@@ -9,11 +11,13 @@ class SlotMap:
     Attributes:
         hash_to_block_id: prefix hash -> the block whose slot holds the state after that prefix.
         slot_by_block: block -> the slot of its state; only this class writes it.
+        departures: how many states were committed, and how many left, by cause and age.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.hash_to_block_id: dict[int, int] = {}
         self.slot_by_block: dict[int, int] = {}
+        self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES, remembers=True)
         # For each slot its last block, and the hash that finds the state, or 0. Stale once the state has
         # left.
         self._last_block = [-1] * num_slots
@@ -29,6 +33,10 @@ class SlotMap:
     def slots(self) -> ValuesView[int]:
         """The committed slots in the order of their commits, as a live view."""
         return self.slot_by_block.values()
+
+    def mend_counts(self) -> None:
+        """Put `departures` in order behind an interrupted change; O(1)."""
+        self.departures.mend(len(self))
 
     def slot_of(self, block: int) -> int:
         """The block's slot, or -1."""

@@ -199,7 +199,9 @@ class EngineBooks:
             raise AssertionError("python -O leaves no checks")
         for request in self.requests.values():
             request.match = None  # a match that is being brought up to date may be half old
-        self._context.prefix_cache.mend_counts()  # statistics alone cost no cache
+        cache = self._context.prefix_cache
+        cache.slots.map.mend_counts()  # statistics alone cost no cache
+        cache.kv_blocks.tree.mend_counts()
         self.check_integrity()
 
     def _rebuild(self) -> None:

@@ -614,7 +614,7 @@ def test_an_interrupt_at_the_ages_of_blocks_costs_no_prefix(after: bool) -> None
 def test_counts_that_contradict_each_other_cost_no_cache_and_never_fall(amount: int) -> None:
     engine = evicting_engine()
     cache = engine.context.prefix_cache
-    for departures in (cache.slots.departures, cache.kv_blocks.tree.departures):
+    for departures in (cache.slots.map.departures, cache.kv_blocks.tree.departures):
         departures.num_entered += amount
     before, kept = counts_since_the_beginning(engine), engine.stats().cache.num_cached_kv_blocks
     with pytest.raises(AssertionError, match="the count of"):
