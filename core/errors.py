@@ -13,6 +13,9 @@ class _CapacityError(RuntimeError):
         self.required = required
         self.available = available
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.required, self.available), self.__dict__
+
 
 class MambaSlotCapacityError(_CapacityError):
     """Fewer durable slots can be freed than the call needs: the others are reserved or pinned."""
@@ -56,6 +59,9 @@ class QueueFullError(RuntimeError):
         super().__init__(f"{num_waiting} requests wait, {limit} may")
         self.num_waiting = num_waiting
         self.limit = limit
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.num_waiting, self.limit), self.__dict__
 
 
 class EngineDeadError(RuntimeError):

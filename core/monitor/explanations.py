@@ -39,9 +39,11 @@ def why_not_deeper(spans: Sequence[Sequence[Any]], resume_point: int, num_prompt
         resume_point: where the request last began behind resumed tokens; 0 where it resumed none.
         num_prompt_tokens: tokens of the prompt.
     """
-    first = next((span for span in spans if span[0] >= resume_point), None)
-    if first is None:
+    if not spans:
         return "It has computed nothing yet."
-    start, stop, reason = first
+    first = next((span for span in spans if span[1] > resume_point), None)
+    if first is None:
+        return f"Its prompt was computed before a restart; it began again behind {resume_point} tokens."
+    start, stop, reason = max(first[0], resume_point), first[1], first[2]
     resumed = f"It resumed {resume_point} of {num_prompt_tokens} tokens; tokens" if resume_point else "Tokens"
     return f"{resumed} {start} to {stop} were computed: {_SENTENCES[reason]}."

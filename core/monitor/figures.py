@@ -79,9 +79,9 @@ class MonitorFigures:
 
     Attributes:
         stats: the engine's own figures.
-        num_added: requests that were queued.
-        num_ended: finish reason -> requests that ended.
-        num_generated: generated tokens.
+        num_added: users' requests that were queued, or ran when the monitor began.
+        num_ended: finish reason -> users' requests that ended.
+        num_generated: tokens of their answers.
         first_token, inter_token, step, queue: durations in seconds: from arrival to the first token, between
             two tokens, of a step, from arrival to the first step.
         tenants: by name.

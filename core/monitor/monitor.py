@@ -38,6 +38,7 @@ NUM_REQUESTS = 100
 _DESCRIBE_EVERY_S = 30.0
 _COUNT_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.25
+_JUDGE_EVERY_S = 2.0
 
 
 class Monitor:
@@ -45,6 +46,9 @@ class Monitor:
 
     A monitor is an `EngineObserver` that attaches itself. Its memory is bounded. Any thread may read it. It
     keeps no token and no text.
+
+    Requests are those of users: `add_request`, `generate` and `stream`. What `score` and `warm` compute
+    counts in the engine's own figures (prompt tokens, evictions, pools, steps), and nowhere else.
 
     Attributes:
         engine, model_name: what it watches, and under which name.
@@ -115,7 +119,7 @@ class Monitor:
         self._described_s = now
         self._use: dict[bytes, RootUse] = {}
         self._counted_s = now - _COUNT_EVERY_S
-        self._next_look_s = now
+        self._next_look_s = self._next_judgement_s = now
         engine.observe(self)
 
     def close(self) -> None:
@@ -139,24 +143,27 @@ class Monitor:
     # ---- what the engine tells
 
     def request_added(self, request: DynamicInferenceRequest) -> None:
+        """Begin a record."""
         with self._lock:
-            self._num_added += 1
-            self._record_of(request)
-            if request.request_id >= 0:  # others score or warm
+            if self._record_of(request) is not None:
                 self._misses.note_prompt(len(request.prompt_tokens))
             self._look(self._clock())
 
     def request_resumed(self, step: RequestStep) -> None:
+        """Note where the request begins."""
         with self._lock:
-            self._record_of(step.request).resume_point = step.start if step.num_resumed else 0
+            record = self._record_of(step.request)
+            if record is not None:
+                record.resume_point = step.start if step.num_resumed else 0
 
     def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None:
+        """Count what the step computed and generated, and its time."""
         with self._lock:
             now = self._clock()
             self._step.add(duration_s)
             for step in steps:
-                if not step.decoding:
-                    record = self._record_of(step.request)
+                record = None if step.decoding else self._record_of(step.request)
+                if record is not None:
                     if record.queued_s is None:
                         record.queued_s = max(0.0, now - duration_s - step.request.arrival_s)
                         self._queue.add(record.queued_s)
@@ -169,19 +176,20 @@ class Monitor:
             self._look(now)
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
+        """Count the end of a request that has a record, and trace it."""
         with self._lock:
-            record = self._record_of(request)
-            self._note_ledger(record)
-            record.note_end(result)
-            del self._running[request.request_id]
-            self._num_ended[result.finish_reason] += 1
-            ended = record.as_json()
-            self._ended.appendleft(ended)
+            trace, record = self._trace, self._running.get(request.request_id)
+            if record is not None:
+                self._note_ledger(record)
+                record.note_end(result)
+                ended = record.as_json()
+                self._ended.appendleft(ended)
+                self._num_ended[result.finish_reason] += 1
+                del self._running[request.request_id]  # last: an end that is interrupted is told again
             if not self._running:  # there may be no step for long
                 self._next_look_s = 0.0
             self._look(self._clock())
-            trace = self._trace
-        if trace is not None:
+        if trace is not None and record is not None:
             more = {"queued_s": record.queued_s, "recomputed_tokens": record.recomputed_tokens}
             try:
                 trace(json.dumps(ended | more))
@@ -189,14 +197,16 @@ class Monitor:
                 self._trace = None
                 logger.exception("the trace of requests failed; it ends")
 
-    def _record_of(self, request: DynamicInferenceRequest) -> RequestRecord:
+    def _record_of(self, request: DynamicInferenceRequest) -> RequestRecord | None:
+        """The record of a user's request, perhaps a new one; None for one that has ended and is unknown."""
         record = self._running.get(request.request_id)
-        if record is None or record.request is not request:
+        if record is None and request.request_id >= 0 and request.result is None:
             tenant = self._tenants.of(request.hashes.root)
             arrived_s = request.arrival_s + self._unix_offset_s
             record = RequestRecord(request, request.request_id, tenant, arrived_s, len(request.prompt_tokens))
             self._running[request.request_id] = record
             self._tenants.counts_of(tenant).num_requests += 1
+            self._num_added += 1
         return record
 
     def _note_ledger(self, record: RequestRecord) -> None:
@@ -218,16 +228,18 @@ class Monitor:
         record.last_token_s = now
 
     def _look(self, now: float) -> None:
-        """Take the engine's figures now and then, and judge them once in an interval of the series."""
+        """Take the engine's figures now and then, and judge them; also while somebody reads the series."""
         if now < self._next_look_s:
             return
         self._next_look_s = now + _LOOK_EVERY_S
         stats = self.engine.stats(settle=False)
-        if self._series.note(now, stats, self._num_generated):
+        self._series.note(now, stats, self._num_generated)
+        if now >= self._next_judgement_s:
+            self._next_judgement_s = now + _JUDGE_EVERY_S
             self._misses.look(stats, len(self.engine.context.prefix_cache.pins.slot_pins))
-            if now - self._described_s >= _DESCRIBE_EVERY_S:
-                self._described_s = now
-                self._description = self.engine.describe().splitlines()
+        if now - self._described_s >= _DESCRIBE_EVERY_S:
+            self._described_s = now
+            self._description = self.engine.describe().splitlines()
 
     # ---- what an operator reads
 

@@ -24,14 +24,12 @@ class Series:
         self._stats = stats
         self._counts = self._at_start = _counts(stats, 0)
 
-    def note(self, now_s: float, stats: EngineStats, num_generated: int) -> bool:
-        """Take the newest figures; returns whether an interval has ended before them."""
-        ended = now_s >= self._ends_s
-        if ended:
+    def note(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
+        """Take the newest figures."""
+        if self.is_due(now_s):
             self._end_intervals(now_s)
         self._stats = stats
         self._counts = _counts(stats, num_generated)
-        return ended
 
     def is_due(self, now_s: float) -> bool:
         """Whether an interval has ended since the last `note`."""

@@ -26,6 +26,7 @@ from .settings import ServerSettings
 
 T = TypeVar("T")
 SALT_HEADER = "x-cache-salt"
+_LONGEST_STEP_S = 30.0
 
 
 class Service:
@@ -54,6 +55,7 @@ class Service:
         self.preparation = Preparation(engine, loaded, max_choices)
         self.is_draining = False
         self._text_thread = ThreadPoolExecutor(1, "mambaslots-text")
+        self._max_open = settings.max_waiting_requests + engine.config.max_requests
         self._num_open = 0
         self._none_open = asyncio.Event()
 
@@ -79,9 +81,9 @@ class Service:
         return complete
 
     async def close(self) -> None:
-        """Cancel what runs, and end the threads."""
+        """Cancel what runs, and end the threads. A step that hangs is left alone after some seconds."""
         self.is_draining = True
-        await self.engine.close()
+        await self.engine.close(_LONGEST_STEP_S)
         with contextlib.suppress(ValueError):  # it has failed, and the engine dropped it
             self.monitor.close()
         self._text_thread.shutdown(wait=False, cancel_futures=True)
@@ -115,7 +117,7 @@ class Service:
         """
         if self.trouble is not None:
             raise self.trouble
-        if self._num_open - self.engine.num_running >= self.settings.max_waiting_requests:
+        if self._num_open >= self._max_open:
             raise queue_full()  # before its body costs memory
         self._num_open += 1
         try:

@@ -28,7 +28,7 @@ class ServerSettings:
         api_keys: the key of each tenant. Tenants share no cached state. Empty: everybody is served, as the
             tenant "default". Never shown.
         admin_key: the operator's key, for the page's data and the metrics. Never shown.
-        max_waiting_requests: how many requests may wait for the engine before others get status 429.
+        max_waiting_requests: how many requests may wait beside those that run before others get status 429.
         max_body_bytes: longest body of a request.
         request_timeout_s: seconds from a request's arrival to the end of its answer.
         drain_timeout_s: seconds that running requests have to end after SIGTERM.

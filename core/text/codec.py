@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ..validation import boolean, instance, integers, shown
+from ..validation import boolean, instance, integers
 from .chat_branches import ChatBranches
 from .detokenizer import Detokenizer
 from .marked_prompt import MarkedPrompt
@@ -133,9 +133,10 @@ class TextCodec:
     def _checked_template(self, messages: Sequence[Mapping[str, Any]]) -> Template:
         if self.chat_template is None:
             raise ValueError("the model has no chat template; accepted: `encode` with a text")
-        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-        if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise ValueError(
-                f"messages is {shown(messages)}; accepted: a list of {{'role': ..., 'content': ...}}"
-            )
+        accepted = "accepted: a list of {'role': ..., 'content': ...}"
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ValueError(f"messages is of type {type(messages).__name__}; {accepted}")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping):  # its text is the user's
+                raise ValueError(f"messages[{number}] is of type {type(message).__name__}; {accepted}")
         return self.chat_template

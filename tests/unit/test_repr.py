@@ -4,6 +4,7 @@ from pathlib import Path
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.contexts.request import GeneratedToken
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, MarkedPrompt
 
 SALT = "the salt of a tenant"
@@ -46,6 +47,22 @@ def test_no_token_of_a_prompt_and_no_secret(printed: dict[str, str]) -> None:
         assert "77, 77" not in text, name
         assert SALT not in text
         assert "nobody" not in text
+
+
+def test_no_token_of_a_short_answer() -> None:
+    found = GeneratedToken(7731, -0.5)
+    reasons: dict[ms.ComputeReason, int] = {"never_seen": 5}
+    result = ms.RequestResult(3, [7731] * 2, [-0.5] * 2, None, None, 5, 0, reasons, 0, None, "length")
+    report = ms.StepReport((3,), {3: found}, (result,), {3: (found, found)})
+    assert repr(result) == (
+        "RequestResult(request_id=3, tokens=<2 items>, log_probs=<2 items>, num_prompt_tokens=5, "
+        "num_resumed_tokens=0, computed_by_reason={'never_seen': 5}, num_recomputed_tokens=0, "
+        "finish_reason='length')"
+    )
+    assert repr(report) == (
+        f"StepReport(admitted=(3,), generated=<1 entry>, finished=({result!r},), tokens=<1 entry>)"
+    )
+    assert repr(MarkedPrompt([7731], (1,))) == "MarkedPrompt(tokens=<1 item>, marks=(1,))"
 
 
 def test_what_a_line_says(printed: dict[str, str]) -> None:

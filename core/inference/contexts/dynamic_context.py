@@ -440,7 +440,7 @@ class DynamicInferenceContext:
 
         Works on inconsistent books, too: whatever a failure left behind is gone afterwards.
 
-        `keep_counts`: whether the counts of prompt tokens stay.
+        `keep_counts`: whether the counts stay, of prompt tokens and of what entered and left the cache.
         """
         self._steps = ()
         self._rows.abandon()
@@ -449,7 +449,7 @@ class DynamicInferenceContext:
             self._ledger = TokenLedger()
             self._num_requests_seen = 0
         self._reset_host_half()
-        self.prefix_cache.reset()
+        self.prefix_cache.reset(keep_totals=keep_counts)
         if not self.memory.allocated:
             self.memory.free()  # what an interrupted suspend left
 

@@ -471,10 +471,14 @@ class KVBlockAllocator:
         self._start_sweep(num_free)
         self._notify(registered, hashes)
 
-    def reset(self) -> None:
-        """Forget every reference and prefix, without calling observers: the caller resets them, too."""
+    def reset(self, *, keep_totals: bool = False) -> None:
+        """Forget every reference and prefix, without calling observers: the caller resets them, too.
+
+        `keep_totals`: whether the counts of what entered and left stay.
+        """
         self._forget_prefixes()
-        self.tree.departures.clear()
+        if not keep_totals:
+            self.tree.departures.clear()
         self._clear_references()
 
     def _forget_prefixes(self) -> None:

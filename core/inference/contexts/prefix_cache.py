@@ -322,14 +322,23 @@ class PrefixCache:
         self.slots.clear()  # first: no state may be findable once its block is free
         self.kv_blocks.deregister_all()
 
-    def reset(self) -> None:
-        """Forget everything, also holders and counts. Works on inconsistent books, too."""
+    def reset(self, *, keep_totals: bool = False) -> None:
+        """Forget everything, also holders. Works on inconsistent books, too.
+
+        `keep_totals`: whether the counts of what entered and left stay; what leaves counts as "reset".
+        """
         self.pins.clear()
-        self.slots.clear(totals=True)
+        self.slots.clear(totals=not keep_totals)
         try:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
-            self.kv_blocks.reset()
+            self.kv_blocks.reset(keep_totals=keep_totals)
+        self.mend_counts()
+
+    def mend_counts(self) -> None:
+        """Put the counts of what entered and left in order behind an interrupted change; O(1)."""
+        self.slots.departures.mend(len(self.slots.map))
+        self.kv_blocks.tree.departures.mend(len(self.kv_blocks.tree.block_of_hash))
 
     # ---- the whole
 

@@ -56,7 +56,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget every prefix and ghost."""
         old = self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children
-        self.departures.by_cause["reset"] += len(self.block_of_hash)
+        num_left = len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
         self.remains.leave(*old, *self.ghosts.clear())
@@ -65,6 +65,7 @@ class PrefixTree:
         self.num_held_children = [0] * (num_blocks + 1)
         self.num_cached_children = [0] * (num_blocks + 1)
         self._root_digests.clear()
+        self.departures.by_cause["reset"] += num_left
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is registered."""

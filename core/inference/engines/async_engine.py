@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
@@ -20,6 +21,8 @@ from .engine_thread import EngineThread, Message
 from .token_stream import TokenStream
 
 T = TypeVar("T")
+_LONGEST_STEP_S = 10.0
+"""How long `drain` waits for the step after which requests are gone that it cancelled."""
 
 
 class AsyncEngine:
@@ -48,7 +51,8 @@ class AsyncEngine:
         """
         Args:
             engine: the engine of a model that is not split over ranks.
-            max_waiting_requests: requests that may wait for a row, >= 1; `stream` raises beyond them.
+            max_waiting_requests: requests that may wait beside those that have a row, >= 1: `stream` raises
+                once the engine has as many and `max_requests`.
             max_step_failures: after so many failed steps in a row, >= 1, all requests end with the error.
 
         Raises:
@@ -89,29 +93,45 @@ class AsyncEngine:
         # The thread knows nothing of `self`, so that an AsyncEngine that nobody refers to ends its thread.
         weakref.finalize(self, thread.post_stop).atexit = False
 
-    async def close(self) -> None:
-        """Cancel all requests and end the thread. Later calls do nothing.
+    async def close(self, timeout_s: float | None = None) -> bool:
+        """Cancel all requests and end the thread, which ends after the step under way.
 
         Where the event loop of the AsyncEngine is closed, `close` may be called in another loop.
+
+        Args:
+            timeout_s: wait so long for the step at most; None waits for it, even if it never ends.
+
+        Returns:
+            Whether the thread has ended. A thread that has not holds the engine, and ends after its step.
+
+        Raises:
+            RuntimeError: this is another event loop; nothing is closed.
         """
+        if timeout_s is not None:
+            timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
+        thread, loop = self._thread, self._loop
+        if loop is not None and not loop.is_closed():
+            self._check_loop("close")
         self._draining = self._closed = True
-        thread = self._thread
-        if thread is None:
-            return
-        assert self._loop is not None
+        if thread is None or loop is None:
+            return True
         thread.post_stop()
-        if self._loop.is_closed():
-            await asyncio.to_thread(thread.join)
-            return
-        self._check_loop("close")
-        await asyncio.shield(thread.ended)
+        if loop.is_closed():
+            await asyncio.to_thread(thread.join, timeout_s)
+            return not thread.is_alive()
+        try:
+            await asyncio.wait_for(asyncio.shield(thread.ended), timeout_s)
+        except TimeoutError:
+            return False
         thread.join()  # it has made its last call
+        return True
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Take no more requests, and wait for those that wait or run. `call` still works.
 
         Args:
-            timeout_s: after so many seconds the requests are cancelled; None waits for all.
+            timeout_s: after so many seconds the requests are cancelled; None waits for all. Cancelled
+                requests leave after the step under way, for which `drain` waits 10 s more at most.
 
         Returns:
             Whether all requests came to their own end.
@@ -128,7 +148,8 @@ class AsyncEngine:
         except TimeoutError:
             for answer in self._open.answers:
                 thread.post_cancel(answer)
-            await self._open.none_open.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._open.none_open.wait(), _LONGEST_STEP_S)
             return False
 
     async def __aenter__(self) -> "AsyncEngine":
@@ -144,16 +165,20 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row."""
-        if self._thread is None:
-            return 0
-        counts = self._thread.counts  # before `_num_sent`, which only grows
-        return counts.num_waiting + self._num_sent - counts.num_received
+        """Requests that do not run yet: they wait for a row, for memory, or for the next step."""
+        return self._num_unfinished()[0]
 
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
-        return self._thread.counts.num_running if self._thread is not None else 0
+        return self._num_unfinished()[1]
+
+    def _num_unfinished(self) -> tuple[int, int]:
+        """How many requests wait, and how many run, at one moment."""
+        if self._thread is None:
+            return 0, 0
+        counts = self._thread.counts  # before `_num_sent`, which only grows
+        return counts.num_waiting + self._num_sent - counts.num_received, counts.num_running
 
     @property
     def failure(self) -> BaseException | None:
@@ -176,14 +201,14 @@ class AsyncEngine:
 
         Raises:
             ValueError: the request can never run.
-            QueueFullError: `max_waiting_requests` wait.
+            QueueFullError: `max_waiting_requests` wait beside those that have a row or get a free one.
             EngineDeadError: the engine's thread has given up.
             RuntimeError: `drain` or `close` was called, or this is another event loop.
         """
         thread = self._usable("stream")
         if self._draining:
             raise RuntimeError("the AsyncEngine is closing; it takes no more requests")
-        num_waiting = self.num_waiting
+        num_waiting = sum(self._num_unfinished()) - self._engine.config.max_requests
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
         answer = Answer(self._open)
@@ -232,7 +257,9 @@ class AsyncEngine:
     async def call(self, function: Callable[[DynamicInferenceEngine], T]) -> T:
         """Call `function(engine)` in the engine's thread, between two steps: statistics, pins, weights.
 
-        The function holds up all requests while it runs. What it raises is raised here.
+        The function holds up all requests while it runs. What it raises is raised here. Requests that it adds
+        are served beside the others; `take_result` in a later call claims their results, as
+        `call(lambda engine: engine.take_result(request_id))`. A request that an error ends has no result.
 
         Raises:
             EngineDeadError: the engine's thread has given up.

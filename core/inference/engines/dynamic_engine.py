@@ -257,10 +257,19 @@ class DynamicInferenceEngine:
 
     # ---- serving
 
-    def step(self) -> StepReport:
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that wait or run; any thread may read this."""
+        return len(self._books.requests)
+
+    def step(self, *, claims_results: bool = True) -> StepReport:
         """Advance every request that can go on: by a part of its prompt, or by a token and accepted drafts.
 
         After a call that was interrupted when its step was made, the report of that step is returned.
+
+        Args:
+            claims_results: whether the report has the only copy of its results; else `take_result` has them,
+                too.
 
         Raises:
             KVBlockCapacityError: pinned prefixes leave too few KV blocks for each request that is left. The
@@ -274,7 +283,7 @@ class DynamicInferenceEngine:
         reports = self._books.reports
         try:
             if not reports:
-                self._make_step(reports=True)
+                self._make_step(reports=True, claims_results=claims_results)
             try:
                 return reports[0]
             finally:
@@ -284,8 +293,13 @@ class DynamicInferenceEngine:
             raise
 
     @torch.inference_mode()
-    def _make_step(self, reports: bool = False) -> None:
-        """Make a step. `reports`: whether the results of requests without an owner are reported."""
+    def _make_step(self, reports: bool = False, claims_results: bool = True) -> None:
+        """Make a step.
+
+        Args:
+            reports: whether the results of requests without an owner are reported.
+            claims_results: whether `take_result` has no result that is reported.
+        """
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         books = self._books
@@ -297,7 +311,7 @@ class DynamicInferenceEngine:
             if self._drafter is not None:
                 self._count_drafts(steps, tokens)
             if reports:
-                for result in finished:
+                for result in finished if claims_results else ():
                     books.unclaimed.pop(result.request_id, None)
                 books.reports.append(self._report(steps, tokens, finished))
         admitted, books.scheduler.admitted = books.scheduler.admitted, {}
@@ -562,10 +576,10 @@ class DynamicInferenceEngine:
             raise
 
     def take_result(self, request_id: int) -> RequestResult | None:
-        """Claim the result of a request that ended while `generate` or `stream` served others.
+        """Claim the result of a request that ended while another call served it.
 
         Returns:
-            The result, once. None while the request runs, and where a stream or a `step` of the caller has
+            The result, once. None while the request runs, and where a stream or the caller's `step` claimed
                 the result.
         """
         request_id = integer("request_id", request_id, 0)

@@ -98,8 +98,8 @@ class EngineBooks:
         request.result = result = request.result_for(reason)
         if not request.owned:
             self.unclaimed[request.request_id] = result
+        self.observers.note_end(request, result)  # first: a repair gives back what is still in `requests`
         del self.requests[request.request_id]
-        self.observers.note_end(request, result)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         return result
 
@@ -199,6 +199,7 @@ class EngineBooks:
             raise AssertionError("python -O leaves no checks")
         for request in self.requests.values():
             request.match = None  # a match that is being brought up to date may be half old
+        self._context.prefix_cache.mend_counts()  # statistics alone cost no cache
         self.check_integrity()
 
     def _rebuild(self) -> None:

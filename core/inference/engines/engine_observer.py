@@ -1,8 +1,10 @@
 """Who is told what an engine does: a monitor, a trace."""
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Collection, Sequence
+from types import FrameType
 from typing import Protocol
 
 from ...request import RequestResult
@@ -17,14 +19,21 @@ _CALLS = ("request_added", "request_resumed", "step_made", "request_ended")
 
 
 class EngineObserver(Protocol):
-    """Is told what an engine does, in the thread that calls the engine, whenever its books are in order.
+    """Is told what an engine does, in the thread that calls the engine.
 
-    An error that an observer raises is logged, and the observer is not called again. Nothing that an observer
-    is given may be changed.
+    The engine's books are in order at each call but `request_added`. An error that an observer raises is
+    logged, and the observer is not called again. Nothing that an observer is given may be changed.
+
+    An exception out of a signal handler, such as Control-C, may cost a call of `request_added`,
+    `request_resumed` or `step_made`. It never costs `request_ended`, which may come twice instead.
     """
 
     def request_added(self, request: DynamicInferenceRequest) -> None:
-        """A request waits now."""
+        """A request waits now.
+
+        Where a model or an observer of the cache adds it from inside a step, the step is under way: an engine
+        then refuses every call but `add_request` and `stats(settle=False)`.
+        """
 
     def request_resumed(self, step: RequestStep) -> None:
         """A step has begun a prompt, or jumped ahead in it: `num_resumed` tokens before `start` were resumed.
@@ -33,7 +42,7 @@ class EngineObserver(Protocol):
         """
 
     def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None:
-        """A step has ended, and its tokens are read.
+        """A step has ended, and its tokens are read. Requests that it has completed have their `result`.
 
         Args:
             steps: what each request did.
@@ -42,7 +51,10 @@ class EngineObserver(Protocol):
         """
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
-        """A request has ended, or was cancelled; one that was never admitted, too."""
+        """A request has ended, or was cancelled; one that was never admitted, too.
+
+        An observer that is interrupted hears the same end again.
+        """
 
 
 class EngineObservers:
@@ -51,6 +63,7 @@ class EngineObservers:
     def __init__(self) -> None:
         self._observers: tuple[EngineObserver, ...] = ()
         self._ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()
+        self._teller: FrameType | None = None
 
     def __bool__(self) -> bool:
         return bool(self._observers)
@@ -94,11 +107,32 @@ class EngineObservers:
             self._ended.append((request, result))
 
     def tell_ended(self) -> None:
-        """Tell of the requests that have ended since the last call."""
+        """Tell of the requests that have ended since the last call.
+
+        An end is noted until all observers have heard it. A call that an observer makes tells nothing: the
+        call that runs goes on.
+        """
+        if self._is_telling():
+            return
+        self._teller = sys._getframe()
         while self._ended:
-            request, result = self._ended.popleft()
+            request, result = self._ended[0]
             if request.result is result:
                 self._tell("request_ended", request, result)
+            self._ended.popleft()
+        self._teller = None
+
+    def _is_telling(self) -> bool:
+        """Whether `tell_ended` runs. An interrupted one leaves its frame; so the stack decides."""
+        if self._teller is None:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is self._teller:
+                return True
+            frame = frame.f_back
+        self._teller = None
+        return False
 
     def _tell(self, call: str, *arguments: object) -> None:
         for observer in self._observers:

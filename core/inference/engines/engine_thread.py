@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
+from time import thread_time
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -20,6 +21,8 @@ from .token_stream import TokenStream
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 10.0
+_LONGEST_CALLS_S = 0.01
+"""Computing time that calls get between two steps; one call is made in any case."""
 _served_engines: WeakSet[DynamicInferenceEngine] = WeakSet()
 _running_threads: "set[EngineThread]" = set()
 _starting = Lock()
@@ -30,7 +33,7 @@ class Counts(NamedTuple):
 
     Attributes:
         num_received: requests that came from the loop so far.
-        num_waiting, num_running: requests that the engine has now.
+        num_waiting, num_running: requests that the engine has, whoever added them.
     """
 
     num_received: int = 0
@@ -49,8 +52,10 @@ class Message(NamedTuple):
 class EngineThread(Thread):
     """Makes the calls that the event loop posts, and step after step while there are requests.
 
-    Calls are made between two steps. Without requests the thread sleeps until a call comes. What comes of
-    requests and calls goes to the loop with one wake-up after a step, and one after the calls before a step.
+    Calls are made between two steps. Where many wait, they share the time with the steps: checking and
+    hashing a crowd of long prompts delays running answers by some milliseconds a step. Without requests the
+    thread sleeps until a call comes. What comes of requests and calls goes to the loop with one wake-up after
+    a step, and one after the calls before a step.
 
     The thread ends after `post_stop`, where the loop is closed, and where it gives up: what was raised is no
     `Exception` (SystemExit out of a model), or the engine cannot even be reset.
@@ -95,7 +100,17 @@ class EngineThread(Thread):
                 )
             _served_engines.add(self._engine)
         _running_threads.add(self)
-        super().start()
+        self._count()  # of requests that were added before
+        try:
+            super().start()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Let others serve the engine."""
+        _served_engines.discard(self._engine)
+        _running_threads.discard(self)
 
     def post(self, message: Message) -> None:
         """Let the thread make a call after the present step. Calls are made in the order of their posts."""
@@ -145,11 +160,10 @@ class EngineThread(Thread):
         try:
             self._end()
         finally:
-            _served_engines.discard(self._engine)
-            _running_threads.discard(self)
+            self._leave()
 
     def _serve(self) -> None:
-        busy = False
+        busy = True  # requests may have been added before
         while True:
             self._make_calls(wait=not busy)
             self._publish()
@@ -159,12 +173,16 @@ class EngineThread(Thread):
             self._publish()
 
     def _make_calls(self, wait: bool) -> None:
-        """Make the calls that are posted. `wait`: for the first one, if none is there."""
+        """Make calls that are posted, until `_LONGEST_CALLS_S` is spent.
+
+        `wait`: for the first one, if none is there.
+        """
         try:
             message = self._messages.get(block=wait)
+            begun_s = thread_time()
             while True:
                 self._make_call(message)
-                if self._stopping:
+                if self._stopping or thread_time() - begun_s >= _LONGEST_CALLS_S:
                     return
                 message = self._messages.get_nowait()
         except Empty:
@@ -191,7 +209,7 @@ class EngineThread(Thread):
         try:
             if not (engine.context.memory.allocated and engine.has_unfinished_requests()):
                 return False
-            report = engine.step()
+            report = engine.step(claims_results=False)  # of requests that calls have added
         except KVBlockCapacityError as error:
             if error.request_id is None:
                 self._note_failure(error)
@@ -225,10 +243,13 @@ class EngineThread(Thread):
 
     def _publish(self) -> None:
         """Tell any thread how many requests wait, and the loop what has come."""
-        num_running = len(self._engine.context.requests)
-        num_waiting = max(0, len(self._streams) - num_running)
-        self.counts = Counts(self._num_received, num_waiting, num_running)
+        self._count()
         self._bell.ring()
+
+    def _count(self) -> None:
+        num_running = len(self._engine.context.requests)
+        num_waiting = max(0, self._engine.num_unfinished_requests - num_running)
+        self.counts = Counts(self._num_received, num_waiting, num_running)
 
     # ---- ends
 

@@ -3,8 +3,7 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from threading import Lock
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 StateLeaveCause = Literal[
@@ -41,7 +40,7 @@ Clock = Callable[[], int]
 """Nanoseconds since some moment; never goes back. `time.monotonic_ns` is one."""
 _BOUNDS_NS = [int(bound * NANOSECONDS) for bound in AGE_BOUNDS_S]
 _NUM_RECENT = 256
-_MAX_UNREAD = 1024
+_MAX_UNFOLDED = 1024
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,35 @@ class AgeCounts:
     recent_s: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Ages:
+    """Ages that are counted, and those that were noted since: (time of eviction, times of last use)."""
+
+    counts: tuple[int, ...] = (0,) * (len(_BOUNDS_NS) + 1)
+    sum_ns: int = 0
+    recent_ns: tuple[int, ...] = ()
+    unfolded: deque[tuple[int, list[int]]] = field(default_factory=deque)
+
+    def folded(self, remembers: bool) -> "_Ages":
+        """The same ages, all counted. Changes nothing."""
+        unfolded = self.unfolded.copy()
+        if not unfolded:
+            return self
+        counts, sum_ns = list(self.counts), self.sum_ns
+        recent_ns = deque(self.recent_ns, _NUM_RECENT)
+        for now_ns, last_used_ns in unfolded:
+            sum_ns += len(last_used_ns) * now_ns - sum(last_used_ns)
+            for used in last_used_ns:
+                counts[bisect_left(_BOUNDS_NS, now_ns - used)] += 1
+            if remembers:
+                recent_ns.extend([now_ns - used for used in last_used_ns])
+        return _Ages(tuple(counts), sum_ns, tuple(recent_ns))
+
+
 class Departures[Cause: str]:
     """Counts what enters one part of the cache, and what leaves it.
+
+    The counts are statistics: an interrupted change may leave them off, and `mend` puts them in order.
 
     Attributes:
         by_cause: cause -> how many units have left.
@@ -75,7 +101,6 @@ class Departures[Cause: str]:
         """`remembers`: whether the last ages are kept one by one, too."""
         self._causes = causes
         self._remembers = remembers
-        self._folding = Lock()
         self.clear()
 
     def clear(self) -> None:
@@ -84,10 +109,9 @@ class Departures[Cause: str]:
         self.num_entered = 0
         self.num_unused = 0
         self.num_refused = 0
-        self._unread: deque[tuple[int, list[int]]] = deque()
-        self._age_counts = [0] * (len(_BOUNDS_NS) + 1)
-        self._sum_ns = 0
-        self._recent_ns: deque[int] = deque(maxlen=_NUM_RECENT)
+        self._ages = _Ages()  # another one takes its place, so that any thread may read it
+        self._num_unfolded = 0
+        self._num_lost_ages = 0
 
     @property
     def num_left(self) -> int:
@@ -96,36 +120,42 @@ class Departures[Cause: str]:
     @property
     def ages(self) -> AgeCounts:
         """The ages of all units that were evicted. Any thread may read it."""
-        self._fold()
-        recent = tuple(age / NANOSECONDS for age in self._recent_ns.copy())
-        return AgeCounts(tuple(self._age_counts), self._sum_ns / NANOSECONDS, recent)
+        ages = self._ages.folded(self._remembers)
+        recent = tuple(age / NANOSECONDS for age in ages.recent_ns)
+        return AgeCounts(ages.counts, ages.sum_ns / NANOSECONDS, recent)
 
     def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
-        """Note the ages of evicted units; they are counted when somebody asks, so that the call costs little.
+        """Note the ages of evicted units; many are counted at once, so that most calls cost little.
 
         Args:
             now_ns, last_used_ns: the time now, and when each unit was last used.
         """
-        self._unread.append((now_ns, last_used_ns))
-        if len(self._unread) >= _MAX_UNREAD:
-            self._fold()
+        self._ages.unfolded.append((now_ns, last_used_ns))
+        self._num_unfolded += len(last_used_ns)
+        if self._num_unfolded >= _MAX_UNFOLDED:
+            self._ages = self._ages.folded(self._remembers)
+            self._num_unfolded = 0
 
-    def _fold(self) -> None:
-        """Count the ages that were noted."""
-        with self._folding:
-            counts, unread = self._age_counts, self._unread
-            while unread:
-                now_ns, last_used_ns = unread.popleft()
-                self._sum_ns += len(last_used_ns) * now_ns - sum(last_used_ns)
-                for used in last_used_ns:
-                    counts[bisect_left(_BOUNDS_NS, now_ns - used)] += 1
-                if self._remembers:
-                    self._recent_ns.extend([now_ns - used for used in last_used_ns])
+    @property
+    def _num_evicted(self) -> int:
+        return sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
+
+    def mend(self, num_present: int) -> None:
+        """Put the counts in order behind an interrupted change, after which `num_present` units are there.
+
+        No count falls. Units that left without a cause count as "reset".
+        """
+        surplus = self.num_entered - self.num_left - num_present
+        if surplus > 0:
+            self.by_cause[self._causes[-1]] += surplus
+        else:
+            self.num_entered -= surplus
+        self.num_unused = min(self.num_unused, self._num_evicted)
+        self._num_lost_ages = self._num_evicted - sum(self.ages.counts)
 
     def check_integrity(self, num_present: int, what: str) -> None:
         """Raise AssertionError unless `num_present` units can be there; `what` names them."""
         assert self.num_entered - self.num_left == num_present, f"the count of {what} that left is off"
-        self._fold()
-        evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
-        assert sum(self._age_counts) == evicted, f"the count of ages of {what} is off"
+        evicted = self._num_evicted
+        assert sum(self.ages.counts) + self._num_lost_ages == evicted, f"the count of ages of {what} is off"
         assert 0 <= self.num_unused <= evicted, f"more {what} were evicted unused than evicted"

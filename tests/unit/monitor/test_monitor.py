@@ -10,6 +10,8 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.policies.departures import STATE_LEAVE_CAUSES
 from mambaslots.monitor import Monitor
+from mambaslots.monitor.explanations import why_not_deeper
+from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
 
@@ -181,6 +183,72 @@ def test_a_series_has_a_point_for_each_interval_and_each_token_once() -> None:
     assert [point["prompt"] for point in points] == [40, 0, 0, 52, 0, 0]
     clock.now += 10_000
     assert len(monitor.snapshot()["series"]["points"]) == 450
+
+
+def test_a_page_that_polls_takes_no_warning_away_and_no_description() -> None:
+    told = []
+    for polls in (False, True):
+        clock = Clock()
+        engine = small_engine(num_mamba_slots=2)
+        monitor = Monitor(engine, model_name="small", clock=clock, window_tokens=500, max_lost_share=0.05)
+        monitor._description = ["old"]
+        for second in range(100):
+            clock.now += 1
+            if polls:
+                monitor.snapshot()
+            if second % 4 == 1:
+                engine.generate([random_tokens(60, second // 4 % 12)], PARAMS)
+        told.append(monitor.snapshot()["warnings"])
+        assert monitor.snapshot()["engine"]["description"] == engine.describe().splitlines()
+    alone, polled = told
+    assert any("state_evicted" in warning for warning in alone)
+    assert polled == alone
+
+
+def test_what_scores_and_warms_is_no_request() -> None:
+    lines: list[str] = []
+    engine = small_engine()
+    monitor = Monitor(engine, model_name="small", trace=lines.append)
+    engine.score([DOCUMENT])
+    engine.warm(random_tokens(40, 2))
+    engine.generate([DOCUMENT], PARAMS)
+    figures, snapshot = monitor.figures(), monitor.snapshot()
+    assert (figures.num_added, sum(figures.num_ended.values()), figures.num_generated) == (1, 1, 5)
+    assert (figures.first_token.count, figures.queue.count, figures.inter_token.count) == (1, 1, 4)
+    (tenant,) = figures.tenants
+    assert (tenant.num_requests, tenant.num_prompt_tokens) == (1, 40)
+    assert len(snapshot["requests"]) == len(lines) == 1
+    assert snapshot["tokens"]["prompt"] == engine.stats().cache.num_prompt_tokens == 39 + 40 + 40
+    assert figures.step.count > 5
+
+
+@pytest.mark.parametrize(
+    ("spans", "resume_point", "said"),
+    [
+        ([], 0, "It has computed nothing yet."),
+        ([[0, 100, "never_seen"]], 0, "Tokens 0 to 100 were computed: no earlier"),
+        ([[0, 100, "never_seen"]], 96, "It resumed 96 of 100 tokens; tokens 96 to 100 were computed: no"),
+        ([[0, 64, "never_seen"], [96, 100, "last_token"]], 64, "It resumed 64 of 100 tokens; tokens 96 to"),
+        ([[0, 100, "never_seen"]], 100, "Its prompt was computed before a restart; it began again behind 10"),
+        ([[0, 100, "never_seen"]], 112, "Its prompt was computed before a restart; it began again behind 11"),
+    ],
+)
+def test_why_a_request_did_not_resume_deeper(spans: list[list[Any]], resume_point: int, said: str) -> None:
+    assert why_not_deeper(spans, resume_point, 100).startswith(said)
+
+
+def test_an_answer_that_is_restarted_does_not_say_that_nothing_was_computed() -> None:
+    engine, monitor = watched()
+    request_id = engine.add_request(DOCUMENT, ms.SamplingParams(num_tokens_to_generate=12))
+    for _ in range(7):
+        engine.step()
+    with failing(engine, "forward"), pytest.raises(InjectedError):
+        engine.step()
+    while engine.has_unfinished_requests():
+        engine.step()
+    (request,) = monitor.snapshot()["requests"]
+    assert (request["id"], request["generated_tokens"]) == (request_id, 12)
+    assert not request["why"].startswith("It has computed nothing")
 
 
 def test_a_trace_has_a_line_for_each_request_and_none_of_its_tokens() -> None:

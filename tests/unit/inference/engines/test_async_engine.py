@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.engines import async_engine, engine_thread
 from mambaslots.inference.engines.loop_bell import LoopBell
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.gated_model import PATIENCE_S, GatedModel, raising_calls
@@ -215,6 +218,77 @@ def test_requests_beyond_the_limit_are_refused_until_others_run() -> None:
     gate = GatedModel(engine)
     asyncio.run(main())
     assert_nothing_left(engine)
+
+
+def test_requests_that_get_a_free_row_do_not_count_against_the_limit() -> None:
+    async def main() -> None:
+        async with ms.AsyncEngine(engine, max_waiting_requests=1) as server:
+            asked = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS]
+            await asyncio.sleep(0)
+            with pytest.raises(ms.QueueFullError, match="1 requests wait, 1 may"):
+                await server.stream(PROMPTS[0], PARAMS)
+            gate.open()
+            assert [(await one).tokens for one in asked] == list(map(expected, PROMPTS))
+
+    engine = small_engine(max_requests=2)
+    gate = GatedModel(engine)
+    asyncio.run(main())
+    assert_nothing_left(engine)
+
+
+def test_requests_that_nobody_streams_count_against_the_limit() -> None:
+    async def main() -> None:
+        ids = [engine.add_request(PROMPTS[0], PARAMS)]
+        async with ms.AsyncEngine(engine, max_waiting_requests=2) as server:
+            assert server.num_waiting == 1
+            await entered(gate)
+            adding = [
+                asyncio.create_task(server.call(lambda engine: engine.add_request(PROMPTS[1], PARAMS)))
+                for _ in range(2)
+            ]
+            await asyncio.sleep(0)
+            gate.allow()
+            ids += [await one for one in adding]
+            await entered(gate)
+            assert (server.num_waiting, server.num_running) == (2, 1)
+            with pytest.raises(ms.QueueFullError, match="2 requests wait, 2 may"):
+                await server.stream(PROMPTS[0], PARAMS)
+            gate.open()
+            await asyncio.wait_for(claimed(server, ids), PATIENCE_S)
+
+    take_result = ms.DynamicInferenceEngine.take_result
+
+    async def claimed(server: ms.AsyncEngine, ids: list[int]) -> None:
+        while await server.call(lambda engine: engine.has_unfinished_requests()):
+            pass
+        results = [await server.call(partial(take_result, request_id=each)) for each in ids * 2]
+        tokens = [None if result is None else result.tokens for result in results]
+        assert tokens == [*map(expected, [PROMPTS[0], PROMPTS[1], PROMPTS[1]]), None, None, None]
+
+    engine = small_engine(max_requests=1)
+    gate = GatedModel(engine)
+    asyncio.run(main())
+    assert_nothing_left(engine)
+
+
+def test_a_crowd_of_requests_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(server: ms.AsyncEngine) -> None:
+        first = await server.stream(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=40))
+        await entered(gate)
+        crowd = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS]
+        stamped = [asyncio.create_task(server.call(lambda engine: gate.num_forwards)) for _ in range(3)]
+        await asyncio.sleep(0)
+        gate.open()
+        before = gate.num_forwards
+        assert [await one for one in stamped] == [before + 3, before + 4, before + 5]
+        first.cancel()
+        assert [(await one).tokens for one in crowd] == list(map(expected, PROMPTS))
+
+    clock = itertools.count(0, 1)  # each call takes a second
+    monkeypatch.setattr(engine_thread, "thread_time", lambda: next(clock))
+    engine = small_engine()
+    gate = GatedModel(engine)
+    serve(body, engine)
 
 
 def test_a_request_that_pins_leave_no_room_ends_alone() -> None:
@@ -420,6 +494,22 @@ def test_failing_requests_that_a_call_added_do_not_keep_the_thread_busy() -> Non
     serve(body, engine)
 
 
+def test_a_thread_that_cannot_start_leaves_the_engine_to_others() -> None:
+    async def main() -> None:
+        with (
+            patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")),
+            pytest.raises(RuntimeError, match="new thread"),
+        ):
+            ms.AsyncEngine(engine).start()
+        assert not engine_thread._running_threads
+        async with ms.AsyncEngine(engine) as server:
+            assert (await server.generate(PROMPTS[0], PARAMS)).tokens == expected(PROMPTS[0])
+
+    engine = small_engine()
+    asyncio.run(main())
+    assert_nothing_left(engine)
+
+
 async def assert_dead(server: ms.AsyncEngine, stream: ms.AsyncStream, failure: type[BaseException]) -> None:
     with pytest.raises(ms.EngineDeadError) as raised:
         await tokens_of(stream)
@@ -545,6 +635,23 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
     assert_nothing_left(engine)
 
 
+def test_drain_and_close_wait_no_longer_than_they_may_for_a_step_that_hangs() -> None:
+    async def body(server: ms.AsyncEngine) -> None:
+        task = asyncio.create_task(server.generate(PROMPTS[0], PARAMS))
+        await entered(gate)
+        with patch.object(async_engine, "_LONGEST_STEP_S", 0.01):
+            assert not await server.drain(0.01)
+        assert not task.done()
+        assert not await server.close(0.01)
+        gate.open()
+        assert await server.close(PATIENCE_S)
+        assert (await task).finish_reason == "cancelled"
+
+    engine = small_engine()
+    gate = GatedModel(engine)
+    serve(body, engine)
+
+
 def test_control_c_during_a_step_leaves_nothing() -> None:
     async def main() -> None:
         async with ms.AsyncEngine(engine) as server:
@@ -622,10 +729,11 @@ def test_other_event_loops_are_refused() -> None:
         stream = await server.stream(PROMPTS[0], PARAMS)
         for call in (
             lambda: server.stream(PROMPTS[0]), lambda: server.call(lambda engine: None),
-            lambda: server.drain(), lambda: anext(stream),
+            lambda: server.drain(), lambda: server.close(), lambda: anext(stream),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match="another event loop"):
                 await asyncio.to_thread(lambda call=call: asyncio.run(awaited(call)))
+        assert await tokens_of(stream) == expected(PROMPTS[0])
 
     async def awaited(call: Callable[[], Coroutine[None, None, object]]) -> None:
         await call()

@@ -3,9 +3,11 @@
 import logging
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
+from mambaslots.monitor import Monitor
 from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
@@ -93,6 +95,90 @@ def test_an_observer_that_raises_is_logged_and_dropped(call: str, caplog: pytest
     assert len(recorder.ended) == len(results)
     with pytest.raises(ValueError, match="one that observes this engine"):
         engine.unobserve(failing_one)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Control-C."""
+
+
+class Interrupting(Recorder):
+    """Is interrupted when it hears of the first end, before it has noted it or behind that."""
+
+    def __init__(self, notes: bool) -> None:
+        super().__init__()
+        self.notes = notes
+        self.num_heard = 0
+
+    def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+        self.num_heard += 1
+        if self.num_heard > 1 + self.notes:  # an end that was noted comes twice
+            super().request_ended(request, result)
+        elif self.num_heard == 1:
+            if self.notes:
+                super().request_ended(request, result)
+            raise Interrupted
+
+
+@pytest.mark.parametrize("notes", [False, True])
+def test_an_end_is_told_again_where_an_observer_is_interrupted(notes: bool) -> None:
+    engine, recorder = small_engine(), Interrupting(notes)
+    engine.observe(recorder)
+    request_id = engine.add_request(PROMPTS[0], PARAMS)
+    with pytest.raises(Interrupted):
+        engine.cancel(request_id)
+    engine.stats()
+    engine.generate([PROMPTS[1]], PARAMS)
+    assert [ended for ended, _ in recorder.ended] == [0, 1]
+    assert (recorder.requests, recorder.num_heard) == ({}, 3)
+    assert not engine._books.observers._ended
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_end_is_told_where_noting_it_is_interrupted(after: bool) -> None:
+    engine, recorder = observed()
+    monitor = Monitor(engine, model_name="small")
+    request_id = engine.add_request(PROMPTS[0], PARAMS)
+    engine.step()
+    note_end = engine._books.observers.note_end
+
+    def interrupted(request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+        if after:
+            note_end(request, result)
+        raise Interrupted
+
+    with patch.object(engine._books.observers, "note_end", interrupted), pytest.raises(Interrupted):
+        engine.cancel(request_id)
+    engine.check_integrity()
+    assert (recorder.ended, list(monitor._running)) == ([], [request_id])  # it goes on
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert [result.finish_reason for _, result in recorder.ended] == ["length"]
+    assert (recorder.requests, monitor._running) == ({}, {})
+    assert monitor.figures().num_ended["length"] == monitor.figures().num_added == 1
+
+
+class Asking(Recorder):
+    """Asks the engine from inside each of its calls."""
+
+    engine: ms.DynamicInferenceEngine
+
+    def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+        super().request_ended(request, result)
+        self.engine.stats()
+        if self.requests:
+            self.engine.cancel(min(self.requests))
+
+
+def test_an_observer_may_call_the_engine_when_a_request_ends() -> None:
+    recorder = Asking()
+    recorder.engine = engine = small_engine()
+    engine.observe(recorder)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, PARAMS)
+    engine.cancel(1)
+    assert [request_id for request_id, _ in recorder.ended] == [1, 0, 2]
+    engine.unobserve(recorder)
+    engine.check_integrity()
 
 
 def test_who_no_longer_observes_hears_nothing_and_nobody_observes_twice() -> None:
