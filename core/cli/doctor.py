@@ -4,13 +4,14 @@ import argparse
 import importlib.metadata
 import json
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 
 from .options import add_device, add_json
-from .self_test import self_test, small_engine, small_model, tried_dtype
+from .self_test import Check, self_test, small_engine, small_model, tried_dtype
 from .setup import GIGABYTE, chosen_device
 
 TEXT = """Say what is installed and which kernels would run, and test them on a small model.
@@ -34,9 +35,7 @@ def run(options: argparse.Namespace) -> int:
     print(findings["platform"])
     findings["packages"] = [describe_package(requirement) for requirement in requirements()]
     findings["devices"] = describe_devices()
-    engine = small_engine(small_model(device, tried_dtype(device)), caching=True)
-    findings["kernels"] = engine.describe().splitlines()
-    del engine
+    findings["kernels"] = describe_kernels(device)
     for title, lines in (("packages", "packages"), ("GPUs", "devices"), ("what would run", "kernels")):
         print(f"\n{title}:")
         for line in findings[lines]:
@@ -45,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.no_self_test:
         print(f"\nself-test on {device}:", flush=True)
         findings["checks"] = []
-        for check in self_test(device):
+        for check in checks(device):
             print(f"  {'ok' if check.passed else 'WRONG':5} {check.name}: {check.finding}", flush=True)
             findings["checks"].append(vars(check))
         works = all(check["passed"] for check in findings["checks"])
@@ -53,6 +52,27 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(json.dumps(findings, indent=2) + "\n")
     return 0 if works else 1
+
+
+def describe_kernels(device: torch.device) -> list[str]:
+    """What would run, a line each; one line with the error where not even a small model can be built."""
+    try:
+        engine = small_engine(small_model(device, tried_dtype(device)), caching=True)
+    except Exception as error:  # whatever is wrong with this machine
+        return [f"nothing: {_one_line(error)}"]
+    return engine.describe().splitlines()
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """The self-test; an error that ends it is a check that failed."""
+    try:
+        yield from self_test(device)
+    except Exception as error:
+        yield Check("the self-test runs to its end", False, _one_line(error))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def requirements() -> list[Requirement]:

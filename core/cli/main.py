@@ -16,6 +16,7 @@ from .options import Parser
 
 HEADLINE = "The prefix cache for hybrid language models: Mamba-2, gated delta nets, short convolutions."
 RUN = "Run a script of megatron-core on the drop-in, and say what it replaced and what was resumed."
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["run"]:  # its script's own options are not ours
         return mcore.main(words[1:], "mambaslots run")
     options = make_parser().parse_args(words)
-    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=options.log_level.upper(), format=LOG_FORMAT)
     try:
         return int(options.run(options))
     except (ValueError, OSError, ImportError) as error:

@@ -39,7 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="queue limit; further requests get 429 (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--max-body-mb", type=positive, default=16.0, metavar="MB", help="of a request (default: %(default)s)"
+        "--max-body-mb",
+        type=positive,
+        metavar="MB",
+        help="longest body of a request (default: 1 MiB, and 16 bytes a token of --max-sequence-length)",
     )
     group.add_argument(
         "--request-timeout-s", type=positive, default=600.0, metavar="S", help="(default: %(default)s)"
@@ -60,8 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..serve import ServerSettings, serve
+    from ..serve import ServerSettings, check_installed, serve
 
+    check_installed()
     settings = ServerSettings(**server_settings(options))
     loaded = load_model(options)
     return serve(make_engine(loaded, options), loaded, settings)
@@ -76,7 +80,7 @@ def server_settings(options: argparse.Namespace) -> dict[str, Any]:
         "api_keys": read_keys(options.api_keys) if options.api_keys else {},
         "admin_key": os.environ.get(ADMIN_KEY) or None,
         "max_waiting_requests": options.max_waiting_requests,
-        "max_body_bytes": int(options.max_body_mb * (1 << 20)),
+        "max_body_bytes": int(options.max_body_mb * (1 << 20)) if options.max_body_mb else None,
         "request_timeout_s": options.request_timeout_s,
         "drain_timeout_s": options.drain_timeout_s,
         "allowed_origins": tuple(options.allowed_origin),

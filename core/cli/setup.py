@@ -1,11 +1,12 @@
 """From options to a loaded model and an engine."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..config import InferenceConfig
+from ..inference.contexts.input_pool import InputPool
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, load
 from ..state_spec import HybridStateSpec
@@ -44,7 +45,14 @@ def make_engine(loaded: LoadedModel, options: argparse.Namespace) -> DynamicInfe
     """An engine of a command line with `options.add_engine`."""
     spec = loaded.model.state_spec()
     config = inference_config(spec, options, _memory_gb(spec.device, options))
-    return DynamicInferenceEngine(loaded.model, config)
+    try:
+        return DynamicInferenceEngine(loaded.model, config)
+    except (RuntimeError, MemoryError) as error:  # torch has no class of errors for a CPU's memory
+        if "memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        raise ValueError(
+            "the pools do not fit into memory; accepted: less --memory-gb, or smaller pools"
+        ) from error
 
 
 def _memory_gb(device: torch.device, options: argparse.Namespace) -> float:
@@ -62,15 +70,14 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
     block = options.block_size_tokens or -(-SMALLEST_BLOCK[spec.device.type] // spec.grid) * spec.grid
     caching = not options.no_prefix_caching
     sizes = {name: getattr(options, name) for name in _POOL_SIZES}
-    if all(size is None for size in sizes.values()):
-        longest = options.max_sequence_length
-        pools = Pools.of(spec, memory_gb, block, options.max_requests, longest, caching)
-        sizes |= {"num_kv_blocks": pools.num_kv_blocks, "num_mamba_slots": pools.num_mamba_slots}
+    share = all(size is None for size in sizes.values())
+    if share:
+        sizes |= {"num_kv_blocks": 1, "num_mamba_slots": 1 if caching else None}
     elif sizes["num_kv_blocks"] is None and sizes["buffer_size_gb"] is None:
         raise ValueError(
             "--num-kv-blocks and --buffer-size-gb are missing; accepted: both pools with sizes, or none"
         )
-    return InferenceConfig(
+    config = InferenceConfig(
         block_size_tokens=block,
         max_requests=options.max_requests,
         max_tokens=max(options.max_tokens_per_step, options.max_requests, block),
@@ -81,48 +88,64 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
         batch_invariant=options.batch_invariant,
         **sizes,
     )
+    if not share:
+        return config
+    pools = Pools.of(spec, memory_gb, config)
+    return replace(config, num_kv_blocks=pools.num_kv_blocks, num_mamba_slots=pools.num_mamba_slots)
 
 
 @dataclass(frozen=True)
 class Pools:
     """How many units of the two pools a budget buys.
 
-    Running requests come first: their live states are paid. Half of what is left is for cached states, half
-    for KV, but at least the KV of one longest sequence, and never more of either than could be used.
+    Running requests come first: their live states, and the inputs that they keep for replays. Half of what is
+    left is for cached states, half for KV, but at least the KV of one longest sequence, and never more of
+    either than could be used.
     """
 
     num_kv_blocks: int
     num_mamba_slots: int | None
 
     @classmethod
-    def of(
-        cls,
-        spec: HybridStateSpec,
-        memory_gb: float,
-        block: int,
-        max_requests: int,
-        longest: int,
-        caching: bool,
-    ) -> "Pools":
+    def of(cls, spec: HybridStateSpec, memory_gb: float, sizes: InferenceConfig) -> "Pools":
         """
+        Args:
+            spec: the model's states and KV.
+            memory_gb: the budget of all pools together.
+            sizes: everything but the sizes of the pools.
+
         Raises:
-            ValueError: the budget does not buy the states of running requests and the KV of one sequence.
+            ValueError: the budget does not buy what running requests need, one state and the KV of one
+                sequence.
         """
+        block, longest, caching = (
+            sizes.block_size_tokens,
+            sizes.max_sequence_length,
+            sizes.enable_prefix_caching,
+        )
         state, kv_block = spec.slot_bytes, spec.kv_block_bytes(block)
+        running = sizes.max_requests * _bytes_of_a_running_request(spec, sizes)
         blocks_of_one = -(-longest // block) + 1
-        budget = int(memory_gb * GIGABYTE) - max_requests * state
+        budget = int(memory_gb * GIGABYTE) - running
         least = blocks_of_one * kv_block + (state if caching else 0)
         if budget < least:
-            needed = (least + max_requests * state) / GIGABYTE
             raise ValueError(
-                f"--memory-gb is {memory_gb:.3g}; accepted: at least {needed:.3g} for {max_requests} running "
-                f"requests (--max-requests) and the KV of one sequence of {longest} tokens "
-                "(--max-sequence-length)"
+                f"--memory-gb is {memory_gb:.3g}; accepted: at least {(least + running) / GIGABYTE:.3g} for "
+                f"{sizes.max_requests} running requests (--max-requests) and the KV of one sequence of "
+                f"{longest} tokens (--max-sequence-length)"
             )
-        most_blocks = 64 * max_requests * blocks_of_one
+        most_blocks = 64 * sizes.max_requests * blocks_of_one
         for_states = max(budget // 2, state) if caching and kv_block else budget if caching else 0
         for_states = min(for_states, budget - blocks_of_one * kv_block)
         slots = min(for_states // state, most_blocks) if state and caching else 1 if caching else None
         left = budget - (slots or 0) * state
-        blocks = min(left // kv_block, most_blocks) if kv_block else most_blocks
-        return cls(blocks, slots)
+        return cls(min(left // kv_block, most_blocks) if kv_block else most_blocks, slots)
+
+
+def _bytes_of_a_running_request(spec: HybridStateSpec, sizes: InferenceConfig) -> int:
+    """Its live states, and its inputs where decodes replay."""
+    if not sizes.replays:
+        return (1 + sizes.num_speculative_tokens) * spec.slot_bytes
+    chunk = spec.chunk_tokens(sizes.block_size_tokens)
+    inputs = InputPool(spec.states, 1, chunk, sizes.num_speculative_tokens, torch.device("meta"))
+    return spec.slot_bytes + inputs.num_bytes

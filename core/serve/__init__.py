@@ -10,9 +10,17 @@ if TYPE_CHECKING:
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
     from ..loaded_model import LoadedModel
 
-__all__ = ["ServerSettings", "make_app", "serve"]
+__all__ = ["ServerSettings", "check_installed", "make_app", "serve"]
 
 _NEEDED = "the server needs FastAPI, uvicorn and prometheus_client: pip install 'mambaslots[serve]'"
+
+
+def check_installed() -> None:
+    """Raise an ImportError, which names the extra, unless what the server needs can be imported."""
+    try:
+        from . import server  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError(_NEEDED) from error
 
 
 def make_app(engine: "DynamicInferenceEngine", loaded: "LoadedModel", settings: ServerSettings) -> "FastAPI":
@@ -21,10 +29,9 @@ def make_app(engine: "DynamicInferenceEngine", loaded: "LoadedModel", settings: 
     Raises:
         ImportError: the extra is not installed.
     """
-    try:
-        from . import app
-    except ModuleNotFoundError as error:
-        raise ImportError(_NEEDED) from error
+    check_installed()
+    from . import app
+
     return app.make_app(engine, loaded, settings)
 
 
@@ -34,8 +41,7 @@ def serve(engine: "DynamicInferenceEngine", loaded: "LoadedModel", settings: Ser
     Raises:
         ImportError: the extra is not installed.
     """
-    try:
-        from . import server
-    except ModuleNotFoundError as error:
-        raise ImportError(_NEEDED) from error
+    check_installed()
+    from . import server
+
     return server.serve(engine, loaded, settings)

@@ -11,7 +11,8 @@ MAX_MESSAGES = 10_000
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TOOL_CHOICES = ("none", "auto", "required")
 _NOT_VARIABLES = frozenset((
-    "self", "messages", "conversation", "add_generation_prompt", "marked_messages", "tools", "tool_choice",
+    "self", "messages", "conversation", "add_generation_prompt", "marked_messages", "max_prompt_tokens",
+    "tools", "tool_choice",
     "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "documents",
 ))  # fmt: skip

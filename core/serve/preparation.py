@@ -8,7 +8,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.policies.checkpoint_plan import CheckpointPlan
 from ..loaded_model import LoadedModel
 from ..sampling_params import SamplingParams
-from ..text import TextCodec
+from ..text import PromptTooLongError, TextCodec
 from ..validation import INT64_MAX
 from .errors import RequestError, bad_field
 from .options import Options
@@ -88,21 +88,29 @@ class Lengths:
         room = self.longest - num_prompt_tokens
         wanted = asked if asked is not None else max(1, min(room, default or room))
         if wanted > room:
-            message = (
-                f"the prompt has {num_prompt_tokens} tokens and the answer up to {wanted}; accepted: "
-                f"together at most max_sequence_length ({self.max_sequence_length}) and the KV pool "
-                f"({self.pool})"
-            )
-            if self.step is not None:
-                message += f", and {self.step} without chunked prefill"
-            raise bad_field("max_tokens", message, "context_length_exceeded")
+            raise self.too_long(num_prompt_tokens, wanted)
         return wanted
+
+    def longest_prompt(self, asked: int | None) -> int:
+        """The most tokens of a prompt before an answer of `asked` tokens, or of at least one."""
+        return self.longest - (1 if asked is None else asked)
+
+    def too_long(self, num_prompt_tokens: int, asked: int | None, is_exact: bool = True) -> RequestError:
+        """The error of a prompt of so many tokens, or of so many at least, and an answer."""
+        found = f"{'' if is_exact else 'at least '}{num_prompt_tokens}"
+        message = (
+            f"the prompt has {found} tokens and the answer up to {1 if asked is None else asked}; accepted: "
+            f"together at most max_sequence_length ({self.max_sequence_length}) and the KV pool ({self.pool})"
+        )
+        if self.step is not None:
+            message += f", and {self.step} without chunked prefill"
+        return bad_field("max_tokens", message, "context_length_exceeded")
 
 
 class Preparation:
     """Turns requests into jobs: tokens, sampling parameters and checkpoint plans.
 
-    It works on text, which takes time; call it outside the event loop, in one thread at a time.
+    It works on text, which takes time; call it outside the event loop, in any threads.
 
     Args:
         engine: gives the limits and the plan; it is not called.
@@ -118,6 +126,9 @@ class Preparation:
 
     def completion(self, request: CompletionRequest) -> Job:
         """The job of a completion; a RequestError where its prompts or lengths are wrong."""
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                self._check_text(prompt, request.options.max_tokens)
         prompts = [(self._tokens(prompt), request.checkpoints) for prompt in request.prompts]
         for tokens, marks in prompts:
             if marks and max(marks) > len(tokens):
@@ -132,12 +143,26 @@ class Preparation:
             raise bad_field(
                 "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
             )
+        asked = request.options.max_tokens
         try:
-            marked = text.encode_chat_marked(chat.messages, marked_messages=chat.marked, **chat.variables)
+            marked = text.encode_chat_marked(
+                chat.messages,
+                marked_messages=chat.marked,
+                max_prompt_tokens=self.lengths.longest_prompt(asked),
+                **chat.variables,
+            )
+        except PromptTooLongError as error:
+            raise self.lengths.too_long(error.num_tokens, asked, error.is_exact) from None
         except ValueError as error:
             raise bad_field("messages", str(error)) from None
         default = self._loaded.generation.num_tokens_to_generate
         return self._job("messages", [(marked.tokens, marked.marks)], request.options, default)
+
+    def _check_text(self, prompt: str, asked: int | None) -> None:
+        """Refuse a text that is too long whatever its tokens are."""
+        longest = self.lengths.longest_prompt(asked)
+        if len(prompt) > longest < (fewest := self._text("prompt").fewest_tokens(prompt)):
+            raise self.lengths.too_long(fewest, asked, is_exact=False)
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         return self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt

@@ -27,13 +27,14 @@ from .settings import ServerSettings
 T = TypeVar("T")
 SALT_HEADER = "x-cache-salt"
 _LONGEST_STEP_S = 30.0
+_LONG_BODY_BYTES = 2**18
 
 
 class Service:
     """Takes requests for one engine.
 
-    Bodies are parsed, and prompts encoded, in one thread beside the event loop, so that a long prompt holds
-    up no stream.
+    Bodies are parsed, and prompts encoded, in threads beside the event loop, so that a long prompt holds up
+    no stream. Long bodies have a thread of their own, so that they hold up only each other.
 
     Attributes:
         engine: serves the prompts.
@@ -54,7 +55,7 @@ class Service:
         self.reader = Reader(settings.model_name, engine.context.spec.vocab_size, max_choices)
         self.preparation = Preparation(engine, loaded, max_choices)
         self.is_draining = False
-        self._text_thread = ThreadPoolExecutor(1, "mambaslots-text")
+        self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
         self._max_open = settings.max_waiting_requests + engine.config.max_requests
         self._num_open = 0
         self._none_open = asyncio.Event()
@@ -86,7 +87,8 @@ class Service:
         await self.engine.close(_LONGEST_STEP_S)
         with contextlib.suppress(ValueError):  # it has failed, and the engine dropped it
             self.monitor.close()
-        self._text_thread.shutdown(wait=False, cancel_futures=True)
+        for thread in self._text_threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def trouble(self) -> RequestError | None:
@@ -124,7 +126,7 @@ class Service:
             deadline = asyncio.get_running_loop().time() + self.settings.request_timeout_s
             body = await before(deadline, read_body(request, self.settings.max_body_bytes))
             header_salt = _header_salt(request)
-            job = await before(deadline, self._beside_the_loop(lambda: job_of(body, header_salt)))
+            job = await before(deadline, self._beside_the_loop(len(body), lambda: job_of(body, header_salt)))
             salt = engine_salt(tenant, job.options.cache_salt, bool(self.settings.api_keys))
             if salt is not None:
                 self.monitor.name_salt(salt, tenant)
@@ -147,8 +149,9 @@ class Service:
         """The job of a body of /v1/chat/completions."""
         return self.preparation.chat(self.reader.chat(parsed_object(body), header_salt))
 
-    async def _beside_the_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+    async def _beside_the_loop(self, num_bytes: int, work: Callable[[], T]) -> T:
+        thread = self._text_threads[num_bytes > _LONG_BODY_BYTES]
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     def _end_request(self) -> None:
         self._num_open -= 1

@@ -12,6 +12,8 @@ Render = Callable[[Sequence[Message], bool], str]
 
 MAX_MARKED_MESSAGES = 16
 """Of more marked messages the last ones count: each costs a rendering."""
+_MAX_RENDERED = 20_000
+"""Messages of all renderings together: a chat of thousands of messages has fewer marks, not late ones."""
 _NUM_TURNS = 3
 """User turns, counted from the end, whose branches are looked for."""
 _CALL_ID = "abcde1234"
@@ -41,7 +43,7 @@ class ChatBranches:
     of the longest common prefix with another chat's text. A chat that the template refuses gives no branch.
 
     A chat of one turn takes 3 renderings beside its own, a longer one at most 8. Tools take one more, and so
-    does each marked message.
+    does each marked message. A rendering with which `_MAX_RENDERED` messages are exceeded is left out.
 
     Args:
         text: of `messages`, as `render` gave it.
@@ -55,6 +57,7 @@ class ChatBranches:
         self._messages = list(messages)
         self._render = render
         self._has_tools = has_tools
+        self._num_rendered = 0
         self._other = _character_outside(text)
         users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
         self._first_user = users[0] if users else None
@@ -126,6 +129,9 @@ class ChatBranches:
             yield Branch(date.start(), self._other)
 
     def _leaves(self, messages: Sequence[Message], add_generation_prompt: bool) -> Iterator[Branch]:
+        if self._num_rendered + len(messages) > _MAX_RENDERED:
+            return
+        self._num_rendered += len(messages)
         try:
             other = self._render(messages, add_generation_prompt)
         except Exception:  # a template is code
@@ -144,7 +150,8 @@ class ChatBranches:
 
 def _character_outside(text: str) -> str:
     """A character that `text` does not have: a chat that goes on with this character leaves the text."""
-    return next((character for character in map(chr, range(0xE000, 0xF900)) if character not in text), "\0")
+    present = set(text)  # one pass, because a client may send any number of these characters
+    return next((one for one in map(chr, range(0xE000, 0xF900)) if one not in present), "\0")
 
 
 def _common_length(first: str, second: str) -> int:

@@ -32,6 +32,38 @@ class CuttingTokenizer(Tokenizer, Protocol):
         """`encode` without added special tokens, and a cut for each special token, in order."""
 
 
+@runtime_checkable
+class BoundedTokenizer(Tokenizer, Protocol):
+    """A tokenizer that may know how many characters one token stands for.
+
+    Attributes:
+        longest_token: no token of any text stands for more characters of it; None where that is not known.
+    """
+
+    @property
+    def longest_token(self) -> int | None: ...
+
+
+class PromptTooLongError(ValueError):
+    """A chat has more tokens than the caller takes.
+
+    Attributes:
+        num_tokens: tokens of the chat, or fewer.
+        limit: how many the caller takes.
+        is_exact: whether the chat has `num_tokens`, no more.
+    """
+
+    def __init__(self, num_tokens: int, limit: int, is_exact: bool) -> None:
+        found = f"{'' if is_exact else 'at least '}{num_tokens}"
+        super().__init__(f"the chat has {found} tokens; accepted: at most {limit}")
+        self.num_tokens = num_tokens
+        self.limit = limit
+        self.is_exact = is_exact
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.num_tokens, self.limit, self.is_exact), self.__dict__
+
+
 class Template(Protocol):
     """What a `TextCodec` asks of a chat template; `ChatTemplate` is one."""
 
@@ -55,6 +87,11 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts around each text."""
         return self.tokenizer.encode(instance("text", text, str), add_special_tokens=True)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without encoding it; 0 where none is known."""
+        longest = self.tokenizer.longest_token if isinstance(self.tokenizer, BoundedTokenizer) else None
+        return -(-len(text) // longest) if longest else 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -88,6 +125,7 @@ class TextCodec:
         add_generation_prompt: bool = True,
         *,
         marked_messages: Collection[int] = (),
+        max_prompt_tokens: int | None = None,
         **variables: Any,
     ) -> MarkedPrompt:
         """Token ids of a chat, and the positions where conversations that begin like it branch.
@@ -102,11 +140,13 @@ class TextCodec:
         Args:
             messages, add_generation_prompt, variables: as for `encode_chat`.
             marked_messages: indices of messages whose ends are to be marked, too, before all others.
+            max_prompt_tokens: a longer chat is refused before marks are looked for; None takes any.
 
         Returns:
             The tokens of `encode_chat`, and marks.
 
         Raises:
+            PromptTooLongError: the chat has more tokens than `max_prompt_tokens`.
             ValueError: as `encode_chat`; or a marked message does not exist.
         """
         template = self._checked_template(messages)
@@ -114,16 +154,21 @@ class TextCodec:
         marked = integers("marked_messages", listed, 0, len(messages) - 1)
         generation = boolean("add_generation_prompt", add_generation_prompt)
         text = template.render(messages, generation, **variables)
+        limit = len(text) if max_prompt_tokens is None else max_prompt_tokens
+        if len(text) > limit < (fewest := self.fewest_tokens(text)):
+            raise PromptTooLongError(fewest, limit, is_exact=False)
+        if isinstance(self.tokenizer, CuttingTokenizer):
+            tokens, cuts = self.tokenizer.encode_with_cuts(text)
+        else:
+            tokens, cuts = self._encode_part(text), []
+        if max_prompt_tokens is not None and len(tokens) > max_prompt_tokens:
+            raise PromptTooLongError(len(tokens), max_prompt_tokens, is_exact=True)
         branches = ChatBranches(
             text,
             messages,
             render=lambda other, add: template.render(other, add, **variables),
             has_tools=bool(variables.get("tools")),
         )
-        if isinstance(self.tokenizer, CuttingTokenizer):
-            tokens, cuts = self.tokenizer.encode_with_cuts(text)
-        else:
-            tokens, cuts = self._encode_part(text), []
         marks = branch_tokens(text, tokens, cuts, branches.find(marked), self._encode_part)
         return MarkedPrompt(tokens, marks)
 

@@ -1,18 +1,27 @@
 """Marks of a chat: where the conversations that clients send next leave it, whatever its template does."""
 
 import os
+import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, MarkedPrompt, TextCodec
-from mambaslots.text.chat_branches import MAX_MARKED_MESSAGES
+from mambaslots.text import (
+    ByteTokenizer,
+    ChatTemplate,
+    GenerationDefaults,
+    MarkedPrompt,
+    PromptTooLongError,
+    TextCodec,
+)
+from mambaslots.text.chat_branches import MAX_MARKED_MESSAGES, ChatBranches
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 try:
@@ -167,6 +176,51 @@ def test_a_template_that_refuses_all_other_chats_gives_the_tokens(error: type[Ex
     assert prompt == MarkedPrompt(GEMMA.encode_chat(CHAT), ())
 
 
+def test_a_chat_that_is_too_long_is_refused_before_marks_are_looked_for() -> None:
+    template = CountingTemplate(ChatTemplate(TEMPLATES["Gemma, no system role, roles alternate"]))
+    codec = TextCodec(GEMMA.tokenizer, template)
+    tokens = codec.encode_chat_marked(CHAT).tokens
+    assert codec.encode_chat_marked(CHAT, max_prompt_tokens=len(tokens)).tokens == tokens
+    template.calls = 0
+    with pytest.raises(PromptTooLongError, match=f"has {len(tokens)} tokens; accepted: at most") as raised:
+        codec.encode_chat_marked(CHAT, max_prompt_tokens=len(tokens) - 1)
+    assert (raised.value.num_tokens, raised.value.is_exact, template.calls) == (len(tokens), True, 1)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    with (
+        patch.object(GEMMA.tokenizer, "encode_with_cuts", side_effect=AssertionError),
+        pytest.raises(PromptTooLongError, match="at least") as raised,
+    ):
+        codec.encode_chat_marked(CHAT, max_prompt_tokens=2)
+    assert 2 < raised.value.num_tokens < len(tokens)
+    assert not raised.value.is_exact
+
+
+@given(parts=st.lists(st.sampled_from(["<", "|", "é", "\U0001f600", *GEMMA.tokenizer.special_tokens])))
+def test_no_text_has_fewer_tokens_than_is_said(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert GEMMA.fewest_tokens(text) <= len(GEMMA.encode(text))
+
+
+class CountingText(str):
+    """Counts the searches of the whole text."""
+
+    num_searches = 0
+
+    def __contains__(self, part: object) -> bool:
+        self.num_searches += 1
+        return super().__contains__(part)  # type: ignore[arg-type]
+
+
+def test_a_text_with_all_private_characters_is_searched_once() -> None:
+    text = CountingText("".join(map(chr, range(0xE000, 0xF900))))
+    ChatBranches(text, [user(text)], render=lambda messages, generation: text, has_tools=False)
+    assert text.num_searches <= 1
+    content = str(text) + "Why?"
+    assert CHATML.encode_chat_marked([SYSTEM, user(content)]).tokens == CHATML.encode_chat(
+        [SYSTEM, user(content)]
+    )
+
+
 def test_a_chat_that_the_template_refuses_is_refused() -> None:
     with pytest.raises(ValueError, match="roles must alternate"):
         MISTRAL.encode_chat_marked([*CHAT, user("Three?")])
@@ -203,6 +257,24 @@ def test_renderings_do_not_grow_with_the_chat() -> None:
         assert template.calls == expected
         codec.encode_chat_marked(messages, tools=TOOLS, marked_messages=[0])
         assert template.calls == 2 * expected + 2
+
+
+def test_thousands_of_messages_are_not_rendered_again_and_again() -> None:
+    class Counting(CountingTemplate):
+        num_messages = 0
+
+        def render(self, messages: Any, *arguments: Any, **variables: Any) -> str:
+            self.num_messages += len(messages)
+            return super().render(messages, *arguments, **variables)
+
+    template = Counting(ChatTemplate(TEMPLATES["ChatML, earlier thinking dropped"]))
+    messages = [SYSTEM, *[user("q"), assistant("a")] * 4500, user("q")]
+    prompt = TextCodec(CHATML.tokenizer, template).encode_chat_marked(
+        messages, marked_messages=[0, *range(9000)]
+    )
+    assert 2 * len(messages) < template.num_messages < 30_000
+    system = CHATML.encode_chat([SYSTEM], add_generation_prompt=False)
+    assert any(abs(mark - len(system)) < 20 for mark in prompt.marks)
 
 
 # ---- the promise

@@ -55,6 +55,19 @@ def test_a_cache_that_misses_does_not_work(
     assert "WRONG its repeat and its continuation resume" in capsys.readouterr().out
 
 
+def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*arguments: object, **more: object) -> None:
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(doctor, "small_engine", fail)
+    monkeypatch.setattr(self_test, "small_engine", fail)
+    assert main(["doctor", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert "  nothing: RuntimeError: no kernel image is available\n" in printed
+    assert "WRONG the self-test runs to its end: RuntimeError: no kernel image is available" in printed
+    assert printed.splitlines()[-1] == "does not work"
+
+
 @pytest.mark.parametrize(
     ("requirement", "said"),
     [

@@ -1,6 +1,7 @@
 """The command line: what it accepts, how it says mistakes, and what its options become."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ import mambaslots as ms
 import pytest
 from mambaslots.cli.main import main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
-from mambaslots.cli.setup import GIGABYTE, inference_config
+from mambaslots.cli.setup import inference_config
 
+DRAFTS = ("--num-speculative-tokens", "4")
 MODEL = str(Path(__file__).parents[3] / "models/tiny-code")
 
 
@@ -35,7 +37,7 @@ def test_python_m_runs_the_command() -> None:
         (["serve", MODEL, "--memory-gb", "nan"], "argument --memory-gb: 'nan'; accepted: a number > 0"),
         (["serve", MODEL, "--max-req", "3"], "unrecognized arguments: --max-req 3"),
         (["serve", MODEL, "--api-keys", "/no"], "argument --api-keys: '/no'; accepted: a file"),
-        (["run", "/no/script"], "mambaslots.mcore: /no/script is no file"),
+        (["run", "/no/script"], "/no/script is no file; usage: mambaslots run"),
         (["chat", MODEL, "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
     ],
 )
@@ -93,17 +95,19 @@ def test_options_are_fields_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["M-M*-M-", "MM", "**", "G*"])
-@pytest.mark.parametrize("options", [(), ("--no-prefix-caching",), ("--max-requests", "40")])
-@pytest.mark.parametrize("memory_gb", [0.05, 1.0])
+@pytest.mark.parametrize(
+    "options", [(), ("--no-prefix-caching",), DRAFTS, ("--batch-invariant", "--max-requests", "40")]
+)
+@pytest.mark.parametrize("memory_gb", [0.05, 0.4])
 def test_a_budget_is_kept_and_serves(pattern: str, options: tuple[str, ...], memory_gb: float) -> None:
     extra = {"delta_num_key_heads": 2, "delta_key_dim": 16, "delta_num_value_heads": 4, "delta_value_dim": 16}
     model = {"pattern": pattern} | (extra if "G" in pattern else {})
     config = config_of("--max-sequence-length", "512", *options, memory_gb=memory_gb, **model)
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
     blocks, slots = config.num_kv_blocks or 0, config.num_mamba_slots or 0
-    taken = (config.max_requests + slots) * spec.slot_bytes
-    taken += blocks * spec.kv_block_bytes(config.block_size_tokens)
-    assert taken <= memory_gb * GIGABYTE
+    said = re.search(r"total ([\d.e+]+) MiB", ms.DynamicInferenceContext(spec, config).memory.summary())
+    assert said is not None
+    assert float(said[1]) <= 1.001 * 1024 * memory_gb  # four digits are printed
     assert blocks * config.block_size_tokens >= config.max_sequence_length
     assert (slots > 0) == config.enable_prefix_caching
 

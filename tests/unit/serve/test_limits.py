@@ -2,15 +2,19 @@
 
 import json
 import logging
+import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mambaslots as ms
 import openai
 import pytest
 from mambaslots.serve.keys import engine_salt
+from oracle.gated_model import PATIENCE_S
 from oracle.served import Reply, Served, serving, small_config, tiny_loaded
 
 PROMPT = [5 + i % 80 for i in range(100)]
@@ -198,6 +202,54 @@ def test_the_queue_has_an_end(served: Served) -> None:
     free()
     assert ask(served, "key-of-ann").status == 200
     assert "times n are 3 answers; accepted: 2" in ask(served, "key-of-ann", n=3).error["message"]
+
+
+def test_a_text_that_cannot_fit_is_refused_without_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("the text is encoded")
+
+    with serving(tiny_loaded(), small_config()) as served:
+        fits, chat = "a" * 2000, [{"role": "user", "content": "a" * 3000}]
+        assert served.post("/v1/completions", {"prompt": fits, "max_tokens": 1}).status == 200
+        exact = served.post("/v1/chat/completions", {"messages": chat})
+        tokenizer = served.app.state.service.loaded.text.tokenizer
+        monkeypatch.setattr(type(tokenizer), "encode", refuse)
+        monkeypatch.setattr(type(tokenizer), "encode_with_cuts", refuse)
+        huge = "a" * 100_000
+        bounds = (
+            served.post("/v1/completions", {"prompt": huge}),
+            served.post("/v1/completions", {"prompt": ["a", huge]}),
+            served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": huge}]}),
+        )
+    assert re.search(
+        r"the prompt has 30\d\d tokens and the answer up to 1; accepted: ", exact.error["message"]
+    )
+    for reply in bounds:
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert reply.error["param"] == exact.error["param"]
+        assert "the prompt has at least " in reply.error["message"]
+
+
+def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
+    entered, held = threading.Event(), threading.Event()
+    with serving(tiny_loaded(), small_config()) as served:
+        service = served.app.state.service
+        prepare = service.completion_job
+
+        def hold(body: bytes, salt: str | None) -> Any:
+            if len(body) > 10_000:
+                entered.set()
+                assert held.wait(PATIENCE_S)
+            return prepare(body, salt)
+
+        service.completion_job = hold
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(served.post, "/v1/completions", {"prompt": "a" * 300_000})
+            assert entered.wait(PATIENCE_S)
+            assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status == 200
+            assert not long.done()
+            held.set()
+            assert long.result().status == 400
 
 
 # ---- what others learn
