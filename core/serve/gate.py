@@ -5,6 +5,7 @@ import secrets
 import time
 import traceback
 
+from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -50,7 +51,7 @@ class Gate:
             await send(message)
 
         try:
-            tenant = self._keys.admit(scope["path"], scope["headers"])
+            tenant = self._keys.admit(get_route_path(scope), scope["headers"])
             scope.setdefault("state", {}).update(request_id=request_id, tenant=tenant)
             await self._app(scope, receive, send_with_id)
         except RequestError as error:

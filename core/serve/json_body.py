@@ -20,17 +20,27 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONTAINERS = {list, dict}
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """The body of a request whose content is JSON.
 
     Raises:
-        RequestError: the content is of another type (415), or longer than `max_bytes` (413).
+        RequestError: the content is of another type (415), longer than `max_bytes` (413), or not complete
+            after `timeout_s` (408).
         ClientDisconnect: the client is gone.
     """
     _check_type(request)
     length = int(request.headers.get("content-length", "0"))  # the server of HTTP lets numbers through only
     if length > max_bytes:
         raise _too_long(max_bytes, closes=length > _MAX_DISCARDED_BYTES)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, max_bytes)
+    except TimeoutError:
+        message = f"the body was not complete after {timeout_s:g} s"
+        raise RequestError(408, message, code="body_timeout", headers={"connection": "close"}) from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     num_bytes = 0
     stream = request.stream()
@@ -44,6 +54,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def parsed_object(body: bytes) -> dict[str, Any]:
     """The JSON object that `body` holds.
+
+    No other thread runs while Python parses what holds no integers.
 
     Raises:
         RequestError: `body` is no UTF-8, no JSON or no object, is nested too deeply, or holds NaN, an
