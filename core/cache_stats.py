@@ -42,7 +42,7 @@ class PoolStats:
         num_free_slots, num_reserved_slots, num_committed_slots: durable slots; together all there are.
         num_pinned_slots: of the committed ones, those that pins and running requests keep from eviction, and
             slots that are read while their block has left.
-        num_states_committed: states, since the beginning; as are the counts of states that follow.
+        num_states_committed: states, since the beginning or `reset`; as are the counts of states that follow.
         num_states_evicted: states that left for a new state.
         num_states_refused: states that were not taken for want of a slot.
         num_states_evicted_unused: states that left for want of memory, and from which nobody had resumed.
@@ -51,7 +51,7 @@ class PoolStats:
         num_free_kv_blocks: blocks that store nothing.
         num_cached_kv_blocks: registered blocks that nobody holds.
         num_held_kv_blocks: blocks that requests or pins hold.
-        num_kv_blocks_registered: blocks, since the beginning.
+        num_kv_blocks_registered: blocks, since the beginning or `reset`.
         kv_blocks_left_by_cause: registered blocks that left; `KVLeaveCause` explains each cause.
         kv_block_ages: of blocks that left for want of memory.
     """

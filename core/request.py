@@ -10,6 +10,8 @@ from .inference.policies.compute_reasons import ComputeReason
 TopLogProbs = tuple[tuple[int, float], ...]
 """Token ids and their log-probs: the most likely tokens at one position, the most likely one first."""
 FinishReason = Literal["length", "stop", "cancelled", "reset", "invalid_logits"]
+EarlyEnd = Literal["cancelled", "stop"]
+"""The finish reasons that a caller may end a request with."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class RequestResult:
         computed_by_reason: the other prompt tokens, by why they were computed.
         num_recomputed_tokens: tokens computed again after the request was preempted.
         ttft_s: seconds from the arrival to the first token; None without one.
-        finish_reason: "length", "stop" (a stop token), "cancelled", "reset" (the engine was reset) or
-            "invalid_logits" (the model's logits for the next token were NaN or infinite).
+        finish_reason: "length", "stop" (a stop token, or the caller found the end), "cancelled", "reset"
+            (the engine was reset) or "invalid_logits" (the model's logits for the next token were NaN or
+            infinite).
     """
 
     request_id: int

@@ -21,13 +21,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def count(at_least: int = 1) -> Callable[[str], int]:
-    """A type of arguments: integers from `at_least` on."""
+def count(at_least: int = 1, at_most: int | None = None) -> Callable[[str], int]:
+    """A type of arguments: integers from `at_least` on, and to `at_most` where it is given."""
+    accepted = f"an integer >= {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
 
     def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < at_least:
-            raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= {at_least}")
-        return int(text)
+        value = int(text) if text.isdecimal() else -1
+        if value < at_least or (at_most is not None and value > at_most):
+            raise argparse.ArgumentTypeError(f"{text!r}; accepted: {accepted}")
+        return value
 
     return integer
 

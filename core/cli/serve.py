@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument(
-        "--port", type=count(0), default=8000, help="0 for any free one (default: %(default)s)"
+        "--port", type=count(0, 65535), default=8000, help="0 for any free one (default: %(default)s)"
     )
     group.add_argument(
         "--model-name", metavar="NAME", help="what clients call it (default: the folder's name)"

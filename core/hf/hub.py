@@ -20,7 +20,8 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
 
     Raises:
         CheckpointError: there is no such folder, and no such name on the hub.
-        ConnectionError: the name has not been downloaded, and the hub cannot be reached.
+        ConnectionError: the name has not been downloaded, and the hub cannot be reached. The cause is
+            its `__cause__`.
         OSError: the files cannot be written.
     """
     if folder := existing_folder("path_or_name", path_or_name):
@@ -48,6 +49,6 @@ def _downloaded(name: str) -> Path:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise
         raise ConnectionError(
-            f"{name!r} is no folder here and has not been downloaded, and there is no network to the hub, or "
-            f"the hub does not answer: {error}; accepted without a network: a folder"
+            f"{name!r} is no folder here and not in the cache of huggingface_hub, and the hub cannot be "
+            "reached; accepted without a network: a folder"
         ) from error

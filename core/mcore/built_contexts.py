@@ -3,7 +3,8 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,14 +78,19 @@ def idle_reason(context: Any) -> str:
 
 
 class BuiltContexts:
-    """All contexts that were built since `install`, in their order."""
+    """All contexts that were built since `install`, in their order.
+
+    Within `remembering` also those that were built before an `uninstall`.
+    """
 
     def __init__(self) -> None:
         self._built: list[BuiltContext] = []
+        self._retired: list[BuiltContext] = []
+        self._remembers = False
 
     @property
     def all(self) -> tuple[BuiltContext, ...]:
-        return tuple(self._built)
+        return (*self._retired, *self._built)
 
     def noting(self, initialize_all_tensors: Callable[[Any], None]) -> Callable[[Any], None]:
         """The host's method, which ends the building of a context, and notes the context behind it."""
@@ -100,13 +106,13 @@ class BuiltContexts:
         """Count a new context; a warning says why nothing is cached."""
         if any(each.context is context for each in self._built):
             return
-        built = BuiltContext.of(context, len(self._built) + 1)
+        built = BuiltContext.of(context, len(self.all) + 1)
         self._built.append(built)
         if built.idle_reason:
             _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
 
     def retire(self) -> None:
-        """Let no context serve any more, and forget all of them.
+        """Let no context serve any more, and forget all of them unless they are to be remembered.
 
         megatron-core's own methods would read the contexts' caches wrongly.
         """
@@ -114,7 +120,19 @@ class BuiltContexts:
             if built.context is not None:
                 for name in _SERVING:
                     setattr(built.context, name, _refuse)
+        if self._remembers:
+            self._retired += self._built
         self._built.clear()
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Remember, within the block, contexts of before an `uninstall`."""
+        self._remembers = True
+        try:
+            yield
+        finally:
+            self._remembers = False
+            self._retired.clear()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

@@ -14,11 +14,11 @@ from typing import NoReturn
 import torch
 
 from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..inference.policies.plan_spec import PLAN_SYNTAX, parse_plan
+from ..inference.policies.plan_spec import UNLIMITED_PLAN_SYNTAX, parse_plan
 from ..inference.policies.slot_eviction import EVICTION_POLICIES
 from .install import built_contexts, install
 from .installation import Installation, shown_versions
-from .overrides import LeftAloneWarning, MissingHostError, UnknownHostError
+from .overrides import MissingHostError, UnknownHostError
 from .run_report import as_dict, described, write_json
 
 COMMAND = "python -m mambaslots.mcore"
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     def plan(spec: str) -> CheckpointPlan:
         try:
-            return parse_plan(spec)
+            return parse_plan(spec, path_limit=False)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -60,8 +60,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             raise argparse.ArgumentTypeError(f"{name} is no file")
         return Path(name)
 
+    def new_file(name: str) -> Path:
+        path = Path(name).absolute()  # the script may change the directory
+        if not path.parent.is_dir() or path.is_dir():
+            raise argparse.ArgumentTypeError(f"{name}; accepted: a path in an existing directory")
+        return path
+
     parser.add_argument(
-        "--plan", type=plan, metavar="SPEC", help=f"which states are taken: {PLAN_SYNTAX}".replace("%", "%%")
+        "--plan",
+        type=plan,
+        metavar="SPEC",
+        help=f"which states are taken: {UNLIMITED_PLAN_SYNTAX}".replace("%", "%%"),
     )
     parser.add_argument(
         "--eviction", choices=EVICTION_POLICIES, help="of states; default: what the script sets"
@@ -83,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json",
-        type=Path,
+        type=new_file,
         metavar="PATH",
         help="write the statistics there; rank N of torchrun writes PATH-rankN",
     )
@@ -112,7 +121,7 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
 def run_script(options: argparse.Namespace) -> int:
     """Install as the options of `add_options` say, run the script, and report; see `main`."""
     rank = int(os.environ.get("RANK", "0"))
-    with _log_to_stderr(logging.ERROR if rank else logging.INFO):
+    with _log_to_stderr(logging.ERROR if rank else logging.INFO), built_contexts.remembering():
         _interpret_without_cuda(speaks=not rank)
         installation = _install(options, speaks=not rank)
         if isinstance(installation, int):
@@ -133,8 +142,7 @@ def run_script(options: argparse.Namespace) -> int:
 def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
     """Install, and say so in one line; where it cannot be, say why in one line and return the exit code."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LeftAloneWarning)  # said below, in the form of our lines
+        with _quiet_import():
             installation = install(options.plan, options.eviction, options.cache_answers, options.strict)
     except (UnknownHostError, MissingHostError) as error:
         _say(f"error: {error}")
@@ -183,6 +191,24 @@ def _interpret_without_cuda(speaks: bool) -> None:
     if speaks:
         settings = " ".join(f"{name}={value}" for name, value in missing.items())
         _say(f"no CUDA device is visible; setting {settings}")
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Show no warning of what is imported.
+
+    megatron-core and torch name optional packages and settings that the cache does not need. What `install`
+    itself warns of is said in the form of our lines.
+    """
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -92,6 +92,7 @@ class Monitor:
         stats = engine.stats()
         self._num_slots = context.prefix_cache.slots.num_slots
         self._num_kv_blocks = context.kv_block_allocator.total_count
+        self._grid = context.spec.grid
         self._state_bytes = context.spec.slot_bytes
         self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
         self._misses = MissWatch(
@@ -99,7 +100,7 @@ class Monitor:
             num_slots=self._num_slots,
             slot_bytes=self._state_bytes,
             kv_block_bytes=self._kv_block_bytes,
-            grid=context.spec.grid,
+            grid=self._grid,
             max_lost_share=real("max_lost_share", max_lost_share, 0.0),
             window_tokens=integer("window_tokens", window_tokens, 1),
             stats=stats,
@@ -203,7 +204,9 @@ class Monitor:
         if record is None and request.request_id >= 0 and request.result is None:
             tenant = self._tenants.of(request.hashes.root)
             arrived_s = request.arrival_s + self._unix_offset_s
-            record = RequestRecord(request, request.request_id, tenant, arrived_s, len(request.prompt_tokens))
+            record = RequestRecord(
+                request, request.request_id, tenant, arrived_s, len(request.prompt_tokens), self._grid
+            )
             self._running[request.request_id] = record
             self._tenants.counts_of(tenant).num_requests += 1
             self._num_added += 1

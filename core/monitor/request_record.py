@@ -17,6 +17,7 @@ class RequestRecord:
         request: the request; dropped when it has ended.
         tenant: whom it counts for.
         arrived_s: seconds since 1970.
+        grid: tokens of the smallest block that the model allows.
         spans: why its prompt tokens were computed: [start, stop, reason] in order. What lies between two
             spans was resumed.
         resume_point: where it last began behind resumed tokens.
@@ -31,6 +32,7 @@ class RequestRecord:
     tenant: str
     arrived_s: float
     num_prompt_tokens: int
+    grid: int
     spans: list[list[Any]] = field(default_factory=list)
     resume_point: int = 0
     queued_s: float | None = None
@@ -94,5 +96,5 @@ class RequestRecord:
             "finish_reason": self.finish_reason,
             "ttft_s": self.ttft_s,
             "inter_token_s": self.inter_token_s,
-            "why": why_not_deeper(self.spans, self.resume_point, self.num_prompt_tokens),
+            "why": why_not_deeper(self.spans, self.resume_point, self.num_prompt_tokens, self.grid),
         }

@@ -81,7 +81,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:
-    gate = Middleware(Gate, keys=Keys(settings.api_keys, settings.admin_key))
+    routes = [*router.routes, *page_routes.router.routes]
+    gate = Middleware(Gate, keys=Keys(settings.api_keys, settings.admin_key), routes=routes)
     if not settings.allowed_origins:
         return [gate]
     cross_origin = Middleware(
@@ -118,7 +119,7 @@ async def model(name: str, request: Request) -> Response:
     return JSONAnswer(_model(request))
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
     trouble = _service(request).trouble
     if trouble is not None:

@@ -4,14 +4,16 @@ import logging
 import secrets
 import time
 import traceback
+from collections.abc import Sequence
 
 from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import RequestError
 from .keys import Keys
-from .responses import error_response
+from .responses import ENDED_BY, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +28,21 @@ class BrokenAnswerError(Exception):
 class Gate:
     """ASGI middleware. Gives each request an id and lets it in if its key is right.
 
-    The log has a line for each request: id, method, route, status and seconds. The line is at DEBUG where a
-    program asks for figures and gets them. An exception is logged as its type and where it was raised:
-    messages of exceptions may quote what clients sent.
+    The log has a line for each request: id, method, route, status and seconds; and what ended an answer
+    before it was complete. The line is at DEBUG where a program asks for figures and gets them. An exception
+    is logged as its type and where it was raised: messages of exceptions may quote what clients sent.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, routes: Sequence[BaseRoute] = ()) -> None:
+        """
+        Args:
+            app: takes the requests that are let in.
+            keys: who may ask.
+            routes: name requests in the log that are not let in.
+        """
         self._app = app
         self._keys = keys
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,8 +60,8 @@ class Gate:
             await send(message)
 
         try:
-            tenant = self._keys.admit(get_route_path(scope), scope["headers"])
-            scope.setdefault("state", {}).update(request_id=request_id, tenant=tenant)
+            scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+            scope["state"]["tenant"] = self._keys.admit(get_route_path(scope), scope["headers"])
             await self._app(scope, receive, send_with_id)
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_id)
@@ -65,12 +74,23 @@ class Gate:
             internal = RequestError(500, f"an internal error; the log of the server has {request_id}")
             await error_response(internal)(scope, receive, send_with_id)
         finally:
-            route = getattr(scope.get("route"), "path", "-")
+            route = self._route_of(scope)
             seconds = time.perf_counter() - begin
             level = logging.DEBUG if route in _WATCHED and status < 400 else logging.INFO
-            logger.log(
-                level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, status or "gone", seconds
-            )
+            told = str(status or "gone")
+            if status and ENDED_BY in scope["state"]:
+                told += f", ended by {scope['state'][ENDED_BY]},"
+            logger.log(level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, told, seconds)
+
+    def _route_of(self, scope: Scope) -> str:
+        """The route of a request, also of one that was refused before it came there; "-" without a route.
+
+        A path that no route takes may be anything, a secret, too.
+        """
+        route = scope.get("route")
+        if route is None:
+            route = next((each for each in self._routes if each.matches(scope)[0] is not Match.NONE), None)
+        return getattr(route, "path", "-")
 
 
 def where(error: BaseException) -> str:

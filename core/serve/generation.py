@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 
 from ..errors import EngineDeadError, KVBlockCapacityError, QueueFullError
 from ..inference.engines.async_engine import AsyncEngine
@@ -53,20 +52,27 @@ class Generation:
         Raises:
             RequestError: the engine takes no request, or could not end one.
         """
-        async with AsyncExitStack() as stack:
-            streams = [await stack.enter_async_context(await self._open(each)) for each in self._job.choices]
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for choice, stream in zip(self._job.choices, streams, strict=True):
-                        tasks.create_task(self._answer(choice, stream, emit))
-            except BaseExceptionGroup as group:
-                raise _first(group) from None
-
-    async def _open(self, choice: Choice) -> AsyncStream:
+        streams: list[AsyncStream] = []
         try:
-            return await self._engine.stream(
+            async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
+                opening = [tasks.create_task(self._open(each, streams)) for each in self._job.choices]
+            async with asyncio.TaskGroup() as tasks:
+                for choice, opened in zip(self._job.choices, opening, strict=True):
+                    tasks.create_task(self._answer(choice, opened.result(), emit))
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
+        """Queue one prompt. Its stream is added to `streams`."""
+        try:
+            stream = await self._engine.stream(
                 choice.tokens, choice.sampling, cache_salt=self._cache_salt, checkpoint_plan=choice.plan
             )
+            streams.append(stream)
+            return stream
         except QueueFullError:
             raise queue_full() from None
         except EngineDeadError:
@@ -86,7 +92,7 @@ class Generation:
                     continue  # until the request has left, and its result is there
                 piece = text.push(tokens)
                 if text.stopped:
-                    stream.cancel()
+                    stream.finish()
                 if piece.text or piece.tokens:
                     await emit(choice.index, piece, None)
         except EngineDeadError:

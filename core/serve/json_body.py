@@ -20,27 +20,17 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONTAINERS = {list, dict}
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a request whose content is JSON.
 
     Raises:
-        RequestError: the content is of another type (415), longer than `max_bytes` (413), or not complete
-            after `timeout_s` (408).
+        RequestError: the content is of another type (415), or longer than `max_bytes` (413).
         ClientDisconnect: the client is gone.
     """
     _check_type(request)
     length = int(request.headers.get("content-length", "0"))  # the server of HTTP lets numbers through only
     if length > max_bytes:
         raise _too_long(max_bytes, closes=length > _MAX_DISCARDED_BYTES)
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await _read(request, max_bytes)
-    except TimeoutError:
-        message = f"the body was not complete after {timeout_s:g} s"
-        raise RequestError(408, message, code="body_timeout", headers={"connection": "close"}) from None
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     num_bytes = 0
     stream = request.stream()
@@ -77,6 +67,12 @@ def parsed_object(body: bytes) -> dict[str, Any]:
     if _SURROGATE_ESCAPE.search(body):
         _check_surrogates(parsed)
     return parsed
+
+
+def body_too_slow() -> RequestError:
+    """The error of a body that did not arrive in time. The connection is closed: the rest may never come."""
+    message = "the body was not complete within the server's time limit for a body"
+    return RequestError(408, message, code="timeout", headers={"connection": "close"})
 
 
 def _check_type(request: Request) -> None:

@@ -10,6 +10,8 @@ from .errors import RequestError
 DEFAULT_TENANT = "default"
 """The tenant of every request to a server without keys."""
 
+_TENANTS = "the key of a tenant"
+_ADMIN = "the admin key"
 _OPEN_PATHS = ("/", "/health")
 _OPEN_FOLDERS = ("/page/",)
 
@@ -47,21 +49,33 @@ class Keys:
 
     def _tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         given = _digest(_bearer(headers))
+        found = self._tenant_with(given)
+        if found is None:
+            raise _refused(
+                "this is the admin key" if self._is_admin(given) else "the API key is wrong", _TENANTS
+            )
+        return found
+
+    def _tenant_with(self, given: bytes) -> str | None:
+        """The tenant whose key has this digest."""
         found = None
         for tenant, digest in self._tenants:  # all of them, so that the time tells nothing
             if hmac.compare_digest(given, digest):
                 found = tenant
-        if found is None:
-            raise _refused("the API key is wrong")
         return found
+
+    def _is_admin(self, given: bytes) -> bool:
+        return self._admin is not None and hmac.compare_digest(given, self._admin)
 
     def _check_admin(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         if self._admin is None:
             if self._tenants:
                 raise RequestError(403, "this path is for the operator, and the server has no admin_key")
             return
-        if not hmac.compare_digest(_digest(_bearer(headers)), self._admin):
-            raise _refused("the admin key is wrong")
+        given = _digest(_bearer(headers))
+        if not self._is_admin(given):
+            is_tenant = self._tenant_with(given) is not None
+            raise _refused("this is a tenant's key" if is_tenant else "the admin key is wrong", _ADMIN)
 
 
 def engine_salt(tenant: str, client_salt: str | None, has_keys: bool) -> bytes | None:
@@ -89,6 +103,6 @@ def _bearer(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     return key.strip()
 
 
-def _refused(reason: str) -> RequestError:
-    message = f"{reason}; accepted: Authorization: Bearer and a key of this server"
+def _refused(reason: str, accepted: str = "Authorization: Bearer and a key of this server") -> RequestError:
+    message = f"{reason}; accepted: {accepted}"
     return RequestError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

@@ -16,7 +16,7 @@ MAX_SALT_LENGTH = 256
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "add_special_tokens": (True,), "allowed_token_ids": ([],), "audio": (),
-    "bad_words": ([],), "best_of": (), "continue_final_message": (False,),
+    "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,),
     "documents": ([],), "dry_multiplier": (0,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none",), "functions": ([],), "guided_choice": (),
     "guided_grammar": (), "guided_json": (), "guided_regex": (),

@@ -56,7 +56,7 @@ def page_file(name: str) -> PageFile:
     return PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-@router.get("/")
+@router.api_route("/", methods=["GET", "HEAD"])
 async def index(request: Request) -> Response:
     return _answer("index.html", request)
 

@@ -11,7 +11,7 @@ from ..sampling_params import SamplingParams
 from ..text import PromptTooLongError, TextCodec
 from ..validation import INT64_MAX
 from .errors import RequestError, bad_field
-from .options import Options
+from .options import MAX_CHOICES, Options
 from .requests import ChatRequest, CompletionRequest
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
@@ -186,6 +186,8 @@ class Preparation:
             message = (
                 f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {self._max_choices}"
             )
+            if self._max_choices < MAX_CHOICES:
+                message += ", the server's max_waiting_requests"
             raise bad_field("n", message)
         choices: list[Choice] = []
         for number, (tokens, marks) in enumerate(prompts):

@@ -14,6 +14,14 @@ from .generation import Generation
 
 _LAST_WORD_S = 1.0
 """Seconds that a client has to take the error that ends its stream."""
+ENDED_BY = "ended_by"
+"""A request's state has what ended its answer before it was complete, under this name."""
+_CAUSES = {
+    "timeout": "the timeout",
+    "cancelled": "the shutdown",
+    "engine_dead": "the engine's failure",
+    "capacity": "too little memory",
+}
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -63,7 +71,8 @@ class GeneratedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_gone(receive, self._answer(scope, receive, send))
+            if not await until_gone(receive, self._answer(scope, receive, send)):
+                scope["state"][ENDED_BY] = "the client"
         finally:
             self._finished()
 
@@ -92,6 +101,7 @@ class StreamedAnswer(GeneratedAnswer):
             if not self._started:
                 raise
             told = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
+            scope["state"][ENDED_BY] = _CAUSES.get(told.code or "", "an error")
             async with asyncio.timeout(_LAST_WORD_S):
                 await self._send(send, told.body)
                 await send({"type": "http.response.body", "body": b""})
@@ -123,18 +133,21 @@ class StreamedAnswer(GeneratedAnswer):
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def before[T](deadline: float, work: Awaitable[T]) -> T:
-    """What `work` returns; a RequestError where the loop's clock shows `deadline` before."""
+async def before[T](deadline: float, work: Awaitable[T], error: RequestError | None = None) -> T:
+    """What `work` returns; an error where the loop's clock shows `deadline` before.
+
+    `error`: what is raised then; None for the error of an answer that is not complete.
+    """
     try:
         async with asyncio.timeout_at(deadline):
             return await work
     except TimeoutError:
         message = "the answer was not complete within the server's time limit for a request"
-        raise RequestError(504, message, code="timeout") from None
+        raise error or RequestError(504, message, code="timeout") from None
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`, whose request was read; cancel it where the client goes away."""
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work`, whose request was read; cancel it where the client goes away. Returns whether it is done."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(receive))
     try:
@@ -146,6 +159,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(working, watching, return_exceptions=True)
     if not is_left:
         working.result()
+    return not is_left
 
 
 async def _gone(receive: Receive) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -17,13 +17,14 @@ from ..monitor import Monitor
 from .answers import Form
 from .errors import RequestError, bad_field
 from .generation import Generation, dead, draining, queue_full
-from .json_body import parsed_object, read_body
+from .json_body import body_too_slow, parsed_object, read_body
 from .keys import engine_salt
 from .options import MAX_CHOICES
 from .preparation import Job, Preparation
 from .requests import Reader
 from .responses import GeneratedAnswer, StreamedAnswer, before
 from .settings import ServerSettings
+from .tools_check import ToolsCheck
 
 T = TypeVar("T")
 SALT_HEADER = "x-cache-salt"
@@ -59,6 +60,7 @@ class Service:
         self.reader = Reader(settings.model_name, engine.context.spec.vocab_size, max_choices)
         self.preparation = Preparation(engine, loaded, max_choices)
         self.is_draining = False
+        self._tools_check = ToolsCheck(loaded.text)
         self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
         self._max_open = settings.max_waiting_requests + engine.config.max_requests
         self._num_open = 0
@@ -128,8 +130,11 @@ class Service:
         self._num_open += 1
         num_answers = 1
         try:
-            deadline = asyncio.get_running_loop().time() + self.settings.request_timeout_s
-            body = await before(deadline, self._body(request))
+            arrival = asyncio.get_running_loop().time()
+            deadline = arrival + self.settings.request_timeout_s
+            body_deadline = min(deadline, arrival + self.settings.body_timeout_s)
+            reading = read_body(request, self.max_body_bytes)
+            body = await before(body_deadline, reading, body_too_slow())
             header_salt = _header_salt(request)
             job = await before(deadline, self._beside_the_loop(len(body), lambda: job_of(body, header_salt)))
             if self._num_open + len(job.choices) - 1 > self._max_open:
@@ -157,14 +162,14 @@ class Service:
 
     def chat_job(self, body: bytes, header_salt: str | None) -> Job:
         """The job of a body of /v1/chat/completions."""
-        return self.preparation.chat(self.reader.chat(parsed_object(body), header_salt))
+        request = self.reader.chat(parsed_object(body), header_salt)
+        job = self.preparation.chat(request)
+        self._tools_check.note(request.chat)
+        return job
 
     async def _beside_the_loop(self, num_bytes: int, work: Callable[[], T]) -> T:
         thread = self._text_threads[num_bytes > _LONG_BODY_BYTES]
         return await asyncio.get_running_loop().run_in_executor(thread, work)
-
-    def _body(self, request: Request) -> Awaitable[bytes]:
-        return read_body(request, self.max_body_bytes, self.settings.body_timeout_s)
 
     def _end_answers(self, num_answers: int) -> None:
         self._num_open -= num_answers

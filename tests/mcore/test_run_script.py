@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -13,7 +14,7 @@ import mambaslots as ms
 import mambaslots.mcore
 import pytest
 from mambaslots.mcore import main
-from mambaslots.mcore.install import _applied
+from mambaslots.mcore.install import _applied, built_contexts
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore.recurrent_host import cpu_as_gpu, make_context
 from megatron.core.inference.contexts import dynamic_context
@@ -81,6 +82,15 @@ def test_arguments_after_the_script_are_the_scripts(tmp_path: Path) -> None:
         (["none.py"], "argument SCRIPT: none.py is no file"),
         (["--plan", "x=1", "a.py"], "argument --plan: plan has 'x=1'; accepted: parts of CheckpointPlan"),
         (["--plan", "decode=0", "a.py"], "argument --plan: decode is 0; accepted: 'rolling' or 'off'"),
+        (
+            ["--plan", "max_states_per_path=4", "a.py"],
+            "argument --plan: plan has 'max_states_per_path=4'; accepted: parts of CheckpointPlan",
+        ),
+        (
+            ["--json", "/no/x.json", __file__],
+            "argument --json: /no/x.json; accepted: a path in an existing d",
+        ),
+        (["--json", "/tmp", __file__], "argument --json: /tmp; accepted: a path in an existing directory"),
         (["--eviction", "fifo", "a.py"], "argument --eviction: invalid choice: 'fifo'"),
         (["--stat", __file__], "unrecognized arguments: --stat"),
     ],
@@ -93,19 +103,16 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mambaslots.mcore: {message}")
+    assert "max_states_per_path=N" not in line
     assert line.endswith("usage: python -m mambaslots.mcore [OPTIONS] SCRIPT [ARGUMENTS...]")
 
 
 def test_a_plan_that_the_host_cannot_serve_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for spec, message in (
-        ("max_states_per_path=2", "plan.max_states_per_path is 2; accepted: None, in megatron-core"),
-        ("no-tail,no-branch,no-chunk_ends,decode=off", "checkpoint_plan is CheckpointPlan(tail=False,"),
-    ):
-        assert main(["--plan", spec, script(tmp_path, "")]) == 2
-        (line,) = said(capsys)
-        assert line.startswith(f"mambaslots.mcore: error: {message}")
+    assert main(["--plan", "no-tail,no-branch,no-chunk_ends,decode=off", script(tmp_path, "")]) == 2
+    (line,) = said(capsys)
+    assert line.startswith("mambaslots.mcore: error: checkpoint_plan is CheckpointPlan(tail=False,")
 
 
 def test_version_and_help_are_printed_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +125,8 @@ def test_version_and_help_are_printed_without_a_script(capsys: pytest.CaptureFix
         f"mambaslots {ms.__version__}, megatron-core {metadata.version('megatron-core')}, "
     )
     assert "usage: mambaslots run [OPTIONS] SCRIPT [ARGUMENTS...]" in printed
+    assert "prefill_interval=N" in printed
+    assert "max_states_per_path" not in printed
 
 
 # ---- what the script comes to
@@ -170,9 +179,66 @@ def test_a_rank_after_the_first_speaks_only_of_an_error(
 def test_statistics_that_cannot_be_written_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "none" / "stats.json"
-    assert main(["--json", str(path), script(tmp_path, "")]) == 0
+    path = tmp_path / "gone" / "stats.json"
+    path.parent.mkdir()
+    assert main(["--json", str(path), script(tmp_path, f"import os; os.rmdir({str(path.parent)!r})")]) == 0
     assert said(capsys)[-1] == f"mambaslots.mcore: error: {path} cannot be written: No such file or directory"
+
+
+BUILDS = """
+import mambaslots.mcore
+from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+
+with cpu_as_gpu():
+    kept = RecurrentHost(make_context())
+    for _ in range(2):
+        kept.serve(tokens(2 * BLOCK + 1, seed=1))
+    RecurrentHost(make_context()).serve(tokens(BLOCK, seed=1))
+    mambaslots.mcore.uninstall()
+    mambaslots.mcore.install()
+    last = make_context()
+    mambaslots.mcore.uninstall()
+"""
+
+
+def test_contexts_that_were_built_before_an_uninstall_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "stats.json"
+    assert main(["--json", str(written), script(tmp_path, BUILDS)]) == 0
+    lines = said(capsys)
+    start = lines.index("mambaslots.mcore: 3 contexts built")
+    assert [line.split("mambaslots.mcore: ")[1].split(":")[0] for line in lines[start + 1 :]] == [
+        "  context 1", "    computed by reason", "    states",
+        "  context 2", "    computed by reason", "    states",
+        "  context 3",
+    ]  # fmt: skip
+    contexts = json.loads(written.read_text())["contexts"]
+    assert [(each["number"], each["num_requests"]) for each in contexts] == [(1, 2), (2, 1), (3, 0)]
+    assert contexts[0]["num_resumed_tokens"] > 0
+    assert not built_contexts.all
+    assert main([script(tmp_path, "")]) == 0
+    assert said(capsys)[-1].startswith(NOTHING_BUILT)
+
+
+def test_a_relative_path_of_statistics_is_that_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["--json", "stats.json", script(tmp_path, "import os; os.chdir('inner')")]) == 0
+    assert (tmp_path / "stats.json").is_file()
+
+
+def test_our_lines_stand_together_whatever_megatron_core_says_at_its_import(tmp_path: Path) -> None:
+    """In a process of its own: this one has imported megatron-core."""
+    path = script(tmp_path, "import warnings; warnings.warn('the script says so')")
+    done = subprocess.run(
+        [sys.executable, "-m", "mambaslots.mcore", path], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("mambaslots.mcore: ")]
+    assert [line.split(": ", 1)[1] for line in lines[:1]] == ["UserWarning: the script says so"]
+    assert len(lines) <= 2
 
 
 def test_our_log_lines_are_shown_once_whatever_the_script_logs(

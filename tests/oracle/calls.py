@@ -1,11 +1,13 @@
 """Every public call of an engine, each in a situation where it has work to do; and how a user goes on."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import mambaslots as ms
+from mambaslots.monitor import Monitor
 
 from .ledger import Entry, Ledger
 from .toy_answers import Ask, answer
@@ -57,15 +59,22 @@ class Stage(Ledger):
     def __init__(self, bystander_length: int | None = None, **settings: Any) -> None:
         """Settings are the engine's; also the toy's `in_place` and `toy`, one of `TOYS`.
 
+        `watched` is one, too: whether a monitor watches the engine.
+
         Args:
             bystander_length: a stream of so many tokens runs beside the call; None for no stream.
         """
+        watched = settings.pop("watched", False)
         in_place, kind = settings.pop("in_place", False), TOYS[settings.pop("toy", "one sum")]
         drafts = settings.get("num_speculative_tokens", 0)
         model = ToyLM(in_place, kind)
         drafter = HalfRightDrafter([TEXT[:14], TEXT[:18], FORK, OTHER[:10]], kind) if drafts else None
         config = ms.InferenceConfig(**(SETTINGS | settings))
         super().__init__(ms.DynamicInferenceEngine(model, config, drafter=drafter), model)
+        if watched:
+            self.monitor = Monitor(self.engine, model_name="toy")
+            # An exception at the line where a `with` ends would keep a lock. No signal comes at that place.
+            self.monitor._lock = nullcontext()  # type: ignore[assignment]
         self.bystanders: list[ms.TokenStream] = []
         self.by_name: dict[str, int] = {}
         self.bystander_length = bystander_length

@@ -274,6 +274,7 @@ def interrupt_call(
     again: bool,
     then: int = 0,
     toy: str = "one sum",
+    watched: bool = False,
 ) -> Tally:
     """Raise `error` at chosen places of a call, each time in a new engine.
 
@@ -281,8 +282,9 @@ def interrupt_call(
         again: whether the user makes the call once more.
         then: how many places later the error is raised a second time; 0 for once.
         toy: the kind of model, one of `TOYS`.
+        watched: whether a monitor watches the engine.
     """
-    trial, tally = Trial(call, new_places, toy=toy), Tally()
+    trial, tally = Trial(call, new_places, toy=toy, watched=watched), Tally()
     tally.num_places = trial.num_places(None)
     for number in choice(tally.num_places):
         where = [number, number + then] if then else [number]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import mambaslots as ms
+from mambaslots.monitor import Monitor
 
 from .toy_answers import Ask, answer, prompt_log_probs
 from .toy_lm import ToyLM
@@ -117,6 +118,25 @@ def _may_vanish(entry: Entry) -> Iterator[None]:
     entry.may_vanish = before
 
 
+class EndWatch:
+    """An observer that knows which requests run. It keeps ids only."""
+
+    def __init__(self) -> None:
+        self.running: set[int] = set()
+
+    def request_added(self, request: ms.DynamicInferenceRequest) -> None:
+        self.running.add(request.request_id)
+
+    def request_resumed(self, step: ms.RequestStep) -> None:
+        pass
+
+    def step_made(self, steps: Sequence[ms.RequestStep], tokens: object, duration_s: float) -> None:
+        pass
+
+    def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+        self.running.discard(request.request_id)  # an end may be told twice
+
+
 class Ledger:
     """What is asked of an engine that serves `model`.
 
@@ -124,10 +144,14 @@ class Ledger:
         entries: requests under way, by id.
         strays: what was asked in calls that did not return: nobody has an id.
         pins: what is pinned.
+        watch, monitor: observers of the engine; there may be no monitor.
     """
 
     def __init__(self, engine: ms.DynamicInferenceEngine, model: ToyLM) -> None:
         self.engine = engine
+        self.watch = EndWatch()
+        engine.observe(self.watch)
+        self.monitor: Monitor | None = None
         self.model = model
         self.entries: dict[int, Entry] = {}
         self.strays: list[Entry] = []
@@ -322,11 +346,22 @@ class Ledger:
             "KV blocks": stats.cache.num_held_kv_blocks,
             "reserved slots": stats.cache.num_reserved_slots,
             "slot pins": len(context.prefix_cache.slots.pins),
+            "ends that nobody heard": self._num_unheard_ends,
         }
         if any(left.values()):
             raise LeftWrongError(
                 "leak", ", ".join(f"{count} {name}" for name, count in left.items() if count)
             )
+
+    @property
+    def _num_unheard_ends(self) -> int:
+        """Requests that have ended, which an observer takes for running; an interrupted one was dropped."""
+        books, running = self.engine._books, set[int]()
+        if self.watch in books.observers._observers:
+            running |= self.watch.running
+        if self.monitor is not None and self.monitor in books.observers._observers:
+            running |= self.monitor._running.keys()
+        return len(running - books.requests.keys())
 
 
 def objects() -> Counter[str]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ...errors import QueueFullError
-from ...request import RequestResult
+from ...request import EarlyEnd, RequestResult
 from ...sampling_params import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from ..policies.checkpoint_plan import CheckpointPlan
@@ -225,7 +225,7 @@ class AsyncEngine:
             self._num_sent += 1
             thread.post(Message(partial(thread.add, answer, open_stream), reply, is_request=True))
             await reply
-            return AsyncStream(answer, self._loop, self._cancel)
+            return AsyncStream(answer, self._loop, self._end)
         except BaseException:
             reply.cancel()
             thread.post_cancel(answer)  # the engine may have the request by now
@@ -275,10 +275,10 @@ class AsyncEngine:
         thread.post(Message(partial(thread.call, function), reply))
         return await reply
 
-    def _cancel(self, answer: Answer) -> None:
+    def _end(self, answer: Answer, reason: EarlyEnd) -> None:
         """For streams; any thread may call this at any moment."""
         if self._thread is not None:
-            self._thread.post_cancel(answer)
+            self._thread.post_cancel(answer, reason)
 
     def _usable(self, call: str) -> EngineThread:
         """The thread; an error where `call` cannot be made."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
-from ...request import RequestResult
+from ...request import EarlyEnd, RequestResult
 from ..contexts.request import GeneratedToken
 
 
@@ -105,17 +105,17 @@ class AsyncStream(AsyncIterator[tuple[GeneratedToken, ...]]):
     _answer: Answer | None = None  # of a stream whose construction was interrupted
 
     def __init__(
-        self, answer: Answer, loop: asyncio.AbstractEventLoop, cancel: Callable[[Answer], None]
+        self, answer: Answer, loop: asyncio.AbstractEventLoop, end: Callable[[Answer, EarlyEnd], None]
     ) -> None:
         """
         Args:
             answer: what has come of the request.
             loop: where the stream is read.
-            cancel: asks the engine's thread to cancel the request; any thread may call it at any moment.
+            end: asks the engine's thread to end the request; any thread may call it at any moment.
         """
         self._loop = loop
-        self._cancel = cancel
-        self._cancelled = False
+        self._end = end
+        self._is_ending = False
         self._answer = answer
 
     @property
@@ -136,9 +136,16 @@ class AsyncStream(AsyncIterator[tuple[GeneratedToken, ...]]):
         Iterating then goes on to the tokens that had come, and ends once the request has left; `result` has
         the finish reason "cancelled".
         """
-        if self._answer is not None and not self._answer.ended and not self._cancelled:
-            self._cancelled = True
-            self._cancel(self._answer)
+        self._end_early("cancelled")
+
+    def finish(self) -> None:
+        """As `cancel`, for an answer that is complete: `result` has the finish reason "stop"."""
+        self._end_early("stop")
+
+    def _end_early(self, reason: EarlyEnd) -> None:
+        if self._answer is not None and not self._answer.ended and not self._is_ending:
+            self._is_ending = True
+            self._end(self._answer, reason)
 
     def __del__(self) -> None:
         self.cancel()

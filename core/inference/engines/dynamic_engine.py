@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
 from ...cuda_device import on_device_of
 from ...errors import KVBlockCapacityError
-from ...request import FinishReason, RequestResult, ScoreResult
+from ...request import EarlyEnd, FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
 from ...validation import boolean, instance, integer, shown
@@ -221,16 +221,23 @@ class DynamicInferenceEngine:
             request.hashes.extend_to(tokens)  # here, so that a crowd that arrives holds up no step
         return request
 
-    def cancel(self, request_id: int) -> RequestResult:
+    def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
         """End a running or waiting request, and return what it has generated.
 
+        Args:
+            request_id: the request.
+            reason: the result's finish reason; "stop" for an answer that is complete, for example because its
+                text has a stop string.
+
         Raises:
-            ValueError: the request is unknown or has ended.
+            ValueError: the request is unknown or has ended, or the reason is another.
         """
+        if reason not in get_args(EarlyEnd):
+            raise ValueError(f"reason is {shown(reason)}; accepted: {', '.join(get_args(EarlyEnd))}")
         self.check_usable("cancel")
         request = self._request(request_id)
         with self._books.changing():
-            result = self._books.finish(request, "cancelled")
+            result = self._books.finish(request, reason)
         unclaimed = self._books.unclaimed
         try:
             self._books.observers.tell_ended()

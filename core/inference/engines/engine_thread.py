@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from ...errors import EngineDeadError, KVBlockCapacityError
+from ...request import EarlyEnd
 from .async_stream import Answer
 from .dynamic_engine import DynamicInferenceEngine
 from .loop_bell import LoopBell, LoopClosedError
@@ -116,9 +117,9 @@ class EngineThread(Thread):
         """Let the thread make a call after the present step. Calls are made in the order of their posts."""
         self._messages.put(message)
 
-    def post_cancel(self, answer: Answer) -> None:
-        """Cancel an answer's request after the present step, unless the request has ended."""
-        self.post(Message(partial(self._cancel, answer)))
+    def post_cancel(self, answer: Answer, reason: EarlyEnd = "cancelled") -> None:
+        """End an answer's request after the present step, unless the request has ended."""
+        self.post(Message(partial(self._cancel, answer, reason)))
 
     def post_stop(self) -> None:
         """End the thread after the present step, and cancel the requests that have not ended."""
@@ -139,9 +140,9 @@ class EngineThread(Thread):
         finally:
             self._collect(list(self._streams))
 
-    def _cancel(self, answer: Answer) -> None:
+    def _cancel(self, answer: Answer, reason: EarlyEnd) -> None:
         if answer.request_id is not None:
-            self._end_request(answer.request_id)
+            self._end_request(answer.request_id, reason=reason)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -253,7 +254,9 @@ class EngineThread(Thread):
 
     # ---- ends
 
-    def _end_request(self, request_id: int, error: BaseException | None = None) -> None:
+    def _end_request(
+        self, request_id: int, error: BaseException | None = None, reason: EarlyEnd = "cancelled"
+    ) -> None:
         """Take a request out of the engine. Its answer ends with `error`, or else with its result."""
         entry = self._streams.pop(request_id, None)
         if entry is None:
@@ -262,6 +265,8 @@ class EngineThread(Thread):
             return
         answer, stream = entry
         try:
+            if reason != "cancelled" and stream.result is None:
+                self._engine.cancel(request_id, reason=reason)
             stream.close()
         except Exception as second:  # the engine's next call tries again
             error = error or second

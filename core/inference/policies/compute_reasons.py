@@ -27,7 +27,8 @@ branch_first_seen: the KV is there up to where this prompt leaves a known path. 
     point, because this request is the first to leave the path there.
 state_evicted: a state was there and was evicted.
 last_token: the whole prompt is known, but its last block must be computed for the last token's logits.
-partial_block: tokens after the last whole block of a prompt whose whole blocks are known.
+partial_block: tokens behind the last whole block of a prompt whose whole blocks, if it has any, are known.
+    A prompt shorter than a block has no whole block: this is the reason of all its tokens, also of new ones.
 capacity: a state was planned there, and no slot was available.
 disabled: no prefix caching, or the log-probs of these tokens are wanted.
 """

@@ -15,7 +15,7 @@ const REASONS = {
   capacity: "a state was planned; no slot was free",
   state_not_taken: "KV is there; the plan took no state that deep",
   branch_first_seen: "the first prompt that leaves a path here",
-  partial_block: "after the last whole block of a known prompt",
+  partial_block: "behind the last whole block; whole blocks, if any, are known",
   last_token: "last block of a known prompt, for its logits",
   never_seen: "no earlier request had this prefix",
   disabled: "no caching, or log-probs of these are wanted",

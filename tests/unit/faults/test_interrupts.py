@@ -132,6 +132,16 @@ def test_a_stream_that_goes_at_any_line_leaves_nothing(name: str, extent: str, m
 
 
 @extents
+@pytest.mark.parametrize("name", ["cancel (running)", "stream.close", "step (ends requests)", "reset"])
+def test_a_monitor_holds_no_request_that_has_ended(name: str, extent: str, monitor: Monitor) -> None:
+    """An exception comes at the monitor's lines, too."""
+    choice = every() if extent == ALL else some(6, 5)
+    assert_right(
+        interrupt_call(CALLS[name], KeyboardInterrupt, monitor.lines, choice, again=False, watched=True)
+    )
+
+
+@extents
 @pytest.mark.parametrize("name", [*(n for n in NAMES if n.startswith("step")), "suspend", "resume", "reset"])
 @pytest.mark.usefixtures("monitor")
 def test_memory_that_runs_out_at_any_allocation_leaves_nothing_wrong(name: str, extent: str) -> None:

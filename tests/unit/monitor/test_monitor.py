@@ -135,6 +135,27 @@ def test_each_request_says_where_it_resumed_and_why_not_deeper() -> None:
     assert "CheckpointPlan.marks" in branch["why"]
 
 
+@pytest.mark.parametrize(
+    ("block", "length", "advised"),
+    [(4, 11, False), (8, 13, True), (8, 12, True), (8, 11, False)],
+)
+def test_a_smaller_block_is_advised_only_where_the_model_allows_one_that_short_tails_fill(
+    block: int, length: int, advised: bool
+) -> None:
+    engine, monitor = watched(block_size_tokens=block)
+    assert engine.context.spec.grid == 4
+    for prompt in (DOCUMENT[:length], DOCUMENT[:length]):
+        engine.generate([prompt], PARAMS)
+    again, _ = monitor.snapshot()["requests"]
+    assert again["spans"][-1] == [8, length, "partial_block"]
+    advice = (
+        "they do not fill a block; a smaller block_size_tokens (a multiple of 4) shares more of short tails"
+        if advised
+        else "they do not fill the smallest block that the model allows (4 tokens); no setting helps"
+    )
+    assert again["why"] == f"It resumed 8 of {length} tokens; tokens 8 to {length} were computed: {advice}."
+
+
 def test_requests_count_for_the_tenants_whose_salts_are_named() -> None:
     engine, monitor = watched()
     monitor.name_salt("one", "alice")
@@ -234,7 +255,7 @@ def test_what_scores_and_warms_is_no_request() -> None:
     ],
 )
 def test_why_a_request_did_not_resume_deeper(spans: list[list[Any]], resume_point: int, said: str) -> None:
-    assert why_not_deeper(spans, resume_point, 100).startswith(said)
+    assert why_not_deeper(spans, resume_point, 100, grid=16).startswith(said)
 
 
 def test_an_answer_that_is_restarted_does_not_say_that_nothing_was_computed() -> None:

@@ -21,6 +21,7 @@ import pytest
 from mambaslots.serve import ServerSettings, serve
 from mambaslots.serve.hosts import host_checks
 from oracle.served import serving, small_config, tiny_loaded
+from oracle.texts import blocks_of
 
 ROOT = Path(__file__).parents[3]
 PROMPT = [5 + i % 80 for i in range(100)]
@@ -230,6 +231,27 @@ def test_what_runs_when_the_drain_is_over_is_cancelled(streams: bool) -> None:
         assert served.get("/health").error["code"] == "draining"
         refused = served.post("/v1/chat/completions", {})
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.long
+def test_the_program_of_the_page_runs() -> None:
+    """The block "python serve" of docs/server.md."""
+    (block,) = (one for one in blocks_of(ROOT / "docs/server.md") if one.words == ["python", "serve"])
+    paths = [str(ROOT / "stubs"), os.environ.get("PYTHONPATH", "")]
+    with subprocess.Popen(
+        [sys.executable, "-c", block.code.replace("port=8000", "port=0")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline().startswith("mambaslots serves tiny-code at http://127.0.0.1:")
+            started.send_signal(signal.SIGTERM)
+            assert started.wait(60) == 0
+        finally:
+            started.kill()
 
 
 def test_an_address_in_use_is_told_in_a_line() -> None:

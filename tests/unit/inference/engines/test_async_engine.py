@@ -663,8 +663,13 @@ def test_control_c_during_a_step_leaves_nothing() -> None:
 
     engine = small_engine()
     gate = GatedModel(engine)
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
+    # A process that a shell starts in the background ignores Control-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert_nothing_left(engine)
 
 

@@ -245,6 +245,18 @@ def test_cancelling_an_unknown_request_says_so() -> None:
         small_engine().cancel(7)
 
 
+def test_a_caller_may_say_that_an_answer_is_complete() -> None:
+    engine = small_engine()
+    request_id = engine.add_request(random_tokens(40, seed=1))
+    engine.step()
+    with pytest.raises(ValueError, match="reason is 'length'; accepted: cancelled, stop"):
+        engine.cancel(request_id, reason="length")  # type: ignore[arg-type]
+    result = engine.cancel(request_id, reason="stop")
+    assert (result.finish_reason, len(result.tokens)) == ("stop", 1)
+    assert engine.take_result(request_id) is None
+    engine.check_integrity()
+
+
 @pytest.mark.parametrize("failing_call", [0, 1, 3, 6])
 def test_a_failing_forward_costs_time_and_no_tokens(failing_call: int) -> None:
     engine = small_engine(max_tokens=16)

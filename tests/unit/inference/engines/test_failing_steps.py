@@ -545,3 +545,84 @@ def test_a_failure_costs_the_tokens_since_the_last_state_and_no_more() -> None:
         assert_answers(prompt, results[0])
         recomputed.append(results[0].num_recomputed_tokens)
     assert recomputed == [46 - 40, 47 - 40]
+
+
+# ---- counts
+
+
+def counts_since_the_beginning(engine: ms.DynamicInferenceEngine) -> dict[str, int]:
+    cache = engine.stats().cache
+    return {
+        "prompt": cache.num_prompt_tokens,
+        "committed": cache.num_states_committed,
+        "refused": cache.num_states_refused,
+        "unused": cache.num_states_evicted_unused,
+        "registered": cache.num_kv_blocks_registered,
+        "ages of states": sum(cache.state_ages.counts),
+        "ages of blocks": sum(cache.kv_block_ages.counts),
+        **{f"state {cause}": number for cause, number in cache.states_left_by_cause.items()},
+        **{f"block {cause}": number for cause, number in cache.kv_blocks_left_by_cause.items()},
+    }
+
+
+def evicting_engine() -> ms.DynamicInferenceEngine:
+    engine = small_engine(num_mamba_slots=3, num_kv_blocks=16)
+    for seed in range(4):
+        engine.generate([random_tokens(60, seed)], ms.SamplingParams(num_tokens_to_generate=2))
+    return engine
+
+
+def test_a_rebuild_keeps_the_counts_and_what_it_forgets_counts_as_reset() -> None:
+    engine = evicting_engine()
+    before, cache = counts_since_the_beginning(engine), engine.stats().cache
+    assert before["ages of states"]
+    assert before["ages of blocks"]
+    engine._books._rebuild()
+    engine.check_integrity()
+    assert counts_since_the_beginning(engine) == before | {
+        "state reset": cache.num_committed_slots,
+        "block reset": cache.num_cached_kv_blocks,
+    }
+    engine.reset()
+    assert not any(counts_since_the_beginning(engine).values())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_at_the_ages_of_blocks_costs_no_prefix(after: bool) -> None:
+    engine = evicting_engine()
+    before, kept = counts_since_the_beginning(engine), engine.stats().cache.num_cached_kv_blocks
+    departures = engine.context.kv_block_allocator.tree.departures
+    note_ages = departures.note_ages
+
+    def interrupted(now_ns: int, last_used_ns: list[int]) -> None:
+        if after:
+            note_ages(now_ns, last_used_ns)
+        raise Interrupted
+
+    with patch.object(departures, "note_ages", interrupted), pytest.raises(Interrupted):
+        engine.generate([random_tokens(60, 9)])
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats.num_rebuilds == 0
+    assert stats.cache.num_cached_kv_blocks > kept // 2
+    now = counts_since_the_beginning(engine)
+    assert all(now[name] >= number for name, number in before.items())
+    serve_checked(engine, [HEADS[4], HEADS[4]])
+
+
+@pytest.mark.parametrize("amount", [-2, 2])
+def test_counts_that_contradict_each_other_cost_no_cache_and_never_fall(amount: int) -> None:
+    engine = evicting_engine()
+    cache = engine.context.prefix_cache
+    for departures in (cache.slots.departures, cache.kv_blocks.tree.departures):
+        departures.num_entered += amount
+    before, kept = counts_since_the_beginning(engine), engine.stats().cache.num_cached_kv_blocks
+    with pytest.raises(AssertionError, match="the count of"):
+        engine.check_integrity()
+    with pytest.raises(Interrupted), engine._books.changing():
+        raise Interrupted
+    engine.check_integrity()
+    stats = engine.stats()
+    assert (stats.num_rebuilds, stats.cache.num_cached_kv_blocks) == (0, kept)
+    now = counts_since_the_beginning(engine)
+    assert all(now[name] >= number for name, number in before.items())

@@ -54,6 +54,13 @@ def test_a_part_that_is_no_part_is_refused_by_name(spec: str) -> None:
         parse_plan(spec)
 
 
+def test_a_caller_can_leave_the_limit_of_a_path_out() -> None:
+    with pytest.raises(ValueError, match="accepted: parts of CheckpointPlan") as caught:
+        parse_plan("max_states_per_path=4", path_limit=False)
+    assert "max_states_per_path=N" not in str(caught.value)
+    assert parse_plan("marks=4", path_limit=False) == ms.CheckpointPlan(marks=(4,))
+
+
 def test_a_part_that_comes_twice_or_is_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="accepted: decode once"):
         parse_plan("every=8,decode=off")

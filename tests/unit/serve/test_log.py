@@ -1,0 +1,161 @@
+"""What the log says of each request."""
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from mambaslots.serve.messages import Chat
+from mambaslots.serve.tools_check import ToolsCheck
+from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
+from oracle.served import Served, serving, small_config, tiny_loaded
+
+PROMPT = [5 + i % 80 for i in range(100)]
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0}
+KEY = {"authorization": "Bearer key-of-ann"}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    config = small_config(num_kv_blocks=64)
+    settings: dict[str, Any] = {"api_keys": {"ann": "key-of-ann"}, "request_timeout_s": 0.3}
+    with serving(tiny_loaded(), config, **settings) as served:
+        yield served
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> "Lines":
+    caplog.set_level(logging.INFO, "mambaslots.serve")
+    return Lines(caplog)
+
+
+class Lines:
+    """The log, read line by line."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def last(self) -> str:
+        """What the next line says, without the id and the seconds; a line is written after its answer."""
+        for _ in range(2000):
+            if self._caplog.messages:
+                message = self._caplog.messages[-1]
+                self._caplog.clear()
+                return message.partition(": ")[2].rpartition(" ")[0].rpartition(" ")[0]
+            time.sleep(0.005)
+        pytest.fail("no line was written")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_how_a_request_ended(served: Served, lines: Lines, streams: bool) -> None:
+    served.post("/v1/completions", LONG | {"max_tokens": 2, "stream": streams}, **KEY)
+    assert lines.last() == "POST /v1/completions 200"
+    served.post("/v1/completions", LONG | {"stream": streams}, **KEY)
+    told = "200, ended by the timeout," if streams else "504"
+    assert lines.last() == f"POST /v1/completions {told}"
+
+
+def test_a_client_that_leaves_its_stream(served: Served, lines: Lines) -> None:
+    body = b'{"prompt": [1, 2], "max_tokens": 1900, "stream": true}'
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" \
+           f"Authorization: Bearer key-of-ann\r\nContent-Length: {len(body)}\r\n\r\n"  # fmt: skip
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(head.encode() + body)
+        assert client.recv(15).startswith(b"HTTP/1.1 200")
+    assert lines.last() == "POST /v1/completions 200, ended by the client,"
+
+
+def test_a_stream_that_the_shutdown_ends(lines: Lines) -> None:
+    with serving(tiny_loaded(), small_config(num_kv_blocks=64)) as other:
+        service = other.app.state.service
+        body = b'{"prompt": [1, 2], "max_tokens": 1900, "stream": true}'
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" \
+               f"Content-Length: {len(body)}\r\n\r\n"  # fmt: skip
+        with socket.create_connection(("127.0.0.1", other.port), timeout=60) as client:
+            client.sendall(head.encode() + body)
+            assert client.recv(15).startswith(b"HTTP/1.1 200")
+            other.do(service.close)
+            assert lines.last() == "POST /v1/completions 200, ended by the shutdown,"
+
+
+def test_what_is_refused_has_its_route_and_nothing_of_its_query(served: Served, lines: Lines) -> None:
+    for method, path, route in (
+        ("POST", "/v1/completions?q=peculiar", "/v1/completions"),
+        ("GET", "/v1/completions", "/v1/completions"),
+        ("GET", "/v1/models/peculiar", "/v1/models/{name:path}"),
+        ("GET", "/v1/peculiar?q=peculiar", "-"),
+    ):
+        assert served.send(method, path).status == 401
+        assert lines.last() == f"{method} {route} 401"
+    assert served.get("/metrics").status == 403
+    assert lines.last() == "GET /metrics 403"
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "ignores"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", True),
+        ("{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{{ tools[0].type }}{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    ],
+)
+def test_tools_that_a_template_ignores_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture, template: str, ignores: bool
+) -> None:
+    check = ToolsCheck(TextCodec(ByteTokenizer({}), ChatTemplate(template)))
+    messages = [{"role": "user", "content": "Hi"}]
+    for variables in ({}, {"tools": TOOLS}, {"tools": TOOLS}):
+        check.note(Chat(messages, (), variables))
+    told = [(record.name, record.levelname) for record in caplog.records]
+    assert told == [("mambaslots.serve", "WARNING")] * ignores
+    ToolsCheck(None).note(Chat(messages, (), {"tools": TOOLS}))
+
+
+def test_the_server_looks_at_the_tools_of_its_clients(
+    lines: "Lines", caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = tiny_loaded(template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 1}
+    with serving(loaded, small_config(num_kv_blocks=64)) as other:
+        for _ in range(2):
+            assert other.post("/v1/chat/completions", body).status == 200
+    assert [record.name for record in caplog.records].count("mambaslots.serve") == 1
+
+
+# ---- odd requests
+
+
+def test_a_body_that_does_not_end_is_not_waited_for(served: Served, lines: Lines) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" \
+           "Authorization: Bearer key-of-ann\r\nContent-Length: 100\r\n\r\n{"  # fmt: skip
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(head.encode())
+        received = b""
+        while part := client.recv(10_000):  # until the server closes the connection
+            received += part
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b"the body was not complete within" in received
+    assert lines.last() == "POST /v1/completions 408"
+
+
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_monitors_may_ask_for_the_head_alone(served: Served, path: str) -> None:
+    reply = served.send("HEAD", path)
+    assert (reply.status, reply.body) == (200, b"")
+    assert reply.headers["content-length"] == str(len(served.get(path).body))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 1}, {"best_of": None}, {"min_p": 0.0, "echo": False}], ids=str
+)
+def test_values_that_change_nothing_are_ignored(served: Served, fields: dict[str, Any]) -> None:
+    assert served.post("/v1/completions", {"prompt": [1], "max_tokens": 1} | fields, **KEY).status == 200
+
+
+def test_a_value_that_changes_something_is_refused(served: Served) -> None:
+    assert served.post("/v1/completions", {"prompt": [1], "best_of": 2}, **KEY).error["param"] == "best_of"
