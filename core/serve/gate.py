@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,7 +61,7 @@ class Gate:
 
         try:
             scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-            scope["state"]["tenant"] = self._keys.admit(scope["path"], scope["headers"])
+            scope["state"]["tenant"] = self._keys.admit(get_route_path(scope), scope["headers"])
             await self._app(scope, receive, send_with_id)
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_id)

@@ -45,6 +45,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 def parsed_object(body: bytes) -> dict[str, Any]:
     """The JSON object that `body` holds.
 
+    No other thread runs while Python parses what holds no integers.
+
     Raises:
         RequestError: `body` is no UTF-8, no JSON or no object, is nested too deeply, or holds NaN, an
             infinite number or half a surrogate pair.
@@ -69,7 +71,7 @@ def parsed_object(body: bytes) -> dict[str, Any]:
 
 def body_too_slow() -> RequestError:
     """The error of a body that did not arrive in time. The connection is closed: the rest may never come."""
-    message = "the body was not complete within the server's time limit for a request"
+    message = "the body was not complete within the server's time limit for a body"
     return RequestError(408, message, code="timeout", headers={"connection": "close"})
 
 

@@ -34,7 +34,7 @@ class Keys:
         return bool(self._tenants)
 
     def admit(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The tenant whose request for `path` has these headers.
+        """The tenant whose request for `path`, as routes name it, has these headers.
 
         Paths under /v1 are for tenants, a few are open, and all others are for the operator.
 

@@ -15,6 +15,7 @@ _NOT_VARIABLES = frozenset((
     "tools", "tool_choice",
     "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "documents",
+    "sanitize_control_tokens",
 ))  # fmt: skip
 """Names that mean something to whoever renders a template; the rest are a template's own."""
 

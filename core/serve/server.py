@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
+from threading import Timer
 from types import FrameType
 
 import uvicorn
@@ -13,19 +15,24 @@ from fastapi import FastAPI
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
 from .app import make_app
+from .hosts import host_checks
 from .service import Service
 from .settings import ServerSettings
 
 _KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
 _LAST_BYTES_S = 5
 """Seconds that connections have to take the last bytes of their answers."""
+_LAST_STEP_S = 5
+"""Seconds that a step has to end when all its requests are cancelled."""
 
 
 def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> int:
     """Serve until SIGTERM or Control-C, in this thread; prints one line when the server is ready.
 
     The first signal drains: new requests get status 503, running ones have `settings.drain_timeout_s` to end.
-    The second signal cancels them. Signals are handled where this is the main thread.
+    The second signal cancels them, and the third one ends the process at once. Where a step of the engine
+    hangs, the process ends with exit code 1, whatever else runs in it: 5 s after the drain's time, or after
+    the second signal. Signals are handled where this is the main thread.
 
     Args:
         engine, loaded, settings: as for `make_app`.
@@ -34,6 +41,8 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
         The exit code: 0 after a shutdown, 1 where the address cannot be used or the engine has stopped.
     """
     app = make_app(engine, loaded, settings)
+    for check in host_checks(settings):
+        app.add_middleware(check.cls, *check.args, **check.kwargs)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
@@ -42,7 +51,10 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
         return 1
     with listener:
         server = _Server(app, listener)
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        finally:
+            server.end_within(None)
     return 0 if server.started and app.state.engine.failure is None else 1
 
 
@@ -68,6 +80,8 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._num_signals = 0
+        self._timer: Timer | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,11 +94,15 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:  # not started
             raise SystemExit(128 + sig)
+        self._num_signals += 1
+        if self._num_signals > 2:
+            _give_up(f"{signal.Signals(sig).name} for the third time")
         self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
 
     def _stop(self, name: str) -> None:
         service: Service = self._app.state.service
         if self._draining is not None:
+            self.end_within(_LAST_STEP_S)
             self._closing = asyncio.create_task(self._close(service))
             return
         if service.engine.num_running + service.engine.num_waiting:
@@ -92,16 +110,40 @@ class _Server(uvicorn.Server):
                 f"mambaslots: {name}; running requests have {service.settings.drain_timeout_s:g} s",
                 flush=True,
             )
+        self.end_within(service.settings.drain_timeout_s + _LAST_STEP_S)
         self._draining = asyncio.create_task(self._drain(service))
 
     async def _drain(self, service: Service) -> None:
         try:
             await service.drain()
         finally:
-            self.should_exit = True
+            if self._closing is None:
+                self._exit()
 
     async def _close(self, service: Service) -> None:
         try:
             await service.close()
         finally:
-            self.should_exit = True
+            self._exit()
+
+    def _exit(self) -> None:
+        self.end_within(_LAST_BYTES_S + _LAST_STEP_S)
+        self.should_exit = True
+
+    def end_within(self, seconds: float | None) -> None:
+        """End the process after so many seconds, unless this is called again before; None: never."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if seconds is not None:
+            self._timer = Timer(seconds, _give_up, ["the engine is still in a step"])
+            self._timer.daemon = True
+            self._timer.start()
+
+
+def _give_up(reason: str) -> None:
+    """End the process at once: no thread that hangs can hold it."""
+    try:
+        print(f"mambaslots: {reason}; the process ends without a drain", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)

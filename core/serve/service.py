@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -34,13 +35,15 @@ _LONG_BODY_BYTES = 2**18
 class Service:
     """Takes requests for one engine.
 
-    Bodies are parsed, and prompts encoded, in threads beside the event loop, so that a long prompt holds up
-    no stream. Long bodies have a thread of their own, so that they hold up only each other.
+    Bodies are parsed, and prompts encoded, in threads beside the event loop. Long bodies have a thread of
+    their own, so that short ones do not wait for them. Python's parser of JSON lets no other thread run, not
+    the event loop and not the engine's: `max_body_bytes` bounds how long all streams stop for a body.
 
     Attributes:
         engine: serves the prompts.
         monitor: counts what the engine does.
         loaded, settings: what the server was made with.
+        max_body_bytes: longest body of a request.
         reader: reads bodies.
         preparation: makes jobs of them.
         is_draining: whether new requests are refused.
@@ -52,6 +55,7 @@ class Service:
         self.monitor = Monitor(engine, model_name=settings.model_name, trace=trace)
         self.loaded = loaded
         self.settings = settings
+        self.max_body_bytes = settings.max_body_bytes or _longest_body(engine.config.max_sequence_length)
         max_choices = min(MAX_CHOICES, settings.max_waiting_requests)
         self.reader = Reader(settings.model_name, engine.context.spec.vocab_size, max_choices)
         self.preparation = Preparation(engine, loaded, max_choices)
@@ -124,20 +128,29 @@ class Service:
         if self._num_open >= self._max_open:
             raise queue_full()  # before its body costs memory
         self._num_open += 1
+        num_answers = 1
         try:
-            deadline = asyncio.get_running_loop().time() + self.settings.request_timeout_s
-            body = await before(deadline, read_body(request, self.settings.max_body_bytes), body_too_slow())
+            arrival = asyncio.get_running_loop().time()
+            deadline = arrival + self.settings.request_timeout_s
+            body_deadline = min(deadline, arrival + self.settings.body_timeout_s)
+            reading = read_body(request, self.max_body_bytes)
+            body = await before(body_deadline, reading, body_too_slow())
             header_salt = _header_salt(request)
             job = await before(deadline, self._beside_the_loop(len(body), lambda: job_of(body, header_salt)))
+            if self._num_open + len(job.choices) - 1 > self._max_open:
+                raise queue_full()
+            self._num_open += len(job.choices) - 1
+            num_answers = len(job.choices)
             salt = engine_salt(tenant, job.options.cache_salt, bool(self.settings.api_keys))
             if salt is not None:
                 self.monitor.name_salt(salt, tenant)
             generation = Generation(self.engine, self.loaded.text, job, salt)
             kind = StreamedAnswer if job.options.streams else GeneratedAnswer
             form = form_of(self.settings.model_name, job)
-            answer = kind(generation, form, len(job.choices), deadline, self._end_request)
+            end = partial(self._end_answers, num_answers)
+            answer = kind(generation, form, num_answers, deadline, end)
         except BaseException:
-            self._end_request()
+            self._end_answers(num_answers)
             raise
         if isinstance(answer, StreamedAnswer):
             answer.includes_usage = job.options.includes_usage
@@ -158,10 +171,15 @@ class Service:
         thread = self._text_threads[num_bytes > _LONG_BODY_BYTES]
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
-    def _end_request(self) -> None:
-        self._num_open -= 1
+    def _end_answers(self, num_answers: int) -> None:
+        self._num_open -= num_answers
         if not self._num_open:
             self._none_open.set()
+
+
+def _longest_body(max_sequence_length: int) -> int:
+    """Bytes for a prompt of so many tokens, as token ids or as text, and for what stands beside it."""
+    return max(2 * 2**20, 2**20 + 16 * max_sequence_length)
 
 
 def _print_line(line: str) -> None:

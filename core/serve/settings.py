@@ -29,12 +29,18 @@ class ServerSettings:
             tenant "default". Never shown.
         admin_key: the operator's key, for the page's data and the metrics. Never shown.
         max_waiting_requests: how many requests may wait beside those that run before others get status 429.
-        max_body_bytes: longest body of a request.
+        max_body_bytes: longest body of a request. None: 1 MiB and 16 bytes for each token of the engine's
+            `max_sequence_length`, at least 2 MiB. No stream goes on while a body is parsed, which takes up to
+            some 0.2 s for each MiB.
+        body_timeout_s: seconds from a request's arrival to the end of its body.
         request_timeout_s: seconds from a request's arrival to the end of its answer.
         drain_timeout_s: seconds that running requests have to end after SIGTERM.
         trace: whether a line about each request is written to stderr: counts, times, no text.
         allowed_origins: origins of web pages that may call the server, for example "https://chat.example";
             ("*",) allows all.
+        allowed_hosts: further names in the header Host that `serve` takes. Where it listens on loopback and
+            has no `api_keys`, it takes names of this machine and `host` only, so that no web page reaches it
+            through a name of its own. ("*",) allows all.
     """
 
     model_name: str
@@ -43,11 +49,13 @@ class ServerSettings:
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     max_waiting_requests: int = 1024
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int | None = None
+    body_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     trace: bool = False
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("model_name", "host"):
@@ -57,13 +65,19 @@ class ServerSettings:
         self._check_keys()
         waiting = integer("max_waiting_requests", self.max_waiting_requests, 1, INT32_MAX)
         set_field(self, "max_waiting_requests", waiting)
-        set_field(self, "max_body_bytes", integer("max_body_bytes", self.max_body_bytes, 1, INT32_MAX))
-        for name, lowest in (("request_timeout_s", _SHORTEST_TIMEOUT_S), ("drain_timeout_s", 0.0)):
+        if self.max_body_bytes is not None:
+            set_field(self, "max_body_bytes", integer("max_body_bytes", self.max_body_bytes, 1, INT32_MAX))
+        for name in ("body_timeout_s", "request_timeout_s", "drain_timeout_s"):
+            lowest = 0.0 if name == "drain_timeout_s" else _SHORTEST_TIMEOUT_S
             set_field(self, name, real(name, getattr(self, name), lowest, LONGEST_TIMEOUT_S))
         boolean("trace", self.trace)
-        if isinstance(self.allowed_origins, str):
-            raise ValueError(f"allowed_origins is {self.allowed_origins!r}; accepted: a list of strings")
-        set_field(self, "allowed_origins", tuple(self.allowed_origins))
+        for name in ("allowed_origins", "allowed_hosts"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: a list of strings")
+            set_field(self, name, tuple(getattr(self, name)))
+        for host in self.allowed_hosts:
+            if not isinstance(host, str) or not host or "/" in host:
+                raise ValueError(f"allowed_hosts holds {shown(host)}; accepted: 'chat.example' or '*'")
         for origin in self.allowed_origins:
             if not isinstance(origin, str) or not (origin == "*" or "://" in origin):
                 raise ValueError(

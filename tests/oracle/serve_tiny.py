@@ -1,8 +1,12 @@
-"""A process that serves a tiny model with `serve`; its argument is the settings as JSON."""
+"""A process that serves a tiny model with `serve`; its argument is the settings as JSON.
+
+With "hangs" its first step does not end.
+"""
 
 import json
 import logging
 import sys
+from time import sleep
 
 import mambaslots as ms
 import torch
@@ -10,8 +14,11 @@ from mambaslots.serve import ServerSettings, serve
 from oracle.served import small_config, tiny_loaded
 
 if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO)
     loaded = tiny_loaded()
     engine = ms.DynamicInferenceEngine(loaded.model, small_config(max_requests=2))
-    sys.exit(serve(engine, loaded, ServerSettings(model_name="tiny", **json.loads(sys.argv[1]))))
+    if settings.pop("hangs", False):
+        engine.step = lambda **_: sleep(1000)  # type: ignore[method-assign,assignment,return-value]
+    sys.exit(serve(engine, loaded, ServerSettings(model_name="tiny", **settings)))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,51 @@ def test_pieces_are_whole_characters_as_soon_as_they_can_be(text: str) -> None:
 def test_pieces_of_any_bytes_are_the_text_of_all(data: bytes) -> None:
     detokenizer = codec().detokenizer()
     assert "".join(pieces(detokenizer, list(data))) == data.decode(errors="replace")
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 258),
+            st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 256, 257]),
+            st.sampled_from([b"\xe2\x82", b"\xac\xe2\x82", b"\x9f\x98", b"\x80\xf0"]),
+        ),
+        max_size=20,
+    ),
+    st.integers(1, 30),
+)
+def test_pieces_of_many_tokens_without_text_are_the_text_of_all(
+    parts: list[int | bytes], repeats: int
+) -> None:
+    """Tokens are bytes, parts of several characters, and special tokens."""
+    table = {300 + i: part for i, part in enumerate(part for part in parts if isinstance(part, bytes))}
+    named = {part: token for token, part in table.items()}
+    ids = [part if isinstance(part, int) else named[part] for part in parts] * repeats
+    num_longest = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_longest
+        num_longest = max(num_longest, len(token_ids))
+        parts = [table.get(token, bytes([token]) if token < 256 else b"") for token in token_ids]
+        return b"".join(parts).decode(errors="replace")
+
+    got = "".join(pieces(Detokenizer(decode), ids))
+    assert num_longest <= 48
+    assert got == decode(ids)
+
+
+@pytest.mark.parametrize("token", [0xFF, 0x80, 0xE2, 257, 258, ord("a")])
+def test_an_answer_of_one_token_takes_a_bounded_time_each(token: int) -> None:
+    decoded = []
+
+    def decode(token_ids: Sequence[int]) -> str:
+        decoded.append(len(token_ids))
+        return codec_of_bytes.decode(token_ids)
+
+    codec_of_bytes = codec()
+    got = "".join(pieces(Detokenizer(decode), [token] * 3000))
+    assert sum(decoded) <= 100 * 3000
+    assert got == codec_of_bytes.decode([token] * 3000)
 
 
 def test_the_replacement_character_itself_is_text() -> None:

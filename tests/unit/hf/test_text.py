@@ -1,6 +1,8 @@
 """Tokenizers and chat templates of checkpoints, as transformers reads them, and our own beside them."""
 
+import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +17,7 @@ pytest.importorskip("transformers")
 
 from mambaslots import hf
 from mambaslots.hf.text import CheckpointTokenizer
+from mambaslots.serve.messages import _NOT_VARIABLES
 from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer, TextCodec
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -107,6 +110,36 @@ def test_pieces_of_any_tokens_are_the_text_of_all(ids: list[int]) -> None:
     detokenizer = Detokenizer(tokenizer.decode)
     pieces = [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
     assert "".join(pieces) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_long_runs_that_are_no_text_are_bounded(kind: str) -> None:
+    """A tokenizer with byte fallback writes no character of a run that holds a wrong byte."""
+    tokenizer = TOKENIZERS[kind]
+    word = tokenizer.encode("ba").ids
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    names = level.pre_tokenize_str("€")[0][0] if kind == "byte-level" else ["<0xE2>", "<0x82>", "<0xAC>"]
+    euro = [tokenizer.token_to_id(name) for name in names]
+    longest = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return str(tokenizer.decode(list(ids)))
+
+    for run in (euro[:1], euro[1:2], euro[:2], euro[1:] + euro[:2]):
+        longest = 0
+        ids = word + run * 100 + word
+        detokenizer = Detokenizer(decode)
+        pieces = [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+        assert longest <= 40
+        assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_clients_set_no_argument_of_transformers() -> None:
+    """What `apply_chat_template` takes as an argument is no variable of a template."""
+    names = set(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"kwargs"}
+    assert names <= _NOT_VARIABLES
 
 
 def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:

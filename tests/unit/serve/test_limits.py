@@ -13,6 +13,7 @@ from typing import Any
 import mambaslots as ms
 import openai
 import pytest
+from mambaslots.serve import ServerSettings, make_app
 from mambaslots.serve.keys import engine_salt
 from oracle.gated_model import PATIENCE_S
 from oracle.served import Reply, Served, serving, small_config, tiny_loaded
@@ -257,6 +258,81 @@ def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
             assert not long.done()
             held.set()
             assert long.result().status == 400
+
+
+def test_a_body_must_come_in_time() -> None:
+    limits: dict[str, Any] = {"max_waiting_requests": 1, "body_timeout_s": 0.3}
+    with serving(tiny_loaded(), small_config(num_kv_blocks=64, max_requests=1), **limits) as open_server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        begun = [socket.create_connection(("127.0.0.1", open_server.port), timeout=30) for _ in range(2)]
+        for raw in begun:
+            raw.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt')
+        while open_server.app.state.service._num_open < 2:
+            time.sleep(0.001)
+        assert ask(open_server, None).status == 429
+        for raw in begun:
+            with raw:
+                answer = raw.recv(10_000) + raw.recv(10_000)
+                assert answer.startswith(b"HTTP/1.1 408 ")
+                assert b"timeout_error" in answer
+                assert b"connection: close" in answer
+        assert ask(open_server, None).status == 200
+
+
+def test_each_answer_counts() -> None:
+    limits: dict[str, Any] = {"max_waiting_requests": 2}
+    with serving(tiny_loaded(), small_config(num_kv_blocks=64, max_requests=1), **limits) as open_server:
+        service = open_server.app.state.service
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(ask, open_server, None, n=2, max_tokens=150, stream=True)
+            while service._num_open < 2:
+                time.sleep(0.001)
+            reply = ask(open_server, None, n=2)
+            assert (reply.status, reply.error["code"]) == (429, "queue_full")
+            assert ask(open_server, None, max_tokens=1).status == 200
+            assert running.result().status == 200
+        while service._num_open:  # the answer is read before its request ends
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("length", "longest"), [(2048, 2 * 2**20), (2**20, 17 * 2**20)])
+def test_the_longest_body_has_room_for_the_longest_prompt(length: int, longest: int) -> None:
+    config = small_config(max_sequence_length=length, num_kv_blocks=length // 32)
+    engine = ms.DynamicInferenceEngine(tiny_loaded().model, config)
+    app = make_app(engine, tiny_loaded(), ServerSettings(model_name="tiny"))
+    assert app.state.service.max_body_bytes == longest
+
+
+def test_keys_under_a_prefix(served: Served) -> None:
+    """A server that is mounted in another application has the paths of its routes behind the prefix."""
+
+    class Prefixed:
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            assert scope["path"].startswith("/llm/")
+            await served.app(dict(scope, root_path="/llm"), receive, send)
+
+    async def status(path: str, key: str | None = None) -> int:
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        scope = {
+            "type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers,
+            "http_version": "1.1", "scheme": "http", "server": ("x", 80), "client": ("x", 1),
+        }  # fmt: skip
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await Prefixed()(scope, receive, send)
+        return int(sent[0]["status"])
+
+    assert served.do(lambda: status("/llm/health")) == 200
+    assert served.do(lambda: status("/llm/v1/models")) == 401
+    assert served.do(lambda: status("/llm/v1/models", "key-of-ann")) == 200
+    assert served.do(lambda: status("/llm/metrics", "key-of-ann")) == 401
+    assert served.do(lambda: status("/llm/metrics", "key-of-operator")) == 200
 
 
 # ---- what others learn

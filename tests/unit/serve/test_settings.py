@@ -25,11 +25,14 @@ from mambaslots.serve import ServerSettings
         ({"admin_key": "clandestiné"}, "admin_key is not accepted"),
         ({"max_waiting_requests": 0}, "max_waiting_requests is 0; accepted: an integer from 1"),
         ({"max_body_bytes": 1.5}, "max_body_bytes is 1.5"),
+        ({"body_timeout_s": 0}, "body_timeout_s is 0; accepted: a finite number from 0.001"),
         ({"request_timeout_s": 0}, "request_timeout_s is 0; accepted: a finite number from 0.001"),
         ({"drain_timeout_s": float("nan")}, "drain_timeout_s is nan"),
         ({"trace": 1}, "trace is 1; accepted: True or False"),
         ({"allowed_origins": "https://a"}, "allowed_origins is 'https://a'; accepted: a list"),
         ({"allowed_origins": ["a"]}, "allowed_origins holds 'a'"),
+        ({"allowed_hosts": "a"}, "allowed_hosts is 'a'; accepted: a list"),
+        ({"allowed_hosts": ["http://a"]}, "allowed_hosts holds 'http://a'"),
     ],
 )
 def test_a_wrong_setting_is_named(wrong: dict[str, Any], message: str) -> None:

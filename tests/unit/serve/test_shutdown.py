@@ -1,5 +1,6 @@
 """A server in a process of its own is told to stop, by real signals."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.serve import ServerSettings, serve
+from mambaslots.serve.hosts import host_checks
 from oracle.served import serving, small_config, tiny_loaded
 from oracle.texts import blocks_of
 
@@ -33,10 +35,11 @@ class Process:
     port: int = 0
     lines: list[str] = field(default_factory=list)
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    def ask(self, path: str, body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         sent = None if body is None else json.dumps(body)
-        connection.request("POST" if body else "GET", path, sent, {"content-type": "application/json"})
+        method, headers = "POST" if body else "GET", {"content-type": "application/json"} | headers
+        connection.request(method, path, sent, headers)
         response = connection.getresponse()
         content = response.read()
         connection.close()
@@ -96,6 +99,7 @@ def health_until(server: Process, wanted: int) -> None:
 def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
     num_tokens = 150
     with process(drain_timeout_s=60) as server:
+        assert server.ask("/health", host="evil.example")[0] == 403
         connection, response = server.stream(num_tokens)
         server.process.send_signal(signal.SIGTERM)
         health_until(server, 503)
@@ -139,6 +143,76 @@ def test_a_second_signal_ends_the_drain() -> None:
         connection.close()
         code, errors = server.end()
     assert code == 0, errors
+
+
+@pytest.mark.parametrize(
+    ("num_signals", "reason"),
+    [
+        (1, "the engine is still in a step"),
+        (2, "the engine is still in a step"),
+        (3, "SIGTERM for the third time"),
+    ],
+)
+@pytest.mark.long
+def test_a_step_that_hangs_holds_no_process(num_signals: int, reason: str) -> None:
+    with process(drain_timeout_s=0.1 if num_signals == 1 else 1000, hangs=True) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        sent = json.dumps({"prompt": PROMPT})
+        connection.request("POST", "/v1/completions", sent, {"content-type": "application/json"})
+        time.sleep(0.5)
+        for _ in range(num_signals):
+            server.process.send_signal(signal.SIGTERM)
+            health_until(server, 503) if num_signals < 3 else time.sleep(0.2)
+        code, errors = server.end()
+        connection.close()
+    assert code == 1
+    assert f"mambaslots: {reason}; the process ends" in errors
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1:80", 200), ("127.0.0.2", 200),
+        ("[::1]:80", 200), ("chat.example", 200), ("chat.example:80", 200), ("evil.example", 403),
+        ("10.0.0.1", 403), ("", 403), ("localhost.evil.example:80", 403), ("evil.example:localhost", 403),
+    ],
+)  # fmt: skip
+def test_a_page_with_a_name_of_its_own_is_refused(host: str, status: int) -> None:
+    settings = ServerSettings(model_name="tiny", allowed_hosts=("Chat.example",))
+    ((check, arguments, options),) = host_checks(settings)
+    statuses = []
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"status": 200})
+
+    scope = {"type": "http", "headers": [(b"host", host.encode())]}
+    asyncio.run(check(app, *arguments, **options)(scope, None, send))
+    assert statuses[0] == status
+
+
+@pytest.mark.parametrize(
+    ("settings", "checks", "warns"),
+    [
+        ({}, 1, None),
+        ({"host": "::1"}, 1, None),
+        ({"allowed_hosts": ("*",)}, 0, None),
+        ({"api_keys": {"ann": "key"}}, 0, None),
+        ({"host": "0.0.0.0", "api_keys": {"ann": "key"}}, 0, None),
+        ({"host": "0.0.0.0"}, 0, "is served, and sees the operator's page"),
+        ({"host": "0.0.0.0", "admin_key": "key"}, 0, "is served"),
+    ],
+)
+def test_a_server_that_everybody_reaches_warns(
+    settings: dict[str, Any], checks: int, warns: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert len(host_checks(ServerSettings(model_name="tiny", **settings))) == checks
+    messages = [record.getMessage() for record in caplog.records if record.name == "mambaslots.serve"]
+    assert len(messages) == (warns is not None)
+    assert warns is None or warns in messages[0]
+    assert ("sees" in caplog.text) == (warns is not None and "sees" in warns)
 
 
 @pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])
