@@ -45,6 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="longest body of a request (default: 1 MiB, and 16 bytes a token of --max-sequence-length)",
     )
     group.add_argument(
+        "--body-timeout-s", type=positive, default=30.0, metavar="S",
+        help="for a request to arrive whole (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--request-timeout-s", type=positive, default=600.0, metavar="S", help="(default: %(default)s)"
     )
     group.add_argument(
@@ -54,6 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allowed-origin", action="append", default=[], metavar="URL", help="of browsers (CORS); repeatable"
     )
+    group.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME",
+        help="name in the header Host that is served besides --host and loopback; repeatable",
+    )  # fmt: skip
     group.add_argument(
         "--trace", action="store_true", help="log a line of JSON for each request, without text"
     )
@@ -81,9 +89,11 @@ def server_settings(options: argparse.Namespace) -> dict[str, Any]:
         "admin_key": os.environ.get(ADMIN_KEY) or None,
         "max_waiting_requests": options.max_waiting_requests,
         "max_body_bytes": int(options.max_body_mb * (1 << 20)) if options.max_body_mb else None,
+        "body_timeout_s": options.body_timeout_s,
         "request_timeout_s": options.request_timeout_s,
         "drain_timeout_s": options.drain_timeout_s,
         "allowed_origins": tuple(options.allowed_origin),
+        "allowed_hosts": tuple(options.allowed_host),
         "trace": options.trace,
     }
 

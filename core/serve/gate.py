@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -61,7 +60,7 @@ class Gate:
 
         try:
             scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-            scope["state"]["tenant"] = self._keys.admit(get_route_path(scope), scope["headers"])
+            scope["state"]["tenant"] = self._keys.admit(_path_in_app(scope), scope["headers"])
             await self._app(scope, receive, send_with_id)
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_id)
@@ -91,6 +90,12 @@ class Gate:
         if route is None:
             route = next((each for each in self._routes if each.matches(scope)[0] is not Match.NONE), None)
         return getattr(route, "path", "-")
+
+
+def _path_in_app(scope: Scope) -> str:
+    """The path without the prefix under which the app is mounted."""
+    path, prefix = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
 
 
 def where(error: BaseException) -> str:

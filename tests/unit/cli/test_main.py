@@ -12,6 +12,7 @@ import pytest
 from mambaslots.cli.main import main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
+from mambaslots.serve import ServerSettings
 
 DRAFTS = ("--num-speculative-tokens", "4")
 MODEL = str(Path(__file__).parents[3] / "models/tiny-code")
@@ -112,6 +113,21 @@ def test_a_budget_is_kept_and_serves(pattern: str, options: tuple[str, ...], mem
     assert float(said[1]) <= 1.001 * 1024 * memory_gb  # four digits are printed
     assert blocks * config.block_size_tokens >= config.max_sequence_length
     assert (slots > 0) == config.enable_prefix_caching
+
+
+def test_options_of_the_server_are_its_settings() -> None:
+    words = [
+        "--host", "::1", "--port", "0", "--max-body-mb", "2", "--body-timeout-s", "3", "--allowed-host", "a",
+        "--allowed-host", "b", "--allowed-origin", "https://c", "--trace", "--max-waiting-requests", "7",
+    ]  # fmt: skip
+    settings = ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL, *words])))
+    assert (settings.host, settings.port, settings.max_body_bytes) == ("::1", 0, 2 << 20)
+    assert (settings.body_timeout_s, settings.allowed_hosts) == (3.0, ("a", "b"))
+    assert (settings.allowed_origins, settings.trace) == (("https://c",), True)
+    assert settings.max_waiting_requests == 7
+    assert (
+        ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL]))).max_body_bytes is None
+    )
 
 
 def test_keys_of_tenants_are_read(tmp_path: Path) -> None:
