@@ -1,7 +1,7 @@
 """What became of every prompt token, and how full the pools are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .inference.policies.compute_reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
 from .inference.policies.departures import AgeCounts, KVLeaveCause, StateLeaveCause
@@ -47,13 +47,13 @@ class PoolStats:
         num_states_refused: states that were not taken for want of a slot.
         num_states_evicted_unused: states that left for want of memory, and from which nobody had resumed.
         states_left_by_cause: all states that left; `StateLeaveCause` explains each cause.
-        state_ages: of states that left for want of memory.
+        state_ages: of states that left for want of memory; times, in which equal snapshots may differ.
         num_free_kv_blocks: blocks that store nothing.
         num_cached_kv_blocks: registered blocks that nobody holds.
         num_held_kv_blocks: blocks that requests or pins hold.
         num_kv_blocks_registered: blocks, since the beginning or `reset`.
         kv_blocks_left_by_cause: registered blocks that left; `KVLeaveCause` explains each cause.
-        kv_block_ages: of blocks that left for want of memory.
+        kv_block_ages: of blocks that left for want of memory; times as well.
     """
 
     num_free_slots: int
@@ -65,13 +65,13 @@ class PoolStats:
     num_states_refused: int
     num_states_evicted_unused: int
     states_left_by_cause: Mapping[StateLeaveCause, int]
-    state_ages: AgeCounts
+    state_ages: AgeCounts = field(compare=False)
     num_free_kv_blocks: int
     num_cached_kv_blocks: int
     num_held_kv_blocks: int
     num_kv_blocks_registered: int
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
-    kv_block_ages: AgeCounts
+    kv_block_ages: AgeCounts = field(compare=False)
 
     def __str__(self) -> str:
         """How full the pools are, as a part of a line."""
@@ -105,13 +105,13 @@ class CacheStats:
     num_states_refused: int
     num_states_evicted_unused: int
     states_left_by_cause: Mapping[StateLeaveCause, int]
-    state_ages: AgeCounts
+    state_ages: AgeCounts = field(compare=False)
     num_free_kv_blocks: int
     num_cached_kv_blocks: int
     num_held_kv_blocks: int
     num_kv_blocks_registered: int
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
-    kv_block_ages: AgeCounts
+    kv_block_ages: AgeCounts = field(compare=False)
 
     def __repr__(self) -> str:
         """One line: what was resumed, why the rest was computed, and how full the pools are."""
