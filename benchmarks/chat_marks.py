@@ -22,6 +22,7 @@ import torch
 from chat_histories import History, Request, histories
 from chat_templates import TEMPLATES, special_tokens
 from command_line import add_count, make_parser
+from crowd_engines import stub_spec
 from mambaslots.text import ByteTokenizer, ChatTemplate, MarkedPrompt, TextCodec
 from torch import Tensor
 
@@ -37,11 +38,7 @@ class ScriptedModel:
         self.script: Sequence[int] = ()
 
     def state_spec(self) -> ms.HybridStateSpec:
-        return ms.HybridStateSpec(
-            states=(ms.StateTensor("state", 1, (1,), torch.float32, grid=4),),
-            num_attention_layers=1, num_kv_heads=1, head_dim=1, kv_dtype=torch.float32,
-            vocab_size=self._vocab_size, device=torch.device("cpu"),
-        )  # fmt: skip
+        return stub_spec(self._vocab_size)
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
         return self.script[len(tokens) : len(tokens) + max_drafts]

@@ -19,6 +19,15 @@ class ModelFailureError(Exception):
     """What the stub raises."""
 
 
+def stub_spec(vocab_size: int) -> ms.HybridStateSpec:
+    """The states of a model that computes nothing."""
+    return ms.HybridStateSpec(
+        states=(ms.StateTensor("state", 1, (1,), torch.float32, grid=4),),
+        num_attention_layers=1, num_kv_heads=1, head_dim=1, kv_dtype=torch.float32,
+        vocab_size=vocab_size, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
 class StubModel:
     """Answers with logits that were made before; reads and writes nothing.
 
@@ -36,11 +45,7 @@ class StubModel:
         self.fails = self.prefilled = False
 
     def state_spec(self) -> ms.HybridStateSpec:
-        return ms.HybridStateSpec(
-            states=(ms.StateTensor("state", 1, (1,), torch.float32, grid=4),),
-            num_attention_layers=1, num_kv_heads=1, head_dim=1, kv_dtype=torch.float32,
-            vocab_size=self._vocab_size, device=torch.device("cpu"),
-        )  # fmt: skip
+        return stub_spec(self._vocab_size)
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         if self.fails:

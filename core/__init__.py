@@ -49,12 +49,13 @@ from .state_kinds import gated_delta_net_states, mamba2_states, short_conv_state
 from .state_spec import HybridStateSpec
 from .state_tensor import StateSegment, StateSplit, StateTensor
 from .text import TextCodec
+from .version import VERSION
 
 if TYPE_CHECKING:
     from . import hf as hf
     from . import testing
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     # serving

@@ -10,7 +10,7 @@ import torch
 from .checkpoint_files import CONFIG, CheckpointError, existing_folder, read_object
 from .inference.engines.model import Model
 from .models import HybridLM
-from .models.hybrid_checkpoint import MODEL_TYPE
+from .models.hybrid_checkpoint import MODEL_TYPE, read_config
 from .sampling_params import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, MarkedPrompt, TextCodec
 
@@ -100,11 +100,7 @@ def load(
         OSError: the hub cannot be reached, or its files cannot be written.
         ImportError: the folder is one of transformers, which is not installed.
     """
-    folder = existing_folder("folder_or_name", folder_or_name)
-    if folder is None:
-        from .hf import checkpoint_folder
-
-        folder = checkpoint_folder(folder_or_name)
+    folder = _folder_of(folder_or_name)
     config = read_object(folder / CONFIG)
     generation = GenerationDefaults.read(folder, config)
     model: Model
@@ -117,6 +113,25 @@ def load(
         text = hf.load_text(folder)
         model = hf.load(folder, device, dtype)
     return LoadedModel(model, text, generation, folder)
+
+
+def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
+    """The dtype that a checkpoint names for its weights; reads no weights. Raises what `load` raises."""
+    folder = _folder_of(folder_or_name)
+    if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
+        return read_config(folder, None).dtype
+    from . import hf
+
+    return hf.stored_dtype(folder)
+
+
+def _folder_of(folder_or_name: str | Path) -> Path:
+    folder = existing_folder("folder_or_name", folder_or_name)
+    if folder is None:
+        from .hf import checkpoint_folder
+
+        folder = checkpoint_folder(folder_or_name)
+    return folder
 
 
 def _byte_text(folder: Path) -> TextCodec | None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
+from ..pool_sizes import GIGABYTE
 from .options import add_device, add_json
 from .self_test import Check, self_test, small_engine, small_model, tried_dtype
-from .setup import GIGABYTE, chosen_device
+from .setup import chosen_device
 
 TEXT = """Say what is installed and which kernels would run, and test them on a small model.
 

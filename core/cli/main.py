@@ -1,7 +1,6 @@
 """The command `mambaslots`, and what its commands share."""
 
 import argparse
-import importlib.metadata
 import logging
 import os
 import sys
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import shtab
 
 from .. import mcore
+from ..version import VERSION
 from . import chat, doctor, serve
 from .options import Parser
 
@@ -39,7 +39,7 @@ COMMANDS = {
 def make_parser() -> Parser:
     """The parser of the whole command line."""
     parser = Parser(prog="mambaslots", description=HEADLINE)
-    parser.add_argument("--version", action="version", version=f"mambaslots {_version()}")
+    parser.add_argument("--version", action="version", version=f"mambaslots {VERSION}")
     shtab.add_argument_to(parser, ["--print-completion"], help="print a completion script for this shell")
     listed = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, command in COMMANDS.items():
@@ -52,13 +52,6 @@ def make_parser() -> Parser:
         own.set_defaults(run=command.run)
     mcore.add_options(listed.add_parser("run", help=RUN, description=RUN))
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("mambaslots")
-    except importlib.metadata.PackageNotFoundError:  # the source folder alone
-        return "(not installed)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,11 +8,11 @@ import torch
 from ..config import InferenceConfig
 from ..inference.contexts.input_pool import InputPool
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..loaded_model import LoadedModel, load
+from ..loaded_model import LoadedModel, load, stored_dtype
+from ..pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec
 
 SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to
-GIGABYTE = 1 << 30
 SHARE_OF_FREE_MEMORY = 0.85  # the rest is for activations, graphs and the libraries' workspaces
 MEMORY_GB_ON_CPU = 1.0
 CUDA_GRAPHS = 64
@@ -34,11 +34,9 @@ def load_model(options: argparse.Namespace) -> LoadedModel:
     """The model of a command line with `options.add_model`."""
     device = chosen_device(options)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    loaded = load(options.model, device, dtype)
-    stored = loaded.model.state_spec().kv_dtype
-    if dtype is None and device.type == "cpu" and stored in (torch.float16, torch.bfloat16):
-        loaded = load(options.model, device, torch.float32)
-    return loaded
+    if dtype is None and device.type == "cpu" and stored_dtype(options.model).itemsize == 2:
+        dtype = torch.float32
+    return load(options.model, device, dtype)
 
 
 def make_engine(loaded: LoadedModel, options: argparse.Namespace) -> DynamicInferenceEngine:

@@ -7,8 +7,8 @@ if not find_spec("transformers"):
 
 from ..checkpoint_files import CheckpointError
 from .hub import checkpoint_folder
-from .load import load
+from .load import load, stored_dtype
 from .served_model import ServedModel
 from .text import load_text
 
-__all__ = ["load", "load_text", "checkpoint_folder", "ServedModel", "CheckpointError"]
+__all__ = ["load", "stored_dtype", "load_text", "checkpoint_folder", "ServedModel", "CheckpointError"]

@@ -65,6 +65,11 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that the checkpoint in `folder` names for its weights; reads no weights."""
+    return _named_dtype(_transformers_config(folder))
+
+
 def _named_dtype(config: PretrainedConfig) -> torch.dtype:
     """The dtype that a config names, its text part first; float32 where it names none."""
     named = config.get_text_config().dtype or config.dtype or torch.float32

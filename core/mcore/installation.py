@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Any
 
 import torch
 
 from ..inference.policies.plan_spec import shown_plan
+from ..version import VERSION
 from .known_sources import TESTED_VERSIONS
 from .slot_allocator import Settings
 
@@ -71,8 +72,7 @@ def versions(megatron_core: str | None = None) -> dict[str, str]:
             megatron_core = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
             megatron_core = "not installed"
-    package = import_module(__name__.partition(".")[0])
-    return {"mambaslots": package.__version__, "megatron-core": megatron_core, "torch": torch.__version__}
+    return {"mambaslots": VERSION, "megatron-core": megatron_core, "torch": torch.__version__}
 
 
 def shown_versions(megatron_core: str | None = None) -> str:

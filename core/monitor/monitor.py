@@ -1,6 +1,5 @@
 """Figures of a running engine, for its operator."""
 
-import importlib.metadata
 import json
 import logging
 import threading
@@ -18,6 +17,7 @@ from ..inference.engines.step_report import NewTokens
 from ..inference.policies.salt_key import salt_bytes
 from ..request import FinishReason, RequestResult
 from ..validation import instance, integer, real, shown
+from ..version import VERSION
 from .figures import (
     FIRST_TOKEN_BOUNDS_S,
     INTER_TOKEN_BOUNDS_S,
@@ -82,7 +82,7 @@ class Monitor:
         self.model_name = instance("model_name", model_name, str)
         if trace is not None and not callable(trace):
             raise ValueError(f"trace is {shown(trace)}; accepted: a callable of one str, or None")
-        self.version = importlib.metadata.version("mambaslots")
+        self.version = VERSION
         self._trace = trace
         self._clock = clock
         self._lock = threading.Lock()
@@ -235,7 +235,7 @@ class Monitor:
         if now < self._next_look_s:
             return
         self._next_look_s = now + _LOOK_EVERY_S
-        stats = self.engine.stats(settle=False)
+        stats = self._stats()
         self._series.note(now, stats, self._num_generated)
         if now >= self._next_judgement_s:
             self._next_judgement_s = now + _JUDGE_EVERY_S

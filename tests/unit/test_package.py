@@ -19,7 +19,7 @@ ROOMS = (
     "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
     "state_spec", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params", "cache_stats",
     "inference.policies", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
-    "checkpoint_files", "errors", "brief_repr", "validation",
+    "checkpoint_files", "errors", "brief_repr", "validation", "version",
 )  # fmt: skip
 
 PUBLIC_PACKAGES = {

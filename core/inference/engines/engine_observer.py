@@ -11,6 +11,7 @@ from ...request import RequestResult
 from ...validation import shown
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
+from .stack_frames import is_on_stack
 from .step_report import NewTokens
 
 logger = logging.getLogger(__name__)
@@ -126,13 +127,9 @@ class EngineObservers:
         """Whether `tell_ended` runs. An interrupted one leaves its frame; so the stack decides."""
         if self._teller is None:
             return False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame is self._teller:
-                return True
-            frame = frame.f_back
-        self._teller = None
-        return False
+        if not is_on_stack(self._teller, sys._getframe(1)):
+            self._teller = None
+        return self._teller is not None
 
     def _tell(self, call: str, *arguments: object) -> None:
         for observer in self._observers:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from ...errors import KVBlockCapacityError
+from .stack_frames import is_on_stack
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,10 @@ class EngineState:
         return self._step_frame is not None and self._stepping_thread() is not None
 
     def _stepping_thread(self) -> int | None:
+        step = self._step_frame
         for thread, top in sys._current_frames().items():
-            frame: FrameType | None = top
-            while frame is not None:
-                if frame is self._step_frame:
-                    return thread
-                frame = frame.f_back
+            if step is not None and is_on_stack(step, top):
+                return thread
         self._step_frame = None
         return None
 
