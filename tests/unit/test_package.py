@@ -24,7 +24,7 @@ ROOMS = (
 
 PUBLIC_PACKAGES = {
     f"mambaslots.{name}"
-    for name in ("monitor", "mcore", "vllm", "distributed", "hf", "models", "testing", "text")
+    for name in ("monitor", "mcore", "vllm", "replay", "distributed", "hf", "models", "testing", "text")
 }
 
 

@@ -1,0 +1,48 @@
+"""A trace: requests with their tokens, in the order in which they came."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.integer[Any]]
+"""[n] int32 token ids. Where a trace knows hashes only, ids that are equal where the hashes are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceRequest:
+    """One request.
+
+    Attributes:
+        arrival_s: seconds since the trace began.
+        session: a name for what the request belongs to. A request of a session does not come before the last
+            answer of the session has ended.
+        prompt: the tokens of the prompt, one or more.
+        answer: the tokens that the model generated, one or more.
+    """
+
+    arrival_s: float
+    session: int
+    prompt: Tokens
+    answer: Tokens
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of their arrival.
+
+    Attributes:
+        name: what tables call it.
+        requests: the requests, earliest first.
+        grain_tokens: prompts are known to be equal in multiples of so many tokens; 1 where tokens are known.
+    """
+
+    name: str
+    requests: Sequence[TraceRequest] = field(repr=False)
+    grain_tokens: int = 1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
