@@ -356,10 +356,18 @@ class ValueEviction:
     # ---- the order
 
     def value(self, node: StateNode) -> int:
-        """What the loss of a present node's state is expected to cost: blocks a request, in units."""
+        """What the loss of a present node's state is expected to cost: blocks a request, in units.
+
+        A superseded state above does not count against a state that is to be taken: it goes soon, also where
+        the request reads it now.
+        """
         if node.parent is None:
             return node.rate
-        blocks = node.depth - self._tree.present_above(node).depth
+        above = self._tree.present_above(node)
+        if node.slot < 0:
+            while above.parent is not None and above.superseded and not above.fork:
+                above = self._tree.present_above(above)
+        blocks = node.depth - above.depth
         return blocks * (node.rate + node.below)
 
     def _new_serial(self, node: StateNode) -> None:
