@@ -2,5 +2,6 @@
 
 from .generate import KINDS, generate
 from .read_trace import read_trace
+from .recorder import TraceRecorder
 
-__all__ = ["KINDS", "generate", "read_trace"]
+__all__ = ["KINDS", "TraceRecorder", "generate", "read_trace"]

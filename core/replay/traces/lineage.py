@@ -38,7 +38,8 @@ def infer_lineage(lines: Sequence[TraceLine], paths: Sequence[Numbers], size: in
         size: tokens of a block.
         head: leading blocks that show no session.
     """
-    sessions, successors, partials = list(range(len(lines))), [-1] * len(lines), {}
+    sessions, successors = list(range(len(lines))), [-1] * len(lines)
+    partials: dict[int, int] = {}
     ends: dict[int, list[int]] = {}
     owners: dict[tuple[int, int], int] = {}
     for index, (line, path) in enumerate(zip(lines, paths, strict=True)):
