@@ -135,5 +135,5 @@ def _request(lines: Sequence[TraceLine], lineage: Lineage, index: int, session: 
         if np.array_equal(later[: line.num_prompt], line.tokens):
             answer = later[line.num_prompt : line.num_prompt + line.num_answer]
     if answer is None:
-        answer = np.full(line.num_answer, INT32_MAX - index, np.int32)
+        answer = np.full(line.num_answer, INT32_MAX - 1 - index, np.int32)
     return TraceRequest(line.arrival_s, session, line.tokens, answer)
