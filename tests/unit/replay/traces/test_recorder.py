@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.replay.engine_replay import EngineReplay
+from mambaslots.replay.setting import StepCost
 from mambaslots.replay.traces import TraceRecorder, read_trace
 from mambaslots.replay.traces import recorder as recorder_module
 from oracle.budget import dear
@@ -57,6 +59,28 @@ def test_a_recording_has_the_shape_of_the_traffic(tmp_path: Path) -> None:
     for number, one in enumerate(trace.requests):
         assert one.session == trace.requests[number % 3].session
     assert len({one.session for one in trace.requests}) == 3
+
+
+@pytest.mark.parametrize(("num_slots", "policy"), [(3, "value"), (5, "lru"), (64, "value")])
+def test_a_replay_resumes_what_the_engine_resumed(tmp_path: Path, num_slots: int, policy: str) -> None:
+    engine = small_engine(
+        num_mamba_slots=num_slots, num_kv_blocks=80, prefix_caching_eviction_policy=policy, max_requests=1
+    )
+    rng, head = np.random.default_rng(7), random_tokens(19, seed=0)
+    histories = [[*head, *random_tokens(5 + 9 * number, seed=number)] for number in range(4)]
+    resumed = []
+    with TraceRecorder(engine, tmp_path / "own.jsonl"):
+        for _ in range(14):
+            history = histories[rng.integers(len(histories))]
+            history += random_tokens(int(rng.integers(1, 12)), seed=int(rng.integers(1000)))
+            del history[160:]
+            (result,) = engine.generate([history], PARAMS)
+            resumed.append(result.num_resumed_tokens)
+            history += result.tokens
+    trace = read_trace(tmp_path / "own.jsonl")
+    replay = EngineReplay(trace, engine.context.spec, engine.config, StepCost())
+    assert list(replay.run().resumed_lengths) == resumed
+    assert 0 < sum(resumed) < trace.num_prompt_tokens
 
 
 @dear()
