@@ -108,7 +108,7 @@ def replay_cells(
     if num_jobs == 1:
         for index, cell in enumerate(cells):
             show(index, cell.row)
-            yield replay_cell(cell, lambda *counts, i=index, row=cell.row: show(i, _served(row, *counts)))  # type: ignore[misc]
+            yield replay_cell(cell, lambda *counts, i=index, row=cell.row: show(i, _served(row, *counts)))
         return
     context = multiprocessing.get_context("spawn")  # a fork copies threads' locks
     with ProcessPoolExecutor(min(num_jobs, len(cells)), mp_context=context) as pool:

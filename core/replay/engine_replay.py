@@ -1,6 +1,5 @@
 """Serves a trace with the engine's scheduler and books, without a model."""
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -90,14 +89,14 @@ class EngineReplay:
     def result(self) -> ReplayResult:
         """What came of the requests so far."""
         stats = self.context.cache_stats()
-        lost = Counter({reason: number for reason, number in stats.computed_by_reason.items() if number})
+        lost: dict[str, int] = {why: number for why, number in stats.computed_by_reason.items() if number}
         if self._num_refused_tokens:
             lost[TOO_LONG] = self._num_refused_tokens
         return ReplayResult(
             num_requests=self._num_ended,
             prompt_tokens=stats.num_prompt_tokens + self._num_refused_tokens,
             resumed_tokens=stats.num_resumed_tokens,
-            lost_by_reason=dict(lost),
+            lost_by_reason=lost,
             num_states_taken=stats.num_states_committed,
             state_capacity=self.context.prefix_cache.slots.num_slots,
             resumed_lengths=tuple(self._resumed),

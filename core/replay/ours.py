@@ -94,7 +94,7 @@ def _config(
         "num_kv_blocks": counts.num_kv_blocks,
         "num_mamba_slots": counts.num_slots,
     }
-    return InferenceConfig(**(sizes | changes))
+    return InferenceConfig(**(sizes | dict(changes)))
 
 
 @dataclass(frozen=True)
