@@ -62,7 +62,9 @@ class Admission:
         if stop <= start or not self._affords(request, match, stop):
             return None
         if holding is None:
-            holding = self._rows.seat(request)
+            if not self._has_slots(match.resume_slot):
+                return None
+            holding = self._rows.seat(request, match.resume_slot)
         self._cache.hold(holding.path, match)
         self._cache.grow(holding.path, self._num_blocks(stop))
         if ahead:
@@ -143,6 +145,17 @@ class Admission:
         if holding is None:
             return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
         return self._cache.affords(self._num_blocks(stop), match, holding.path)
+
+    def _has_slots(self, resume_slot: int) -> bool:
+        """Whether a waiting request can get live slots; running ones unpin what they need not keep.
+
+        A request whose state is only in a durable slot keeps that slot pinned while its own live slot idles.
+        """
+        for holding in self._rows.holdings:
+            if self._rows.has_slots(resume_slot):
+                return True
+            self._states.move_to_live(holding)
+        return self._rows.has_slots(resume_slot)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
