@@ -31,13 +31,16 @@ class PinnedPrefixes:
     """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
 
     Iterates over the pinned prefixes, in the order of pinning.
+
+    Attributes:
+        max_slots: slots that pins may keep.
     """
 
     def __init__(
         self, slots: DurableSlots, kv_blocks: KVBlockAllocator, max_slots: int | None = None
     ) -> None:
         """`max_slots`: pins keep so many slots, so that running requests can have the others; None: all."""
-        self._max_slots = slots.num_slots if max_slots is None else max_slots
+        self.max_slots = slots.num_slots if max_slots is None else max_slots
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
@@ -74,8 +77,8 @@ class PinnedPrefixes:
             MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
         """
         slot, slots = self._slots.map.slot_of(blocks[-1]), self.slot_pins
-        if slot not in slots and len(slots) >= self._max_slots:
-            raise MambaSlotCapacityError(len(slots) + 1, self._max_slots)
+        if slot not in slots and len(slots) >= self.max_slots:
+            raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
         prefix = PinnedPrefix(self._next_id, num_tokens, self._kv_blocks.tree.hash_of(blocks[-1]))
