@@ -40,8 +40,8 @@ class InferenceConfig:
             Exactly one of the two is set.
         num_mamba_slots, prefix_caching_mamba_gb: room for cached states, as a number of slots or in GB,
             beside the `max_requests` live states (times 1 + `num_speculative_tokens`, unless decodes replay).
-            The slots of idle rows hold cached states, too. Exactly one of the two is set with prefix caching, at
-            most one without.
+            The slots of idle rows hold cached states, too. Exactly one of the two is set with prefix caching,
+            at most one without.
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.

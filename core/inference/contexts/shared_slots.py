@@ -46,7 +46,7 @@ class SharedSlots(DurableSlots):
         It counts as a use of the state, and as its eviction.
         """
         self.note_use(slot)
-        self._let_go([slot], "live_state")
+        self._evict_slots([slot], "live_state")
         self.live.add(slot)
 
     def free_live(self, slots: Sequence[int]) -> None:
