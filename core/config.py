@@ -38,8 +38,10 @@ class InferenceConfig:
         max_sequence_length: longest prompt plus answer.
         num_kv_blocks, buffer_size_gb: size of the KV pool, as a number of blocks or in GB (2**30 bytes).
             Exactly one of the two is set.
-        num_mamba_slots, prefix_caching_mamba_gb: size of the durable state pool, as a number of slots or in
-            GB. Exactly one of the two is set with prefix caching, at most one without.
+        num_mamba_slots, prefix_caching_mamba_gb: room for cached states, as a number of slots or in GB,
+            beside the `max_requests` live states (times 1 + `num_speculative_tokens`, unless decodes replay).
+            The slots of idle rows hold cached states, too. Exactly one of the two is set with prefix caching,
+            at most one without.
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.

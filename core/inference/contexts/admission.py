@@ -62,7 +62,9 @@ class Admission:
         if stop <= start or not self._affords(request, match, stop):
             return None
         if holding is None:
-            holding = self._rows.seat(request)
+            if not self._has_slots(match.resume_slot):
+                return None
+            holding = self._rows.seat(request, match.resume_slot)
             limit = request.max_resume_tokens
             num_tokens = len(request.tokens) if limit is None else min(len(request.tokens), limit + 1)
             self._cache.note_arrival(holding.path, num_tokens, again=request.num_counted > 0)
@@ -146,6 +148,17 @@ class Admission:
         if holding is None:
             return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
         return self._cache.affords(self._num_blocks(stop), match, holding.path)
+
+    def _has_slots(self, resume_slot: int) -> bool:
+        """Whether a waiting request can get live slots; running ones unpin what they need not keep.
+
+        A request whose state is only in a durable slot keeps that slot pinned while its own live slot idles.
+        """
+        for holding in self._rows.holdings:
+            if self._rows.has_slots(resume_slot):
+                return True
+            self._states.move_to_live(holding)
+        return self._rows.has_slots(resume_slot)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

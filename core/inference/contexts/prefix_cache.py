@@ -13,13 +13,13 @@ from ..policies.departures import Clock, KVLeaveCause, StateLeaveCause
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.slot_eviction import EVICTION_POLICIES
 from .cached_path import CachedPath, TableRow
-from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from .prefix_match import PrefixMatch
 from .prefix_matcher import PrefixMatcher
 from .request_step import RequestStep
 from .rolling_states import RollingStates
+from .shared_slots import SharedSlots
 from .step_checkpoints import StepCheckpoints
 
 _CAUSE_OF_STATE: dict[KVLeaveCause, StateLeaveCause] = {
@@ -51,7 +51,7 @@ class PrefixCache:
 
     Attributes:
         kv_blocks: who holds which KV block.
-        slots: the book of durable slots; has no slots where the cache is off.
+        slots: the book of state slots; has no slots where the cache is off.
         pins: the pinned prefixes, and how many blocks they hold.
     """
 
@@ -63,15 +63,18 @@ class PrefixCache:
         eviction_policy: str = "value",
         enabled: bool = True,
         clock: Clock = time.monotonic_ns,
+        num_live_slots: int = 0,
     ) -> None:
         """
         Args:
             num_kv_blocks: blocks of the KV pool.
-            num_slots: durable slots of the state pool.
+            num_slots: slots that cached states have for certain, and that pins may keep.
             block_size_tokens: tokens of a block.
             eviction_policy: one of `EVICTION_POLICIES`.
             enabled: where False, nothing is matched or registered, and sequences only hold blocks.
             clock: tells the ages of what is evicted.
+            num_live_slots: slots more, which running requests may take. What they leave idle holds cached
+                states.
         """
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
@@ -80,8 +83,8 @@ class PrefixCache:
         policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
         self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy, self._forget_states, clock)
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
-        self.slots = DurableSlots(
-            num_slots if enabled else 0,
+        self.slots = SharedSlots(
+            num_slots + num_live_slots if enabled else 0,
             policy,
             tree.hash_of,
             self._note_states_changed,
@@ -93,7 +96,7 @@ class PrefixCache:
         leaves.holds_state = self.slots.map.__contains__
         self._rolling = RollingStates(self.slots)
         self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
-        self.pins = PinnedPrefixes(self.slots, self.kv_blocks)
+        self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
     def _forget_states(self, blocks: Sequence[int] | None, cause: KVLeaveCause) -> None:
@@ -321,6 +324,7 @@ class PrefixCache:
 
         Raises:
             ValueError: no boundary of the prefix has a state.
+            MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
         """
         blocks = self._resumable_blocks(chain)
         if not blocks:
@@ -353,7 +357,7 @@ class PrefixCache:
         `keep_totals`: whether the counts of what entered and left stay; what leaves counts as "reset".
         """
         self.pins.clear()
-        self.slots.clear(totals=not keep_totals)
+        self.slots.clear(totals=not keep_totals, live=True)
         try:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
@@ -371,6 +375,7 @@ class PrefixCache:
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
             num_committed_slots=slots.committed,
+            num_live_slots=slots.live,
             num_states_committed=slots.committed_total,
             num_pinned_slots=len(pins),
             num_states_evicted=slots.evicted_total,
