@@ -52,6 +52,7 @@ class DurableSlots:
         on_states_changed: Callable[[Iterable[int]], None],
         on_ghosts_changed: Callable[[Iterable[int]], None] = lambda keys: None,
         clock: Clock = time.monotonic_ns,
+        on_evict: Callable[[Sequence[int], Sequence[int]], None] = lambda slots, keys: None,
     ) -> None:
         """
         Args:
@@ -61,7 +62,10 @@ class DurableSlots:
             on_states_changed: called with blocks that gained or lost a state.
             on_ghosts_changed: called with hashes of `ghosts` where no state changed with them.
             clock: tells the ages of states.
+            on_evict: called with slots whose states leave for others, and the states' hashes (< 1 for a state
+                without a hash), before anything is changed or written.
         """
+        self._on_evict = on_evict
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
         self.free = list(range(num_slots))
@@ -313,6 +317,7 @@ class DurableSlots:
         if len(victims) < num_slots:
             raise MambaSlotCapacityError(num_slots + num_free, len(victims) + num_free)
         blocks = self.map.blocks_of(victims)
+        self._on_evict(victims, [self.map.key_of(block) for block in blocks])
         self.ghosts.add_all(self.map.keys_of(victims), "evicted")
         self._leave(blocks, "new_state")
         self._tell_states_changed(blocks)

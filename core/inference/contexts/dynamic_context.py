@@ -37,6 +37,7 @@ from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
 from .step_inputs import StepShape
 from .step_ladder import largest_on_ladder
+from .tier_setup import tier_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class DynamicInferenceContext:
             config.block_size_tokens,
             config.prefix_caching_eviction_policy,
             config.enable_prefix_caching,
+            tier=tier_of(config, spec, self.memory.state_pool),
         )
         self.mamba_metadata = MambaMetadata(config.max_requests, num_live_slots)
         self._states = self._new_states()
@@ -429,6 +431,8 @@ class DynamicInferenceContext:
         for request in self.requests:
             self.release(request)
         self.reset_prefix_cache()
+        if self.prefix_cache.tier is not None:
+            self.prefix_cache.tier.copies.free()
         self.memory.free()
 
     def resume(self) -> None:
