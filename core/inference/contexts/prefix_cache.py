@@ -323,7 +323,7 @@ class PrefixCache:
     # ---- pins, eviction, reset
 
     def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
-        """Keep the deepest cached state of a prefix, and the KV up to it, until `unpin` or a reset.
+        """Keep the deepest cached state of a prefix, and the KV up to it, until `pins.unpin` or a reset.
 
         Raises:
             ValueError: no boundary of the prefix has a state.
@@ -334,10 +334,6 @@ class PrefixCache:
                 f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
             )
         return self.pins.pin(blocks, len(blocks) * self._block_size)
-
-    def unpin(self, prefix: PinnedPrefix) -> None:
-        """Release a pinned prefix; ValueError for a prefix that is not pinned in this cache."""
-        self.pins.unpin(prefix)
 
     def forget(self, paths: Iterable[CachedPath]) -> None:
         """Forget every prefix, state, pin and ghost; sequences keep the blocks that they hold.

@@ -649,10 +649,10 @@ class DynamicInferenceEngine:
         self.check_usable("unpin")
         cache = self.context.prefix_cache
         if not any(prefix is pinned for pinned in cache.pins):
-            cache.unpin(prefix)  # raises, and changes nothing
+            cache.pins.unpin(prefix)  # raises, and changes nothing
         else:
             with self._books.changing():
-                cache.unpin(prefix)
+                cache.pins.unpin(prefix)
 
     def _check_allocated(self, call: str) -> None:
         self.check_usable(call)
