@@ -4,10 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .inference.policies.compute_reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
-from .inference.policies.departures import AgeCounts, KVLeaveCause, StateLeaveCause
+from .inference.policies.departures import (
+    TIER_LEAVE_CAUSES,
+    AgeCounts,
+    KVLeaveCause,
+    StateLeaveCause,
+    TierLeaveCause,
+)
 
 __all__ = [
     "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",
+    "TierStats",
 ]  # fmt: skip
 
 
@@ -34,6 +41,37 @@ class SpeculationStats:
         return self.num_tokens / self.num_decodes if self.num_decodes else 0.0
 
 
+def _no_copies() -> Mapping[TierLeaveCause, int]:
+    return dict.fromkeys(TIER_LEAVE_CAUSES, 0)
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """How full host memory and the disk are, and how many states went there and came back.
+
+    Attributes:
+        num_host_slots, num_host_states: states that host memory can hold, and holds.
+        num_states_spilled: states that were copied to host memory, or read from the disk, since the beginning
+            or `reset`; as are the counts that follow.
+        num_states_fetched: states that came back to the device, those from the disk included.
+        num_failed_stores: copies from the device, or to the disk, that raised an error.
+        host_copies_left_by_cause: copies that left host memory; `TierLeaveCause` explains each cause.
+        num_disk_slots, num_disk_states, num_states_fetched_from_disk, disk_copies_left_by_cause: the same of
+            the disk.
+    """
+
+    num_host_slots: int = 0
+    num_host_states: int = 0
+    num_states_spilled: int = 0
+    num_states_fetched: int = 0
+    num_failed_stores: int = 0
+    host_copies_left_by_cause: Mapping[TierLeaveCause, int] = field(default_factory=_no_copies)
+    num_disk_slots: int = 0
+    num_disk_states: int = 0
+    num_states_fetched_from_disk: int = 0
+    disk_copies_left_by_cause: Mapping[TierLeaveCause, int] = field(default_factory=_no_copies)
+
+
 @dataclass(frozen=True)
 class PoolStats:
     """How full the two pools of a `PrefixCache` are, and how many states came and went.
@@ -56,6 +94,7 @@ class PoolStats:
         num_kv_blocks_registered: blocks, since the beginning or `reset`.
         kv_blocks_left_by_cause: registered blocks that left; `KVLeaveCause` explains each cause.
         kv_block_ages: of blocks that left for want of memory; times as well.
+        tiers: copies of states in host memory and on the disk.
     """
 
     num_free_slots: int
@@ -75,6 +114,7 @@ class PoolStats:
     num_kv_blocks_registered: int
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
     kv_block_ages: AgeCounts = field(compare=False)
+    tiers: TierStats = field(default_factory=TierStats)
 
     def __str__(self) -> str:
         """How full the pools are, as a part of a line."""
@@ -116,6 +156,7 @@ class CacheStats:
     num_kv_blocks_registered: int
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
     kv_block_ages: AgeCounts = field(compare=False)
+    tiers: TierStats = field(default_factory=TierStats)
 
     def __repr__(self) -> str:
         """One line: what was resumed, why the rest was computed, and how full the pools are."""

@@ -79,6 +79,7 @@ class DurableSlots:
         clock: Clock = time.monotonic_ns,
         num_kv_blocks: int = 0,
         keys_to: Callable[[int], Sequence[int]] | None = None,
+        on_evict: Callable[[Sequence[int], Sequence[int]], None] = lambda slots, keys: None,
     ) -> None:
         """
         Args:
@@ -91,7 +92,10 @@ class DurableSlots:
             num_kv_blocks: blocks of the KV index. So many states are remembered that are gone.
             keys_to: block -> the prefix hashes of the registered blocks up to it. None for a host that does
                 not tell; each of its states then counts as one that saves one block.
+            on_evict: called with slots whose states leave for others, and the states' hashes (< 1 for a state
+                without a hash), before anything is changed or written.
         """
+        self._on_evict = on_evict
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
         self.free = list(range(num_slots))
@@ -428,6 +432,7 @@ class DurableSlots:
 
     def _evict_slots(self, slots: Sequence[int], cause: StateLeaveCause = "new_state") -> None:
         blocks = self.map.blocks_of(slots)
+        self._on_evict(slots, [self.map.key_of(block) for block in blocks])
         self.ghosts.add_all(self.map.keys_of(slots), "evicted")
         self._leave(blocks, cause)
         self._tell_states_changed(blocks)

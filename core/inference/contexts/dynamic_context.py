@@ -40,6 +40,7 @@ from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
 from .step_inputs import StepShape
 from .step_ladder import largest_on_ladder
+from .tier_setup import tier_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class DynamicInferenceContext:
             config.enable_prefix_caching,
             clock,
             num_live_slots if shares else 0,
+            tier_of(config, spec, self.memory.state_pool),
         )
         self.mamba_metadata = (
             SharedLiveSlots(config.max_requests, num_live_slots, self.prefix_cache.slots)
@@ -451,6 +453,8 @@ class DynamicInferenceContext:
         for request in self.requests:
             self.release(request)
         self.reset_prefix_cache()
+        if self.prefix_cache.tier is not None:
+            self.prefix_cache.tier.copies.free()
         self.memory.free()
 
     def resume(self) -> None:

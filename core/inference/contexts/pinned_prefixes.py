@@ -88,6 +88,7 @@ class PinnedPrefixes:
         return prefix
 
     def unpin(self, prefix: PinnedPrefix) -> None:
+        """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
         if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
             raise ValueError(
                 f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"

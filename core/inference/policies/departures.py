@@ -30,8 +30,17 @@ released: its last holder left, under the policy "ref_zero".
 discarded: the model's results in it were no numbers.
 reset: all prefixes were forgotten.
 """
+TierLeaveCause = Literal["new_state", "forgotten", "damaged", "reset"]
+"""Why a copy of a state left host memory or the disk:
+
+new_state: its slot was needed for another state.
+forgotten: the KV of its prefix left the cache, or its content could not be trusted.
+damaged: its bytes were not those that were stored, or a copy failed.
+reset: all prefixes were forgotten.
+"""
 STATE_LEAVE_CAUSES: tuple[StateLeaveCause, ...] = get_args(StateLeaveCause)
 KV_LEAVE_CAUSES: tuple[KVLeaveCause, ...] = get_args(KVLeaveCause)
+TIER_LEAVE_CAUSES: tuple[TierLeaveCause, ...] = get_args(TierLeaveCause)
 EVICTIONS = frozenset({"new_state", "live_state", "kv_evicted", "new_block"})
 """The causes that are want of memory."""
 
