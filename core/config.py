@@ -43,8 +43,10 @@ class InferenceConfig:
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.
-        prefix_caching_eviction_policy: "lru" keeps unreferenced blocks until their memory is needed;
-            "ref_zero" drops a block and its state when the block's last user leaves.
+        prefix_caching_eviction_policy: which state goes when a slot is needed. "value": the one whose loss is
+            expected to cost the fewest recomputed tokens, which may be the new one; "lru": the one used
+            longest ago. Both keep unreferenced KV blocks until their memory is needed. "ref_zero" drops a
+            block and its state when the block's last user leaves.
         checkpoint_plan: which states are cached; a request may bring its own plan.
         num_cuda_graphs: maximum number of CUDA graphs of decode steps, and again of steps with prefills; None
             captures none. Without effect on a CPU, and with float64 weights, whose kernels synchronise.
@@ -87,7 +89,7 @@ class InferenceConfig:
     prefix_caching_mamba_gb: float | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    prefix_caching_eviction_policy: str = "lru"
+    prefix_caching_eviction_policy: str = "value"
     checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
     num_cuda_graphs: int | None = None
     use_cuda_graphs_for_non_decode_steps: bool = True

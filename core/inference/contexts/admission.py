@@ -18,7 +18,7 @@ from .request_step import RequestStep
 class Admission:
     """Gives requests what their next step needs, all of it or nothing.
 
-    This class alone writes `Holding.seen_tokens` and `Holding.spans`.
+    This class alone writes `Holding.branch_tokens` and `Holding.spans`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Admission:
             self._states.start_from(holding, match.resume_slot, start)
         if ahead or not num_computed:
             holding.spans = match.spans
-        holding.seen_tokens = match.seen_tokens
+        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)
         return RequestStep(
             request,
             holding,
@@ -159,5 +159,5 @@ class Admission:
             stop=stop,
             prompt_tokens=holding.prefill_length,
             block_size_tokens=self._block_size,
-            seen_tokens=holding.seen_tokens,
+            seen_tokens=holding.branch_tokens,
         )

@@ -13,7 +13,6 @@ from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionP
 from ..policies.value_eviction import ValueEviction
 from .slot_map import SlotMap
 
-
 _REMEMBERED = EVICTIONS | {"path_limit"}
 """The causes of leaving after which requests for the state are still to be expected."""
 
@@ -152,6 +151,10 @@ class DurableSlots:
         """Note that the request with this number has ended, or is preempted."""
         self._eviction.end(visit)
 
+    def plan(self, state: PlannedState) -> None:
+        """Note that a state is to be taken. `choose` does so for all but the states of drafts."""
+        self._eviction.plan(state.keys, state.depth, state.taken_as, state.visit)
+
     def choose(self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()) -> SlotChoice[int]:
         """Which of these states get a slot; states that are worth less than they leave.
 
@@ -164,7 +167,7 @@ class DurableSlots:
         """
         policy, keys = self._eviction, [state.key for state in planned]
         for state in planned:
-            policy.plan(state.keys, state.depth, state.taken_as, state.visit)
+            self.plan(state)
         if policy.refuses:
             wanted = dict.fromkeys(keys)
             while len(wanted) > len(self.free):
@@ -237,6 +240,8 @@ class DurableSlots:
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
+            self._planned.clear()
+            self._eviction.unplan_all()  # also what an interrupted `choose` has left
             slots = [slot for slot in self.reserved if slot not in self.pins]
         self._require_reserved(slots)
         for slot in slots:
@@ -339,6 +344,9 @@ class DurableSlots:
         """
         if self.map.slot_of(block) in self.pins:
             return False
+        key = self.map.key_of(block)
+        if cause in _REMEMBERED and key > 0:
+            self.ghosts.add(key, "evicted")
         self.forget([block], cause=cause)
         return True
 
@@ -460,8 +468,7 @@ class DurableSlots:
         self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
-        assert sorted(self.by_use()) == sorted(committed), (
-            "the eviction policy orders other slots than the committed"
-        )
+        self._eviction.check_integrity(committed)
+        assert self._planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"
         assert self._used <= committed, "a slot without a state counts as used"

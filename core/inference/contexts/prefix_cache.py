@@ -60,7 +60,7 @@ class PrefixCache:
         num_kv_blocks: int,
         num_slots: int,
         block_size_tokens: int,
-        eviction_policy: str = "lru",
+        eviction_policy: str = "value",
         enabled: bool = True,
         clock: Clock = time.monotonic_ns,
     ) -> None:
@@ -133,6 +133,18 @@ class PrefixCache:
             return self._matcher.match(chain, num_tokens, (), 0, max_resume_tokens, known)
         blocks, num_held = path.blocks, path.num_registered
         return self._matcher.match(chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+
+    def branch_tokens(self, match: PrefixMatch, chain: PrefixHashChain) -> int:
+        """Where a sequence leaves a known path that goes on another way; 0 where it leaves none.
+
+        A sequence that only continues what was seen before does not branch, nor does one that ends there.
+        """
+        depth = match.seen_tokens // self._block_size
+        if not 0 < depth < len(chain.keys):
+            return 0
+        tree = self.kv_blocks.tree
+        goes_on = depth == len(match.blocks) and tree.num_children(match.blocks[-1]) > 0
+        return match.seen_tokens if goes_on or chain.keys[depth - 1] in tree.ghost_parents else 0
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
