@@ -23,8 +23,12 @@ class RequestStates:
         self._separate = separate
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
-        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens."""
-        self._cache.hold_state(holding.path, slot, resumes=True)
+        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens.
+
+        The slot may be one that the request has taken over as a live slot.
+        """
+        if not (self._pool.is_shared and slot in holding.live_slots):
+            self._cache.hold_state(holding.path, slot, resumes=True)
         holding.state_index = self._pool.durable_index(slot)
         holding.num_computed = num_tokens
 
@@ -108,6 +112,10 @@ class RequestStates:
         holding.state_index = self._live_slot(step, position)
         if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
             self._copy([written], [holding.state_index])
+
+    def pass_over(self, holding: Holding, num_tokens: int) -> None:
+        """Count tokens as computed whose decodes left the request's state where it is."""
+        holding.num_computed += num_tokens
 
     def move_to_live(self, holding: Holding) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
