@@ -66,7 +66,10 @@ class ValueEviction:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all states, ghosts and requests. What was learned of rates stays."""
+        """Forget all states, ghosts and requests. What was learned of rates stays.
+
+        The requests that run tell nothing more.
+        """
         self._tree = StateTree()
         self._now = 0
         self._tells_requests = False
