@@ -5,6 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from .ours import OURS, UNLIMITED
+from .peers import PEERS
 from .setting import ReplayRow
 
 
@@ -15,7 +16,6 @@ def _rows_of(module: str, name: str) -> tuple[ReplayRow, ...]:
     return rows
 
 
-PEERS = _rows_of("peers", "PEERS")
 CEILING = _rows_of("ceiling", "CEILING")
 ROWS: dict[str, ReplayRow] = {row.name: row for row in (*OURS, *PEERS, *CEILING, UNLIMITED)}
 """In the order of the table: ours, the peers, those that know the trace, and the one with all memory."""
