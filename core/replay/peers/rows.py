@@ -30,12 +30,14 @@ def _half(setting: ReplaySetting) -> float:
     if setting.total_gb is None:
         raise ValueError(f"setting has state_gb={setting.state_gb}, kv_gb={setting.kv_gb}, total_gb=None: "
                          "give both of the first, or total_gb")  # fmt: skip
-    return setting.total_gb / 2
+    live_gb = setting.max_requests * setting.shape.state_bytes / GIGABYTE
+    return max(0.0, setting.total_gb - live_gb) / 2
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A row of the table: a plan, slots with a policy, and KV blocks. Of a total, each has half.
+    """A row of the table: a plan, slots with a policy, and KV blocks. Of a total, states and KV have half each of
+    what live states leave.
 
     Attributes:
         name, source: see `ReplayRow`.

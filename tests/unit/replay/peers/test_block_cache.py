@@ -14,7 +14,7 @@ from mambaslots.replay.peers.stock import StockStates
 from mambaslots.replay.peers.vllm import VLLMCache
 from mambaslots.replay.setting import ReplaySetting
 from oracle.prefix_cache_sets import PrefixSets
-from oracle.small_traces import BLOCK, SMALL, request_lists, trace
+from oracle.short_traces import BLOCK, SMALL, request_lists, trace
 
 Requests = list[tuple[list[int], list[int]]]
 MOST_BLOCKS = 16
@@ -31,7 +31,9 @@ def resumed_of_each(cache: BlockCache, index: BlockIndex, requests: Requests) ->
     before = 0
     for count in range(1, len(requests) + 1):
         fresh = RequestLoop(trace(requests[:count]), index.paths, cache, ONE_BY_ONE, quiet)
-        fresh._arrivals._ready = [(0.0, count - 1)]
+        for number in range(count - 1):
+            fresh._arrivals.due(1 << 60)
+            fresh._arrivals.note_end(number, 0)
         fresh._num_ended = count - 1
         resumed.append(fresh.run().resumed_tokens)
         before += resumed[-1]
