@@ -7,6 +7,7 @@ from mambaslots.replay.peers.block_cache import BlockCache
 from mambaslots.replay.peers.blocks import BlockIndex
 from mambaslots.replay.peers.coverage import CoverageSlots
 from mambaslots.replay.peers.loop import RequestLoop
+from mambaslots.replay.peers.marconi import MarconiCache, MarconiSlots
 from mambaslots.replay.peers.plans import TakenStates
 from mambaslots.replay.peers.sglang import SGLangCache
 from mambaslots.replay.peers.states import KVRecencySlots, PathCapSlots, StateSlots
@@ -78,6 +79,9 @@ CACHES = {
     ),
     "coverage": lambda index, kv, slots: BlockCache(
         index, kv, CoverageSlots(index, slots), TakenStates(every=True)
+    ),
+    "marconi": lambda index, kv, slots: MarconiCache(
+        index, kv, MarconiSlots(index, slots, SMALL, [(0, 0.5)]), TakenStates()
     ),
     "sglang": lambda index, kv, slots: SGLangCache(index, kv, StateSlots(index, slots), 0),
     "sglang-live": lambda index, kv, slots: SGLangCache(index, kv, StateSlots(index, slots + 3), 3),

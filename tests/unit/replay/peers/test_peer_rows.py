@@ -1,4 +1,4 @@
-"""What each row emulates: numbers from the sources of the systems, and small traces whose outcome is known."""
+"""What each row emulates: numbers from the systems' sources, and small traces whose outcome is known."""
 
 from dataclasses import replace
 
@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.replay.peers import PEERS
+from mambaslots.replay.peers.blocks import BlockIndex
+from mambaslots.replay.peers.kv_pool import KVPool
 from mambaslots.replay.peers.loop import RunningRequest
+from mambaslots.replay.peers.marconi import MarconiSlots, flops_saved
 from mambaslots.replay.peers.stock import StockRow, StockStates, num_scratch_slots
 from mambaslots.replay.peers.vllm import group_layers, page_tokens
 from mambaslots.replay.setting import ModelShape, ReplaySetting
@@ -44,6 +47,29 @@ def test_stock_takes_scratch_out_of_the_budget() -> None:
     assert result.state_capacity == result.resumed_tokens == 0
     result = StockRow().replay(trace(requests), replace(setting, state_gb=8.0), quiet)
     assert (result.state_capacity, result.resumed_tokens) == (52, 512)
+
+
+def test_marconi_counts_flops_as_published() -> None:
+    """One layer of each kind, D = 8, N = 4, a span of 2 tokens that ends at 6."""
+    mamba = 12 * 2 * 64 + 16 * 2 * 8 * 4 + 10 * 2 * 8
+    attention = (8 * 6 * 64 + 4 * 36 * 8) - (8 * 4 * 64 + 4 * 16 * 8)
+    mlp = 16 * 2 * 64
+    assert flops_saved(replace(SMALL, num_recurrent_layers=1), 4, 6) == mamba + attention + mlp
+
+
+def test_marconi_weighs_age_against_flops() -> None:
+    """Two states behind the root, one deep and old, one shallow and recent; a third one needs a slot."""
+    prompts = [[1] * 21, [0, 1, 1], [0, 0, 1]]
+    index = BlockIndex(trace([(prompt, [0]) for prompt in prompts]).requests, BLOCK)
+    deep, shallow, third = (path[-1] for path in index.paths)
+    for weight, victim in ((0.0, deep), (2.0, shallow)):
+        slots = MarconiSlots(index, 2, SMALL, [(0, weight)])
+        slots.bind(KVPool(index, 100))
+        for number, node in enumerate((deep, shallow)):
+            slots.came(number)
+            assert slots.store(node)
+        slots.came(2)
+        assert slots.victim(third) == victim
 
 
 def request(num_prompt: int, matched: int = 0) -> RunningRequest:
@@ -101,7 +127,7 @@ def test_two_replays_are_equal_and_leave_their_arguments(
         assert first.resumed_tokens <= first.prompt_tokens
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "vllm"])
+@pytest.mark.parametrize("name", ROWS)
 def test_memory_is_given(name: str) -> None:
     with pytest.raises(ValueError, match="total_gb"):
         ROWS[name].replay(trace([([1], [0])]), ReplaySetting(SMALL, block_size_tokens=BLOCK), quiet)
