@@ -188,7 +188,7 @@ class MarconiRow:
     """Marconi as published, on whole blocks.
 
     The weight is 0 up to the first eviction and for a window of five times as many requests; then the weight
-    of 0, 0.1, ... 2 that resumes most tokens of that window is taken for good. Here the window is replayed one
+    of 0, 0.1, ... 2 that resumes most tokens of that window is taken for good. The window is replayed one
     request after another. Left out: states inside blocks, and one budget for KV and states together (each has
     its own, so that the eviction of a state leaves its KV).
     """
