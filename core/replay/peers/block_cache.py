@@ -1,5 +1,8 @@
 """A cache of KV blocks with states at some of their ends."""
 
+from collections.abc import Callable
+from typing import Any
+
 from .blocks import BlockIndex
 from .kv_pool import KVPool
 from .loop import RunningRequest
@@ -17,6 +20,7 @@ class BlockCache:
         plan: which states are taken.
         answers: generated tokens are cached, and the end of a request counts as a use of its KV.
         stateless_first: leaves of KV without a state go before those that hold one.
+        kv_rank: of a leaf of KV, in place of `stateless_first`; the least goes first.
     """
 
     def __init__(
@@ -28,12 +32,13 @@ class BlockCache:
         *,
         answers: bool = True,
         stateless_first: bool = True,
+        kv_rank: Callable[[int], Any] | None = None,
     ) -> None:
         self._block = index.block_size
         self.states = states
         self._plan = plan
         self._answers = answers
-        rank = states.__contains__ if stateless_first else None
+        rank = kv_rank or (states.__contains__ if stateless_first else None)
         self.kv = KVPool(index, num_kv_blocks, rank, states.forget)
         states.bind(self.kv)
 
@@ -52,6 +57,7 @@ class BlockCache:
 
     def admit(self, request: RunningRequest) -> None:
         block, path = self._block, request.path
+        self.states.came(request.index)
         request.matched = request.held = self.kv.match(path, request.target // block)
         depth = self.states.deepest(path, min(request.matched, (request.target - 1) // block))
         request.computed = depth * block

@@ -32,6 +32,9 @@ class StateSlots:
         """Called once with the KV that the states lie beside."""
         self.kv = kv
 
+    def came(self, number: int) -> None:
+        """Called with the place in the trace of each request, before it is matched."""
+
     def deepest(self, path: list[int], limit: int) -> int:
         """Blocks up to the deepest state on a path, at most `limit`; 0 for none."""
         slots = self.slots
