@@ -70,7 +70,7 @@ def unused_path(text: str) -> Path:
     return path
 
 
-def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+def add_json(parser: argparse._ActionsContainer, what: str) -> None:
     parser.add_argument("--json", type=new_file, metavar="PATH", help=f"write {what} to this file")
 
 

@@ -87,7 +87,7 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
         main(["--print-completion", shell])
     assert ended.value.code == 0
     script = capsys.readouterr().out
-    for word in ("serve", "chat", "doctor", "run", "--max-requests"):
+    for word in ("serve", "chat", "replay", "doctor", "run", "--max-requests"):
         assert word in script
 
 
