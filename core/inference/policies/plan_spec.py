@@ -6,8 +6,8 @@ from .checkpoint_plan import CheckpointPlan
 
 _PARTS = (
     "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, chunk_ends (no-tail, "
-    "no-branch, no-chunk_ends switch off), learned, decode=rolling|off|N, prefill_interval=N, offsets_from_start=N+N, "
-    "offsets_from_end=N+N, marks=N+N"
+    "no-branch, no-chunk_ends switch off), learned, decode=rolling|off|N, prefill_interval=N, "
+    "offsets_from_start=N+N, offsets_from_end=N+N, marks=N+N"
 )
 _EVERY = "every=N is decode=N,prefill_interval=N"
 PLAN_SYNTAX = f"{_PARTS}, max_states_per_path=N; {_EVERY}"
