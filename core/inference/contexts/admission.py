@@ -64,9 +64,9 @@ class Admission:
         if holding is None:
             holding = self._rows.seat(request)
         self._cache.hold(holding.path, match)
-        self._cache.grow(holding.path, self._num_blocks(stop))
-        if ahead:
+        if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)
+        self._cache.grow(holding.path, self._num_blocks(stop))
         if ahead or not num_computed:
             holding.spans = match.spans
         holding.seen_tokens = match.seen_tokens

@@ -64,7 +64,7 @@ class DurableSlots:
         """
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
-        self.free = list(range(num_slots))
+        self.free = self._all_free()
         self.reserved: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         self.ghosts = GhostList(8 * num_slots)
@@ -77,6 +77,20 @@ class DurableSlots:
         self._eviction: SlotEvictionPolicy = (
             RefZeroEviction(clock) if eviction_policy == "ref_zero" else LRUEviction(clock)
         )
+
+    # ---- a memory that slots share with KV blocks: `SharedSlots` has it
+
+    def _lent_slots(self) -> Sequence[int]:
+        """The slots whose memory holds KV."""
+        return ()
+
+    def _make_room(self, num_slots: int) -> None:
+        """Add free slots until so many are free, or until it is better to evict states."""
+
+    def _all_free(self) -> list[int]:
+        """All slots but those whose memory holds KV."""
+        lent = set(self._lent_slots())
+        return [slot for slot in range(self.num_slots) if slot not in lent]
 
     # ---- lookup
 
@@ -286,7 +300,7 @@ class DurableSlots:
         # No state may be findable once its slot is free: the map goes first, the free list comes last.
         for part in (self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction):
             part.clear()
-        self.free = list(range(self.num_slots))
+        self.free = self._all_free()
         self.version += 1
         self.map.departures.by_cause["reset"] += num_left
         if totals:
@@ -295,6 +309,7 @@ class DurableSlots:
     # ---- inside
 
     def _take(self, num_slots: int, keep: Sequence[int] = ()) -> list[int]:
+        self._make_room(num_slots)
         num_free = min(num_slots, len(self.free))
         evicted = self._evict(num_slots - num_free, keep, num_free) if num_free < num_slots else []
         if not num_free:
@@ -360,7 +375,10 @@ class DurableSlots:
         assert len(free) == len(self.free), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
-        assert len(free) + len(reserved) + len(committed) == self.num_slots, "a slot is nowhere"
+        lent = set(self._lent_slots())
+        assert lent.isdisjoint(free | reserved | committed), "a slot is in use whose memory holds KV"
+        in_use = len(free) + len(reserved) + len(committed)
+        assert in_use + len(lent) == self.num_slots, "a slot is nowhere"
         self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"

@@ -41,7 +41,16 @@ class StatePool:
         num_live: int,
         num_durable: int,
         device: torch.device | str = "cpu",
+        memory: Tensor | None = None,
     ) -> None:
+        """
+        Args:
+            states: what a slot holds.
+            num_live, num_durable: the slots of both parts.
+            device: where the slots are.
+            memory: [slots, bytes of a slot] uint8 to use, zeros. Slots may have gaps between them, of
+                multiples of `ALIGNMENT` bytes. None makes memory.
+        """
         self.states = tuple(states)
         for index, tensor in enumerate(self.states):
             instance(f"states[{index}]", tensor, StateTensor)
@@ -51,7 +60,7 @@ class StatePool:
         self._device = checked_device("device", device)
         size = self.num_live + self.num_durable, self._layout.slot_bytes
         addressable("states", list(self.states), size, torch.uint8)
-        self.allocate()
+        self.put(self.new_memory() if memory is None else memory)
 
     def allocate(self) -> None:
         """Make the memory, as zeros; its address is new. A call that raises changes nothing."""
@@ -62,7 +71,7 @@ class StatePool:
         return self._zeros(self.num_live + self.num_durable)
 
     def put(self, memory: Tensor) -> None:
-        """Use this memory, a result of `new_memory`, from now on."""
+        """Use this memory from now on: a result of `new_memory`, or what the constructor takes."""
         views = {
             tensor.name: self._view(memory, tensor, offset)
             for tensor, offset in zip(self.states, self._layout.offsets, strict=True)

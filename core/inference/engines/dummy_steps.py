@@ -61,6 +61,7 @@ class DummySteps:
             buffer_size_gb=None,
             num_mamba_slots=None,
             prefix_caching_mamba_gb=None,
+            total_gb=None,
             enable_prefix_caching=False,
             enable_chunked_prefill=True,
             poison_free_memory=False,

@@ -80,10 +80,12 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     This function is the only one here that knows how a context keeps its books.
     """
     pool, blocks = context.memory.state_pool, context.prefix_cache.kv_blocks
-    free = torch.ones(pool.num_live + pool.num_durable, dtype=torch.bool, device="cpu")
+    slots = context.prefix_cache.slots
+    free = torch.zeros(pool.num_live + pool.num_durable, dtype=torch.bool, device="cpu")
+    free[: pool.num_live] = True
+    free[[pool.num_live + slot for slot in (*slots.free, *slots.reserved)]] = True
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
-    free[[pool.num_live + slot for slot in context.prefix_cache.slots.map.slots]] = False
     unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)
     return free.nonzero().flatten(), unused.nonzero().flatten()
 

@@ -1,0 +1,133 @@
+"""States and KV blocks borrow memory from each other."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ..policies.unit_choice import KVUnit, kv_unit_for_states, state_units_by_cost
+from .memory_units import MemoryUnits
+from .shared_kv_blocks import SharedKVBlocks
+from .shared_slots import SharedSlots
+
+MOST_LOOKS = 64
+"""Units that one call looks at, at most, to find one that can be emptied."""
+
+
+class Borrowing:
+    """Moves units between states and KV, as one of them needs memory. Moves no bytes.
+
+    Addresses are fixed: a slot or a block that leaves the free ones is not used, and the memory that it names
+    is used under another number. So index tensors and CUDA graphs stay valid. What was launched before reads
+    and writes the memory before what is launched later.
+
+    States take memory of KV that is free, or that no state could be resumed with; KV takes memory of free
+    slots once all cached blocks hold something that can be resumed. Either evicts what is worth least, by
+    the order of eviction of its own kind, where nothing is left that is worth nothing. Decisions depend on
+    the books alone, so that all ranks of a model take the same.
+
+    Attributes:
+        num_to_states, num_to_kv: units that have changed sides.
+    """
+
+    def __init__(self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: SharedSlots) -> None:
+        self._units = units
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._hand = 0  # the unit at which the next look begins
+        self.num_to_states = 0
+        self.num_to_kv = 0
+        kv_blocks.lender = self
+        slots.lend = self.lend_slots
+
+    # ---- states need memory
+
+    def lend_slots(self, num_slots: int) -> None:
+        """Add free slots until so many are free, or until it is better to evict states."""
+        while len(self._slots.free) < num_slots:
+            whole = [unit for unit in self._kv_blocks.whole_units if unit >= self._units.num_kv_units]
+            if whole:
+                self._give_to_states(whole[0])
+                continue
+            found = kv_unit_for_states(self._candidates(), self._units.slots_per_unit, self._next_victims)
+            if found is None:
+                return
+            self._kv_blocks.empty_unit(found.leaves)
+            self._give_to_states(found.unit)
+
+    def _candidates(self) -> Iterator[KVUnit]:
+        """Units that could be emptied, of those that the hand passes; ends with the first without states."""
+        units, kv, slot_of = self._units, self._kv_blocks, self._slots.map.slot_of
+        first, count = units.num_kv_units, units.num_units - units.num_kv_units
+        for step in range(min(count, MOST_LOOKS)):
+            unit = first + (self._hand + step) % count
+            if units.holds_states[unit] or (leaves := kv.unit_leaves(unit)) is None:
+                continue
+            slots = [slot for block in leaves if (slot := slot_of(block)) >= 0]
+            if not self._slots.pins.keys().isdisjoint(slots):
+                continue
+            yield KVUnit(unit, leaves, slots, kv.last_use(leaves))
+        self._hand = (self._hand + MOST_LOOKS) % max(1, count)
+
+    def _next_victims(self, count: int) -> list[int]:
+        return self._slots.next_victims(count)
+
+    def _give_to_states(self, unit: int) -> None:
+        self._kv_blocks.withdraw_unit(unit)
+        self._units.holds_states[unit] = True
+        self._slots.enter(self._units.slots_of(unit))
+        self.num_to_states += 1
+
+    # ---- KV needs memory
+
+    def num_blocks_to_lend(self, keep: Iterable[int] = ()) -> int:
+        """How many blocks `lend_blocks` could add at most. `keep`: slots that must stay. O(slots)."""
+        return len(self._movable(keep)) * self._units.blocks_per_unit
+
+    def _movable(self, keep: Iterable[int] = ()) -> set[int]:
+        """The units of states that could be emptied."""
+        fixed = self._units.units_of_slots([*self._slots.pins, *self._slots.reserved, *keep])
+        return {unit for unit, held in enumerate(self._units.holds_states) if held and unit not in fixed}
+
+    def lend_blocks(self, num_blocks: int) -> None:
+        """Add free blocks until so many are free, or until it is better to evict cached blocks.
+
+        Where cached blocks do not suffice, states are evicted for their memory, as far as that helps.
+        """
+        kv = self._kv_blocks
+        while kv.total_avail < num_blocks and not kv.leaves.first_is_stateless:
+            unit = self._free_state_unit()
+            if unit < 0:
+                break
+            self._give_to_kv(unit)
+        if kv.total_avail + kv.cached_count < num_blocks:
+            movable = self._movable()
+            order = state_units_by_cost(self._slots.by_use(), self._units.unit_of_slot)
+            costs = dict.fromkeys([unit for unit in movable if unit not in set(order)])
+            for unit in [*sorted(costs), *(unit for unit in order if unit in movable)]:
+                if kv.total_avail + kv.cached_count >= num_blocks:
+                    return
+                slots = self._slots.map.slots
+                self._slots.evict_slots([slot for slot in self._units.slots_of(unit) if slot in slots])
+                self._give_to_kv(unit)
+
+    def _free_state_unit(self) -> int:
+        """A unit of states all of whose slots are free, or -1; O(free slots)."""
+        units = self._units
+        counts: Counter[int] = Counter()
+        for slot in reversed(self._slots.free):
+            if (unit := units.unit_of_slot(slot)) >= 0:
+                counts[unit] += 1
+                if counts[unit] == units.slots_per_unit:
+                    return unit
+        return -1
+
+    def _give_to_kv(self, unit: int) -> None:
+        self._slots.withdraw(self._units.slots_of(unit))
+        self._units.holds_states[unit] = False
+        self._kv_blocks.enter_unit(unit)
+        self.num_to_kv += 1
+
+    # ---- the whole
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a unit that always holds KV holds states."""
+        assert not any(self._units.holds_states[: self._units.num_kv_units]), "KV has too few units"
