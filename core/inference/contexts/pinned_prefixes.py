@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...validation import shown
 from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
+from .memory_units import MemoryUnits
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +33,13 @@ class PinnedPrefixes:
     Iterates over the pinned prefixes, in the order of pinning.
     """
 
-    def __init__(self, slots: DurableSlots, kv_blocks: KVBlockAllocator) -> None:
+    def __init__(
+        self, slots: DurableSlots, kv_blocks: KVBlockAllocator, units: MemoryUnits | None = None
+    ) -> None:
+        """`units`: of the memory that slots and blocks share; None where each has its own."""
         self._slots = slots
         self._kv_blocks = kv_blocks
+        self._units = units
         self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
         self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
         self._next_id = 0
@@ -60,7 +65,19 @@ class PinnedPrefixes:
         `shared`: distinct blocks that the sequence shares; it can hold these though they are pinned.
         """
         num_shared = sum(map(self._block_references.__contains__, shared))
-        return self._kv_blocks.total_count - self.num_blocks + num_shared
+        return self.num_unpinned_blocks + num_shared
+
+    @property
+    def num_unpinned_blocks(self) -> int:
+        """How many KV blocks there could be that no pinned prefix holds.
+
+        Where states share the memory of KV, units with pinned states cannot hold KV.
+        """
+        num_under_states = 0
+        if self._units is not None:
+            pinned = self._units.units_of_slots(slot for _, slot in self._held.values())
+            num_under_states = len(pinned) * self._units.blocks_per_unit
+        return self._kv_blocks.total_count - self.num_blocks - num_under_states
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state."""

@@ -107,7 +107,7 @@ class PrefixCache:
         leaves.holds_state = self.slots.map.__contains__
         self._rolling = RollingStates(self.slots)
         self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
-        self.pins = PinnedPrefixes(self.slots, self.kv_blocks)
+        self.pins = PinnedPrefixes(self.slots, self.kv_blocks, units)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
     def _forget_states(self, blocks: Sequence[int] | None, cause: KVLeaveCause) -> None:
