@@ -94,10 +94,11 @@ class PrefixCache:
         )
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
         book = tree.hash_of, self._note_states_changed, tree.note_ghosts_changed, clock
+        ghosts = num_kv_blocks, tree.keys_to
         self.slots = (
-            SharedSlots(units, num_slots, policy, *book)
+            SharedSlots(units, num_slots, policy, *book, *ghosts)
             if units
-            else DurableSlots(num_slots if enabled else 0, policy, *book)
+            else DurableSlots(num_slots if enabled else 0, policy, *book, *ghosts)
         )
         self._borrowing = (
             Borrowing(units, self.kv_blocks, self.slots)
@@ -164,6 +165,15 @@ class PrefixCache:
     def open(self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow) -> CachedPath:
         """A path that holds nothing yet; `table_row` will show its blocks."""
         return CachedPath(chain, plan, table_row, self._enabled)
+
+    def note_arrival(self, path: CachedPath, num_tokens: int, *, again: bool = False) -> None:
+        """Note that the path's request comes, with `num_tokens` tokens, and what it could resume from.
+
+        `again`: whether the request came before, and was preempted.
+        """
+        if path.shares:
+            keys, num_reachable = path.chain.keys, max(0, num_tokens - 1) // self._block_size
+            path.visit = self.slots.arrive(keys, min(num_reachable, len(keys)), again)
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
@@ -236,6 +246,7 @@ class PrefixCache:
         Observers of deregistered blocks are called last, when the books are in order.
         """
         self.release_state(path)
+        self.slots.depart(path.visit)
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks)
@@ -248,6 +259,7 @@ class PrefixCache:
         that is held or that another sequence continues.
         """
         self.release_state(path)
+        self.slots.depart(path.visit)
         for block in path.blocks[: path.num_registered] if path.shares else ():
             self.slots.drop(block, "discarded")
         blocks = list(path.blocks)

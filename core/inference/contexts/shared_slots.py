@@ -28,15 +28,21 @@ class SharedSlots(DurableSlots):
         on_states_changed: Callable[[Iterable[int]], None],
         on_ghosts_changed: Callable[[Iterable[int]], None] = lambda keys: None,
         clock: Clock = time.monotonic_ns,
+        num_kv_blocks: int = 0,
+        keys_to: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         """
         Args:
             units: of the memory.
             num_slots: slots before the units, and of all units.
-            eviction_policy, kv_hash, on_states_changed, on_ghosts_changed, clock: as for `DurableSlots`.
+            eviction_policy, kv_hash, on_states_changed, on_ghosts_changed, clock, num_kv_blocks, keys_to: as
+                for `DurableSlots`.
         """
         self.units = units
-        super().__init__(num_slots, eviction_policy, kv_hash, on_states_changed, on_ghosts_changed, clock)
+        super().__init__(
+            num_slots, eviction_policy, kv_hash, on_states_changed, on_ghosts_changed, clock,
+            num_kv_blocks, keys_to,
+        )  # fmt: skip
 
     def _lent_slots(self) -> Sequence[int]:
         return self.units.lent_slots
@@ -57,10 +63,8 @@ class SharedSlots(DurableSlots):
     def evict_slots(self, slots: Sequence[int]) -> None:
         """Evict the states in these unpinned slots, and free the slots."""
         if slots:
-            blocks = self.map.blocks_of(slots)
-            self.ghosts.add_all(self.map.keys_of(slots), "evicted")
-            self._free_slots(self._leave(blocks, "new_state"))
-            self._tell_states_changed(blocks)
+            self._evict_slots(list(slots))
+            self._free_slots(slots)
 
     def withdraw(self, slots: Sequence[int]) -> None:
         """Give up these free slots: their memory shall hold KV."""
