@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ..policies.unit_choice import KVUnit, kv_unit_for_states, state_units_by_cost
+from ..policies.unit_choice import KVUnit, kv_unit_for_states
 from .memory_units import MemoryUnits
 from .shared_kv_blocks import SharedKVBlocks
 from .shared_slots import SharedSlots
@@ -19,10 +19,11 @@ class Borrowing:
     is used under another number. So index tensors and CUDA graphs stay valid. What was launched before reads
     and writes the memory before what is launched later.
 
-    States take memory of KV that is free, or that no state could be resumed with; KV takes memory of free
-    slots once all cached blocks hold something that can be resumed. Either evicts what is worth least, by
-    the order of eviction of its own kind, where nothing is left that is worth nothing. Decisions depend on
-    the books alone, so that all ranks of a model take the same.
+    A state and the KV before it are worth nothing without each other. So one order decides for both, that in
+    which states are evicted: where states need memory, a unit of KV goes that is free, or whose states would
+    be evicted next; where KV needs memory, cached blocks go that nothing can be resumed with, then units of
+    free slots, then the next state with what it leaves. Decisions depend on the books alone, so that all
+    ranks of a model take the same.
 
     Attributes:
         num_to_states, num_to_kv: units that have changed sides.
@@ -88,26 +89,21 @@ class Borrowing:
         return {unit for unit, held in enumerate(self._units.holds_states) if held and unit not in fixed}
 
     def lend_blocks(self, num_blocks: int) -> None:
-        """Add free blocks until so many are free, or until it is better to evict cached blocks.
+        """Add free blocks until so many are free, or until only pinned states are left.
 
-        Where cached blocks do not suffice, states are evicted for their memory, as far as that helps.
+        Cached blocks go that nothing can be resumed with, then units of free slots; then the state that is
+        next in the order of eviction, which leaves its slot and perhaps its blocks to that.
         """
-        kv = self._kv_blocks
-        while kv.total_avail < num_blocks and not kv.leaves.first_is_stateless:
-            unit = self._free_state_unit()
-            if unit < 0:
-                break
-            self._give_to_kv(unit)
-        if kv.total_avail + kv.cached_count < num_blocks:
-            movable = self._movable()
-            order = state_units_by_cost(self._slots.by_use(), self._units.unit_of_slot)
-            costs = dict.fromkeys([unit for unit in movable if unit not in set(order)])
-            for unit in [*sorted(costs), *(unit for unit in order if unit in movable)]:
-                if kv.total_avail + kv.cached_count >= num_blocks:
-                    return
-                slots = self._slots.map.slots
-                self._slots.evict_slots([slot for slot in self._units.slots_of(unit) if slot in slots])
+        kv, slots = self._kv_blocks, self._slots
+        while kv.total_avail < num_blocks:
+            if kv.leaves.first_is_stateless:
+                kv.evict_lru_blocks(1)
+            elif (unit := self._free_state_unit()) >= 0:
                 self._give_to_kv(unit)
+            elif victims := slots.next_victims(1):
+                slots.evict_slots(victims)
+            else:
+                return
 
     def _free_state_unit(self) -> int:
         """A unit of states all of whose slots are free, or -1; O(free slots)."""

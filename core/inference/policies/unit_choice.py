@@ -39,17 +39,3 @@ def kv_unit_for_states(
         return best
     victims = next_victims(len(best.slots) + slots_per_unit)
     return best if set(best.slots).issubset(victims) else None
-
-
-def state_units_by_cost(slots_by_use: Sequence[int], unit_of_slot: Callable[[int], int]) -> list[int]:
-    """Units of states, the one first whose most valuable state is evicted first.
-
-    Args:
-        slots_by_use: slots that hold states, in the order of eviction.
-        unit_of_slot: callable(slot) -> its unit, negative for none.
-    """
-    last_place: dict[int, int] = {}
-    for place, slot in enumerate(slots_by_use):
-        if (unit := unit_of_slot(slot)) >= 0:
-            last_place[unit] = place
-    return sorted(last_place, key=last_place.__getitem__)
