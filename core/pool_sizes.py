@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .config import InferenceConfig
@@ -139,6 +139,7 @@ def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
         division = MemoryDivision.of([rank.budget for rank in ranks], longest)
         if division.num_units < division.num_kv_units:
             raise _too_small(config, ranks, [division.least_bytes(rank.budget.sizes) for rank in ranks])
+        division = replace(division, slots_per_request=num_live // config.max_requests)
         return PoolSizes(division.num_kv_blocks, division.num_durable_slots, division)
     slots = 0
     if caching and has_states:

@@ -1,12 +1,12 @@
 """States and KV blocks borrow memory from each other."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from ..policies.unit_choice import KVUnit, kv_unit_for_states
 from .memory_units import MemoryUnits
 from .shared_kv_blocks import SharedKVBlocks
-from .shared_slots import SharedSlots
+from .unit_slots import UnitSlots
 
 MOST_LOOKS = 64
 """Units that one call looks at, at most, to find one that can be emptied."""
@@ -29,7 +29,7 @@ class Borrowing:
         num_to_states, num_to_kv: units that have changed sides.
     """
 
-    def __init__(self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: SharedSlots) -> None:
+    def __init__(self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: UnitSlots) -> None:
         self._units = units
         self._kv_blocks = kv_blocks
         self._slots = slots
@@ -37,7 +37,6 @@ class Borrowing:
         self.num_to_states = 0
         self.num_to_kv = 0
         kv_blocks.lender = self
-        slots.lend = self.lend_slots
 
     # ---- states need memory
 
@@ -62,9 +61,9 @@ class Borrowing:
             unit = first + (self._hand + step) % count
             if units.holds_states[unit] or (leaves := kv.unit_leaves(unit)) is None:
                 continue
-            slots = [slot for block in leaves if (slot := slot_of(block)) >= 0]
-            if not self._slots.pins.keys().isdisjoint(slots):
-                continue
+            slots = [slot_of(block) for block in leaves if kv.leaves.holds_state(block)]
+            if -1 in slots or not self._slots.pins.keys().isdisjoint(slots):
+                continue  # a state of a tier, or one that is read
             yield KVUnit(unit, leaves, slots, kv.last_use(leaves))
         self._hand = (self._hand + MOST_LOOKS) % max(1, count)
 
@@ -79,14 +78,23 @@ class Borrowing:
 
     # ---- KV needs memory
 
-    def num_blocks_to_lend(self, keep: Iterable[int] = ()) -> int:
-        """How many blocks `lend_blocks` could add at most. `keep`: slots that must stay. O(slots)."""
-        return len(self._movable(keep)) * self._units.blocks_per_unit
+    def num_blocks_to_lend(self, keep: Sequence[int] = (), num_spare_units: int = 0) -> int:
+        """How many blocks `lend_blocks` could add at most; O(slots).
 
-    def _movable(self, keep: Iterable[int] = ()) -> set[int]:
-        """The units of states that could be emptied."""
-        fixed = self._units.units_of_slots([*self._slots.pins, *self._slots.reserved, *keep])
-        return {unit for unit, held in enumerate(self._units.holds_states) if held and unit not in fixed}
+        Args:
+            keep: slots whose states must stay.
+            num_spare_units: units that states are about to need.
+        """
+        units, slots = self._units, self._slots
+        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *keep])
+        movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
+        number = min(movable, self._num_units_that_may_go) - num_spare_units
+        return max(0, number) * units.blocks_per_unit
+
+    @property
+    def _num_units_that_may_go(self) -> int:
+        """Of the units that hold states, those that neither pins nor the live slots of idle rows need."""
+        return sum(self._units.holds_states) - self._units.num_units_for_pins(self._slots.pins)
 
     def lend_blocks(self, num_blocks: int) -> None:
         """Add free blocks until so many are free, or until only pinned states are left.
@@ -100,7 +108,7 @@ class Borrowing:
                 kv.evict_lru_blocks(1)
             elif (unit := self._free_state_unit()) >= 0:
                 self._give_to_kv(unit)
-            elif victims := slots.next_victims(1):
+            elif self._num_units_that_may_go > 0 and (victims := slots.next_victims(1)):
                 slots.evict_slots(victims)
             else:
                 return
@@ -108,6 +116,8 @@ class Borrowing:
     def _free_state_unit(self) -> int:
         """A unit of states all of whose slots are free, or -1; O(free slots)."""
         units = self._units
+        if self._num_units_that_may_go < 1:
+            return -1
         counts: Counter[int] = Counter()
         for slot in reversed(self._slots.free):
             if (unit := units.unit_of_slot(slot)) >= 0:

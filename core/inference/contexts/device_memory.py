@@ -33,12 +33,14 @@ class DeviceMemory:
         num_live_slots: int,
         num_durable_slots: int,
         input_pool: InputPool | None = None,
+        is_shared: bool = False,
         division: MemoryDivision | None = None,
     ) -> None:
         """
         Args:
             spec, num_kv_blocks, block_size_tokens, num_live_slots, num_durable_slots: sizes.
             input_pool: for decodes by replay; None for others.
+            is_shared: whether live and durable states share their slots.
             division: of one memory that states and KV share; None where each has its own.
         """
         self._spec = spec
@@ -48,7 +50,9 @@ class DeviceMemory:
         self._num_slots = num_live_slots + num_durable_slots
         self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block_size_tokens))
         self.kv_cache, states = self._new_memory()
-        self.state_pool = StatePool(spec.states, num_live_slots, num_durable_slots, spec.device, states)
+        self.state_pool = StatePool(
+            spec.states, num_live_slots, num_durable_slots, spec.device, is_shared, states
+        )
         self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
 
@@ -109,9 +113,10 @@ class DeviceMemory:
         inputs = self.input_pool
         total = inputs.num_bytes / MEBIBYTE
         if division is None:
-            total += (pool.num_live + pool.num_durable) * state + kv
+            total += pool.num_slots * state + kv
+            shared = ", and the live ones of idle rows" if pool.is_shared else ""
             cached = (
-                f"durable states {pool.num_durable} x {state:.3g} MiB; "
+                f"durable states {pool.num_durable} x {state:.3g} MiB{shared}; "
                 f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB"
             )
         else:

@@ -33,11 +33,13 @@ from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates
 from .request_step import RequestStep
+from .shared_live_slots import SharedLiveSlots
 from .step import Step, StepObserver
 from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
 from .step_inputs import StepShape
 from .step_ladder import largest_on_ladder
+from .tier_setup import tier_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +75,10 @@ class DynamicInferenceContext:
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
         num_live = num_live_slots(config)
+        shares = config.enable_prefix_caching  # live and cached states have one encoding
         self.memory = DeviceMemory(
             self._spec_of_memory(), sizes.num_kv_blocks, config.block_size_tokens, num_live,
-            sizes.num_mamba_slots, self._new_input_pool(), sizes.division,
+            sizes.num_mamba_slots, self._new_input_pool(), shares, sizes.division,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -84,9 +87,15 @@ class DynamicInferenceContext:
             config.prefix_caching_eviction_policy,
             config.enable_prefix_caching,
             clock,
+            num_live if shares else 0,
+            tier_of(config, spec, self.memory.state_pool),
             sizes.division,
         )
-        self.mamba_metadata = MambaMetadata(config.max_requests, num_live)
+        self.mamba_metadata = (
+            SharedLiveSlots(config.max_requests, num_live, self.prefix_cache.slots)
+            if shares
+            else MambaMetadata(config.max_requests, num_live)
+        )
         self._states = self._new_states()
         self._empty_rows()
         largest = StepShape.largest(
@@ -181,7 +190,7 @@ class DynamicInferenceContext:
             )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(
-            HostView(self), self.memory.state_pool.num_durable, ssm.num_layers,
+            HostView(self), self.prefix_cache.slots.num_slots, ssm.num_layers,
             conv.shape, ssm.shape, conv.dtype, ssm.dtype, slots=self.prefix_cache.slots,
         )  # fmt: skip
 
@@ -443,6 +452,8 @@ class DynamicInferenceContext:
         for request in self.requests:
             self.release(request)
         self.reset_prefix_cache()
+        if self.prefix_cache.tier is not None:
+            self.prefix_cache.tier.copies.free()
         self.memory.free()
 
     def resume(self) -> None:

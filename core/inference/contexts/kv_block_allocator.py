@@ -55,7 +55,7 @@ class KVBlockAllocator:
         self,
         total_count: int,
         enable_prefix_caching: bool = True,
-        prefix_caching_eviction_policy: str = "lru",
+        prefix_caching_eviction_policy: str = "value",
         forget_states: ForgetStates = lambda blocks, cause: None,
         clock: Clock = time.monotonic_ns,
     ) -> None:
@@ -63,8 +63,8 @@ class KVBlockAllocator:
         Args:
             total_count: blocks of the pool.
             enable_prefix_caching: whether blocks may be registered.
-            prefix_caching_eviction_policy: "lru" keeps registered blocks that nobody holds until their memory
-                is needed; "ref_zero" deregisters a block with its last holder.
+            prefix_caching_eviction_policy: "value" and "lru" keep registered blocks that nobody holds until
+                their memory is needed; "ref_zero" deregisters a block with its last holder.
             forget_states: called with blocks before they leave the index, None for all, and with why they
                 leave; the owner of the blocks' states forgets these. What it raises goes on to the caller,
                 because a state must not outlive its block.
@@ -165,7 +165,7 @@ class KVBlockAllocator:
         """The blocks whose memory holds states. They have a reference, which nobody counts as held."""
         return ()
 
-    def _num_blocks_to_borrow(self, keep_slots: Sequence[int]) -> int:
+    def _num_blocks_to_borrow(self, keep_slots: Sequence[int] | None) -> int:
         """How many blocks `_borrow` could add at most to those that are free or cached."""
         return 0
 
@@ -173,11 +173,14 @@ class KVBlockAllocator:
         """Add free blocks until so many are free, or until it is better to evict cached blocks."""
 
     def is_memory_available(
-        self, num_blocks: int, potential_matched_count: int = 0, keep_slots: Sequence[int] = ()
+        self,
+        num_blocks: int,
+        potential_matched_count: int = 0,
+        keep_slots: Sequence[int] | None = None,
     ) -> bool:
         """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held.
 
-        `keep_slots`: slots of states that will be pinned, so that their memory cannot be lent.
+        `keep_slots`: slots of states that a request pins before, beside which it takes live slots.
         """
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
@@ -244,8 +247,8 @@ class KVBlockAllocator:
     def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
         """Remove one reference from each block; the blocks of a sequence come in order.
 
-        Unregistered blocks without a reference become free. Registered ones stay cached ("lru") or are
-        deregistered ("ref_zero"). A block named twice loses two references.
+        Unregistered blocks without a reference become free. Registered ones stay cached, or are
+        deregistered under "ref_zero". A block named twice loses two references.
 
         `forget`: also deregister the blocks that nobody holds any more and no other sequence continues.
         """

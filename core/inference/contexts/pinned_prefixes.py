@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ...errors import MambaSlotCapacityError
 from ...validation import shown
 from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
@@ -31,12 +32,25 @@ class PinnedPrefixes:
     """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
 
     Iterates over the pinned prefixes, in the order of pinning.
+
+    Attributes:
+        max_slots: slots that pins may keep.
     """
 
     def __init__(
-        self, slots: DurableSlots, kv_blocks: KVBlockAllocator, units: MemoryUnits | None = None
+        self,
+        slots: DurableSlots,
+        kv_blocks: KVBlockAllocator,
+        max_slots: int | None = None,
+        units: MemoryUnits | None = None,
     ) -> None:
-        """`units`: of the memory that slots and blocks share; None where each has its own."""
+        """
+        Args:
+            slots, kv_blocks: where states and KV are.
+            max_slots: pins keep so many slots, so that running requests can have the others; None: all.
+            units: of the memory that slots and blocks share; None where each has its own.
+        """
+        self._max_slots = slots.num_slots if max_slots is None else max_slots
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._units = units
@@ -68,20 +82,33 @@ class PinnedPrefixes:
         return self.num_unpinned_blocks + num_shared
 
     @property
-    def num_unpinned_blocks(self) -> int:
-        """How many KV blocks there could be that no pinned prefix holds.
+    def max_slots(self) -> int:
+        """How many slots pins may keep now, so that running requests can have the others."""
+        return self._max_slots - (self._units.num_lent_slots if self._units else 0)
 
-        Where states share the memory of KV, units with pinned states cannot hold KV.
+    @property
+    def num_unpinned_blocks(self) -> int:
+        """How many KV blocks one sequence can surely have beside the pinned ones.
+
+        Where states share the memory of KV, units with pinned states cannot hold KV, and a request needs a
+        few units for its states.
         """
-        num_under_states = 0
         if self._units is not None:
-            pinned = self._units.units_of_slots(slot for _, slot in self._held.values())
-            num_under_states = len(pinned) * self._units.blocks_per_unit
-        return self._kv_blocks.total_count - self.num_blocks - num_under_states
+            num_units = self._units.num_units_for_pins([slot for _, slot in self._held.values()])
+            num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
+            num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
+            return max(0, num_blocks - self.num_blocks)
+        return self._kv_blocks.total_count - self.num_blocks
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
-        """Pin the prefix that the registered `blocks` store; the last block must have a state."""
-        slot = self._slots.map.slot_of(blocks[-1])
+        """Pin the prefix that the registered `blocks` store; the last block must have a state.
+
+        Raises:
+            MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
+        """
+        slot, slots = self._slots.map.slot_of(blocks[-1]), self.slot_pins
+        if slot not in slots and len(slots) >= self.max_slots:
+            raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
         prefix = PinnedPrefix(self._next_id, num_tokens, self._kv_blocks.tree.hash_of(blocks[-1]))
@@ -91,6 +118,7 @@ class PinnedPrefixes:
         return prefix
 
     def unpin(self, prefix: PinnedPrefix) -> None:
+        """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
         if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
             raise ValueError(
                 f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"

@@ -13,10 +13,12 @@ from .memory_units import MemoryUnits
 class BlockLender(Protocol):
     """Gives memory of states to blocks."""
 
-    def num_blocks_to_lend(self, keep: Sequence[int] = ()) -> int:
+    def num_blocks_to_lend(self, keep: Sequence[int] = (), num_spare_units: int = 0) -> int:
         """How many blocks `lend_blocks` could add at most to those that are free or cached.
 
-        `keep`: slots whose states must stay.
+        Args:
+            keep: slots whose states must stay.
+            num_spare_units: units that states are about to need.
         """
 
     def lend_blocks(self, num_blocks: int) -> None:
@@ -57,8 +59,10 @@ class SharedKVBlocks(KVBlockAllocator):
     def _lent_blocks(self) -> Sequence[int]:
         return self.units.lent_blocks
 
-    def _num_blocks_to_borrow(self, keep_slots: Sequence[int]) -> int:
-        return self.lender.num_blocks_to_lend(keep_slots)
+    def _num_blocks_to_borrow(self, keep_slots: Sequence[int] | None) -> int:
+        if keep_slots is None:
+            return self.lender.num_blocks_to_lend()
+        return self.lender.num_blocks_to_lend(keep_slots, self.units.num_spare_units)
 
     def _borrow(self, num_blocks: int) -> None:
         self.lender.lend_blocks(num_blocks)

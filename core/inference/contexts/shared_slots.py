@@ -1,77 +1,78 @@
-"""Durable slots in a memory that they share with KV blocks."""
+"""The book of slots that running requests and cached states share."""
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from ..policies.departures import Clock
-from .durable_slots import DurableSlots
-from .memory_units import MemoryUnits
+from .durable_slots import DurableSlots, SlotCounts
 
 
 class SharedSlots(DurableSlots):
-    """`DurableSlots` that use those of their slots whose units hold states.
+    """Durable slots, of which running requests may take some: a slot can be LIVE, too.
+
+        FREE -- take_live --> LIVE -- free_live --> FREE
+        COMMITTED -- take_over --> LIVE
+
+    A live slot belongs to one running request, which alone reads and writes it. It is neither free nor
+    reserved nor committed, and cannot be pinned.
 
     Attributes:
-        units: which units hold states.
-        lend: called with how many free slots are wanted, where fewer are free. Adds free slots, as long as
-            that costs less than to evict states. Its owner sets it.
+        live: the live slots; empty where live states have a pool of their own.
     """
 
-    lend: Callable[[int], None]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of `DurableSlots`."""
+        self.live: set[int] = set()
+        super().__init__(*args, **kwargs)
 
-    def __init__(
-        self,
-        units: MemoryUnits,
-        num_slots: int,
-        eviction_policy: str,
-        kv_hash: Callable[[int], int],
-        on_states_changed: Callable[[Iterable[int]], None],
-        on_ghosts_changed: Callable[[Iterable[int]], None] = lambda keys: None,
-        clock: Clock = time.monotonic_ns,
-        num_kv_blocks: int = 0,
-        keys_to: Callable[[int], Sequence[int]] | None = None,
-    ) -> None:
+    @property
+    def counts(self) -> SlotCounts:
+        return super().counts._replace(live=len(self.live))
+
+    def take_live(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
+        """Take slots for a running request; evicts unpinned states where too few slots are free.
+
+        `keep`: slots whose states stay.
+
+        Raises:
+            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
         """
-        Args:
-            units: of the memory.
-            num_slots: slots before the units, and of all units.
-            eviction_policy, kv_hash, on_states_changed, on_ghosts_changed, clock, num_kv_blocks, keys_to: as
-                for `DurableSlots`.
+        slots = self._take(num_slots, keep, "live_state")
+        self.live.update(slots)
+        return slots
+
+    def take_over(self, slot: int) -> None:
+        """Make an unpinned committed slot live: a running request updates its state, which nobody finds then.
+
+        It counts as a use of the state, and as its eviction.
         """
-        self.units = units
-        super().__init__(
-            num_slots, eviction_policy, kv_hash, on_states_changed, on_ghosts_changed, clock,
-            num_kv_blocks, keys_to,
-        )  # fmt: skip
+        self.note_use(slot)
+        self._evict_slots([slot], "live_state")
+        self.live.add(slot)
 
-    def _lent_slots(self) -> Sequence[int]:
-        return self.units.lent_slots
+    def free_live(self, slots: Sequence[int]) -> None:
+        """Free live slots.
 
-    def _make_room(self, num_slots: int) -> None:
-        self.make_room(num_slots)
-
-    def make_room(self, num_slots: int) -> None:
-        """Let `lend` add free slots where fewer than so many are free."""
-        if len(self.free) < num_slots:
-            self.lend(num_slots)
-
-    def next_victims(self, count: int) -> list[int]:
-        """Up to `count` unpinned slots whose states would be evicted next. Changes nothing."""
-        pins = self.pins
-        return self._eviction.victims(count, lambda slot: slot not in pins)
-
-    def evict_slots(self, slots: Sequence[int]) -> None:
-        """Evict the states in these unpinned slots, and free the slots."""
-        if slots:
-            self._evict_slots(list(slots))
-            self._free_slots(slots)
-
-    def withdraw(self, slots: Sequence[int]) -> None:
-        """Give up these free slots: their memory shall hold KV."""
-        gone = set(slots)
-        self.free = [slot for slot in self.free if slot not in gone]
-        self.version += 1
-
-    def enter(self, slots: Sequence[int]) -> None:
-        """Take these slots into use, whose memory held KV."""
+        Raises:
+            ValueError: a slot is not live, or named twice; nothing is changed.
+        """
+        if len(set(slots)) < len(slots) or not self.live.issuperset(slots):
+            raise ValueError(f"slots is {list(slots)}; accepted: distinct live slots")
+        self.live.difference_update(slots)
         self._free_slots(slots)
+
+    def clear(self, totals: bool = False, live: bool = False) -> None:
+        """Forget every state, reservation, pin and ghost.
+
+        Args:
+            totals: whether the totals of `counts` are forgotten, too.
+            live: whether live slots become free, too.
+        """
+        if live:
+            self.live.clear()
+        super().clear(totals)
+        self.free = [slot for slot in self.free if slot not in self.live]
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        known = {*self.free, *self.reserved, *self.map.slots}
+        assert self.live.isdisjoint(known), "a live slot is free, reserved or committed"

@@ -99,12 +99,14 @@ class MemoryDivision:
         num_live: live slots, of running requests.
         num_units: units.
         num_kv_units: units that always hold KV: those of one longest sequence.
+        slots_per_request: of the live slots, those of one request.
     """
 
     shape: UnitShape
     num_live: int
     num_units: int
     num_kv_units: int
+    slots_per_request: int = 1
 
     @property
     def num_fixed_slots(self) -> int:
