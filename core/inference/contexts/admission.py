@@ -81,9 +81,9 @@ class Admission:
             self._cache.note_arrival(holding.path, num_tokens, again=request.num_counted > 0)
             self._plan_partings(request, holding, start)
         self._cache.hold(holding.path, match)
-        self._cache.grow(holding.path, self._num_blocks(stop))
-        if ahead:
+        if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)
+        self._cache.grow(holding.path, self._num_blocks(stop))
         if ahead or not num_computed:
             holding.spans = match.spans
         holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)
