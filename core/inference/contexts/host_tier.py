@@ -203,10 +203,12 @@ class HostTier:
             block_size_tokens: tokens of a block.
 
         Returns:
-            Whether one of the blocks has a state now that had none before.
+            Whether states have come or gone, so that matches are to be made again. That is so, too, where the
+                copies were bad: another state may have left for them.
         """
+        changed = False
         if not (self.host or self.files):
-            return False
+            return changed
         for depth in range(len(blocks), -(-start // block_size_tokens), -1):
             key, block = keys[depth - 1], blocks[depth - 1]
             if self._is_worth(key, depth * block_size_tokens - start) and block not in slots.map:
@@ -215,12 +217,13 @@ class HostTier:
                     (slot,) = slots.reserve([block])
                 except MambaSlotCapacityError:
                     self._unpin()
-                    return False
+                    return changed
+                changed = True
                 if self._fetch(key, slot):
                     slots.commit([slot])
                     return True
                 slots.release([slot])
-        return False
+        return changed
 
     def _is_worth(self, key: int, num_tokens: int) -> bool:
         """Whether there is a copy under `key` that is worth its way where it saves `num_tokens`."""
