@@ -5,6 +5,7 @@ it calls.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from ...pool_sizes import PoolSizes
 from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from ..policies.compute_reasons import TokenLedger
+from ..policies.departures import Clock
 from ..policies.row_ladder import power_of_two
 from .admission import Admission
 from .device_memory import DeviceMemory
@@ -56,8 +58,13 @@ class DynamicInferenceContext:
         mamba_metadata: who owns which live slot.
     """
 
-    def __init__(self, spec: HybridStateSpec, config: InferenceConfig) -> None:
-        """Allocate the pools. Where the model is split, this is a collective: all ranks make the call."""
+    def __init__(
+        self, spec: HybridStateSpec, config: InferenceConfig, *, clock: Clock = time.monotonic_ns
+    ) -> None:
+        """Allocate the pools. Where the model is split, this is a collective: all ranks make the call.
+
+        `clock`: tells the ages of what is evicted.
+        """
         self.spec = instance("spec", spec, HybridStateSpec)
         self.config = instance("config", config, InferenceConfig)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
@@ -70,8 +77,8 @@ class DynamicInferenceContext:
         slots_per_row = 1 if config.replays else 1 + config.num_speculative_tokens
         num_live_slots = config.max_requests * slots_per_row
         self.memory = DeviceMemory(
-            spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots, sizes.num_mamba_slots,
-            self._new_input_pool(),
+            self._spec_of_memory(), sizes.num_kv_blocks, config.block_size_tokens, num_live_slots,
+            sizes.num_mamba_slots, self._new_input_pool(),
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -79,6 +86,7 @@ class DynamicInferenceContext:
             config.block_size_tokens,
             config.prefix_caching_eviction_policy,
             config.enable_prefix_caching,
+            clock,
             tier=tier_of(config, spec, self.memory.state_pool),
         )
         self.mamba_metadata = MambaMetadata(config.max_requests, num_live_slots)
@@ -104,6 +112,9 @@ class DynamicInferenceContext:
         """One line: device, rows, and how full the pools are."""
         rows = f"{len(self.requests)} of {self.config.max_requests} rows"
         return f"<DynamicInferenceContext: on {self.spec.device}; {rows}; {self.prefix_cache.stats()}>"
+
+    def _spec_of_memory(self) -> HybridStateSpec:
+        return self.spec
 
     def _new_input_pool(self) -> InputPool | None:
         spec, config = self.spec, self.config
@@ -280,6 +291,21 @@ class DynamicInferenceContext:
         Returns:
             The step. Its index tensors are copied to the device at once, without synchronising.
         """
+        self._begin_books(steps, sampled_tokens)
+        inputs = self._builder.build(
+            self._steps,
+            self.request_to_kv_block_ids.numpy(),
+            self._states,
+            self.memory,
+            padding or (lambda shape: shape),
+            sampled_tokens,
+        )
+        for observer in self._observers:
+            observer.step_begun(self._steps, inputs)
+        return Step(self._steps, inputs)
+
+    def _begin_books(self, steps: Sequence[RequestStep], sampled_tokens: Tensor | None) -> None:
+        """Check the steps, reserve slots for their states, and gather their states."""
         self._check_between_steps("begin_step")
         if not isinstance(steps, Sequence):
             raise ValueError(f"steps is {shown(steps)}; accepted: a list of scheduled steps")
@@ -297,17 +323,6 @@ class DynamicInferenceContext:
         in_row_order = sorted(steps, key=lambda step: not step.decoding)
         self._steps = tuple(self.prefix_cache.reserve(in_row_order))
         self._states.gather(self._steps)
-        inputs = self._builder.build(
-            self._steps,
-            self.request_to_kv_block_ids.numpy(),
-            self._states,
-            self.memory,
-            padding or (lambda shape: shape),
-            sampled_tokens,
-        )
-        for observer in self._observers:
-            observer.step_begun(self._steps, inputs)
-        return Step(self._steps, inputs)
 
     def end_step(
         self,
