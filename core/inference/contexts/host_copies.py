@@ -170,8 +170,8 @@ class HostCopies:
     ) -> tuple[float, float]:
         """How long it takes to bring a state back from host memory, and from a file.
 
-        Writes to the first row and the first file, under the serial number 0; the first durable slot keeps its
-        bytes.
+        Writes to the first row and the first file, under the serial number 0. The first durable slot keeps
+        its bytes.
 
         Args:
             from_file: whether files are tried; else their time is 0.
