@@ -77,11 +77,13 @@ class PoolStats:
     """How full the two pools of a `PrefixCache` are, and how many states came and went.
 
     Attributes:
-        num_free_slots, num_reserved_slots, num_committed_slots: durable slots; together all there are.
+        num_free_slots, num_reserved_slots, num_committed_slots, num_live_slots: state slots by what they are
+            for now; together all there are. Live slots hold states of running requests; where these have a
+            pool of their own, they are not counted.
         num_pinned_slots: of the committed ones, those that pins and running requests keep from eviction, and
             slots that are read while their block has left.
         num_states_committed: states, since the beginning or `reset`; as are the counts of states that follow.
-        num_states_evicted: states that left for a new state.
+        num_states_evicted: states that left for a new state, or for the state of a running request.
         num_states_refused: states that were not taken for want of a slot.
         num_states_evicted_unused: states that left for want of memory, and from which nobody had resumed.
         states_left_by_cause: all states that left; `StateLeaveCause` explains each cause.
@@ -98,6 +100,7 @@ class PoolStats:
     num_free_slots: int
     num_reserved_slots: int
     num_committed_slots: int
+    num_live_slots: int
     num_pinned_slots: int
     num_states_committed: int
     num_states_evicted: int
@@ -139,6 +142,7 @@ class CacheStats:
     num_free_slots: int
     num_reserved_slots: int
     num_committed_slots: int
+    num_live_slots: int
     num_pinned_slots: int
     num_states_committed: int
     num_states_evicted: int
@@ -205,9 +209,12 @@ class EngineStats:
 
 
 def _pools(stats: PoolStats | CacheStats) -> str:
-    num_slots = stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots
+    num_slots = (
+        stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots + stats.num_live_slots
+    )
+    live = f" and {stats.num_live_slots} are live" if stats.num_live_slots else ""
     num_blocks = stats.num_free_kv_blocks + stats.num_cached_kv_blocks + stats.num_held_kv_blocks
     return (
-        f"{stats.num_committed_slots} of {num_slots} slots hold a state, of {num_blocks} KV blocks "
+        f"{stats.num_committed_slots} of {num_slots} slots hold a state{live}, of {num_blocks} KV blocks "
         f"{stats.num_held_kv_blocks} held and {stats.num_cached_kv_blocks} cached"
     )

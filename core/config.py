@@ -38,8 +38,10 @@ class InferenceConfig:
         max_sequence_length: longest prompt plus answer.
         num_kv_blocks, buffer_size_gb: size of the KV pool, as a number of blocks or in GB (2**30 bytes).
             Exactly one of the two is set.
-        num_mamba_slots, prefix_caching_mamba_gb: size of the durable state pool, as a number of slots or in
-            GB. Exactly one of the two is set with prefix caching, at most one without.
+        num_mamba_slots, prefix_caching_mamba_gb: room for cached states, as a number of slots or in GB,
+            beside the `max_requests` live states (times 1 + `num_speculative_tokens`, unless decodes replay).
+            The slots of idle rows hold cached states, too. Exactly one of the two is set with prefix caching,
+            at most one without.
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.
@@ -50,8 +52,10 @@ class InferenceConfig:
         disk_cache_gb: GB of files for states, behind host memory; 0.0 for none.
         disk_cache_path: the directory of these files, which hold what prompts hold; set where `disk_cache_gb`
             is.
-        prefix_caching_eviction_policy: "lru" keeps unreferenced blocks until their memory is needed;
-            "ref_zero" drops a block and its state when the block's last user leaves.
+        prefix_caching_eviction_policy: which state goes when a slot is needed. "value": the one whose loss is
+            expected to cost the fewest recomputed tokens, which may be the new one; "lru": the one used
+            longest ago. Both keep unreferenced KV blocks until their memory is needed. "ref_zero" drops a
+            block and its state when the block's last user leaves.
         checkpoint_plan: which states are cached; a request may bring its own plan.
         num_cuda_graphs: maximum number of CUDA graphs of decode steps, and again of steps with prefills; None
             captures none. Without effect on a CPU, and with float64 weights, whose kernels synchronise.
@@ -98,7 +102,7 @@ class InferenceConfig:
     disk_cache_path: str | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    prefix_caching_eviction_policy: str = "lru"
+    prefix_caching_eviction_policy: str = "value"
     checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
     num_cuda_graphs: int | None = None
     use_cuda_graphs_for_non_decode_steps: bool = True

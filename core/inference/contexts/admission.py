@@ -18,7 +18,7 @@ from .request_step import RequestStep
 class Admission:
     """Gives requests what their next step needs, all of it or nothing.
 
-    This class alone writes `Holding.seen_tokens` and `Holding.spans`.
+    This class alone writes `Holding.branch_tokens` and `Holding.spans`.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class Admission:
         if stop <= start or not self._affords(request, match, stop):
             return None
         if holding is None:
-            holding = self._rows.seat(request)
+            if not self._has_slots(match.resume_slot):
+                return None
+            holding = self._rows.seat(request, match.resume_slot)
             limit = request.max_resume_tokens
             num_tokens = len(request.tokens) if limit is None else min(len(request.tokens), limit + 1)
             self._cache.note_arrival(holding.path, num_tokens, again=request.num_counted > 0)
@@ -74,7 +76,7 @@ class Admission:
             self._states.start_from(holding, match.resume_slot, start)
         if ahead or not num_computed:
             holding.spans = match.spans
-        holding.seen_tokens = match.seen_tokens
+        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)
         return RequestStep(
             request,
             holding,
@@ -99,6 +101,8 @@ class Admission:
         start, length, size = max(num_computed, match.resume_tokens), len(request.tokens), self._block_size
         stop = self._stop(start, length, token_budget)
         if stop <= start or not self._affords(request, match, stop):
+            return False
+        if holding is None and not self._has_slots(match.resume_slot):
             return False
         limit = length - 1
         if request.max_resume_tokens is not None:
@@ -172,6 +176,17 @@ class Admission:
             return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
         return self._cache.affords(self._num_blocks(stop), match, holding.path)
 
+    def _has_slots(self, resume_slot: int) -> bool:
+        """Whether a waiting request can get live slots; running ones unpin what they need not keep.
+
+        A request whose state is only in a durable slot keeps that slot pinned while its own live slot idles.
+        """
+        for holding in self._rows.holdings:
+            if self._rows.has_slots(resume_slot):
+                return True
+            self._states.move_to_live(holding)
+        return self._rows.has_slots(resume_slot)
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
@@ -184,5 +199,5 @@ class Admission:
             stop=stop,
             prompt_tokens=holding.prefill_length,
             block_size_tokens=self._block_size,
-            seen_tokens=holding.seen_tokens,
+            seen_tokens=holding.branch_tokens,
         )

@@ -28,13 +28,18 @@ class DeviceMemory:
         num_live_slots: int,
         num_durable_slots: int,
         input_pool: InputPool | None = None,
+        is_shared: bool = False,
     ) -> None:
-        """`input_pool`: for decodes by replay; None for others."""
+        """
+        Args:
+            input_pool: for decodes by replay; None for others.
+            is_shared: whether live and durable states share their slots.
+        """
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size_tokens
         self.kv_cache = self._new_kv_cache()
-        self.state_pool = StatePool(spec.states, num_live_slots, num_durable_slots, spec.device)
+        self.state_pool = StatePool(spec.states, num_live_slots, num_durable_slots, spec.device, is_shared)
         self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
 
@@ -76,14 +81,15 @@ class DeviceMemory:
         state = self._spec.slot_bytes / MEBIBYTE
         kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
         inputs = self.input_pool
-        total = (pool.num_live + pool.num_durable) * state + kv + inputs.num_bytes / MEBIBYTE
+        total = pool.num_slots * state + kv + inputs.num_bytes / MEBIBYTE
+        shared = ", and the live ones of idle rows" if pool.is_shared else ""
         replayed = ""
         if inputs.slots:
             each = inputs.num_bytes / inputs.slots / MEBIBYTE
             replayed = f"inputs of running requests {inputs.slots} x {each:.3g} MiB; "
         return (
             f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {replayed}"
-            f"durable states {pool.num_durable} x {state:.3g} MiB; "
+            f"durable states {pool.num_durable} x {state:.3g} MiB{shared}; "
             f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB; "
             f"total {total:.4g} MiB on {self._spec.device}"
             f"{'' if self.allocated else ', freed now'}"

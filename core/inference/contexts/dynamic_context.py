@@ -34,6 +34,7 @@ from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates
 from .request_step import RequestStep
+from .shared_live_slots import SharedLiveSlots
 from .step import Step, StepObserver
 from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
@@ -76,9 +77,10 @@ class DynamicInferenceContext:
         sizes = PoolSizes.of(config, spec)
         slots_per_row = 1 if config.replays else 1 + config.num_speculative_tokens
         num_live_slots = config.max_requests * slots_per_row
+        shares = config.enable_prefix_caching  # live and cached states have one encoding
         self.memory = DeviceMemory(
             self._spec_of_memory(), sizes.num_kv_blocks, config.block_size_tokens, num_live_slots,
-            sizes.num_mamba_slots, self._new_input_pool(),
+            sizes.num_mamba_slots, self._new_input_pool(), shares,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -87,9 +89,14 @@ class DynamicInferenceContext:
             config.prefix_caching_eviction_policy,
             config.enable_prefix_caching,
             clock,
-            tier=tier_of(config, spec, self.memory.state_pool),
+            num_live_slots if shares else 0,
+            tier_of(config, spec, self.memory.state_pool),
         )
-        self.mamba_metadata = MambaMetadata(config.max_requests, num_live_slots)
+        self.mamba_metadata = (
+            SharedLiveSlots(config.max_requests, num_live_slots, self.prefix_cache.slots)
+            if shares
+            else MambaMetadata(config.max_requests, num_live_slots)
+        )
         self._states = self._new_states()
         self._empty_rows()
         largest = StepShape.largest(
@@ -184,7 +191,7 @@ class DynamicInferenceContext:
             )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(
-            HostView(self), self.memory.state_pool.num_durable, ssm.num_layers,
+            HostView(self), self.prefix_cache.slots.num_slots, ssm.num_layers,
             conv.shape, ssm.shape, conv.dtype, ssm.dtype, slots=self.prefix_cache.slots,
         )  # fmt: skip
 

@@ -13,7 +13,6 @@ from ..policies.departures import Clock, KVLeaveCause, StateLeaveCause
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.slot_eviction import EVICTION_POLICIES
 from .cached_path import CachedPath, TableRow
-from .durable_slots import DurableSlots
 from .host_tier import HostTier
 from .kv_block_allocator import KVBlockAllocator
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
@@ -21,6 +20,7 @@ from .prefix_match import PrefixMatch
 from .prefix_matcher import PrefixMatcher
 from .request_step import RequestStep
 from .rolling_states import RollingStates
+from .shared_slots import SharedSlots
 from .step_checkpoints import StepCheckpoints
 
 _CAUSE_OF_STATE: dict[KVLeaveCause, StateLeaveCause] = {
@@ -52,7 +52,7 @@ class PrefixCache:
 
     Attributes:
         kv_blocks: who holds which KV block.
-        slots: the book of durable slots; has no slots where the cache is off.
+        slots: the book of state slots; has no slots where the cache is off.
         pins: the pinned prefixes, and how many blocks they hold.
         tier: states that left their slots for others, in host memory and on the disk; None for no tier.
     """
@@ -62,19 +62,22 @@ class PrefixCache:
         num_kv_blocks: int,
         num_slots: int,
         block_size_tokens: int,
-        eviction_policy: str = "lru",
+        eviction_policy: str = "value",
         enabled: bool = True,
         clock: Clock = time.monotonic_ns,
+        num_live_slots: int = 0,
         tier: HostTier | None = None,
     ) -> None:
         """
         Args:
             num_kv_blocks: blocks of the KV pool.
-            num_slots: durable slots of the state pool.
+            num_slots: slots that cached states have for certain, and that pins may keep.
             block_size_tokens: tokens of a block.
             eviction_policy: one of `EVICTION_POLICIES`.
             enabled: where False, nothing is matched or registered, and sequences only hold blocks.
             clock: tells the ages of what is evicted.
+            num_live_slots: slots more, which running requests may take. What they leave idle holds cached
+                states.
             tier: keeps the states that are evicted for others; None for none. `HostTier(num_slots)` has books
                 alone, for a cache without tensors.
         """
@@ -85,8 +88,8 @@ class PrefixCache:
         policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
         self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy, self._forget_states, clock)
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
-        self.slots = DurableSlots(
-            num_slots if enabled else 0,
+        self.slots = SharedSlots(
+            num_slots + num_live_slots if enabled else 0,
             policy,
             tree.hash_of,
             self._note_states_changed,
@@ -102,7 +105,7 @@ class PrefixCache:
             tier.on_left = self._note_copies_left
         self._rolling = RollingStates(self.slots)
         self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
-        self.pins = PinnedPrefixes(self.slots, self.kv_blocks)
+        self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
     def _spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
@@ -159,6 +162,18 @@ class PrefixCache:
             return self._matcher.match(chain, num_tokens, (), 0, max_resume_tokens, known)
         blocks, num_held = path.blocks, path.num_registered
         return self._matcher.match(chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+
+    def branch_tokens(self, match: PrefixMatch, chain: PrefixHashChain) -> int:
+        """Where a sequence leaves a known path that goes on another way; 0 where it leaves none.
+
+        A sequence that only continues what was seen before does not branch, nor does one that ends there.
+        """
+        depth = match.seen_tokens // self._block_size
+        if not 0 < depth < len(chain.keys):
+            return 0
+        tree = self.kv_blocks.tree
+        goes_on = depth == len(match.blocks) and tree.num_children(match.blocks[-1]) > 0
+        return match.seen_tokens if goes_on or chain.keys[depth - 1] in tree.ghost_parents else 0
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
@@ -340,6 +355,7 @@ class PrefixCache:
 
         Raises:
             ValueError: no boundary of the prefix has a state.
+            MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
         """
         blocks = self._resumable_blocks(chain)
         if not blocks:
@@ -372,7 +388,7 @@ class PrefixCache:
         self.pins.clear()
         if self.tier is not None:
             self.tier.clear(totals=not keep_totals)
-        self.slots.clear(totals=not keep_totals)
+        self.slots.clear(totals=not keep_totals, live=True)
         try:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
@@ -390,6 +406,7 @@ class PrefixCache:
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
             num_committed_slots=slots.committed,
+            num_live_slots=slots.live,
             num_states_committed=slots.committed_total,
             num_pinned_slots=len(pins),
             num_states_evicted=slots.evicted_total,

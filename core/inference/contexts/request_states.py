@@ -23,8 +23,12 @@ class RequestStates:
         self._separate = separate
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
-        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens."""
-        self._cache.hold_state(holding.path, slot, resumes=True)
+        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens.
+
+        The slot may be one that the request has taken over as a live slot.
+        """
+        if not (self._pool.is_shared and slot in holding.live_slots):
+            self._cache.hold_state(holding.path, slot, resumes=True)
         holding.state_index = self._pool.durable_index(slot)
         holding.num_computed = num_tokens
 

@@ -77,7 +77,7 @@ class StepBuilder:
         packing = _Packing.of(steps)
         values = _token_values(steps, packing)
         values |= self._kv_values(steps, packing, block_table)
-        values |= self._state_values(steps, packing, states, memory.state_pool.num_live)
+        values |= self._state_values(steps, packing, states)
         values |= self._replay_values(steps, packing, states)
         shape = padding(packing.shape(values))
         layout = _Layout(packing, shape)
@@ -112,27 +112,27 @@ class StepBuilder:
         }
 
     def _state_values(
-        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates, num_live: int
+        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates
     ) -> dict[str, Any]:
         # A live slot is written at a grid point only where decodes replay, which read no window there. Such
         # entries come last, and are no checkpoints.
         inner = sorted(
             (
-                (row, position, index)
+                (row, position, index, position in step.destinations)
                 for row, step in enumerate(steps[packing.num_decodes :])
                 for position, index in states.inner_destinations(step)
             ),
-            key=lambda entry: entry[2] < num_live,
+            key=lambda entry: not entry[3],
         )
-        rows, slots = [row for row, _, _ in inner], [slot for _, _, slot in inner]
-        count = sum(slot >= num_live for slot in slots)
+        rows, slots = [row for row, *_ in inner], [slot for _, _, slot, _ in inner]
+        count = sum(is_checkpoint for *_, is_checkpoint in inner)
         decodes, num_decode_tokens = packing.num_decodes, packing.num_decode_tokens
         grid = chunk_grid(
             packing.starts[decodes:],
             packing.lengths[decodes:],
             self._chunk_size,
             rows,
-            [position for _, position, _ in inner],
+            [position for _, position, *_ in inner],
         )
         chunk_destinations = np.full(len(grid.seq_idx), -1)
         chunk_destinations[grid.checkpoint_chunks] = slots
@@ -168,7 +168,7 @@ class StepBuilder:
         tails = packing.query_start_loc[:-1] - packing.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
-            "replay_slots": [step.holding.live_slots[0] for step in steps],
+            "replay_slots": [step.holding.row for step in steps],
             "replay_starts": starts,
             "replay_destinations": [states.completed_destination(step) for step in steps],
             "tail_starts": tails[decodes:],

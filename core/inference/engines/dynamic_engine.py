@@ -16,7 +16,7 @@ from torch import Tensor
 from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
 from ...cuda_device import on_device_of
-from ...errors import KVBlockCapacityError
+from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...request import EarlyEnd, FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
@@ -629,6 +629,7 @@ class DynamicInferenceEngine:
 
         Raises:
             ValueError: no block boundary of the prefix has a state; call `warm` first.
+            MambaSlotCapacityError: pins keep `num_mamba_slots` slots already.
             RuntimeError: the engine is suspended, and so caches nothing.
         """
         self._check_allocated("pin")
@@ -636,7 +637,7 @@ class DynamicInferenceEngine:
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             return cache.pin(chain)  # raises, and changes nothing
-        with self._books.changing():
+        with self._books.changing(MambaSlotCapacityError):
             return cache.pin(chain)
 
     def pins(self) -> list[PinnedPrefix]:
