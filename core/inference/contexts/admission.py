@@ -61,17 +61,13 @@ class Admission:
             raise RequestOverflowError(self._rows.num_rows + 1, self._rows.num_rows)
         match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
-        start = max(num_computed, match.resume_tokens)
+        if self._fetch(request, match, num_computed, token_budget):
+            match = self.match(request)
+        ahead = match.resume_tokens > num_computed
+        start = match.resume_tokens if ahead else num_computed
         stop = self._stop(start, len(request.tokens), token_budget)
         if stop <= start or not self._affords(request, match, stop):
             return None
-        if self._fetch(request, match, num_computed):
-            match = self.match(request)
-            start = max(num_computed, match.resume_tokens)
-            stop = self._stop(start, len(request.tokens), token_budget)
-            if stop <= start or not self._affords(request, match, stop):
-                return None
-        ahead = match.resume_tokens > num_computed
         if holding is None:
             if not self._has_slots(match.resume_slot):
                 return None
@@ -97,15 +93,26 @@ class Admission:
             boundaries=self._boundaries(holding, start, stop),
         )
 
-    def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int) -> bool:
-        """Bring a deeper state than the match has back from host memory or disk, where that is worth it."""
+    def _fetch(
+        self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int, token_budget: int
+    ) -> bool:
+        """Bring back a deeper state than the match has, for a request that can go on at once.
+
+        Returns:
+            Whether the match is to be made again.
+        """
         tier, holding = self._cache.tier, request.holding
         if tier is None or (holding is not None and not holding.path.shares):
             return False
-        limit = len(request.tokens) - 1
+        start, length, size = max(num_computed, match.resume_tokens), len(request.tokens), self._block_size
+        stop = self._stop(start, length, token_budget)
+        if stop <= start or not self._affords(request, match, stop):
+            return False
+        if holding is None and not self._has_slots(match.resume_slot):
+            return False
+        limit = length - 1
         if request.max_resume_tokens is not None:
             limit = min(limit, request.max_resume_tokens)
-        size, start = self._block_size, max(num_computed, match.resume_tokens)
         num_reachable = min(len(match.blocks), limit // size)
         return tier.bring_back(
             self._cache.slots, match.blocks[:num_reachable], request.hashes.keys, start, size
