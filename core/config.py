@@ -7,6 +7,7 @@ import torch
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.salt_key import key_bytes
 from .inference.policies.slot_eviction import EVICTION_POLICIES
+from .state_encoding import DURABLE_DTYPES, DurableDtype
 from .validation import (
     INT32_MAX,
     INT64_MAX,
@@ -40,6 +41,12 @@ class InferenceConfig:
             Exactly one of the two is set.
         num_mamba_slots, prefix_caching_mamba_gb: size of the durable state pool, as a number of slots or in
             GB. Exactly one of the two is set with prefix caching, at most one without.
+        durable_state_dtype: how cached states are stored: None as live states are; "bfloat16" with the
+            matrices of scans and the windows of convolutions in bfloat16; "int8" with the matrices in int8, a
+            scale for each head and state index, and the windows in bfloat16. Fewer bytes a state make more
+            slots of the same memory. Live states stay as they are. A request that resumes starts from a
+            rounded state, so that its tokens may differ from those without a cache. Not with decodes by
+            replay, and so not with `batch_invariant`.
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.
@@ -85,6 +92,7 @@ class InferenceConfig:
     buffer_size_gb: float | None = None
     num_mamba_slots: int | None = None
     prefix_caching_mamba_gb: float | None = None
+    durable_state_dtype: DurableDtype | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     prefix_caching_eviction_policy: str = "lru"
@@ -155,6 +163,17 @@ class InferenceConfig:
             raise ValueError(
                 "decode_by_replay is False and batch_invariant is True; accepted: True or None, because a "
                 "state that decodes update rounds otherwise than that of a prefill"
+            )
+
+        if self.durable_state_dtype is None:
+            return
+        one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
+        if self.replays:
+            setting = "batch_invariant" if self.batch_invariant else "decode_by_replay"
+            because = "bits must not depend on what is cached" if self.batch_invariant else "a replay is exact"
+            raise ValueError(
+                f"durable_state_dtype is {self.durable_state_dtype!r} and {setting} is True; accepted: one of "
+                f"the two, because {because}"
             )
 
     @property

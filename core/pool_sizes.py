@@ -68,7 +68,7 @@ def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
 def _slot_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
     return _Budget(
         "num_mamba_slots", config.num_mamba_slots, "prefix_caching_mamba_gb", config.prefix_caching_mamba_gb,
-        spec.slot_bytes,
+        spec.durable_slot_bytes(config.durable_state_dtype),
     )  # fmt: skip
 
 

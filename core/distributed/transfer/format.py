@@ -13,7 +13,8 @@ from .parts import KV, Shard, TensorPart, json_object, segments_of, shard_of
 FORMAT_VERSION = 3
 WeightsVersion = str | int | bytes
 _DTYPES = {
-    str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    str(d).removeprefix("torch."): d
+    for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)
 }
 
 
@@ -76,7 +77,9 @@ class PrefixFormat:
             shape apart.
         block_size_tokens: tokens of a KV block.
         vocab_size: token ids are below it.
-        tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv".
+        tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv". States travel
+            as they are stored: one in int8 has int8 numbers under its own name, and bfloat16 "ssm_scales.0".
+            So an engine with another `durable_state_dtype` refuses them.
     """
 
     format_version: int = FORMAT_VERSION

@@ -1,7 +1,10 @@
 """The tensors of a context's two pools."""
 
+from collections.abc import Sequence
+
 import torch
 
+from ...state_encoding import TensorEncoding
 from ...state_spec import HybridStateSpec
 from ...tensor_validation import addressable
 from .input_pool import InputPool
@@ -15,7 +18,9 @@ class DeviceMemory:
 
     Attributes:
         kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim].
-        state_pool: live states, then durable states.
+        state_pool: live states, then durable states; with encodings live states, then staging slots.
+        durable_pool: what holds the durable states: `state_pool`, or with encodings a pool of their own.
+            Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
         input_pool: the inputs of running requests since their last grid points.
         allocated: whether all these tensors are there.
     """
@@ -28,13 +33,25 @@ class DeviceMemory:
         num_live_slots: int,
         num_durable_slots: int,
         input_pool: InputPool | None = None,
+        encodings: Sequence[TensorEncoding] = (),
+        num_staging_slots: int = 0,
     ) -> None:
-        """`input_pool`: for decodes by replay; None for others."""
+        """
+        Args:
+            input_pool: for decodes by replay; None for others.
+            encodings: how durable slots store states; empty: as live slots do.
+            num_staging_slots: with encodings, slots of `state_pool` beside the live ones.
+        """
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size_tokens
         self.kv_cache = self._new_kv_cache()
-        self.state_pool = StatePool(spec.states, num_live_slots, num_durable_slots, spec.device)
+        num_others = num_staging_slots if encodings else num_durable_slots
+        self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device)
+        self.durable_pool = self.state_pool
+        if encodings:
+            tensors = [tensor for encoding in encodings for tensor in encoding.tensors]
+            self.durable_pool = StatePool(tensors, 0, num_durable_slots, spec.device)
         self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
 
@@ -55,11 +72,15 @@ class DeviceMemory:
         if not self.allocated:
             self.free()  # what an interrupted call has left
             # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            kv_cache, states, inputs = (
-                self._new_kv_cache(), self.state_pool.new_memory(), self.input_pool.new_tensors()
+            kv_cache, states, durable, inputs = (
+                self._new_kv_cache(), self.state_pool.new_memory(),
+                self.durable_pool.new_memory() if self._has_encoded_states else None,
+                self.input_pool.new_tensors(),
             )  # fmt: skip
             self.kv_cache = kv_cache
             self.state_pool.put(states)
+            if durable is not None:
+                self.durable_pool.put(durable)
             self.input_pool.put(inputs)
             self.allocated = True
 
@@ -67,8 +88,13 @@ class DeviceMemory:
         """Free the tensors' memory."""
         self.allocated = False
         self.state_pool.free()
+        self.durable_pool.free()
         self.input_pool.free()
         self.kv_cache = self.kv_cache.new_empty(0)
+
+    @property
+    def _has_encoded_states(self) -> bool:
+        return self.durable_pool is not self.state_pool
 
     def summary(self) -> str:
         """One line that says how many bytes each pool takes, or would take if it were allocated."""
@@ -76,14 +102,19 @@ class DeviceMemory:
         state = self._spec.slot_bytes / MEBIBYTE
         kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
         inputs = self.input_pool
+        durable = self.durable_pool.slot_bytes / MEBIBYTE
         total = (pool.num_live + pool.num_durable) * state + kv + inputs.num_bytes / MEBIBYTE
+        staging = ""
+        if self._has_encoded_states:
+            total += self.durable_pool.num_durable * durable
+            staging = f"staged states {pool.num_durable} x {state:.3g} MiB; "
         replayed = ""
         if inputs.slots:
             each = inputs.num_bytes / inputs.slots / MEBIBYTE
             replayed = f"inputs of running requests {inputs.slots} x {each:.3g} MiB; "
         return (
-            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {replayed}"
-            f"durable states {pool.num_durable} x {state:.3g} MiB; "
+            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {staging}{replayed}"
+            f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB; "
             f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB; "
             f"total {total:.4g} MiB on {self._spec.device}"
             f"{'' if self.allocated else ', freed now'}"

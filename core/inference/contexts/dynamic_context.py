@@ -14,12 +14,14 @@ from torch import Tensor
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...pool_sizes import PoolSizes
+from ...state_encoding import encodings_of
 from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from ..policies.compute_reasons import TokenLedger
 from ..policies.row_ladder import power_of_two
 from .admission import Admission
 from .device_memory import DeviceMemory
+from .encoded_states import NUM_STAGING_SLOTS, EncodedStates
 from .host_view import HostView
 from .input_pool import InputPool
 from .kv_block_allocator import KVBlockAllocator
@@ -68,9 +70,12 @@ class DynamicInferenceContext:
         sizes = PoolSizes.of(config, spec)
         slots_per_row = 1 if config.replays else 1 + config.num_speculative_tokens
         num_live_slots = config.max_requests * slots_per_row
+        caching = config.enable_prefix_caching
+        self._encodings = encodings_of(spec.states, config.durable_state_dtype) if caching else ()
         self.memory = DeviceMemory(
             spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots, sizes.num_mamba_slots,
             self._new_input_pool(),
+            self._encodings, NUM_STAGING_SLOTS,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -127,6 +132,10 @@ class DynamicInferenceContext:
         pool, cache = self.memory.state_pool, self.prefix_cache
         if self.config.replays:
             return ReplayedStates(pool, cache, self._chunk_size)
+        if self._encodings:
+            return EncodedStates(
+                self.memory, cache, self.mamba_metadata, self._encodings, self.spec.separate_states
+            )
         return RequestStates(pool, cache, self.spec.separate_states)
 
     def _empty_rows(self) -> None:
@@ -169,9 +178,14 @@ class DynamicInferenceContext:
                 f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm' of "
                 "the same layers, all that megatron-core has names for"
             )
+        if self._encodings:
+            raise RuntimeError(
+                f"durable_state_dtype is {self.config.durable_state_dtype!r}; accepted: None where a host reads "
+                "`mamba_slot_allocator`, because hosts read durable states as they are live"
+            )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(
-            HostView(self), self.memory.state_pool.num_durable, ssm.num_layers,
+            HostView(self), self.memory.durable_pool.num_durable, ssm.num_layers,
             conv.shape, ssm.shape, conv.dtype, ssm.dtype, slots=self.prefix_cache.slots,
         )  # fmt: skip
 
@@ -293,7 +307,8 @@ class DynamicInferenceContext:
                 f"{len(steps)} steps follow; accepted: tokens where all steps follow, None where none does"
             )
         in_row_order = sorted(steps, key=lambda step: not step.decoding)
-        self._steps = tuple(self.prefix_cache.reserve(in_row_order))
+        max_inner_states = self._states.max_inner_states(in_row_order)
+        self._steps = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
         self._states.gather(self._steps)
         inputs = self._builder.build(
             self._steps,

@@ -53,6 +53,11 @@ class StatePool:
         addressable("states", list(self.states), size, torch.uint8)
         self.allocate()
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self._layout.slot_bytes
+
     def allocate(self) -> None:
         """Make the memory, as zeros; its address is new. A call that raises changes nothing."""
         self.put(self.new_memory())

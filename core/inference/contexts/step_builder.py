@@ -77,7 +77,7 @@ class StepBuilder:
         packing = _Packing.of(steps)
         values = _token_values(steps, packing)
         values |= self._kv_values(steps, packing, block_table)
-        values |= self._state_values(steps, packing, states, memory.state_pool.num_live)
+        values |= self._state_values(steps, packing, states)
         values |= self._replay_values(steps, packing, states)
         shape = padding(packing.shape(values))
         layout = _Layout(packing, shape)
@@ -112,20 +112,19 @@ class StepBuilder:
         }
 
     def _state_values(
-        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates, num_live: int
+        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates
     ) -> dict[str, Any]:
-        # A live slot is written at a grid point only where decodes replay, which read no window there. Such
-        # entries come last, and are no checkpoints.
+        # Entries that are no checkpoints come last.
         inner = sorted(
             (
                 (row, position, index)
                 for row, step in enumerate(steps[packing.num_decodes :])
                 for position, index in states.inner_destinations(step)
             ),
-            key=lambda entry: entry[2] < num_live,
+            key=lambda entry: not states.is_checkpoint(entry[2]),
         )
         rows, slots = [row for row, _, _ in inner], [slot for _, _, slot in inner]
-        count = sum(slot >= num_live for slot in slots)
+        count = sum(map(states.is_checkpoint, slots))
         decodes, num_decode_tokens = packing.num_decodes, packing.num_decode_tokens
         grid = chunk_grid(
             packing.starts[decodes:],

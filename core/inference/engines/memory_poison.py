@@ -9,6 +9,10 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs
 
 
+_NAN_BYTE = 0xFF
+"""Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
+
+
 class MemoryPoison:
     """Observes a context, and fills its free memory with NaN before every forward.
 
@@ -40,6 +44,10 @@ class MemoryPoison:
         pool = self._context.memory.state_pool
         for states in pool.tensors:
             _fill(states, 1, slots)
+        encoded = self._context.memory.durable_pool
+        if encoded is not pool:
+            unused = sorted(set(range(encoded.num_durable)) - set(self._context.prefix_cache.slots.map.slots))
+            encoded.memory.index_fill_(0, torch.tensor(unused, device=encoded.memory.device), _NAN_BYTE)
         _fill(self._context.memory.kv_cache, 2, blocks)
         self._fill_inputs()
 
@@ -83,7 +91,8 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     free = torch.ones(pool.num_live + pool.num_durable, dtype=torch.bool, device="cpu")
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
-    free[[pool.num_live + slot for slot in context.prefix_cache.slots.map.slots]] = False
+    if context.memory.durable_pool is pool:
+        free[[pool.num_live + slot for slot in context.prefix_cache.slots.map.slots]] = False
     unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)
     return free.nonzero().flatten(), unused.nonzero().flatten()
 
