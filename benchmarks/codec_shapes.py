@@ -30,7 +30,7 @@ def scaled() -> list[Specialisation]:
                         {"states": f"*{dtype}", "numbers": "*i8", "scales": "*bf16"}
                         | INDICES
                         | dict.fromkeys(strides, "i32"),
-                        {"TILES": tiles.count, "OUTER": tiles.outer, "GROUP": tiles.group}
+                        {"TILES": tiles.num_tiles, "OUTER": tiles.outer, "GROUP": tiles.group}
                         | {"INNER": tiles.inner, "BLOCK_X": tiles.block_x, "BLOCK_Y": tiles.block_y},
                         divisible_by_16=(*pointers, *strides),
                         num_warps=codec.NUM_WARPS,

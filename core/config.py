@@ -170,10 +170,9 @@ class InferenceConfig:
         one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
         if self.replays:
             setting = "batch_invariant" if self.batch_invariant else "decode_by_replay"
-            because = "bits must not depend on what is cached" if self.batch_invariant else "a replay is exact"
             raise ValueError(
-                f"durable_state_dtype is {self.durable_state_dtype!r} and {setting} is True; accepted: one of "
-                f"the two, because {because}"
+                f"durable_state_dtype is {self.durable_state_dtype!r} and {setting} is True; accepted: one "
+                "of the two, because decodes by replay start from exact states"
             )
 
     @property

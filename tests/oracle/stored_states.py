@@ -30,7 +30,10 @@ def stored_apart(settings: dict[str, object]) -> Iterator[None]:
     def lossless(states: Sequence[StateTensor], dtype: str | None) -> tuple[TensorEncoding, ...]:
         if dtype is None:
             return ()
-        stored = (EncodedTensor(one.name, one.num_layers, one.shape, one.dtype, one.grid, one.split) for one in states)
+        stored = (
+            EncodedTensor(one.name, one.num_layers, one.shape, one.dtype, one.grid, one.split)
+            for one in states
+        )
         return tuple(TensorEncoding(one, tensor, None) for one, tensor in zip(states, stored, strict=True))
 
     if settings.get("enable_prefix_caching", True):

@@ -180,8 +180,8 @@ class DynamicInferenceContext:
             )
         if self._encodings:
             raise RuntimeError(
-                f"durable_state_dtype is {self.config.durable_state_dtype!r}; accepted: None where a host reads "
-                "`mamba_slot_allocator`, because hosts read durable states as they are live"
+                f"durable_state_dtype is {self.config.durable_state_dtype!r}; accepted: None where a host "
+                "reads `mamba_slot_allocator`, because hosts read durable states as they are live"
             )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from ...state_encoding import TensorEncoding
-from ..kernels.state_codec import CodedTensor, decode_states, encode_states
+from ..kernels.state_codec import decode_states, encode_states
+from ..kernels.state_tensors import CodedTensor
 from .device_memory import DeviceMemory
 from .holding import Holding
 from .mamba_metadata import MambaMetadata
@@ -105,9 +106,7 @@ class EncodedStates(RequestStates):
 
     def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
         return [
-            (position, self._place(step, position))
-            for position in step.destinations
-            if position != step.stop
+            (position, self._place(step, position)) for position in step.destinations if position != step.stop
         ]
 
     def is_checkpoint(self, index: int) -> bool:

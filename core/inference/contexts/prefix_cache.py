@@ -261,9 +261,7 @@ class PrefixCache:
             path.replace(first, canonical + own[len(canonical) :] + rest)
         path.num_registered = first + len(canonical)
 
-    def reserve(
-        self, steps: Sequence[RequestStep], max_inner_states: int | None = None
-    ) -> list[RequestStep]:
+    def reserve(self, steps: Sequence[RequestStep], max_inner_states: int | None = None) -> list[RequestStep]:
         """Reserve a slot for each planned state that is not cached yet.
 
         May evict unpinned states. A boundary for which no slot is left gets none, without error.

@@ -22,9 +22,7 @@ class StepCheckpoints:
         self._tree = tree
         self._rolling = rolling
 
-    def reserve(
-        self, steps: Sequence[RequestStep], max_inner_states: int | None = None
-    ) -> list[RequestStep]:
+    def reserve(self, steps: Sequence[RequestStep], max_inner_states: int | None = None) -> list[RequestStep]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go.
 
         May evict states. A boundary that only drafts reach evicts nothing: it gets a free slot or none. A

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs
 
-
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
 
@@ -47,7 +46,9 @@ class MemoryPoison:
         encoded = self._context.memory.durable_pool
         if encoded is not pool:
             unused = sorted(set(range(encoded.num_durable)) - set(self._context.prefix_cache.slots.map.slots))
-            encoded.memory.index_fill_(0, torch.tensor(unused, device=encoded.memory.device), _NAN_BYTE)
+            encoded.memory.index_fill_(
+                0, torch.tensor(unused, dtype=torch.int64, device=encoded.memory.device), _NAN_BYTE
+            )
         _fill(self._context.memory.kv_cache, 2, blocks)
         self._fill_inputs()
 

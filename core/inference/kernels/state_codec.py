@@ -16,34 +16,20 @@ The bfloat16 encoding rounds to the nearest, ties to even. It keeps -0.0, NaN an
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...cuda_device import on_device_of
-from .state_tensors import Indices, StateTensors, check_indices, device_indices
-
-SMALLEST = 2.0**-110
-"""Groups without an entry of this size are stored as zeros; their scales stay normal float32 numbers."""
-LARGEST_NUMBER = 127
-INVERSE_OF_LARGEST = 1.0 / LARGEST_NUMBER
-
-
-class CodedTensor(NamedTuple):
-    """One state tensor in the pool of live slots, and in the store of durable slots.
-
-    Attributes:
-        states: [layers, slots, *shape], a slot of a layer contiguous.
-        numbers: [layers, durable slots, *shape], a slot of a layer contiguous.
-        scales: [layers, durable slots, *shape without `scale_axis`] bfloat16; None where `numbers` are floats.
-        scale_axis: an axis of `shape`; None without scales.
-    """
-
-    states: Tensor
-    numbers: Tensor
-    scales: Tensor | None = None
-    scale_axis: int | None = None
+from .state_tensors import (
+    INVERSE_OF_LARGEST,
+    SMALLEST,
+    CodedTensor,
+    Indices,
+    StateTensors,
+    check_indices,
+    device_indices,
+)
 
 
 def encode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
@@ -73,9 +59,7 @@ def decode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations
 def _run(call: str, tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
     num_pairs, tensors = len(sources), [tensor for tensor in tensors if tensor.states.numel()]
     if len(destinations) != num_pairs:
-        raise ValueError(
-            f"destinations has {len(destinations)} entries; accepted: {num_pairs}, one a source"
-        )
+        raise ValueError(f"destinations has {len(destinations)} entries; accepted: {num_pairs}, one a source")
     if not num_pairs or not tensors:
         return
     read, written = tensors[0].states, tensors[0].numbers

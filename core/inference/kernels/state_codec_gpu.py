@@ -1,8 +1,8 @@
 """The launches of `state_codec.encode_states` and `decode_states`, one for each state tensor.
 
-A program has a tile of one layer of one pair. A tile of int8 holds whole groups of entries that share a scale,
-so that a program finds the scale and applies it with one read of the states. Rows of a tile are contiguous
-in memory; a group is a column of the tile, or a row where the scale's axis is the last.
+A program has a tile of one layer of one pair. A tile of int8 holds whole groups of entries that share a
+scale, so that a program finds the scale and applies it with one read of the states. Rows of a tile are
+contiguous in memory; a group is a column of the tile, or a row where the scale's axis is the last.
 """
 
 import math
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .state_codec import INVERSE_OF_LARGEST, LARGEST_NUMBER, SMALLEST, CodedTensor
+from .state_tensors import INVERSE_OF_LARGEST, LARGEST_NUMBER, SMALLEST, CodedTensor
 
 NUM_WARPS = 8
 _TILE_ELEMENTS = 8192
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
         return cls(outer, group, inner, *((other, width) if inner == 1 else (width, other)))
 
     @property
-    def count(self) -> int:
+    def num_tiles(self) -> int:
         """Tiles of a layer."""
         if self.inner == 1:
             return triton.cdiv(self.outer, self.block_x)
@@ -80,12 +80,13 @@ def _cast(read: Tensor, written: Tensor, sources: Tensor, destinations: Tensor) 
 
 def _scaled(kernel: Any, tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
     states, numbers, scales = tensor.states, tensor.numbers, tensor.scales
-    assert scales is not None and tensor.scale_axis is not None
+    assert scales is not None
+    assert tensor.scale_axis is not None
     tiles = Tiles.of(tuple(states.shape[2:]), tensor.scale_axis)
-    kernel[(states.shape[0] * tiles.count, len(sources))](
+    kernel[(states.shape[0] * tiles.num_tiles, len(sources))](
         states, numbers, scales, sources, destinations,
         *states.stride()[:2], *numbers.stride()[:2], *scales.stride()[:2],
-        TILES=tiles.count, OUTER=tiles.outer, GROUP=tiles.group, INNER=tiles.inner,
+        TILES=tiles.num_tiles, OUTER=tiles.outer, GROUP=tiles.group, INNER=tiles.inner,
         BLOCK_X=tiles.block_x, BLOCK_Y=tiles.block_y, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.kernels import state_codec, state_codec_gpu
 from mambaslots.inference.kernels.state_codec import (
-    SMALLEST,
-    CodedTensor,
     decode_states,
     dequantise,
     encode_states,
     quantise,
 )
+from mambaslots.inference.kernels.state_tensors import SMALLEST, CodedTensor
 from mambaslots.state_encoding import encodings_of
 from mambaslots.state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.ssd import DEVICES, kernel_device
