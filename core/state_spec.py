@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -75,6 +75,11 @@ class HybridStateSpec:
             instance("shard", self.shard, ModelShard)
         instance("groups", self.groups, ParallelGroups)
         instance("model", self.model, str)
+
+    def without_bytes(self) -> "HybridStateSpec":
+        """The same grids and no layers: pools of any size that take no memory."""
+        empty = tuple(replace(tensor, num_layers=0, split=None) for tensor in self.states)
+        return replace(self, states=empty, num_attention_layers=0, shard=None)
 
     @property
     def state_bytes(self) -> int:

@@ -83,6 +83,8 @@ class ReplayResult:
         lost_by_reason: computed prompt tokens by reason; empty for rows that do not tell.
         num_states_taken: states that were stored.
         state_capacity: states that fit, live ones left out; 0 where a row has no such number.
+        resumed_lengths: resumed tokens of each request of the trace, in its order; empty for rows that do not
+            tell.
     """
 
     num_requests: int
@@ -91,6 +93,7 @@ class ReplayResult:
     lost_by_reason: Mapping[str, int] = field(default_factory=dict)
     num_states_taken: int = 0
     state_capacity: int = 0
+    resumed_lengths: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def share(self) -> float:

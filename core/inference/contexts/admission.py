@@ -63,6 +63,9 @@ class Admission:
             return None
         if holding is None:
             holding = self._rows.seat(request)
+            limit = request.max_resume_tokens
+            num_tokens = len(request.tokens) if limit is None else min(len(request.tokens), limit + 1)
+            self._cache.note_arrival(holding.path, num_tokens, again=request.num_counted > 0)
         self._cache.hold(holding.path, match)
         self._cache.grow(holding.path, self._num_blocks(stop))
         if ahead:

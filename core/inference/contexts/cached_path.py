@@ -26,6 +26,7 @@ class CachedPath:
             for a sequence that began before the cache was reset.
         state_slot: the durable slot whose state the sequence continues from, pinned; -1 for none.
         rolling_block: the block of the newest state that was taken while decoding, or -1.
+        visit: the number that the book of durable slots knows the sequence's request by, or -1.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class CachedPath:
         self.num_registered = 0
         self.state_slot = -1
         self.rolling_block = -1
+        self.visit = -1
         self._table_row = table_row
 
     def append(self, blocks: list[int]) -> None:

@@ -2,13 +2,20 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ...errors import MambaSlotCapacityError
 from ..policies.departures import EVICTIONS, Clock, StateLeaveCause
 from ..policies.ghost_list import GhostList
+from ..policies.slot_choice import SlotChoice, choose_for_slots
 from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
+from ..policies.value_eviction import ValueEviction
 from .slot_map import SlotMap
+
+
+_REMEMBERED = EVICTIONS | {"path_limit"}
+"""The causes of leaving after which requests for the state are still to be expected."""
 
 
 class SlotCounts(NamedTuple):
@@ -19,6 +26,24 @@ class SlotCounts(NamedTuple):
     committed: int
     committed_total: int
     evicted_total: int
+
+
+class PlannedState(NamedTuple):
+    """A state that a step is to take.
+
+    Attributes:
+        key: the hash of its prefix.
+        keys: the hashes of its request, at least up to `key`.
+        depth: how many of these there are up to `key`.
+        taken_as: the kind of its boundary.
+        visit: the number that `DurableSlots.arrive` gave its request.
+    """
+
+    key: int
+    keys: Sequence[int]
+    depth: int
+    taken_as: str
+    visit: int
 
 
 class DurableSlots:
@@ -52,6 +77,8 @@ class DurableSlots:
         on_states_changed: Callable[[Iterable[int]], None],
         on_ghosts_changed: Callable[[Iterable[int]], None] = lambda keys: None,
         clock: Clock = time.monotonic_ns,
+        num_kv_blocks: int = 0,
+        keys_to: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         """
         Args:
@@ -61,21 +88,31 @@ class DurableSlots:
             on_states_changed: called with blocks that gained or lost a state.
             on_ghosts_changed: called with hashes of `ghosts` where no state changed with them.
             clock: tells the ages of states.
+            num_kv_blocks: blocks of the KV index. So many states are remembered that are gone.
+            keys_to: block -> the prefix hashes of the registered blocks up to it. None for a host that does
+                not tell; each of its states then counts as one that saves one block.
         """
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
         self.free = list(range(num_slots))
         self.reserved: dict[int, int] = {}
         self.pins: dict[int, int] = {}
-        self.ghosts = GhostList(8 * num_slots)
+        num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
+        self.ghosts = GhostList(num_ghosts)
         self.version = 0
         self._kv_hash = kv_hash
         self._tell_states_changed = on_states_changed
         self._tell_ghosts_changed = on_ghosts_changed
         self._used: set[int] = set()  # slots from which a request resumed
         self._clock = clock
+        self._keys_to = keys_to or (lambda block: [self._kv_hash(block)])
+        self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
         self._eviction: SlotEvictionPolicy = (
-            RefZeroEviction(clock) if eviction_policy == "ref_zero" else LRUEviction(clock)
+            ValueEviction(num_ghosts, clock)
+            if eviction_policy == "value"
+            else RefZeroEviction(clock)
+            if eviction_policy == "ref_zero"
+            else LRUEviction(clock)
         )
 
     # ---- lookup
@@ -87,6 +124,11 @@ class DurableSlots:
         return SlotCounts(len(self.free), len(self.reserved), len(self.map), left.num_entered, num_evicted)
 
     @property
+    def refuses(self) -> bool:
+        """Whether `choose` may refuse a new state in favour of cached ones."""
+        return self._eviction.refuses
+
+    @property
     def num_available(self) -> int:
         """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
@@ -96,12 +138,54 @@ class DurableSlots:
         """The committed slots, pinned ones included, in the order of eviction."""
         return self._eviction.victims(self.num_slots, lambda slot: True)
 
+    # ---- requests
+
+    def arrive(self, keys: Sequence[int], num_reachable: int, again: bool = False) -> int:
+        """Note that a request comes, with these prefix hashes; see `SlotEvictionPolicy.arrive`.
+
+        Returns:
+            A number for the request, for `PlannedState.visit` and `depart`.
+        """
+        return self._eviction.arrive(keys, num_reachable, again)
+
+    def depart(self, visit: int) -> None:
+        """Note that the request with this number has ended, or is preempted."""
+        self._eviction.end(visit)
+
+    def choose(self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()) -> SlotChoice[int]:
+        """Which of these states get a slot; states that are worth less than they leave.
+
+        Args:
+            planned: states that the step takes, the worthiest kinds first.
+            guessed: the hashes of states that the step takes only if drafts turn out right.
+
+        Returns:
+            The hashes of the chosen states, which `reserve` has slots for, and of the refused ones.
+        """
+        policy, keys = self._eviction, [state.key for state in planned]
+        for state in planned:
+            policy.plan(state.keys, state.depth, state.taken_as, state.visit)
+        if policy.refuses:
+            wanted = dict.fromkeys(keys)
+            while len(wanted) > len(self.free):
+                slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
+                if slot < 0:
+                    policy.unplan(key)
+                    del wanted[key]
+                else:
+                    self._evict_slots([slot])
+                    self._free_slots([slot])
+            refused = [key for key in keys if key not in wanted]
+            num_left = len(self.free) - len(wanted)
+            return SlotChoice([*wanted, *guessed[:num_left]], refused)
+        return choose_for_slots(keys, guessed, num_available=self.num_available, num_free=len(self.free))
+
     # ---- reservations
 
-    def reserve(self, blocks: Sequence[int]) -> list[int]:
+    def reserve(self, blocks: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Take one slot for the state of each block; evicts unpinned states where too few slots are free.
 
-        The slots enter no map yet.
+        The slots enter no map yet. `keys`: the hashes of the states, where `choose` chose them.
 
         Raises:
             ValueError: a block is named twice, or has a state or a reservation; nothing is changed.
@@ -116,6 +200,7 @@ class DurableSlots:
             taken.add(block)
         slots = self._take(len(blocks))
         self.reserved.update(zip(slots, blocks, strict=True))
+        self._planned.update(zip(slots, keys, strict=False))
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
@@ -137,12 +222,15 @@ class DurableSlots:
         ):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
+            planned = self._planned.pop(slot, -1)
             key = -1 if gone or block < 0 else self._kv_hash(block)
             if key > 0 and block not in self.map:
                 self._enter([block], [slot])
                 self.name([block], [slot], [key])
             else:
                 self._free_slots([slot])
+            if planned >= 0:  # does nothing where the state is there now
+                self._eviction.unplan(planned)
             results.append(-1 if gone else self.map.slot_of(block))
         return results
 
@@ -153,6 +241,8 @@ class DurableSlots:
         self._require_reserved(slots)
         for slot in slots:
             del self.reserved[slot]
+            if slot in self._planned:
+                self._eviction.unplan(self._planned.pop(slot))
         self._free_slots(slots)
 
     # ---- use
@@ -213,6 +303,8 @@ class DurableSlots:
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
         self.map.name(blocks, slots, keys)
+        for block, slot, key in zip(blocks, slots, keys, strict=True):
+            self._eviction.name(slot, key, partial(self._keys_to, block))
         if self.ghosts.discard_all(keys):
             self._tell_ghosts_changed(keys)
 
@@ -240,7 +332,7 @@ class DurableSlots:
     def drop(self, block: int, cause: StateLeaveCause = "by_host") -> bool:
         """Free the slot of a state that its owner no longer needs.
 
-        The drop does not count as an eviction and leaves no ghost. `cause`: what it counts as.
+        The drop does not count as an eviction. `cause`: what it counts as.
 
         Returns:
             Whether the state is dropped; False, with nothing done, for a pinned one.
@@ -284,7 +376,8 @@ class DurableSlots:
         """Forget every state, reservation, pin and ghost; with `totals` also the totals of `counts`."""
         num_left = len(self.map)
         # No state may be findable once its slot is free: the map goes first, the free list comes last.
-        for part in (self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction):
+        owned = self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction, self._planned
+        for part in owned:
             part.clear()
         self.free = list(range(self.num_slots))
         self.version += 1
@@ -312,11 +405,14 @@ class DurableSlots:
         victims = self._eviction.victims(num_slots, lambda slot: slot not in kept)
         if len(victims) < num_slots:
             raise MambaSlotCapacityError(num_slots + num_free, len(victims) + num_free)
-        blocks = self.map.blocks_of(victims)
-        self.ghosts.add_all(self.map.keys_of(victims), "evicted")
+        self._evict_slots(victims)
+        return victims
+
+    def _evict_slots(self, slots: list[int]) -> None:
+        blocks = self.map.blocks_of(slots)
+        self.ghosts.add_all(self.map.keys_of(slots), "evicted")
         self._leave(blocks, "new_state")
         self._tell_states_changed(blocks)
-        return victims
 
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.map.enter(blocks, slots)
@@ -330,7 +426,7 @@ class DurableSlots:
         self.version += 1
         departures = self.map.departures
         departures.by_cause[cause] += len(slots)
-        last_used_ns = self._eviction.remove(*slots)
+        last_used_ns = self._eviction.remove(*slots, remember=cause in _REMEMBERED)
         if slots and cause in EVICTIONS:
             departures.note_ages(self._clock(), last_used_ns)
             departures.num_unused += len(slots)

@@ -5,6 +5,7 @@ it calls.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from ...state_encoding import encodings_of
 from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from ..policies.compute_reasons import TokenLedger
+from ..policies.departures import Clock
 from ..policies.row_ladder import power_of_two
 from .admission import Admission
 from .device_memory import DeviceMemory
@@ -57,8 +59,13 @@ class DynamicInferenceContext:
         mamba_metadata: who owns which live slot.
     """
 
-    def __init__(self, spec: HybridStateSpec, config: InferenceConfig) -> None:
-        """Allocate the pools. Where the model is split, this is a collective: all ranks make the call."""
+    def __init__(
+        self, spec: HybridStateSpec, config: InferenceConfig, *, clock: Clock = time.monotonic_ns
+    ) -> None:
+        """Allocate the pools. Where the model is split, this is a collective: all ranks make the call.
+
+        `clock`: tells the ages of what is evicted.
+        """
         self.spec = instance("spec", spec, HybridStateSpec)
         self.config = instance("config", config, InferenceConfig)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
@@ -70,12 +77,11 @@ class DynamicInferenceContext:
         sizes = PoolSizes.of(config, spec)
         slots_per_row = 1 if config.replays else 1 + config.num_speculative_tokens
         num_live_slots = config.max_requests * slots_per_row
-        caching = config.enable_prefix_caching
-        self._encodings = encodings_of(spec.states, config.durable_state_dtype) if caching else ()
+        memory_spec, dtype = self._spec_of_memory(), config.durable_state_dtype
+        self._encodings = encodings_of(memory_spec.states, dtype if config.enable_prefix_caching else None)
         self.memory = DeviceMemory(
-            spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots, sizes.num_mamba_slots,
-            self._new_input_pool(),
-            self._encodings, NUM_STAGING_SLOTS,
+            memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots,
+            sizes.num_mamba_slots, self._new_input_pool(), self._encodings, NUM_STAGING_SLOTS,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -83,6 +89,7 @@ class DynamicInferenceContext:
             config.block_size_tokens,
             config.prefix_caching_eviction_policy,
             config.enable_prefix_caching,
+            clock,
         )
         self.mamba_metadata = MambaMetadata(config.max_requests, num_live_slots)
         self._states = self._new_states()
@@ -107,6 +114,9 @@ class DynamicInferenceContext:
         """One line: device, rows, and how full the pools are."""
         rows = f"{len(self.requests)} of {self.config.max_requests} rows"
         return f"<DynamicInferenceContext: on {self.spec.device}; {rows}; {self.prefix_cache.stats()}>"
+
+    def _spec_of_memory(self) -> HybridStateSpec:
+        return self.spec
 
     def _new_input_pool(self) -> InputPool | None:
         spec, config = self.spec, self.config
@@ -292,6 +302,21 @@ class DynamicInferenceContext:
         Returns:
             The step. Its index tensors are copied to the device at once, without synchronising.
         """
+        self._begin_books(steps, sampled_tokens)
+        inputs = self._builder.build(
+            self._steps,
+            self.request_to_kv_block_ids.numpy(),
+            self._states,
+            self.memory,
+            padding or (lambda shape: shape),
+            sampled_tokens,
+        )
+        for observer in self._observers:
+            observer.step_begun(self._steps, inputs)
+        return Step(self._steps, inputs)
+
+    def _begin_books(self, steps: Sequence[RequestStep], sampled_tokens: Tensor | None) -> None:
+        """Check the steps, reserve slots for their states, and gather their states."""
         self._check_between_steps("begin_step")
         if not isinstance(steps, Sequence):
             raise ValueError(f"steps is {shown(steps)}; accepted: a list of scheduled steps")
@@ -310,17 +335,6 @@ class DynamicInferenceContext:
         max_inner_states = self._states.max_inner_states(in_row_order)
         self._steps = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
         self._states.gather(self._steps)
-        inputs = self._builder.build(
-            self._steps,
-            self.request_to_kv_block_ids.numpy(),
-            self._states,
-            self.memory,
-            padding or (lambda shape: shape),
-            sampled_tokens,
-        )
-        for observer in self._observers:
-            observer.step_begun(self._steps, inputs)
-        return Step(self._steps, inputs)
 
     def end_step(
         self,

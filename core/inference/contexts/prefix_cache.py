@@ -87,6 +87,8 @@ class PrefixCache:
             self._note_states_changed,
             tree.note_ghosts_changed,
             clock,
+            num_kv_blocks,
+            tree.keys_to,
         )
         leaves.holds_state = self.slots.map.__contains__
         self._rolling = RollingStates(self.slots)
@@ -148,6 +150,15 @@ class PrefixCache:
     def open(self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow) -> CachedPath:
         """A path that holds nothing yet; `table_row` will show its blocks."""
         return CachedPath(chain, plan, table_row, self._enabled)
+
+    def note_arrival(self, path: CachedPath, num_tokens: int, *, again: bool = False) -> None:
+        """Note that the path's request comes, with `num_tokens` tokens, and what it could resume from.
+
+        `again`: whether the request came before, and was preempted.
+        """
+        if path.shares:
+            keys, num_reachable = path.chain.keys, max(0, num_tokens - 1) // self._block_size
+            path.visit = self.slots.arrive(keys, min(num_reachable, len(keys)), again)
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
@@ -219,6 +230,7 @@ class PrefixCache:
         Observers of deregistered blocks are called last, when the books are in order.
         """
         self.release_state(path)
+        self.slots.depart(path.visit)
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks)
@@ -231,6 +243,7 @@ class PrefixCache:
         that is held or that another sequence continues.
         """
         self.release_state(path)
+        self.slots.depart(path.visit)
         for block in path.blocks[: path.num_registered] if path.shares else ():
             self.slots.drop(block, "discarded")
         blocks = list(path.blocks)

@@ -84,6 +84,14 @@ class PrefixTree:
         parent = self.parents[block]
         return self._root_digests[block] if parent == self.origin else parent, self._tokens[block]
 
+    def keys_to(self, block: int) -> list[int]:
+        """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
+        keys, parents, hashes = [], self.parents, self._hashes
+        while 0 <= block != self.origin:
+            keys.append(hashes[block])
+            block = parents[block]
+        return keys[::-1]
+
     def stands(self, block: int, since: int) -> bool:
         """Whether a block that was registered at clock `since` has not left. Then no ancestor has, either."""
         return self.parents[block] >= 0 and self.serials[block] <= since

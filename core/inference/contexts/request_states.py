@@ -120,6 +120,10 @@ class RequestStates:
         if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
             self._copy([written], [holding.state_index])
 
+    def pass_over(self, holding: Holding, num_tokens: int) -> None:
+        """Count tokens as computed whose decodes left the request's state where it is."""
+        holding.num_computed += num_tokens
+
     def move_to_live(self, holding: Holding) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
         if holding.path.state_slot >= 0:

@@ -4,14 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..policies.checkpoint_plan import KINDS_BY_WORTH, Boundary
-from ..policies.slot_choice import choose_for_slots
 from .cached_path import CachedPath
-from .durable_slots import DurableSlots
+from .durable_slots import DurableSlots, PlannedState
 from .prefix_tree import PrefixTree
 from .request_step import RequestStep
 from .rolling_states import RollingStates
 
 Candidate = tuple[RequestStep, Boundary]
+
+
+def _planned(key: int, step: RequestStep, boundary: Boundary) -> PlannedState:
+    path = step.holding.path
+    depth = boundary.position // path.chain.block_size_tokens
+    return PlannedState(key, path.chain.keys, depth, boundary.kind, path.visit)
 
 
 class StepCheckpoints:
@@ -47,17 +52,16 @@ class StepCheckpoints:
             return list(steps)
         by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
         by_worth, unstaged = _within(by_worth, certain, max_inner_states)
-        decoding = [certain[key][0] for key in by_worth if certain[key][1].kind == "decode"]
-        self._rolling.make_room([step.holding.path for step in decoding], len(by_worth))
-        chosen, refused = choose_for_slots(
-            by_worth,
+        if not self._slots.refuses:
+            decoding = [certain[key][0] for key in by_worth if certain[key][1].kind == "decode"]
+            self._rolling.make_room([step.holding.path for step in decoding], len(by_worth))
+        chosen, refused = self._slots.choose(
+            [_planned(key, *certain[key]) for key in by_worth],
             [key for key in guessed if key not in certain],
-            num_available=self._slots.num_available,
-            num_free=len(self._slots.free),
         )
         self._slots.refuse(refused + unstaged)
         taken = [certain.get(key) or guessed[key] for key in chosen]
-        slots = self._slots.reserve([step.block_at(boundary.position) for step, boundary in taken])
+        slots = self._slots.reserve([step.block_at(boundary.position) for step, boundary in taken], chosen)
         destinations: dict[int, dict[int, int]] = {}
         for (step, boundary), slot in zip(taken, slots, strict=True):
             destinations.setdefault(step.holding.row, {})[boundary.position] = slot

@@ -1,0 +1,406 @@
+"""The state goes whose loss is expected to cost the fewest recomputed blocks."""
+
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+from .departures import Clock
+from .state_tree import StateNode, StateTree
+from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
+
+_FRONTIER, _FORK, _SUPERSEDED = 0, 5, 11
+_TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)
+_USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
+_PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02)
+_RESCORED_A_REQUEST = 32
+_UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
+
+Entry = tuple[int, int, int, StateNode]
+
+
+class _Visit:
+    """A request that runs: its deepest state, and its turn."""
+
+    __slots__ = ("deepest", "turn")
+
+    def __init__(self, deepest: StateNode, turn: int) -> None:
+        self.deepest = deepest
+        self.turn = turn
+
+
+class ValueEviction:
+    """Orders states by value: blocks saved, times how often a request is expected to want them.
+
+    A state saves the blocks between it and the next shallower cached state. It serves the requests that want
+    the state itself, and those that want a state below that is gone: evicted, or refused a slot. Such ghosts
+    are remembered, with their demand.
+
+    How soon a request comes back is learned for each class of states (`UseRates`), ages in numbers of
+    requests:
+
+        frontier     the deepest state of its request, by the number of turns before it
+        fork         where prompts part, by the number of uses
+        superseded   a state whose request has a deeper one, by what it was taken as
+
+    A request counts as a use of the deepest state on its way, cached or ghost. No clock and no random draw
+    decide, so that ranks that see the same calls choose alike.
+
+    A change costs O(log slots + known states above it); a choice O(log slots + pinned). The rates change
+    slowly: after each request a few states are scored anew.
+    """
+
+    refuses = True
+
+    def __init__(self, num_ghosts: int = 1024, clock: Clock = time.monotonic_ns) -> None:
+        """
+        Args:
+            num_ghosts: how many states that are gone are remembered.
+            clock: tells when states were last used, for statistics only.
+        """
+        self._clock = clock
+        self._max_ghosts = num_ghosts
+        self._rates = UseRates(_PRIORS)
+        self._num_visits = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all states, ghosts and requests. What was learned of rates stays."""
+        self._tree = StateTree()
+        self._now = 0
+        self._tells_requests = False
+        self._serial = 0
+        self._slots: dict[int, StateNode] = {}
+        self._nodes: dict[int, StateNode] = {}  # known ones by key
+        self._ghosts: OrderedDict[int, StateNode] = OrderedDict()
+        self._visits: dict[int, _Visit] = {}
+        self._calendar: dict[int, list[StateNode]] = {}
+        self._heap: list[Entry] = []
+        self._num_pushed = 0
+        self._sweep: list[StateNode] = []
+
+    # ---- requests
+
+    def arrive(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
+        """A request comes, with these prefix hashes, and could resume from a state at most `stop` deep.
+
+        `again`: whether the request came before, and was preempted. Then it counts as no use.
+
+        Returns:
+            A number for the request.
+        """
+        self._tells_requests = True
+        if not again:
+            self._tick()
+        node = self._tree.find(keys, stop)
+        turn = 1
+        if node.parent is not None:
+            if not again:
+                leaves = len(keys) <= node.depth or keys[node.depth] not in node.children
+                self._note_use(node, is_fork=node.superseded or (bool(node.children) and leaves))
+            turn = node.turn if node.fork else node.turn + 1
+        self._num_visits += 1
+        self._visits[self._num_visits] = _Visit(node, turn)
+        return self._num_visits
+
+    def end(self, visit: int) -> None:
+        """The request ends, or is preempted."""
+        gone = self._visits.pop(visit, None)
+        if gone is None:
+            return
+        node = gone.deepest
+        if node.parent is None:
+            return
+        node.turn = max(node.turn, gone.turn)
+        if node.frozen:
+            node.frozen = False
+            self._reclass(node)
+
+    def _tick(self) -> None:
+        self._now = now = self._now + 1
+        for node in self._calendar.pop(now, ()):
+            if node.due == now and node.parent is not None:
+                self._flush(node)
+                node.bucket += 1
+                self._schedule(node, now)
+                self._rerate(node)
+        sweep = self._sweep
+        if not sweep and now % _RESCORED_A_REQUEST == 0:
+            self._rates.refresh()
+            self._sweep = sweep = list(self._nodes.values())
+        for node in sweep[-_RESCORED_A_REQUEST:]:
+            if node.parent is not None:
+                self._rerate(node)
+        del sweep[-_RESCORED_A_REQUEST:]
+
+    def _note_use(self, node: StateNode, *, is_fork: bool) -> None:
+        self._rates.note_use(node.kind, node.bucket)
+        self._flush(node)
+        node.num_uses += 1
+        if is_fork:
+            node.fork, node.superseded, node.frozen = True, False, False
+        if node.ghost:
+            self._ghosts.move_to_end(node.key)
+        self._reclass(node)
+
+    # ---- states
+
+    def plan(self, keys: Sequence[int], depth: int, taken_as: str, visit: int) -> None:
+        """A state is to be taken behind `keys[:depth]`; it counts as cached from now on.
+
+        Args:
+            keys: the hashes of the request's prefix.
+            depth: blocks before the state.
+            taken_as: the kind of its boundary.
+            visit: the request's number, or -1.
+        """
+        node = self._nodes.get(keys[depth - 1])
+        if node is not None and node.present:
+            return
+        if node is None:
+            node = self._tree.node_at(keys, depth)
+            self._nodes[node.key] = node
+            node.taken_as = taken_as
+        request = self._visits.get(visit)
+        if request is not None:
+            self._place(node, request)
+        self._appear(node)
+        self._reclass(node)
+
+    def _place(self, node: StateNode, request: _Visit) -> None:
+        former = request.deepest
+        node.turn = request.turn
+        node.superseded = False
+        if node.taken_as in ("branch", "mark"):
+            node.fork = True
+        elif node.taken_as in ("chunk_end", "interval"):
+            node.superseded = True
+            return
+        elif node.depth < former.depth:
+            node.superseded = not node.fork
+            return
+        if former is not node and node.depth >= former.depth:
+            if former.parent is not None and not former.fork and not former.superseded:
+                former.superseded, former.frozen = True, False
+                self._flush(former)
+                self._reclass(former)
+            request.deepest = node
+        node.frozen = not node.fork
+
+    def unplan(self, key: int) -> None:
+        """A planned state was not stored, or found no slot: its demand is remembered."""
+        node = self._nodes.get(key)
+        if node is not None and node.present and node.slot < 0:
+            self._vanish(node, remember=True)
+
+    def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
+        """The least of the evictable slots and of the planned states under these keys.
+
+        Returns:
+            (slot, -1) or (-1, key); (-1, -1) where there is none.
+        """
+        wanted = set(planned)
+        for node in self._in_order(lambda n: evictable(n.slot) if n.slot >= 0 else n.key in wanted, 1):
+            return (node.slot, -1) if node.slot >= 0 else (-1, node.key)
+        return -1, -1
+
+    def insert(self, *slots: int) -> None:
+        """States were committed in these slots; `name` says which."""
+        if not self._tells_requests:
+            self._tick()
+        now = self._clock()
+        for slot in slots:
+            self._slots[slot] = node = StateNode(0, 1, [])
+            node.slot, node.last_used_ns, node.present, node.rate = slot, now, True, _UNNAMED
+            self._new_serial(node)
+            self._push(node)
+
+    def name(self, slot: int, key: int, path: Callable[[], Sequence[int]]) -> None:
+        """The state in `slot` is found under `key`; `path` tells the hashes of its prefix, `key` the last."""
+        unnamed = self._slots[slot]
+        if unnamed.parent is not None:
+            if unnamed.key == key:
+                return
+            self.remove(slot, remember=False)
+            self.insert(slot)
+            unnamed = self._slots[slot]
+        node = self._nodes.get(key)
+        if node is not None and node.slot >= 0:
+            unnamed.rate = 0  # nobody finds the state
+            self._push(unnamed)
+            return
+        if node is None or not node.present:
+            keys = path()
+            self.plan(keys, len(keys), "", -1)
+            node = self._nodes[key]
+        node.slot, node.last_used_ns = slot, unnamed.last_used_ns
+        unnamed.slot, unnamed.entry = -1, None
+        self._slots[slot] = node
+        self._push(node)
+
+    def use(self, slot: int) -> None:
+        """A request resumed from `slot`."""
+        node = self._slots[slot]
+        node.last_used_ns = self._clock()
+        if not self._tells_requests:
+            self._tick()
+            if node.parent is not None:
+                self._note_use(node, is_fork=bool(node.num_uses))
+            else:
+                self._new_serial(node)
+                self._push(node)
+
+    def remove(self, *slots: int, remember: bool = True) -> list[int]:
+        """These slots hold no state any more; returns when each was last used, in nanoseconds.
+
+        `remember`: whether the demand for the states is remembered.
+        """
+        times = []
+        for slot in slots:
+            node = self._slots.pop(slot)
+            times.append(node.last_used_ns)
+            node.slot = -1
+            if node.parent is None:
+                node.entry = None
+            else:
+                self._vanish(node, remember)
+        return times
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        """Up to `count` evictable slots by value, the least first, as if none of them left."""
+        return [n.slot for n in self._in_order(lambda n: n.slot >= 0 and evictable(n.slot), count)]
+
+    # ---- presence
+
+    def _appear(self, node: StateNode) -> None:
+        """The node's state is cached, or planned, from now on."""
+        tree = self._tree
+        if node.ghost:
+            del self._ghosts[node.key]
+        change = -node.demand
+        node.ghost, node.present = False, True
+        tree.count(node, 1)
+        if change:
+            self._push_present(tree.shift(node, change))
+        for below in tree.next_present(node):
+            self._push(below)
+
+    def _vanish(self, node: StateNode, remember: bool) -> None:
+        """The node's state is gone."""
+        tree = self._tree
+        node.entry = None
+        node.present, node.ghost = False, remember
+        tree.count(node, -1)
+        if not remember:
+            self._forget(node)
+            return
+        self._ghosts[node.key] = node
+        self._push_present(tree.shift(node, node.demand))
+        if len(self._ghosts) > self._max_ghosts:
+            _, oldest = self._ghosts.popitem(last=False)
+            oldest.ghost = False
+            if oldest.rate:
+                self._push_present(tree.shift(oldest, -oldest.rate))
+            self._drop(oldest)
+
+    def _forget(self, node: StateNode) -> None:
+        if node.below:
+            self._push_present(self._tree.shift(node, node.below))
+        self._drop(node)
+
+    def _drop(self, node: StateNode) -> None:
+        self._flush(node)
+        del self._nodes[node.key]
+        node.due = -1
+        self._tree.prune(node)
+
+    # ---- classes and rates
+
+    def _reclass(self, node: StateNode) -> None:
+        """Give the node its class; its age begins anew."""
+        if node.fork:
+            node.kind = _FORK + _USE_CLASSES[min(node.num_uses, len(_USE_CLASSES) - 1)]
+        elif node.superseded:
+            node.kind = _SUPERSEDED + (
+                2 if node.taken_as in ("chunk_end", "interval") else int(node.taken_as == "tail")
+            )
+        else:
+            node.kind = _FRONTIER + _TURN_CLASSES[min(node.turn, len(_TURN_CLASSES) - 1)]
+        node.bucket, node.entered = 0, self._now
+        self._new_serial(node)
+        self._schedule(node, self._now)
+        self._rerate(node)
+
+    def _schedule(self, node: StateNode, now: int) -> None:
+        node.entered = now
+        node.due = -1
+        if node.bucket + 1 < NUM_BUCKETS and not node.frozen:
+            node.due = now + AGE_BOUNDS[node.bucket + 1] - AGE_BOUNDS[node.bucket]
+            self._calendar.setdefault(node.due, []).append(node)
+
+    def _flush(self, node: StateNode) -> None:
+        """Count how long the node was in its bucket."""
+        if not node.frozen:
+            self._rates.note_wait(node.kind, node.bucket, self._now - node.entered)
+        node.entered = self._now
+
+    def _rerate(self, node: StateNode) -> None:
+        rate = self._rates.rate(node.kind, node.bucket)
+        change = rate - node.rate
+        node.rate = rate
+        if node.present:
+            self._push(node)
+        elif node.ghost and change:
+            self._push_present(self._tree.shift(node, change))
+
+    # ---- the order
+
+    def value(self, node: StateNode) -> int:
+        """What the loss of a present node's state is expected to cost: blocks a request, in units."""
+        if node.parent is None:
+            return node.rate
+        blocks = node.depth - self._tree.present_above(node).depth
+        return blocks * (node.rate + node.below)
+
+    def _new_serial(self, node: StateNode) -> None:
+        self._serial += 1
+        node.serial = self._serial
+
+    def _push_present(self, node: StateNode) -> None:
+        if node.parent is not None:
+            self._push(node)
+
+    def _push(self, node: StateNode) -> None:
+        self._num_pushed += 1
+        entry = (self.value(node), node.serial, self._num_pushed, node)
+        former = node.entry
+        if former is not None and former[:2] == entry[:2]:  # type: ignore[index]
+            return
+        node.entry = entry
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 4 * len(self._slots) + 256:
+            self._heap = [e for e in self._heap if e[3].entry is e]
+            heapq.heapify(self._heap)
+
+    def _in_order(self, wanted: Callable[[StateNode], bool], count: int) -> list[StateNode]:
+        """The first `count` wanted present nodes by value."""
+        found: list[StateNode] = []
+        taken: list[Entry] = []
+        heap = self._heap
+        while heap and len(found) < count:
+            entry = heapq.heappop(heap)
+            node = entry[3]
+            if node.entry is not entry:
+                continue
+            value = self.value(node)
+            if value != entry[0]:  # the next shallower state has left
+                node.entry = None
+                self._push(node)
+                heap = self._heap
+                continue
+            taken.append(entry)
+            if wanted(node):
+                found.append(node)
+        for entry in taken:
+            heapq.heappush(self._heap, entry)
+        return found
