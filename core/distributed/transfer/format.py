@@ -13,9 +13,9 @@ from .parts import KV, Shard, TensorPart, json_object, segments_of, shard_of
 FORMAT_VERSION = 3
 WeightsVersion = str | int | bytes
 _DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)
+    str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
+_STATE_DTYPES = _DTYPES | {"int8": torch.int8}
 
 
 class TransferError(ValueError):
@@ -55,14 +55,14 @@ class TensorFormat:
     def from_json(cls, name: str, value: object) -> "TensorFormat":
         """The format that `to_json` made `value` of; ValueError, which says `name`, for anything else."""
         found = json_object(name, value, {field.name for field in fields(cls)})
-        dtype = found["dtype"]
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise ValueError(f"{name}.dtype is {shown(dtype)}; accepted: one of {', '.join(_DTYPES)}")
+        dtype, accepted = found["dtype"], _DTYPES if name == KV else _STATE_DTYPES
+        if not isinstance(dtype, str) or dtype not in accepted:
+            raise ValueError(f"{name}.dtype is {shown(dtype)}; accepted: one of {', '.join(accepted)}")
         return cls(
             num_layers=integer(f"{name}.num_layers", found["num_layers"], 0, INT32_MAX),
             num_units=integer(f"{name}.num_units", found["num_units"], 0, INT32_MAX),
             shape=tuple(integers(f"{name}.shape", found["shape"], 1, INT32_MAX)),
-            dtype=_DTYPES[dtype],
+            dtype=accepted[dtype],
             grid=integer(f"{name}.grid", found["grid"], 1, INT32_MAX),
         )
 

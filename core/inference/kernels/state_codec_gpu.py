@@ -49,8 +49,8 @@ class Tiles(NamedTuple):
     def num_tiles(self) -> int:
         """Tiles of a layer."""
         if self.inner == 1:
-            return triton.cdiv(self.outer, self.block_x)
-        return self.outer * triton.cdiv(self.inner, self.block_y)
+            return -(-self.outer // self.block_x)
+        return self.outer * -(-self.inner // self.block_y)
 
 
 def encode(tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
