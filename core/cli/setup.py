@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import InferenceConfig
+from ..inference.contexts.encoded_states import NUM_STAGING_SLOTS
 from ..inference.contexts.input_pool import InputPool
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, load, stored_dtype
@@ -83,6 +84,7 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
         enable_prefix_caching=caching,
         num_cuda_graphs=CUDA_GRAPHS if spec.device.type == "cuda" else None,
         num_speculative_tokens=options.num_speculative_tokens,
+        durable_state_dtype=options.durable_state_dtype,
         batch_invariant=options.batch_invariant,
         **sizes,
     )
@@ -121,8 +123,10 @@ class Pools:
             sizes.max_sequence_length,
             sizes.enable_prefix_caching,
         )
-        state, kv_block = spec.slot_bytes, spec.kv_block_bytes(block)
+        state, kv_block = spec.durable_slot_bytes(sizes.durable_state_dtype), spec.kv_block_bytes(block)
         running = sizes.max_requests * _bytes_of_a_running_request(spec, sizes)
+        if caching and sizes.durable_state_dtype is not None:
+            running += NUM_STAGING_SLOTS * spec.slot_bytes
         blocks_of_one = -(-longest // block) + 1
         budget = int(memory_gb * GIGABYTE) - running
         least = blocks_of_one * kv_block + (state if caching else 0)
