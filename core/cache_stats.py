@@ -4,10 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .inference.policies.compute_reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
-from .inference.policies.departures import AgeCounts, KVLeaveCause, StateLeaveCause
+from .inference.policies.departures import (
+    TIER_LEAVE_CAUSES,
+    AgeCounts,
+    KVLeaveCause,
+    StateLeaveCause,
+    TierLeaveCause,
+)
 
 __all__ = [
     "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",
+    "TierStats",
 ]  # fmt: skip
 
 
@@ -34,16 +41,49 @@ class SpeculationStats:
         return self.num_tokens / self.num_decodes if self.num_decodes else 0.0
 
 
+def _no_copies() -> Mapping[TierLeaveCause, int]:
+    return dict.fromkeys(TIER_LEAVE_CAUSES, 0)
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """How full host memory and the disk are, and how many states went there and came back.
+
+    Attributes:
+        num_host_slots, num_host_states: states that host memory can hold, and holds.
+        num_states_spilled: states that were copied to host memory, or read from the disk, since the beginning
+            or `reset`; as are the counts that follow.
+        num_states_fetched: states that came back to the device, those from the disk included.
+        num_failed_stores: copies from the device, or to the disk, that raised an error.
+        host_copies_left_by_cause: copies that left host memory; `TierLeaveCause` explains each cause.
+        num_disk_slots, num_disk_states, num_states_fetched_from_disk, disk_copies_left_by_cause: the same of
+            the disk.
+    """
+
+    num_host_slots: int = 0
+    num_host_states: int = 0
+    num_states_spilled: int = 0
+    num_states_fetched: int = 0
+    num_failed_stores: int = 0
+    host_copies_left_by_cause: Mapping[TierLeaveCause, int] = field(default_factory=_no_copies)
+    num_disk_slots: int = 0
+    num_disk_states: int = 0
+    num_states_fetched_from_disk: int = 0
+    disk_copies_left_by_cause: Mapping[TierLeaveCause, int] = field(default_factory=_no_copies)
+
+
 @dataclass(frozen=True)
 class PoolStats:
     """How full the two pools of a `PrefixCache` are, and how many states came and went.
 
     Attributes:
-        num_free_slots, num_reserved_slots, num_committed_slots: durable slots; together all there are.
+        num_free_slots, num_reserved_slots, num_committed_slots, num_live_slots: state slots by what they are
+            for now; together all there are. Live slots hold states of running requests; where these have a
+            pool of their own, they are not counted.
         num_pinned_slots: of the committed ones, those that pins and running requests keep from eviction, and
             slots that are read while their block has left.
         num_states_committed: states, since the beginning or `reset`; as are the counts of states that follow.
-        num_states_evicted: states that left for a new state.
+        num_states_evicted: states that left for a new state, or for the state of a running request.
         num_states_refused: states that were not taken for want of a slot.
         num_states_evicted_unused: states that left for want of memory, and from which nobody had resumed.
         states_left_by_cause: all states that left; `StateLeaveCause` explains each cause.
@@ -54,11 +94,13 @@ class PoolStats:
         num_kv_blocks_registered: blocks, since the beginning or `reset`.
         kv_blocks_left_by_cause: registered blocks that left; `KVLeaveCause` explains each cause.
         kv_block_ages: of blocks that left for want of memory; times as well.
+        tiers: copies of states in host memory and on the disk.
     """
 
     num_free_slots: int
     num_reserved_slots: int
     num_committed_slots: int
+    num_live_slots: int
     num_pinned_slots: int
     num_states_committed: int
     num_states_evicted: int
@@ -72,6 +114,7 @@ class PoolStats:
     num_kv_blocks_registered: int
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
     kv_block_ages: AgeCounts = field(compare=False)
+    tiers: TierStats = field(default_factory=TierStats)
 
     def __str__(self) -> str:
         """How full the pools are, as a part of a line."""
@@ -99,6 +142,7 @@ class CacheStats:
     num_free_slots: int
     num_reserved_slots: int
     num_committed_slots: int
+    num_live_slots: int
     num_pinned_slots: int
     num_states_committed: int
     num_states_evicted: int
@@ -112,6 +156,7 @@ class CacheStats:
     num_kv_blocks_registered: int
     kv_blocks_left_by_cause: Mapping[KVLeaveCause, int]
     kv_block_ages: AgeCounts = field(compare=False)
+    tiers: TierStats = field(default_factory=TierStats)
 
     def __repr__(self) -> str:
         """One line: what was resumed, why the rest was computed, and how full the pools are."""
@@ -164,9 +209,12 @@ class EngineStats:
 
 
 def _pools(stats: PoolStats | CacheStats) -> str:
-    num_slots = stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots
+    num_slots = (
+        stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots + stats.num_live_slots
+    )
+    live = f" and {stats.num_live_slots} are live" if stats.num_live_slots else ""
     num_blocks = stats.num_free_kv_blocks + stats.num_cached_kv_blocks + stats.num_held_kv_blocks
     return (
-        f"{stats.num_committed_slots} of {num_slots} slots hold a state, of {num_blocks} KV blocks "
+        f"{stats.num_committed_slots} of {num_slots} slots hold a state{live}, of {num_blocks} KV blocks "
         f"{stats.num_held_kv_blocks} held and {stats.num_cached_kv_blocks} cached"
     )

@@ -39,8 +39,10 @@ class InferenceConfig:
         max_sequence_length: longest prompt plus answer.
         num_kv_blocks, buffer_size_gb: size of the KV pool, as a number of blocks or in GB (2**30 bytes).
             Exactly one of the two is set.
-        num_mamba_slots, prefix_caching_mamba_gb: size of the durable state pool, as a number of slots or in
-            GB. Exactly one of the two is set with prefix caching, at most one without.
+        num_mamba_slots, prefix_caching_mamba_gb: room for cached states, as a number of slots or in GB,
+            beside the `max_requests` live states (times 1 + `num_speculative_tokens`, unless decodes replay).
+            The slots of idle rows hold cached states, too, unless these are encoded. Exactly one of the two
+            is set with prefix caching, at most one without.
         durable_state_dtype: how cached states are stored: None as live states are; "bfloat16" with the
             matrices of scans and the windows of convolutions in bfloat16; "int8" with the matrices in int8, a
             scale for each head and state index, and the windows in bfloat16. Fewer bytes a state make more
@@ -50,8 +52,17 @@ class InferenceConfig:
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.
-        prefix_caching_eviction_policy: "lru" keeps unreferenced blocks until their memory is needed;
-            "ref_zero" drops a block and its state when the block's last user leaves.
+        host_cache_gb: GB of pinned host memory for states that are evicted from their slots; 0.0 for none. A
+            later prompt brings such a state back, as long as the KV of its prefix is cached.
+        host_cache_min_tokens: a state is brought back where that saves at least so many tokens. None measures
+            at start how many tokens are computed in the time of a copy.
+        disk_cache_gb: GB of files for states, behind host memory; 0.0 for none.
+        disk_cache_path: the directory of these files, which hold what prompts hold; set where `disk_cache_gb`
+            is.
+        prefix_caching_eviction_policy: which state goes when a slot is needed. "value": the one whose loss is
+            expected to cost the fewest recomputed tokens, which may be the new one; "lru": the one used
+            longest ago. Both keep unreferenced KV blocks until their memory is needed. "ref_zero" drops a
+            block and its state when the block's last user leaves.
         checkpoint_plan: which states are cached; a request may bring its own plan.
         num_cuda_graphs: maximum number of CUDA graphs of decode steps, and again of steps with prefills; None
             captures none. Without effect on a CPU, and with float64 weights, whose kernels synchronise.
@@ -93,9 +104,13 @@ class InferenceConfig:
     num_mamba_slots: int | None = None
     prefix_caching_mamba_gb: float | None = None
     durable_state_dtype: DurableDtype | None = None
+    host_cache_gb: float = 0.0
+    host_cache_min_tokens: int | None = None
+    disk_cache_gb: float = 0.0
+    disk_cache_path: str | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    prefix_caching_eviction_policy: str = "lru"
+    prefix_caching_eviction_policy: str = "value"
     checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
     num_cuda_graphs: int | None = None
     use_cuda_graphs_for_non_decode_steps: bool = True
@@ -123,6 +138,7 @@ class InferenceConfig:
             )
         self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
         self._check_state_budget()
+        self._check_tiers()
         instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
         graphs = optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
         set_field(self, "num_cuda_graphs", graphs)
@@ -141,6 +157,28 @@ class InferenceConfig:
             key_bytes("salt_key", self.salt_key)
         if self.enable_prefix_caching:
             self._check_that_hits_are_possible()
+
+    def _check_tiers(self) -> None:
+        for name in ("host_cache_gb", "disk_cache_gb"):
+            set_field(self, name, real(name, getattr(self, name), 0.0))
+        if self.host_cache_gb and not self.enable_prefix_caching:
+            raise ValueError(
+                f"host_cache_gb is {self.host_cache_gb}; accepted: 0.0 where enable_prefix_caching is False, "
+                "because no state is cached"
+            )
+        if self.disk_cache_gb and not self.host_cache_gb:
+            raise ValueError(
+                f"disk_cache_gb is {self.disk_cache_gb}; accepted: 0.0 where host_cache_gb is 0.0, because "
+                "states go to files and come back by way of host memory"
+            )
+        path = self.disk_cache_path
+        if not isinstance(path, str | None) or bool(path) != bool(self.disk_cache_gb):
+            raise ValueError(
+                f"disk_cache_path is {shown(path)} and disk_cache_gb is {self.disk_cache_gb}; accepted: a "
+                "directory's path where disk_cache_gb is above 0.0, else None"
+            )
+        tokens = optional_integer("host_cache_min_tokens", self.host_cache_min_tokens, 1, INT32_MAX)
+        set_field(self, "host_cache_min_tokens", tokens)
 
     def _check_async_scheduling(self) -> None:
         if self.async_scheduling is None:

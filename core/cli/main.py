@@ -11,7 +11,7 @@ import shtab
 
 from .. import mcore
 from ..version import VERSION
-from . import chat, doctor, serve
+from . import chat, doctor, replay, serve
 from .options import Parser
 
 HEADLINE = "The prefix cache for hybrid language models: Mamba-2, gated delta nets, short convolutions."
@@ -32,6 +32,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command(serve.TEXT, serve.add_options, serve.run, "info"),
     "chat": Command(chat.TEXT, chat.add_options, chat.run),
+    "replay": Command(replay.TEXT, replay.add_options, replay.run),
     "doctor": Command(doctor.TEXT, doctor.add_options, doctor.run),
 }
 

@@ -64,7 +64,14 @@ def new_file(text: str) -> Path:
     return path
 
 
-def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+def unused_path(text: str) -> Path:
+    """A type of arguments: a file to make, where no file is."""
+    if (path := new_file(text)).exists() or path.is_symlink():
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path where no file is")
+    return path
+
+
+def add_json(parser: argparse._ActionsContainer, what: str) -> None:
     parser.add_argument("--json", type=new_file, metavar="PATH", help=f"write {what} to this file")
 
 

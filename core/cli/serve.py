@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .options import add_engine, add_model, count, positive, text_file
+from .options import add_engine, add_model, count, positive, text_file, unused_path
 from .setup import load_model, make_engine
 
 TEXT = """Serve a model behind an OpenAI-compatible HTTP API, with a page for operators at /.
@@ -65,18 +65,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace", action="store_true", help="log a line of JSON for each request, without text"
     )
+    group.add_argument(
+        "--record", type=unused_path, metavar="FILE",
+        help="write a trace of the traffic for `mambaslots replay`: lengths and keyed hashes, no token",
+    )  # fmt: skip
     parser.epilog = (
         f"With --api-keys, the page and /metrics need the key in the environment variable {ADMIN_KEY}."
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    from ..replay.traces import TraceRecorder
     from ..serve import ServerSettings, check_installed, serve
 
     check_installed()
     settings = ServerSettings(**server_settings(options))
     loaded = load_model(options)
-    return serve(make_engine(loaded, options), loaded, settings)
+    engine = make_engine(loaded, options)
+    if options.record is None:
+        return serve(engine, loaded, settings)
+    with TraceRecorder(engine, options.record):
+        return serve(engine, loaded, settings)
 
 
 def server_settings(options: argparse.Namespace) -> dict[str, Any]:

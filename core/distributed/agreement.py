@@ -19,7 +19,10 @@ from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .all_ranks import DisagreementError, difference_error, missing_ranks_error
 
 # Ranks may differ in these settings; the numbers of blocks and slots that result are compared instead.
-_BUDGETS = ("num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb")
+_BUDGETS = (
+    "num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb",
+    "host_cache_gb", "disk_cache_gb", "disk_cache_path",
+)  # fmt: skip
 _SPEC = ("model", "vocab_size", "separate_states", "kv_dtype")
 
 
@@ -275,12 +278,13 @@ class _TrackedRequest:
 
 def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
     """What must be equal on all ranks from the beginning."""
-    config, spec, slots = context.config, context.spec, context.prefix_cache.slots
+    config, spec = context.config, context.spec
     for field in fields(config):
         if field.name not in (*_BUDGETS, "salt_key"):  # a secret; the ranks agree on it by its id
             yield f"built with {field.name} {getattr(config, field.name)}"
     yield f"built with {context.kv_block_allocator.total_count} KV blocks"
-    yield f"built with {slots.num_slots} durable and {context.memory.state_pool.num_live} live slots"
+    pool = context.memory.state_pool
+    yield f"built with {pool.num_durable} durable and {pool.num_live} live slots"
     for name in _SPEC:
         yield f"built with {name} {getattr(spec, name)}"
     for tensor in spec.states:

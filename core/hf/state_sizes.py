@@ -101,7 +101,7 @@ def main(paths: Sequence[str]) -> int:
         print("usage: python -m mambaslots.hf.state_sizes FOLDER_OR_CONFIG.json ...", file=sys.stderr)
         return 2
     try:
-        rows = [state_sizes(_name(path), read_config(path)) for path in paths]
+        rows = [state_sizes(name_of(path), read_config(path)) for path in paths]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
@@ -109,7 +109,8 @@ def main(paths: Sequence[str]) -> int:
     return 0
 
 
-def _name(path: str) -> str:
+def name_of(path: str | Path) -> str:
+    """What a table calls the model of a config: its folder, or the file without its ending."""
     file = Path(path).resolve()
     return file.parent.name if file.name == "config.json" else file.name.removesuffix(".json")
 

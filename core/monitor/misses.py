@@ -48,7 +48,7 @@ class MissWatch:
     ) -> None:
         """
         Args:
-            num_slots: durable slots of the pool.
+            num_slots: slots that pinned prefixes may keep.
             slot_bytes, kv_block_bytes: bytes of a state and of a KV block, over all layers of this rank.
             grid: every block is a multiple of this number of tokens.
             max_lost_share: a reason that costs a larger share of the prompt tokens of a window is warned of.
@@ -85,8 +85,9 @@ class MissWatch:
         if num_slots_of_pins >= self._num_slots:
             self._warn(
                 "pins",
-                f"pinned prefixes keep all {self._num_slots} state slots: no new state can be cached; unpin "
-                "some, or raise num_mamba_slots (or prefix_caching_mamba_gb)",
+                f"pinned prefixes keep all {self._num_slots} state slots but those of idle rows: where all "
+                "rows run, no new state can be cached; unpin some, or raise num_mamba_slots (or "
+                "prefix_caching_mamba_gb)",
             )
         before, now = self._start.cache, stats.cache
         if now.num_prompt_tokens < before.num_prompt_tokens:  # the engine was reset
@@ -130,7 +131,8 @@ class MissWatch:
         if share("state_evicted", "capacity") > self._max_lost_share:
             known: tuple[ComputeReason, ...] = ("state_evicted", "capacity")
             reasons = [reason for reason in known if lost[reason]]
-            number = left["new_state"] + max(0, now.num_states_refused - before.num_states_refused)
+            num_refused = max(0, now.num_states_refused - before.num_states_refused)
+            number = left["new_state"] + left["live_state"] + num_refused
             yield "states", f"{opening(*reasons)}{self._more_slots(number)}"
             unused = max(0, now.num_states_evicted_unused - before.num_states_evicted_unused)
             evicted = sum(count for cause, count in left.items() if cause in EVICTIONS)

@@ -97,7 +97,7 @@ class Monitor:
         self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
         self._misses = MissWatch(
             config,
-            num_slots=self._num_slots,
+            num_slots=context.prefix_cache.pins.max_slots,
             slot_bytes=self._state_bytes,
             kv_block_bytes=self._kv_block_bytes,
             grid=self._grid,
@@ -335,6 +335,7 @@ class Monitor:
                 "pinned": cache.num_pinned_slots,
                 "committed": cache.num_committed_slots,
                 "reserved": cache.num_reserved_slots,
+                "live": cache.num_live_slots,
                 "free": cache.num_free_slots,
                 "bytes_each": self._state_bytes,
             },

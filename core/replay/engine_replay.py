@@ -1,6 +1,5 @@
 """Serves a trace with the engine's scheduler and books, without a model."""
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -81,22 +80,23 @@ class EngineReplay:
             self.now_ns = max(self.now_ns, next_ns)
             self._add_requests()
             steps = self.scheduler.schedule()
+        wait_on = self._may_admit and self._changes_nothing(steps)
         self._make(steps)
-        if not self._token_by_token:
-            self._pass_quiet_decodes(steps)
+        if not self._token_by_token and (wait_on or not self._may_admit):
+            self._pass_quiet_decodes()
         return True
 
     def result(self) -> ReplayResult:
         """What came of the requests so far."""
         stats = self.context.cache_stats()
-        lost = Counter({reason: number for reason, number in stats.computed_by_reason.items() if number})
+        lost: dict[str, int] = {why: number for why, number in stats.computed_by_reason.items() if number}
         if self._num_refused_tokens:
             lost[TOO_LONG] = self._num_refused_tokens
         return ReplayResult(
             num_requests=self._num_ended,
             prompt_tokens=stats.num_prompt_tokens + self._num_refused_tokens,
             resumed_tokens=stats.num_resumed_tokens,
-            lost_by_reason=dict(lost),
+            lost_by_reason=lost,
             num_states_taken=stats.num_states_committed,
             state_capacity=self.context.prefix_cache.slots.num_slots,
             resumed_lengths=tuple(self._resumed),
@@ -157,8 +157,24 @@ class EngineReplay:
     def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:
         return round(self._cost.seconds(num_prefill_tokens, num_decodes) * NANOSECONDS)
 
-    def _pass_quiet_decodes(self, last: Sequence[RequestStep]) -> None:
-        """Make all the steps that would only move the running requests' positions, behind the step `last`."""
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a request waits and a row is free."""
+        return bool(self.scheduler.waiting) and self._has_free_rows
+
+    @property
+    def _has_free_rows(self) -> bool:
+        return len(self.scheduler.running) < self.context.config.max_requests
+
+    def _changes_nothing(self, steps: Sequence[RequestStep]) -> bool:
+        """Whether the next steps meet the same books, so that who waits now waits on."""
+        return not self.scheduler.admitted and all(
+            self.context.num_quiet_decodes(step.request) and step.stop + 1 < step.request.max_length
+            for step in steps
+        )
+
+    def _pass_quiet_decodes(self) -> None:
+        """Make all the steps that would only move the running requests' positions."""
         running = self.scheduler.running
         if not running or self.scheduler.num_paused:
             return
@@ -168,23 +184,13 @@ class EngineReplay:
             number = min(number, self.context.num_quiet_decodes(request))
             if not number:
                 return
-        if len(running) < self.context.config.max_requests:
-            if self.scheduler.waiting and not self._is_settled(last):
-                return
-            if self._arrivals.next_ns is not None:
-                number = min(number, -(-(self._arrivals.next_ns - self.now_ns) // max(step_ns, 1)))
+        if self._has_free_rows and self._arrivals.next_ns is not None:
+            number = min(number, -(-(self._arrivals.next_ns - self.now_ns) // max(step_ns, 1)))
         if number > 0:
             self.context.pass_decodes(running, number)
             self.now_ns += number * step_ns
             for request in list(running):
                 self._generate(request, number)
-
-    def _is_settled(self, steps: Sequence[RequestStep]) -> bool:
-        """Whether the requests that wait behind these steps would wait behind the next ones, too."""
-        if self.scheduler.admitted or len(self.scheduler.running) < len(steps):
-            return False
-        size = self.context.config.block_size_tokens
-        return all(step.decoding and step.stop % size for step in steps)
 
 
 @lru_cache(maxsize=4096)

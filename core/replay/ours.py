@@ -11,6 +11,7 @@ from ..inference.policies.slot_eviction import EVICTION_POLICIES
 from ..state_spec import HybridStateSpec
 from ..state_tensor import StateTensor
 from .engine_replay import EngineReplay
+from .prompt_hashes import chains_of
 from .setting import GIGABYTE, ModelShape, Progress, ReplayResult, ReplaySetting
 from .trace import Trace
 
@@ -78,7 +79,12 @@ def spec_of(shape: ModelShape) -> HybridStateSpec:
 
 def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) -> InferenceConfig:
     """The configuration of an engine in this setting, with `changes`, for all requests of the trace."""
-    counts = pool_counts(setting)
+    return _config(trace, setting, pool_counts(setting), changes)
+
+
+def _config(
+    trace: Trace, setting: ReplaySetting, counts: PoolCounts, changes: Mapping[str, Any]
+) -> InferenceConfig:
     longest = max((len(one.prompt) + len(one.answer) for one in trace.requests), default=0)
     sizes: dict[str, Any] = {
         "block_size_tokens": setting.block_size_tokens,
@@ -88,7 +94,7 @@ def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) 
         "num_kv_blocks": counts.num_kv_blocks,
         "num_mamba_slots": counts.num_slots,
     }
-    return InferenceConfig(**(sizes | changes))
+    return InferenceConfig(**(sizes | dict(changes)))
 
 
 @dataclass(frozen=True)
@@ -125,3 +131,29 @@ OURS = (
         if policy not in (_DEFAULT_POLICY, "ref_zero")
     ),
 )
+
+
+@dataclass(frozen=True)
+class UnlimitedRow:
+    """The engine's own cache with a slot and a KV block for every prefix of the trace.
+
+    Attributes:
+        name, source: see `ReplayRow`.
+    """
+
+    name: str = "unlimited"
+    source: str = "this engine with memory for everything"
+
+    def replay(
+        self, trace: Trace, setting: ReplaySetting, progress: Progress = lambda num_served, num_all: None
+    ) -> ReplayResult:
+        """Serve the trace; the memory in `setting` is ignored."""
+        size = setting.block_size_tokens
+        num_prefixes = len(set().union(*(chain.keys for chain in chains_of(trace, size))))
+        longest = max((len(one.prompt) + len(one.answer) for one in trace.requests), default=1)
+        num_held = setting.max_requests * (longest // size + 1)
+        config = _config(trace, setting, PoolCounts(num_prefixes + 1, num_prefixes + num_held), {})
+        return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run(progress)
+
+
+UNLIMITED = UnlimitedRow()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..inference.policies.prefix_hash import PrefixHashChain
-from .trace import Trace
+from .trace import Tokens, Trace
 
 _MAX_KEPT = 4
 _kept: list[tuple[Trace, int, list[PrefixHashChain]]] = []
@@ -26,11 +26,11 @@ def chains_of(trace: Trace, block_size_tokens: int) -> Sequence[PrefixHashChain]
     return made
 
 
-def _chain(
-    prompt: Sequence[int], answer: Sequence[int], size: int, contents: dict[int, bytes]
-) -> PrefixHashChain:
+def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]) -> PrefixHashChain:
     chain = PrefixHashChain(size)
-    chain.extend_to(np.concatenate([prompt, answer]))
+    content, width = np.concatenate([prompt, answer]).astype("<u4").tobytes(), 4 * size
+    for first in range(0, len(content) - width + 1, width):
+        chain.append(content[first : first + width])
     chain.tokens = [
         contents.setdefault(key, content) for key, content in zip(chain.keys, chain.tokens, strict=True)
     ]

@@ -104,12 +104,13 @@ def _requests(figures: MonitorFigures, max_requests: int) -> Iterator[Metric]:
 def _states(cache: CacheStats) -> Iterator[Metric]:
     yield _gauges(
         "mambaslots_state_slots",
-        "Durable state slots by use; together the whole pool.",
+        "State slots by use; together the whole pool.",
         "use",
         {
             "free": cache.num_free_slots,
             "reserved": cache.num_reserved_slots,
             "committed": cache.num_committed_slots,
+            "live": cache.num_live_slots,
         },
     )
     yield _gauge(

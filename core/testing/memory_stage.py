@@ -96,7 +96,7 @@ class MemoryStage:
     def __init__(self, inputs: StepInputs, seed: int) -> None:
         """`inputs`: any step of the engine; only the sizes of its pools are read."""
         pool, kv = inputs.state_pool, inputs.kv_cache
-        self._slots = pool.num_live + pool.num_durable
+        self._slots = pool.num_slots
         self._copies = pool.num_live
         self._block_size = kv.shape[3]
         self.pool = StatePool(

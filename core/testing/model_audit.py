@@ -1,7 +1,7 @@
 """A model between an engine and the model under test, which judges every call by what the step names."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class ModelAudit:
 
     Attributes:
         scenario: what is served; part of every finding.
+        live: the live slots of the rows of the next step; whoever observes the engine sets them.
         scripts: of each row of the next step, the tokens of its whole text. Whoever observes the engine
             sets them before the step.
         findings: what was found so far.
@@ -53,6 +54,7 @@ class ModelAudit:
         """`watched`: whether the state after so many tokens is to be compared. Every state costs memory."""
         self.scenario = ""
         self.scripts: Sequence[Sequence[int]] = ()
+        self.live: Set[int] = frozenset()
         self.findings = Findings()
         self.writes = WriteRecord(spec.states)
         self.observations: list[Observation] = []
@@ -266,7 +268,7 @@ class ModelAudit:
                 add(Observation(self._step, where, write.kind, key, tensors, masks))
 
     def _count(self, inputs: StepInputs, step: StepMemory) -> None:
-        reached, live = self.reached, inputs.state_pool.num_live
+        reached = self.reached
         reached["steps"] += 1
         reached["decode rows"] += step.decodes
         reached["decode rows of several tokens"] += sum(
@@ -274,7 +276,9 @@ class ModelAudit:
         )
         reached["prefill rows"] += len(step.rows) - step.decodes
         reached["prefill rows with a source"] += sum(not row.decode and row.source >= 0 for row in step.rows)
-        reached["rows resumed from a cached state"] += sum(row.source >= live for row in step.rows)
+        reached["rows resumed from a cached state"] += sum(
+            row.source >= 0 and row.source not in self.live for row in step.rows
+        )
         reached["rows behind accepted drafts"] += sum(row.source in self._draft_slots for row in step.rows)
         self._draft_slots = {
             write.slot
@@ -282,7 +286,7 @@ class ModelAudit:
             if write.kind is WriteKind.DECODE and write.position > step.rows[write.row].start + 1
         }
         reached["decode states into cache"] += sum(
-            write.kind is WriteKind.DECODE and write.slot >= live for write in step.writes
+            write.kind is WriteKind.DECODE and write.slot not in self.live for write in step.writes
         )
         reached["states inside prefills"] += sum(write.kind is WriteKind.INNER for write in step.writes)
         reached["tokens whose KV was there"] += sum(len(row.tokens) for row in step.rows) - len(

@@ -27,8 +27,9 @@ class ScriptedEngine:
         self._engine.context.observe(self)
 
     def step_begun(self, steps: Sequence[object], inputs: StepInputs) -> None:
-        """Name the rows of the step to the audit."""
+        """Name the rows of the step, and their live slots, to the audit."""
         self._audit.scripts = [self._scripts[_request_id(step)] for step in steps]
+        self._audit.live = {slot for step in steps for slot in _live_slots(step)}
 
     def step_ended(self, steps: Sequence[object]) -> None:
         """Nothing is to be done."""
@@ -98,6 +99,11 @@ class _ScriptDrafter:
 
 
 def _request_id(step: object) -> int:
-    """The only access to what an engine calls one request's part of a step."""
+    """With `_live_slots` the only access to what an engine calls one request's part of a step."""
     request_id: int = step.request.request_id  # type: ignore[attr-defined]
     return request_id
+
+
+def _live_slots(step: object) -> tuple[int, ...]:
+    slots: tuple[int, ...] = step.holding.live_slots  # type: ignore[attr-defined]
+    return slots

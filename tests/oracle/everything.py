@@ -268,7 +268,7 @@ class Fuzzer(Ledger):
         self.counts["pins"] += 1
         for entry in [*self.entries.values(), *self.strays]:
             entry.may_be_cut = True
-        with suppress(ValueError):  # nothing of it is cached
+        with suppress(ValueError, ms.MambaSlotCapacityError):  # nothing of it is cached, or pins have all
             self.pins.append(self.engine.pin(self._prompt()))
 
     def _unpin(self) -> None:

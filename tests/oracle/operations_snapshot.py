@@ -37,7 +37,8 @@ def snapshot(num_requests: int = 0, *, seed: int = 0, **changes: Any) -> dict[st
         },
         "pools": {
             "states": {
-                "total": 64, "pinned": 5, "committed": 40, "reserved": 2, "free": 22, "bytes_each": 1_300_000,
+                "total": 64, "pinned": 5, "committed": 40, "reserved": 2, "live": 4,
+                "free": 18, "bytes_each": 1_300_000,
             },
             "kv": {
                 "total": 256, "held": 40, "cached": 150, "free": 66, "bytes_each": 65536,

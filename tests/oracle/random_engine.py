@@ -1,10 +1,13 @@
 """Engines of random settings: pools of one slot, barely enough KV, drafts of any kind."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from random import Random
 
 import mambaslots as ms
+from mambaslots.inference.engines.model import Model
 
+from .faulty_copies import make_faulty
 from .ledger import Entry
 from .toy_answers import answer
 from .toy_lm import TOYS, ToyLM
@@ -79,9 +82,23 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
         num_speculative_tokens=drafts,
         async_scheduling=not drafts and random.random() < 0.5,
     )
+    tier = Random(random.random())
     model = ToyLM(random.random() < 0.3, random.choice(list(TOYS.values())))
     drafter = None
     kind = random.choice(["right", "wrong", "mixed", "n-grams"])
     if drafts and kind != "n-grams":
         drafter = KnowingDrafter(random, kind)
-    return ms.DynamicInferenceEngine(model, config, drafter=drafter), model, drafter
+    num_host_slots = tier.choice([0, 0, 1, 3, 40])
+    config = with_tier(config, model, num_host_slots, tier.choice([1, block, 2 * block]))
+    engine = ms.DynamicInferenceEngine(model, config, drafter=drafter)
+    if engine.context.prefix_cache.tier is not None:
+        make_faulty(engine.context.prefix_cache.tier, tier)
+    return engine, model, drafter
+
+
+def with_tier(
+    config: ms.InferenceConfig, model: Model, num_host_slots: int, min_tokens: int = 1
+) -> ms.InferenceConfig:
+    """The same settings, with host memory for so many states."""
+    gigabytes = num_host_slots * model.state_spec().slot_bytes / (1 << 30)
+    return replace(config, host_cache_gb=gigabytes, host_cache_min_tokens=min_tokens)

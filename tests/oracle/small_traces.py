@@ -1,33 +1,63 @@
-"""Small traces for replays: sessions that grow, share heads, edit and repeat their prompts."""
+"""Traces of a few short requests over few tokens, so that prefixes meet often."""
 
-import random
+from collections.abc import Sequence
 
 import numpy as np
+from hypothesis import strategies as st
+from mambaslots.replay.setting import ModelShape
 from mambaslots.replay.trace import Trace, TraceRequest
 
+GIGABYTE = 1 << 30
+BLOCK = 2
 
-def small_trace(
-    seed: int, num_sessions: int = 4, max_turns: int = 4, longest: int = 30, vocab_size: int = 100
+SMALL = ModelShape(
+    name="small",
+    state_bytes=4 * GIGABYTE,
+    durable_state_bytes=4 * GIGABYTE,
+    kv_bytes_per_token=GIGABYTE,
+    grid_tokens=BLOCK,
+    hidden_size=8,
+    num_recurrent_layers=2,
+    num_attention_layers=1,
+    num_mlp_layers=1,
+    state_size=4,
+)
+"""A token of KV takes a gigabyte, a state four: budgets in tests read as counts."""
+
+
+def trace(
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]], *, gap_s: float = 1.0, sessions: int = 0
 ) -> Trace:
-    """Requests of a few sessions. Some arrive at one time; some prompts are edited at an earlier turn."""
-    draw = random.Random(seed)
-    heads = [_tokens(draw, draw.randrange(1, longest), vocab_size) for _ in range(2)]
-    requests = []
-    for session in range(num_sessions):
-        history = list(draw.choice(heads))
-        at_s = draw.choice([0.0, draw.uniform(0, 2)])
-        for _ in range(draw.randint(1, max_turns)):
-            if draw.random() < 0.2:
-                del history[draw.randrange(1, len(history) + 1) :]
-            history += _tokens(draw, draw.randrange(1, longest), vocab_size)
-            answer = _tokens(draw, draw.randrange(1, longest), vocab_size)
-            requests.append(
-                TraceRequest(at_s, session, np.array(history, np.int32), np.array(answer, np.int32))
+    """A trace of prompts and answers, `gap_s` apart; requests take turns in `sessions`, or have one each."""
+    return Trace(
+        "small",
+        [
+            TraceRequest(
+                place * gap_s,
+                place % sessions if sessions else place,
+                np.array(prompt, dtype=np.int32),
+                np.array(answer, dtype=np.int32),
             )
-            history += answer
-            at_s += draw.choice([0.0, draw.uniform(0, 2)])
-    return Trace(f"small {seed}", sorted(requests, key=lambda request: request.arrival_s))
+            for place, (prompt, answer) in enumerate(requests)
+        ],
+    )
 
 
-def _tokens(draw: random.Random, number: int, vocab_size: int) -> list[int]:
-    return [draw.randrange(vocab_size) for _ in range(number)]
+def request_lists(
+    max_requests: int = 8, max_prompt: int = 9
+) -> st.SearchStrategy[list[tuple[list[int], list[int]]]]:
+    """Prompts and answers of tokens 0 and 1; a third of the prompts continue an earlier request."""
+
+    @st.composite
+    def draw_requests(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
+        token = st.integers(0, 1)
+        requests: list[tuple[list[int], list[int]]] = []
+        for _ in range(draw(st.integers(1, max_requests))):
+            prompt = draw(st.lists(token, min_size=1, max_size=max_prompt))
+            if requests and draw(st.integers(0, 2)) == 0:
+                before = draw(st.sampled_from(requests))
+                prompt = (before[0] + before[1] + prompt[:3])[: 2 * max_prompt]
+            requests.append((prompt, draw(st.lists(token, min_size=1, max_size=6))))
+        return requests
+
+    return draw_requests()

@@ -36,7 +36,7 @@ def config(**overrides: object) -> ms.InferenceConfig:
         ({"seed": None}, "seed is None; accepted: an integer from 0"),
         ({"seed": 1.0}, "seed is 1.0; accepted: an integer from 0"),
         ({"salt_key": "short"}, "salt_key is 5 bytes; accepted: bytes or a str of at least 16 bytes"),
-        ({"prefix_caching_eviction_policy": "fifo"}, "'fifo'; accepted: one of 'lru', 'ref_zero'"),
+        ({"prefix_caching_eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru', 'ref_zero'"),
         ({"block_size_tokens": 4096, "max_tokens": 8192}, "no prompt ever holds a whole block"),
         (
             {"max_tokens": 40, "block_size_tokens": 64},

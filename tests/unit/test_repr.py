@@ -73,7 +73,7 @@ def test_what_a_line_says(printed: dict[str, str]) -> None:
     assert printed["context"].startswith("<DynamicInferenceContext: on cpu; 1 of 1 rows; ")
     assert printed["stats"].startswith("<EngineStats: 1 running (0 paused), 1 waiting; <CacheStats: ")
     assert printed["cache"].startswith("<CacheStats: 3 requests, 0 of 5999 prompt tokens resumed, computed: ")
-    assert "of 8 slots hold a state, of 256 KV blocks" in printed["cache"]
+    assert "of 9 slots hold a state and 1 are live, of 256 KV blocks" in printed["cache"]
     assert printed["request"] == ("<DynamicInferenceRequest 1: 2000 prompt tokens, 1 generated, running>")
     assert printed["result"].startswith(
         "RequestResult(request_id=0, tokens=<20 items>, log_probs=<20 items>, "
@@ -85,9 +85,9 @@ def test_what_a_line_says(printed: dict[str, str]) -> None:
 
 def test_a_new_and_a_suspended_engine() -> None:
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(), seed=0)
-    config = ms.InferenceConfig(block_size_tokens=32, num_kv_blocks=256, num_mamba_slots=8)
+    config = ms.InferenceConfig(block_size_tokens=32, num_kv_blocks=256, num_mamba_slots=8, max_requests=4)
     engine = ms.DynamicInferenceEngine(model, config)
-    pools = "0 of 8 slots hold a state, of 256 KV blocks 0 held and 0 cached"
+    pools = "0 of 12 slots hold a state, of 256 KV blocks 0 held and 0 cached"
     expected = f"<DynamicInferenceEngine: HybridLM on cpu; 0 running, 0 waiting; {pools}>"
     assert repr(engine) == expected
     assert repr(engine.stats().cache) == (

@@ -128,7 +128,7 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
     each rank reads the files that overlap its part.
 
     Args:
-        engine: the engine to import into; its eviction policy must be "lru".
+        engine: the engine to import into; its eviction policy must not be "ref_zero".
         directory: where the files are.
 
     Returns:

@@ -105,7 +105,7 @@ def receive_prefixes(
     rank imports anything, the failure is logged as a warning and reported, and the engines serve on.
 
     Args:
-        engine: the engine to import into; its eviction policy must be "lru".
+        engine: the engine to import into; its eviction policy must not be "ref_zero".
         store: as in `send_prefixes`.
         name: as in `send_prefixes`.
         timeout_s: the time to meet and to receive, in seconds, as in `send_prefixes`. Afterwards the ranks of

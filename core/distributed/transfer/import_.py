@@ -59,7 +59,7 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
     ends.
 
     Args:
-        engine: the engine to import into; its eviction policy must be "lru".
+        engine: the engine to import into; its eviction policy must not be "ref_zero".
         pieces: parts of one export, each a PrefixShard or the bytes that `encode_prefixes` returned. Together
             they hold at least this rank's part. The exporter may have been split in another way. A split
             model had better pass bytes: bytes that are damaged on one rank are then refused on all ranks. The
@@ -116,10 +116,10 @@ def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], Rece
 
     Any other error means that this replica itself failed, for instance lost a rank. Ranks may then differ.
     """
-    if access.eviction_policy != "lru":
+    if access.eviction_policy == "ref_zero":
         raise ValueError(
-            f"prefix_caching_eviction_policy is {access.eviction_policy!r}; accepted: 'lru', because under "
-            "the others a block leaves with its last user, and an imported one has none"
+            f"prefix_caching_eviction_policy is {access.eviction_policy!r}; accepted: 'value' or 'lru', "
+            "because under 'ref_zero' a block leaves with its last user, and an imported one has none"
         )
     ranks = access.ranks
 

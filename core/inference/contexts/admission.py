@@ -18,7 +18,7 @@ from .request_step import RequestStep
 class Admission:
     """Gives requests what their next step needs, all of it or nothing.
 
-    This class alone writes `Holding.seen_tokens` and `Holding.spans`.
+    This class alone writes `Holding.branch_tokens` and `Holding.spans`.
     """
 
     def __init__(
@@ -56,13 +56,21 @@ class Admission:
             raise RequestOverflowError(self._rows.num_rows + 1, self._rows.num_rows)
         match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
-        ahead = match.resume_tokens > num_computed
-        start = match.resume_tokens if ahead else num_computed
+        start = max(num_computed, match.resume_tokens)
         stop = self._stop(start, len(request.tokens), token_budget)
         if stop <= start or not self._affords(request, match, stop):
             return None
+        if self._fetch(request, match, num_computed):
+            match = self.match(request)
+            start = max(num_computed, match.resume_tokens)
+            stop = self._stop(start, len(request.tokens), token_budget)
+            if stop <= start or not self._affords(request, match, stop):
+                return None
+        ahead = match.resume_tokens > num_computed
         if holding is None:
-            holding = self._rows.seat(request)
+            if not self._has_slots(match.resume_slot):
+                return None
+            holding = self._rows.seat(request, match.resume_slot)
             limit = request.max_resume_tokens
             num_tokens = len(request.tokens) if limit is None else min(len(request.tokens), limit + 1)
             self._cache.note_arrival(holding.path, num_tokens, again=request.num_counted > 0)
@@ -72,7 +80,7 @@ class Admission:
             self._states.start_from(holding, match.resume_slot, start)
         if ahead or not num_computed:
             holding.spans = match.spans
-        holding.seen_tokens = match.seen_tokens
+        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)
         return RequestStep(
             request,
             holding,
@@ -81,6 +89,20 @@ class Admission:
             num_resumed=start - num_computed,
             spans=holding.spans,
             boundaries=self._boundaries(holding, start, stop),
+        )
+
+    def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int) -> bool:
+        """Bring a deeper state than the match has back from host memory or disk, where that is worth it."""
+        tier, holding = self._cache.tier, request.holding
+        if tier is None or (holding is not None and not holding.path.shares):
+            return False
+        limit = len(request.tokens) - 1
+        if request.max_resume_tokens is not None:
+            limit = min(limit, request.max_resume_tokens)
+        size, start = self._block_size, max(num_computed, match.resume_tokens)
+        num_reachable = min(len(match.blocks), limit // size)
+        return tier.bring_back(
+            self._cache.slots, match.blocks[:num_reachable], request.hashes.keys, start, size
         )
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
@@ -147,6 +169,17 @@ class Admission:
             return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
         return self._cache.affords(self._num_blocks(stop), match, holding.path)
 
+    def _has_slots(self, resume_slot: int) -> bool:
+        """Whether a waiting request can get live slots; running ones unpin what they need not keep.
+
+        A request whose state is only in a durable slot keeps that slot pinned while its own live slot idles.
+        """
+        for holding in self._rows.holdings:
+            if self._rows.has_slots(resume_slot):
+                return True
+            self._states.move_to_live(holding)
+        return self._rows.has_slots(resume_slot)
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
@@ -159,5 +192,5 @@ class Admission:
             stop=stop,
             prompt_tokens=holding.prefill_length,
             block_size_tokens=self._block_size,
-            seen_tokens=holding.seen_tokens,
+            seen_tokens=holding.branch_tokens,
         )

@@ -35,19 +35,21 @@ class DeviceMemory:
         input_pool: InputPool | None = None,
         encodings: Sequence[TensorEncoding] = (),
         num_staging_slots: int = 0,
+        is_shared: bool = False,
     ) -> None:
         """
         Args:
             input_pool: for decodes by replay; None for others.
             encodings: how durable slots store states; empty: as live slots do.
             num_staging_slots: with encodings, slots of `state_pool` beside the live ones.
+            is_shared: whether live and durable states share their slots; not with encodings.
         """
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size_tokens
         self.kv_cache = self._new_kv_cache()
         num_others = num_staging_slots if encodings else num_durable_slots
-        self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device)
+        self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device, is_shared)
         self.durable_pool = self.state_pool
         if encodings:
             tensors = [tensor for encoding in encodings for tensor in encoding.tensors]
@@ -103,7 +105,8 @@ class DeviceMemory:
         kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
         inputs = self.input_pool
         durable = self.durable_pool.slot_bytes / MEBIBYTE
-        total = (pool.num_live + pool.num_durable) * state + kv + inputs.num_bytes / MEBIBYTE
+        total = pool.num_slots * state + kv + inputs.num_bytes / MEBIBYTE
+        shared = ", and the live ones of idle rows" if pool.is_shared else ""
         staging = ""
         if self._has_encoded_states:
             total += self.durable_pool.num_durable * durable
@@ -114,7 +117,7 @@ class DeviceMemory:
             replayed = f"inputs of running requests {inputs.slots} x {each:.3g} MiB; "
         return (
             f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {staging}{replayed}"
-            f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB; "
+            f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB{shared}; "
             f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB; "
             f"total {total:.4g} MiB on {self._spec.device}"
             f"{'' if self.allocated else ', freed now'}"

@@ -13,19 +13,19 @@ from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionP
 from ..policies.value_eviction import ValueEviction
 from .slot_map import SlotMap
 
-
 _REMEMBERED = EVICTIONS | {"path_limit"}
 """The causes of leaving after which requests for the state are still to be expected."""
 
 
 class SlotCounts(NamedTuple):
-    """Numbers of slots now, and of states that were ever committed, or evicted for a new state."""
+    """Numbers of slots now, and of states that were ever committed, or evicted for another state."""
 
     free: int
     reserved: int
     committed: int
     committed_total: int
     evicted_total: int
+    live: int = 0
 
 
 class PlannedState(NamedTuple):
@@ -79,6 +79,7 @@ class DurableSlots:
         clock: Clock = time.monotonic_ns,
         num_kv_blocks: int = 0,
         keys_to: Callable[[int], Sequence[int]] | None = None,
+        on_evict: Callable[[Sequence[int], Sequence[int]], None] = lambda slots, keys: None,
     ) -> None:
         """
         Args:
@@ -91,7 +92,10 @@ class DurableSlots:
             num_kv_blocks: blocks of the KV index. So many states are remembered that are gone.
             keys_to: block -> the prefix hashes of the registered blocks up to it. None for a host that does
                 not tell; each of its states then counts as one that saves one block.
+            on_evict: called with slots whose states leave for others, and the states' hashes (< 1 for a state
+                without a hash), before anything is changed or written.
         """
+        self._on_evict = on_evict
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
         self.free = list(range(num_slots))
@@ -120,8 +124,13 @@ class DurableSlots:
     @property
     def counts(self) -> SlotCounts:
         left = self.map.departures
-        num_evicted = left.by_cause["new_state"]
-        return SlotCounts(len(self.free), len(self.reserved), len(self.map), left.num_entered, num_evicted)
+        return SlotCounts(
+            free=len(self.free),
+            reserved=len(self.reserved),
+            committed=len(self.map),
+            committed_total=left.num_entered,
+            evicted_total=left.by_cause["new_state"] + left.by_cause["live_state"],
+        )
 
     @property
     def refuses(self) -> bool:
@@ -152,6 +161,10 @@ class DurableSlots:
         """Note that the request with this number has ended, or is preempted."""
         self._eviction.end(visit)
 
+    def plan(self, state: PlannedState) -> None:
+        """Note that a state is to be taken. `choose` does so for all but the states of drafts."""
+        self._eviction.plan(state.keys, state.depth, state.taken_as, state.visit)
+
     def choose(self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()) -> SlotChoice[int]:
         """Which of these states get a slot; states that are worth less than they leave.
 
@@ -164,7 +177,7 @@ class DurableSlots:
         """
         policy, keys = self._eviction, [state.key for state in planned]
         for state in planned:
-            policy.plan(state.keys, state.depth, state.taken_as, state.visit)
+            self.plan(state)
         if policy.refuses:
             wanted = dict.fromkeys(keys)
             while len(wanted) > len(self.free):
@@ -237,6 +250,8 @@ class DurableSlots:
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
+            self._planned.clear()
+            self._eviction.unplan_all()  # also what an interrupted `choose` has left
             slots = [slot for slot in self.reserved if slot not in self.pins]
         self._require_reserved(slots)
         for slot in slots:
@@ -339,6 +354,9 @@ class DurableSlots:
         """
         if self.map.slot_of(block) in self.pins:
             return False
+        key = self.map.key_of(block)
+        if cause in _REMEMBERED and key > 0:
+            self.ghosts.add(key, "evicted")
         self.forget([block], cause=cause)
         return True
 
@@ -387,9 +405,11 @@ class DurableSlots:
 
     # ---- inside
 
-    def _take(self, num_slots: int, keep: Sequence[int] = ()) -> list[int]:
+    def _take(
+        self, num_slots: int, keep: Iterable[int] = (), cause: StateLeaveCause = "new_state"
+    ) -> list[int]:
         num_free = min(num_slots, len(self.free))
-        evicted = self._evict(num_slots - num_free, keep, num_free) if num_free < num_slots else []
+        evicted = self._evict(num_slots - num_free, keep, num_free, cause) if num_free < num_slots else []
         if not num_free:
             return evicted
         cut = len(self.free) - num_free
@@ -398,20 +418,23 @@ class DurableSlots:
         self.version += 1
         return taken + evicted if evicted else taken
 
-    def _evict(self, num_slots: int, keep: Iterable[int], num_free: int) -> list[int]:
+    def _evict(
+        self, num_slots: int, keep: Iterable[int], num_free: int, cause: StateLeaveCause = "new_state"
+    ) -> list[int]:
         if not num_slots:
             return []
         kept = self.pins.keys() | keep
         victims = self._eviction.victims(num_slots, lambda slot: slot not in kept)
         if len(victims) < num_slots:
             raise MambaSlotCapacityError(num_slots + num_free, len(victims) + num_free)
-        self._evict_slots(victims)
+        self._evict_slots(victims, cause)
         return victims
 
-    def _evict_slots(self, slots: list[int]) -> None:
+    def _evict_slots(self, slots: Sequence[int], cause: StateLeaveCause = "new_state") -> None:
         blocks = self.map.blocks_of(slots)
+        self._on_evict(slots, [self.map.key_of(block) for block in blocks])
         self.ghosts.add_all(self.map.keys_of(slots), "evicted")
-        self._leave(blocks, "new_state")
+        self._leave(blocks, cause)
         self._tell_states_changed(blocks)
 
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -456,12 +479,12 @@ class DurableSlots:
         assert len(free) == len(self.free), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
-        assert len(free) + len(reserved) + len(committed) == self.num_slots, "a slot is nowhere"
+        num_owned = len(free) + len(reserved) + len(committed) + self.counts.live
+        assert num_owned == self.num_slots, "a slot is nowhere"
         self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
-        assert sorted(self.by_use()) == sorted(committed), (
-            "the eviction policy orders other slots than the committed"
-        )
+        self._eviction.check_integrity(committed)
+        assert self._planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"
         assert self._used <= committed, "a slot without a state counts as used"

@@ -36,11 +36,13 @@ from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates
 from .request_step import RequestStep
+from .shared_live_slots import SharedLiveSlots
 from .step import Step, StepObserver
 from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
 from .step_inputs import StepShape
 from .step_ladder import largest_on_ladder
+from .tier_setup import tier_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +81,10 @@ class DynamicInferenceContext:
         num_live_slots = config.max_requests * slots_per_row
         memory_spec, dtype = self._spec_of_memory(), config.durable_state_dtype
         self._encodings = encodings_of(memory_spec.states, dtype if config.enable_prefix_caching else None)
+        shares = config.enable_prefix_caching and not self._encodings  # live and cached states are alike
         self.memory = DeviceMemory(
             memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots,
-            sizes.num_mamba_slots, self._new_input_pool(), self._encodings, NUM_STAGING_SLOTS,
+            sizes.num_mamba_slots, self._new_input_pool(), self._encodings, NUM_STAGING_SLOTS, shares,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -90,8 +93,14 @@ class DynamicInferenceContext:
             config.prefix_caching_eviction_policy,
             config.enable_prefix_caching,
             clock,
+            num_live_slots if shares else 0,
+            tier_of(config, spec, self.memory.durable_pool),
         )
-        self.mamba_metadata = MambaMetadata(config.max_requests, num_live_slots)
+        self.mamba_metadata = (
+            SharedLiveSlots(config.max_requests, num_live_slots, self.prefix_cache.slots)
+            if shares
+            else MambaMetadata(config.max_requests, num_live_slots)
+        )
         self._states = self._new_states()
         self._empty_rows()
         largest = StepShape.largest(
@@ -195,7 +204,7 @@ class DynamicInferenceContext:
             )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(
-            HostView(self), self.memory.durable_pool.num_durable, ssm.num_layers,
+            HostView(self), self.prefix_cache.slots.num_slots, ssm.num_layers,
             conv.shape, ssm.shape, conv.dtype, ssm.dtype, slots=self.prefix_cache.slots,
         )  # fmt: skip
 
@@ -458,6 +467,8 @@ class DynamicInferenceContext:
         for request in self.requests:
             self.release(request)
         self.reset_prefix_cache()
+        if self.prefix_cache.tier is not None:
+            self.prefix_cache.tier.copies.free()
         self.memory.free()
 
     def resume(self) -> None:

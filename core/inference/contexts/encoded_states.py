@@ -109,9 +109,6 @@ class EncodedStates(RequestStates):
             (position, self._place(step, position)) for position in step.destinations if position != step.stop
         ]
 
-    def is_checkpoint(self, index: int) -> bool:
-        return True
-
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         step.holding.num_computed = step.stop
         step.holding.state_index = self._live_slot(step, step.stop)

@@ -23,8 +23,8 @@ class Holding:
         num_computed: tokens whose KV is in the path's blocks; only `RequestStates` writes this field.
         state_index: pool index of the state after `num_computed` tokens, or at the last grid point where
             decodes replay; -1 for zeros. Only `RequestStates` writes this field.
-        seen_tokens: how far the prompt followed a known path at the last match; only `Admission` writes this
-            field.
+        branch_tokens: where the prompt left a known path that goes on, at the last match, or 0; only
+            `Admission` writes this field.
         spans: why the prompt tokens after the last resume point are computed; only `Admission` writes this
             field.
     """
@@ -35,7 +35,7 @@ class Holding:
     prefill_length: int
     num_computed: int = 0
     state_index: int = -1
-    seen_tokens: int = 0
+    branch_tokens: int = 0
     spans: tuple[Span, ...] = ()
 
     @property

@@ -13,8 +13,8 @@ from ...tensor_validation import addressable
 class InputPool:
     """What decodes by replay read beside a state: the inputs of the tokens behind it.
 
-    A slot belongs to one running request. `pool[name]` is [layers, slots, *shape of one request]; slots of a
-    layer are contiguous. `InputTensor.layout` says where a token lies.
+    A slot belongs to one row, and so to one running request. `pool[name]` is [layers, slots, *shape of one
+    request]; slots of a layer are contiguous. `InputTensor.layout` says where a token lies.
 
     Attributes:
         slots: how many.

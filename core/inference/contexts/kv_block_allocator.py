@@ -54,7 +54,7 @@ class KVBlockAllocator:
         self,
         total_count: int,
         enable_prefix_caching: bool = True,
-        prefix_caching_eviction_policy: str = "lru",
+        prefix_caching_eviction_policy: str = "value",
         forget_states: ForgetStates = lambda blocks, cause: None,
         clock: Clock = time.monotonic_ns,
     ) -> None:
@@ -62,8 +62,8 @@ class KVBlockAllocator:
         Args:
             total_count: blocks of the pool.
             enable_prefix_caching: whether blocks may be registered.
-            prefix_caching_eviction_policy: "lru" keeps registered blocks that nobody holds until their memory
-                is needed; "ref_zero" deregisters a block with its last holder.
+            prefix_caching_eviction_policy: "value" and "lru" keep registered blocks that nobody holds until
+                their memory is needed; "ref_zero" deregisters a block with its last holder.
             forget_states: called with blocks before they leave the index, None for all, and with why they
                 leave; the owner of the blocks' states forgets these. What it raises goes on to the caller,
                 because a state must not outlive its block.
@@ -239,8 +239,8 @@ class KVBlockAllocator:
     def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
         """Remove one reference from each block; the blocks of a sequence come in order.
 
-        Unregistered blocks without a reference become free. Registered ones stay cached ("lru") or are
-        deregistered ("ref_zero"). A block named twice loses two references.
+        Unregistered blocks without a reference become free. Registered ones stay cached, or are
+        deregistered under "ref_zero". A block named twice loses two references.
 
         `forget`: also deregister the blocks that nobody holds any more and no other sequence continues.
         """

@@ -65,9 +65,28 @@ class MambaMetadata:
         Raises:
             RequestOverflowError: none is free.
         """
-        if not self._free:
-            raise RequestOverflowError(required=1, available=0)
-        return self._free.popitem()[0]
+        return self.allocate_slots(1)[0]
+
+    @property
+    def _last_slot(self) -> int:
+        return self.num_live_slots - 1
+
+    def has_room(self, num_slots: int, resume_slot: int = -1) -> bool:
+        """Whether a request could get `num_slots` live slots, and resume from durable slot `resume_slot`."""
+        return len(self._free) >= num_slots
+
+    def allocate_slots(self, num_slots: int, resume_slot: int = -1) -> tuple[int, ...]:
+        """The live slots of one request; their states are stale. They enter no row.
+
+        `resume_slot`: the durable slot that the request resumes from; -1 for none. Where both kinds share a
+        pool, it may come first among the result, and then holds the request's state.
+
+        Raises:
+            RequestOverflowError: too few are free; nothing is changed.
+        """
+        if len(self._free) < num_slots:
+            raise RequestOverflowError(required=num_slots, available=len(self._free))
+        return tuple(self._free.popitem()[0] for _ in range(num_slots))
 
     def free_slot(self, slot: int) -> None:
         """Free `slot`. The caller clears the row that names the slot.
@@ -75,7 +94,7 @@ class MambaMetadata:
         Raises:
             ValueError: `slot` is out of range or free already; nothing is changed.
         """
-        self._release("slot", [integer("slot", slot, 0, self.num_live_slots - 1)])
+        self._release("slot", [integer("slot", slot, 0, self._last_slot)])
 
     def free_slots(self, request_indices: Iterable[int] | Tensor) -> None:
         """Free the slots of these rows and clear the rows; rows without a slot are skipped.

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ...errors import MambaSlotCapacityError
 from ...validation import shown
 from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
@@ -30,9 +31,16 @@ class PinnedPrefixes:
     """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
 
     Iterates over the pinned prefixes, in the order of pinning.
+
+    Attributes:
+        max_slots: slots that pins may keep.
     """
 
-    def __init__(self, slots: DurableSlots, kv_blocks: KVBlockAllocator) -> None:
+    def __init__(
+        self, slots: DurableSlots, kv_blocks: KVBlockAllocator, max_slots: int | None = None
+    ) -> None:
+        """`max_slots`: pins keep so many slots, so that running requests can have the others; None: all."""
+        self.max_slots = slots.num_slots if max_slots is None else max_slots
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
@@ -63,8 +71,14 @@ class PinnedPrefixes:
         return self._kv_blocks.total_count - self.num_blocks + num_shared
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
-        """Pin the prefix that the registered `blocks` store; the last block must have a state."""
-        slot = self._slots.map.slot_of(blocks[-1])
+        """Pin the prefix that the registered `blocks` store; the last block must have a state.
+
+        Raises:
+            MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
+        """
+        slot, slots = self._slots.map.slot_of(blocks[-1]), self.slot_pins
+        if slot not in slots and len(slots) >= self.max_slots:
+            raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
         prefix = PinnedPrefix(self._next_id, num_tokens, self._kv_blocks.tree.hash_of(blocks[-1]))
@@ -74,6 +88,7 @@ class PinnedPrefixes:
         return prefix
 
     def unpin(self, prefix: PinnedPrefix) -> None:
+        """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
         if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
             raise ValueError(
                 f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"

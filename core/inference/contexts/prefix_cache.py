@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ...cache_stats import PoolStats
+from ...cache_stats import PoolStats, TierStats
 from ...validation import INT32_MAX, boolean, integer, one_of
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import Span
@@ -13,13 +13,14 @@ from ..policies.departures import Clock, KVLeaveCause, StateLeaveCause
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.slot_eviction import EVICTION_POLICIES
 from .cached_path import CachedPath, TableRow
-from .durable_slots import DurableSlots
+from .host_tier import HostTier
 from .kv_block_allocator import KVBlockAllocator
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from .prefix_match import PrefixMatch
 from .prefix_matcher import PrefixMatcher
 from .request_step import RequestStep
 from .rolling_states import RollingStates
+from .shared_slots import SharedSlots
 from .step_checkpoints import StepCheckpoints
 
 _CAUSE_OF_STATE: dict[KVLeaveCause, StateLeaveCause] = {
@@ -51,8 +52,9 @@ class PrefixCache:
 
     Attributes:
         kv_blocks: who holds which KV block.
-        slots: the book of durable slots; has no slots where the cache is off.
+        slots: the book of state slots; has no slots where the cache is off.
         pins: the pinned prefixes, and how many blocks they hold.
+        tier: states that left their slots for others, in host memory and on the disk; None for no tier.
     """
 
     def __init__(
@@ -60,18 +62,24 @@ class PrefixCache:
         num_kv_blocks: int,
         num_slots: int,
         block_size_tokens: int,
-        eviction_policy: str = "lru",
+        eviction_policy: str = "value",
         enabled: bool = True,
         clock: Clock = time.monotonic_ns,
+        num_live_slots: int = 0,
+        tier: HostTier | None = None,
     ) -> None:
         """
         Args:
             num_kv_blocks: blocks of the KV pool.
-            num_slots: durable slots of the state pool.
+            num_slots: slots that cached states have for certain, and that pins may keep.
             block_size_tokens: tokens of a block.
             eviction_policy: one of `EVICTION_POLICIES`.
             enabled: where False, nothing is matched or registered, and sequences only hold blocks.
             clock: tells the ages of what is evicted.
+            num_live_slots: slots more, which running requests may take. What they leave idle holds cached
+                states.
+            tier: keeps the states that are evicted for others; None for none. `HostTier(num_slots)` has books
+                alone, for a cache without tensors.
         """
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
@@ -80,8 +88,8 @@ class PrefixCache:
         policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
         self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy, self._forget_states, clock)
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
-        self.slots = DurableSlots(
-            num_slots if enabled else 0,
+        self.slots = SharedSlots(
+            num_slots + num_live_slots if enabled else 0,
             policy,
             tree.hash_of,
             self._note_states_changed,
@@ -89,14 +97,35 @@ class PrefixCache:
             clock,
             num_kv_blocks,
             tree.keys_to,
+            self._spill,
         )
-        leaves.holds_state = self.slots.map.__contains__
+        self.tier = tier
+        leaves.holds_state = self.slots.map.__contains__ if tier is None else self._can_be_resumed
+        if tier is not None:
+            tier.on_left = self._note_copies_left
         self._rolling = RollingStates(self.slots)
         self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
-        self.pins = PinnedPrefixes(self.slots, self.kv_blocks)
+        self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
+    def _spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        if self.tier is not None:
+            self.tier.spill(slots, keys)
+
+    def _can_be_resumed(self, block: int) -> bool:
+        """Whether the block's state is in a durable slot, or in the tier."""
+        return block in self.slots.map or self.kv_blocks.tree.hash_of(block) in self.tier  # type: ignore[operator]
+
+    def _note_copies_left(self, keys: Iterable[int]) -> None:
+        block_of_hash = self.kv_blocks.tree.block_of_hash
+        self.kv_blocks.leaves.note_states_changed([block_of_hash[k] for k in keys if k in block_of_hash])
+
     def _forget_states(self, blocks: Sequence[int] | None, cause: KVLeaveCause) -> None:
+        if self.tier is not None:
+            if blocks is None:
+                self.tier.clear()
+            else:
+                self.tier.forget(map(self.kv_blocks.tree.hash_of, blocks))
         self.slots.forget(blocks, blocks_leave=True, cause=_CAUSE_OF_STATE[cause])
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
@@ -133,6 +162,18 @@ class PrefixCache:
             return self._matcher.match(chain, num_tokens, (), 0, max_resume_tokens, known)
         blocks, num_held = path.blocks, path.num_registered
         return self._matcher.match(chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+
+    def branch_tokens(self, match: PrefixMatch, chain: PrefixHashChain) -> int:
+        """Where a sequence leaves a known path that goes on another way; 0 where it leaves none.
+
+        A sequence that only continues what was seen before does not branch, nor does one that ends there.
+        """
+        depth = match.seen_tokens // self._block_size
+        if not 0 < depth < len(chain.keys):
+            return 0
+        tree = self.kv_blocks.tree
+        goes_on = depth == len(match.blocks) and tree.num_children(match.blocks[-1]) > 0
+        return match.seen_tokens if goes_on or chain.keys[depth - 1] in tree.ghost_parents else 0
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
@@ -244,7 +285,10 @@ class PrefixCache:
         """
         self.release_state(path)
         self.slots.depart(path.visit)
-        for block in path.blocks[: path.num_registered] if path.shares else ():
+        registered = path.blocks[: path.num_registered] if path.shares else []
+        if self.tier is not None:
+            self.tier.forget(map(self.kv_blocks.tree.hash_of, registered))
+        for block in registered:
             self.slots.drop(block, "discarded")
         blocks = list(path.blocks)
         path.replace(0, [])
@@ -303,15 +347,18 @@ class PrefixCache:
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
+        if self.tier is not None:
+            self.tier.mend()
         self.slots.release()
 
     # ---- pins, eviction, reset
 
     def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
-        """Keep the deepest cached state of a prefix, and the KV up to it, until `unpin` or a reset.
+        """Keep the deepest cached state of a prefix, and the KV up to it, until `pins.unpin` or a reset.
 
         Raises:
             ValueError: no boundary of the prefix has a state.
+            MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
         """
         blocks = self._resumable_blocks(chain)
         if not blocks:
@@ -319,10 +366,6 @@ class PrefixCache:
                 f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
             )
         return self.pins.pin(blocks, len(blocks) * self._block_size)
-
-    def unpin(self, prefix: PinnedPrefix) -> None:
-        """Release a pinned prefix; ValueError for a prefix that is not pinned in this cache."""
-        self.pins.unpin(prefix)
 
     def forget(self, paths: Iterable[CachedPath]) -> None:
         """Forget every prefix, state, pin and ghost; sequences keep the blocks that they hold.
@@ -335,6 +378,8 @@ class PrefixCache:
             path.shares = False
             self._rolling.forget(path)
         self.pins.unpin_all()
+        if self.tier is not None:
+            self.tier.clear()
         self.slots.clear()  # first: no state may be findable once its block is free
         self.kv_blocks.deregister_all()
 
@@ -344,7 +389,9 @@ class PrefixCache:
         `keep_totals`: whether the counts of what entered and left stay; what leaves counts as "reset".
         """
         self.pins.clear()
-        self.slots.clear(totals=not keep_totals)
+        if self.tier is not None:
+            self.tier.clear(totals=not keep_totals)
+        self.slots.clear(totals=not keep_totals, live=True)
         try:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
@@ -362,6 +409,7 @@ class PrefixCache:
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
             num_committed_slots=slots.committed,
+            num_live_slots=slots.live,
             num_states_committed=slots.committed_total,
             num_pinned_slots=len(pins),
             num_states_evicted=slots.evicted_total,
@@ -375,6 +423,7 @@ class PrefixCache:
             num_kv_blocks_registered=blocks.num_entered,
             kv_blocks_left_by_cause=blocks.by_cause.copy(),
             kv_block_ages=blocks.ages,
+            tiers=TierStats() if self.tier is None else self.tier.stats(),
         )
 
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
@@ -397,3 +446,5 @@ class PrefixCache:
         num_findable = len(self.slots.map.hash_to_block_id)
         assert num_findable == len(self.slots.map), "a state that nobody can find"
         assert during_step or not self.slots.reserved, "a reservation leaked"
+        if self.tier is not None:
+            self.tier.check_integrity(self.kv_blocks.tree.block_of_hash.__contains__)

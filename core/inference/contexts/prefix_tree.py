@@ -26,6 +26,7 @@ class PrefixTree:
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
+        ghost_parents: hashes of the blocks before evicted ones.
         remains: what `clear` has left to free.
         departures: how many blocks were registered, and how many left, by cause and age.
         clock: grows with every registration and every change of a state. It is never set back.
@@ -38,6 +39,7 @@ class PrefixTree:
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
+        self.ghost_parents = GhostList(2 * num_blocks)
         self.remains = Remains()
         self.departures = Departures[KVLeaveCause](KV_LEAVE_CAUSES)
         self.clock = 0
@@ -59,7 +61,7 @@ class PrefixTree:
         num_left = len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
-        self.remains.leave(*old, *self.ghosts.clear())
+        self.remains.leave(*old, *self.ghosts.clear(), *self.ghost_parents.clear())
         num_blocks = self.origin
         self.parents = [-1] * num_blocks
         self.num_held_children = [0] * (num_blocks + 1)
@@ -193,6 +195,9 @@ class PrefixTree:
         for key in hashes:
             del block_of_hash[key]
         self.ghosts.add_all(hashes, "evicted")
+        before = {parents[block] for block in blocks}
+        before.discard(self.origin)
+        self.ghost_parents.add_all([own_hashes[block] for block in before], "evicted")
         for block in blocks:
             parents[block] = -1
         self.departures.by_cause[cause] += len(hashes)

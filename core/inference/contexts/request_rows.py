@@ -65,9 +65,16 @@ class RequestRows:
         """Whether the request holds one of these rows."""
         return request.holding is not None and self._requests.get(request.holding.row) is request
 
-    def seat(self, request: DynamicInferenceRequest) -> Holding:
-        """Give a waiting request a row, live slots and an open path. A row must be free."""
-        live = tuple(self._metadata.allocate_slot() for _ in range(self._slots_per_row))
+    def has_slots(self, resume_slot: int) -> bool:
+        """Whether a request could get its live slots now, and resume from durable slot `resume_slot`."""
+        return self._metadata.has_room(self._slots_per_row, resume_slot)
+
+    def seat(self, request: DynamicInferenceRequest, resume_slot: int = -1) -> Holding:
+        """Give a waiting request a row, live slots and an open path. A row must be free.
+
+        `resume_slot`: see `MambaMetadata.allocate_slots`.
+        """
+        live = self._metadata.allocate_slots(self._slots_per_row, resume_slot)
         row = self._free.pop()
         self._first_slots[row] = live[0]
         path = self._cache.open(request.hashes, request.plan, self._table[row])

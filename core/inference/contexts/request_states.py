@@ -23,21 +23,18 @@ class RequestStates:
         self._separate = separate
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
-        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens."""
-        self._cache.hold_state(holding.path, slot, resumes=True)
+        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens.
+
+        The slot may be one that the request has taken over as a live slot.
+        """
+        if not (self._pool.is_shared and slot in holding.live_slots):
+            self._cache.hold_state(holding.path, slot, resumes=True)
         holding.state_index = self._pool.durable_index(slot)
         holding.num_computed = num_tokens
 
     def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
         """How many states inside their prefills the steps can take; None: any number."""
         return None
-
-    def is_checkpoint(self, index: int) -> bool:
-        """Whether a state inside a prefill is cached, given its pool index.
-
-        A live slot is written at a grid point only where decodes replay, which read no window there.
-        """
-        return index >= self._pool.num_live
 
     def gather(self, steps: Sequence[RequestStep]) -> None:
         """Before a step: copy states to live slots, where kernels that update states in place need them."""

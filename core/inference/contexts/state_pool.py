@@ -16,8 +16,9 @@ from ..kernels.state_tensors import StateTensors
 class StatePool:
     """Live and durable states in one index space.
 
-    A pool index below num_live is a live slot, which the owning request updates in place. The other pool
-    indices are durable slots, which are immutable once committed:
+    A live slot is updated in place by the request that owns it. A durable slot is immutable once committed.
+    In a shared pool any slot is the one or the other, at different times; a pool index is a slot's number.
+    Else both have a part of their own:
 
         pool index   0 ........ num_live-1 | num_live ........ num_live+num_durable-1
         holds        live slot 0 ..        | durable slot 0 ..
@@ -30,7 +31,8 @@ class StatePool:
 
     Attributes:
         states: what a slot holds.
-        num_live, num_durable: the slots of both parts.
+        num_live, num_durable: the slots of both parts; of a shared pool, what each part has for certain.
+        is_shared: whether any slot may hold a live or a durable state.
         allocated: whether the slots have memory.
         memory: [slots, bytes of a slot] uint8. All slots start as zeros.
     """
@@ -41,7 +43,9 @@ class StatePool:
         num_live: int,
         num_durable: int,
         device: torch.device | str = "cpu",
+        is_shared: bool = False,
     ) -> None:
+        self.is_shared = is_shared
         self.states = tuple(states)
         for index, tensor in enumerate(self.states):
             instance(f"states[{index}]", tensor, StateTensor)
@@ -49,9 +53,14 @@ class StatePool:
         self.num_durable = integer("num_durable", num_durable, 0, INT32_MAX)
         self._layout = SlotLayout.of(self.states)
         self._device = checked_device("device", device)
-        size = self.num_live + self.num_durable, self._layout.slot_bytes
+        size = self.num_slots, self._layout.slot_bytes
         addressable("states", list(self.states), size, torch.uint8)
         self.allocate()
+
+    @property
+    def num_slots(self) -> int:
+        """All slots."""
+        return self.num_live + self.num_durable
 
     @property
     def slot_bytes(self) -> int:
@@ -64,7 +73,7 @@ class StatePool:
 
     def new_memory(self) -> Tensor:
         """Memory for the pool, as zeros, for `put`."""
-        return self._zeros(self.num_live + self.num_durable)
+        return self._zeros(self.num_slots)
 
     def put(self, memory: Tensor) -> None:
         """Use this memory, a result of `new_memory`, from now on."""
@@ -73,7 +82,7 @@ class StatePool:
             for tensor, offset in zip(self.states, self._layout.offsets, strict=True)
         }
         self.memory, self._views = memory, views
-        self.allocated = len(memory) == self.num_live + self.num_durable
+        self.allocated = len(memory) == self.num_slots
 
     def free(self) -> None:
         """Free the memory; tensors without slots remain."""
@@ -104,18 +113,19 @@ class StatePool:
         return tuple(self._views.values())
 
     def live(self, name: str) -> Tensor:
-        """[layers, num_live, *shape], a view."""
-        return self[name][:, : self.num_live]
+        """[layers, num_live, *shape], a view; all slots of a shared pool."""
+        return self[name] if self.is_shared else self[name][:, : self.num_live]
 
     def durable(self, name: str) -> Tensor:
-        """[layers, num_durable, *shape], a view."""
-        return self[name][:, self.num_live :]
+        """[layers, num_durable, *shape], a view; all slots of a shared pool."""
+        return self[name] if self.is_shared else self[name][:, self.num_live :]
 
     def durable_index(self, slot: int) -> int:
         """The pool index of durable slot `slot`."""
-        if type(slot) is not int or not 0 <= slot < self.num_durable:
-            slot = integer("slot", slot, 0, self.num_durable - 1)
-        return self.num_live + slot
+        first = 0 if self.is_shared else self.num_live
+        if type(slot) is not int or not 0 <= slot < self.num_slots - first:
+            slot = integer("slot", slot, 0, self.num_slots - first - 1)
+        return first + slot
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole slots, pair by pair, on the current stream; one launch, as `copy_states`.

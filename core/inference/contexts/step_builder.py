@@ -117,21 +117,21 @@ class StepBuilder:
         # Entries that are no checkpoints come last.
         inner = sorted(
             (
-                (row, position, index)
+                (row, position, index, position in step.destinations)
                 for row, step in enumerate(steps[packing.num_decodes :])
                 for position, index in states.inner_destinations(step)
             ),
-            key=lambda entry: not states.is_checkpoint(entry[2]),
+            key=lambda entry: not entry[3],
         )
-        rows, slots = [row for row, _, _ in inner], [slot for _, _, slot in inner]
-        count = sum(map(states.is_checkpoint, slots))
+        rows, slots = [row for row, *_ in inner], [slot for _, _, slot, _ in inner]
+        count = sum(is_checkpoint for *_, is_checkpoint in inner)
         decodes, num_decode_tokens = packing.num_decodes, packing.num_decode_tokens
         grid = chunk_grid(
             packing.starts[decodes:],
             packing.lengths[decodes:],
             self._chunk_size,
             rows,
-            [position for _, position, _ in inner],
+            [position for _, position, *_ in inner],
         )
         chunk_destinations = np.full(len(grid.seq_idx), -1)
         chunk_destinations[grid.checkpoint_chunks] = slots
@@ -167,7 +167,7 @@ class StepBuilder:
         tails = packing.query_start_loc[:-1] - packing.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
-            "replay_slots": [step.holding.live_slots[0] for step in steps],
+            "replay_slots": [step.holding.row for step in steps],
             "replay_starts": starts,
             "replay_destinations": [states.completed_destination(step) for step in steps],
             "tail_starts": tails[decodes:],

@@ -122,6 +122,10 @@ class StepCheckpoints:
                 committed[position] = -1
                 continue
             block = path.blocks[depth - 1]
+            if step.decoding:  # a draft's state is planned only now that the draft is right
+                self._slots.plan(
+                    PlannedState(path.chain.keys[depth - 1], path.chain.keys, depth, "decode", path.visit)
+                )
             (committed[position],) = self._slots.commit([slot], [block])
             if step.decoding:
                 rolls = committed[position] == slot and not path.plan.keeps_decode_state(position)

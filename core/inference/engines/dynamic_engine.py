@@ -16,7 +16,7 @@ from torch import Tensor
 from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
 from ...cuda_device import on_device_of
-from ...errors import KVBlockCapacityError
+from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...request import EarlyEnd, FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
@@ -54,6 +54,7 @@ from .model_runner import ModelRunner
 from .progress import ProgressLine
 from .sampling import request_seed, sample_step
 from .step_report import NewTokens, StepReport
+from .tier_speed import set_min_tokens
 from .token_stream import Lease, TokenStream
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class DynamicInferenceEngine:
             if self._invariance is not None:
                 self._invariance.close()
             raise
+        if self.context.prefix_cache.tier is not None and config.host_cache_min_tokens is None:
+            set_min_tokens(self.context.prefix_cache.tier, self._forward, spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self._runner = self._new_runner()
@@ -626,6 +629,7 @@ class DynamicInferenceEngine:
 
         Raises:
             ValueError: no block boundary of the prefix has a state; call `warm` first.
+            MambaSlotCapacityError: pins keep `num_mamba_slots` slots already.
             RuntimeError: the engine is suspended, and so caches nothing.
         """
         self._check_allocated("pin")
@@ -633,7 +637,7 @@ class DynamicInferenceEngine:
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             return cache.pin(chain)  # raises, and changes nothing
-        with self._books.changing():
+        with self._books.changing(MambaSlotCapacityError):
             return cache.pin(chain)
 
     def pins(self) -> list[PinnedPrefix]:
@@ -646,10 +650,10 @@ class DynamicInferenceEngine:
         self.check_usable("unpin")
         cache = self.context.prefix_cache
         if not any(prefix is pinned for pinned in cache.pins):
-            cache.unpin(prefix)  # raises, and changes nothing
+            cache.pins.unpin(prefix)  # raises, and changes nothing
         else:
             with self._books.changing():
-                cache.unpin(prefix)
+                cache.pins.unpin(prefix)
 
     def _check_allocated(self, call: str) -> None:
         self.check_usable(call)
@@ -749,6 +753,7 @@ class DynamicInferenceEngine:
                 f"CUDA graphs: {self._runner.describe()}",
                 f"decode steps: {self._describe_steps()}",
                 f"decodes: {self._describe_decodes()}",
+                f"evicted states: {self._describe_tier()}",
                 *(self._invariance.describe() if self._invariance is not None else ()),
             )
         )
@@ -766,6 +771,16 @@ class DynamicInferenceEngine:
             return "update a state at each token"
         chunk = self.context.spec.chunk_tokens(self.config.block_size_tokens)
         return f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
+
+    def _describe_tier(self) -> str:
+        tier = self.context.prefix_cache.tier
+        if tier is None:
+            return "are dropped; host_cache_gb keeps them in host memory"
+        files = f", {tier.files.num_slots} in files" if tier.files.num_slots else ""
+        back = f"{tier.min_tokens} tokens"
+        if tier.files.num_slots:
+            back += f", from a file {tier.min_tokens_from_file}"
+        return f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
 
     def memory_summary(self) -> str:
         """One line that says how many bytes each pool takes."""

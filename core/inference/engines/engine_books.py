@@ -200,6 +200,8 @@ class EngineBooks:
         for request in self.requests.values():
             request.match = None  # a match that is being brought up to date may be half old
         cache = self._context.prefix_cache
+        if cache.tier is not None:
+            cache.tier.mend()
         cache.slots.map.mend_counts()  # statistics alone cost no cache
         cache.kv_blocks.tree.mend_counts()
         self.check_integrity()

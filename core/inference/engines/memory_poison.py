@@ -15,10 +15,10 @@ _NAN_BYTE = 0xFF
 class MemoryPoison:
     """Observes a context, and fills its free memory with NaN before every forward.
 
-    Free are live slots that hold no request's state, durable slots that hold no committed state and that no
-    request reads, and KV blocks that nobody holds and that store no prefix. A slot reserved for a state of
-    the step is free: the forward writes it. Where decodes replay, all is free in the slots of inputs except
-    the inputs since each request's last grid point, and its last raw inputs of convolutions.
+    Free are state slots that hold neither a committed state nor one that a request goes on from, and KV
+    blocks that nobody holds and that store no prefix. A slot reserved for a state of the step is free: the
+    forward writes it. Where decodes replay, all is free in the slots of inputs except the inputs since each
+    request's last grid point, and its last raw inputs of convolutions.
 
     The fill is launched before the forward and outside of it, so it also precedes the replay of a CUDA graph.
     It costs a pass over the free memory a step, and on a GPU a synchronisation.
@@ -67,7 +67,7 @@ class MemoryPoison:
                 stop = holding.num_computed
                 first = stop - entry.taps + 1 if entry.layout == "ring" else stop // chunk * chunk
                 for position in range(max(0, first), stop) if holding.decoding else ():
-                    free[holding.live_slots[0], position % length] = False
+                    free[holding.row, position % length] = False
             shape = [1] * inputs.dim()
             shape[1], shape[axis] = pool.slots, length
             inputs.masked_fill_(free.view(shape).to(inputs.device), float("nan"))
@@ -89,11 +89,11 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     This function is the only one here that knows how a context keeps its books.
     """
     pool, blocks = context.memory.state_pool, context.prefix_cache.kv_blocks
-    free = torch.ones(pool.num_live + pool.num_durable, dtype=torch.bool, device="cpu")
+    free = torch.ones(pool.num_slots, dtype=torch.bool, device="cpu")
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
     if context.memory.durable_pool is pool:
-        free[[pool.num_live + slot for slot in context.prefix_cache.slots.map.slots]] = False
+        free[[pool.durable_index(slot) for slot in context.prefix_cache.slots.map.slots]] = False
     unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)
     return free.nonzero().flatten(), unused.nonzero().flatten()
 

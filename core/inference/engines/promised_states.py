@@ -19,19 +19,17 @@ class PromisedStates:
     def __init__(self, cache: PrefixCache, steps: Iterable[RequestStep]) -> None:
         self._cache = cache
         self._positions: dict[int, int] = {}  # hash -> the boundary that it ends
-        self._num_left = cache.slots.num_available
         for step in steps:
             self.add(step)
 
     def add(self, step: RequestStep) -> None:
         """Promise the states that `step` takes, while slots are left."""
         for boundary in step.boundaries:
-            if self._num_left <= 0:
+            if self._cache.slots.num_available <= len(self._positions):
                 return
             key = step.key_at(boundary.position)
             if key not in self._positions and key not in self._cache.slots.map.hash_to_block_id:
                 self._positions[key] = boundary.position
-                self._num_left -= 1
 
     def is_awaited_by(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether a deeper state than the match's is promised; notes in the request what it waits for."""

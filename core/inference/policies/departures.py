@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 StateLeaveCause = Literal[
-    "new_state", "kv_evicted", "kv_released", "path_limit", "rolled", "discarded", "by_host", "reset"
-]
+    "new_state", "live_state", "kv_evicted", "kv_released", "path_limit", "rolled", "discarded", "by_host",
+    "reset",
+]  # fmt: skip
 """Why a state left the cache:
 
-new_state: its slot was needed for another state.
+new_state: its slot was needed for another state to cache.
+live_state: its slot was needed for the state of a running request.
 kv_evicted: its KV block was evicted, because the block's memory was needed.
 kv_released: the last holder of its KV block left, under the policy "ref_zero".
 path_limit: its path held more than `CheckpointPlan.max_states_per_path` states.
@@ -28,9 +30,18 @@ released: its last holder left, under the policy "ref_zero".
 discarded: the model's results in it were no numbers.
 reset: all prefixes were forgotten.
 """
+TierLeaveCause = Literal["new_state", "forgotten", "damaged", "reset"]
+"""Why a copy of a state left host memory or the disk:
+
+new_state: its slot was needed for another state.
+forgotten: the KV of its prefix left the cache, or its content could not be trusted.
+damaged: its bytes were not those that were stored, or a copy failed.
+reset: all prefixes were forgotten.
+"""
 STATE_LEAVE_CAUSES: tuple[StateLeaveCause, ...] = get_args(StateLeaveCause)
 KV_LEAVE_CAUSES: tuple[KVLeaveCause, ...] = get_args(KVLeaveCause)
-EVICTIONS = frozenset({"new_state", "kv_evicted", "new_block"})
+TIER_LEAVE_CAUSES: tuple[TierLeaveCause, ...] = get_args(TierLeaveCause)
+EVICTIONS = frozenset({"new_state", "live_state", "kv_evicted", "new_block"})
 """The causes that are want of memory."""
 
 AGE_BOUNDS_S = (0.1, 1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)

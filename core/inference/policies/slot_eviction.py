@@ -39,6 +39,9 @@ class SlotEvictionPolicy(Protocol):
     def unplan(self, key: int) -> None:
         """The state that was planned behind the prefix with this hash found no slot, or was not written."""
 
+    def unplan_all(self) -> None:
+        """No state is planned any more."""
+
     def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
         """What costs least to lose: (evictable slot, -1), (-1, planned key), or (-1, -1) for nothing."""
 
@@ -65,6 +68,9 @@ class SlotEvictionPolicy(Protocol):
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Up to `count` evictable slots, the one whose loss costs least first."""
 
+    def check_integrity(self, slots: Collection[int]) -> None:
+        """Raise AssertionError unless the policy orders the committed `slots`, and nothing else."""
+
 
 class LRUEviction:
     """The state used longest ago goes first. A change takes O(1), a choice O(count + pinned).
@@ -87,6 +93,8 @@ class LRUEviction:
 
     def unplan(self, key: int) -> None: ...
 
+    def unplan_all(self) -> None: ...
+
     def name(self, slot: int, key: int, path: Callable[[], Sequence[int]]) -> None: ...
 
     def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
@@ -107,6 +115,9 @@ class LRUEviction:
 
     def clear(self) -> None:
         self._order.clear()
+
+    def check_integrity(self, slots: Collection[int]) -> None:
+        assert self._order.keys() == set(slots), "the eviction policy orders other slots than the committed"
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return list(islice(filter(evictable, self._order), min(count, len(self._order))))

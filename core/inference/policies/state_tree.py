@@ -21,9 +21,30 @@ class StateNode:
     """
 
     __slots__ = (
-        "below", "bucket", "children", "depth", "due", "edge", "entry", "entered", "fork", "frozen", "ghost",
-        "key", "kind", "last_used_ns", "num_present", "num_uses", "parent", "present", "rate", "serial",
-        "slot", "superseded", "taken_as", "turn",
+        "below",
+        "bucket",
+        "children",
+        "depth",
+        "due",
+        "edge",
+        "entered",
+        "entry",
+        "fork",
+        "frozen",
+        "ghost",
+        "key",
+        "kind",
+        "last_used_ns",
+        "num_present",
+        "num_uses",
+        "parent",
+        "present",
+        "rate",
+        "serial",
+        "slot",
+        "superseded",
+        "taken_as",
+        "turn",
     )  # fmt: skip
 
     def __init__(self, key: int, depth: int, edge: list[int]) -> None:
@@ -162,6 +183,31 @@ class StateTree:
         while above is not None:
             above.num_present += change
             above = above.parent
+
+    def nodes(self) -> Iterator[StateNode]:
+        """All nodes but the root."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a node is in the wrong place, or a sum is off; O(nodes)."""
+        for node in (self.root, *self.nodes()):
+            children = list(node.children.values())
+            for first, child in node.children.items():
+                assert child.parent is node, "a node is below another parent"
+                assert child.edge[0] == first, "an edge begins elsewhere"
+                assert child.depth == node.depth + len(child.edge), "an edge is too long"
+                assert child.edge[-1] == child.key, "an edge leads to another prefix"
+            assert not (node.present and node.ghost), "a state is there and gone"
+            assert node.known or len(children) > 1, "a node leads nowhere"
+            assert node.below == sum(child.demand for child in children), "the demand of ghosts is off"
+            num_present = sum(child.num_present + child.present for child in children)
+            assert node.num_present == num_present, "the count of present states is off"
+        num_keys = sum(len(node.edge) for node in self.nodes())
+        assert num_keys == self.num_edge_keys, "the count of edges is off"
 
     def next_present(self, node: StateNode) -> Iterator[StateNode]:
         """The present nodes below, as far as no other present one lies between."""

@@ -74,6 +74,7 @@ class ValueEviction:
         self._nodes: dict[int, StateNode] = {}  # known ones by key
         self._ghosts: OrderedDict[int, StateNode] = OrderedDict()
         self._visits: dict[int, _Visit] = {}
+        self._planned: dict[int, StateNode] = {}
         self._calendar: dict[int, list[StateNode]] = {}
         self._heap: list[Entry] = []
         self._num_pushed = 0
@@ -164,6 +165,7 @@ class ValueEviction:
         request = self._visits.get(visit)
         if request is not None:
             self._place(node, request)
+        self._planned[node.key] = node
         self._appear(node)
         self._reclass(node)
 
@@ -189,9 +191,14 @@ class ValueEviction:
 
     def unplan(self, key: int) -> None:
         """A planned state was not stored, or found no slot: its demand is remembered."""
-        node = self._nodes.get(key)
-        if node is not None and node.present and node.slot < 0:
+        node = self._planned.pop(key, None)
+        if node is not None:
             self._vanish(node, remember=True)
+
+    def unplan_all(self) -> None:
+        """No state is planned any more."""
+        for key in list(self._planned):
+            self.unplan(key)
 
     def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
         """The least of the evictable slots and of the planned states under these keys.
@@ -233,6 +240,7 @@ class ValueEviction:
             keys = path()
             self.plan(keys, len(keys), "", -1)
             node = self._nodes[key]
+        del self._planned[key]
         node.slot, node.last_used_ns = slot, unnamed.last_used_ns
         unnamed.slot, unnamed.entry = -1, None
         self._slots[slot] = node
@@ -269,6 +277,19 @@ class ValueEviction:
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Up to `count` evictable slots by value, the least first, as if none of them left."""
         return [n.slot for n in self._in_order(lambda n: n.slot >= 0 and evictable(n.slot), count)]
+
+    def check_integrity(self, slots: Collection[int]) -> None:
+        """Raise AssertionError where the tree or the order is off; `slots`: the committed slots."""
+        assert self._slots.keys() == set(slots), "the eviction policy orders other slots than the committed"
+        assert all(node.slot == slot for slot, node in self._slots.items()), "a state is in another slot"
+        offered = {id(entry) for entry in self._heap}
+        assert all(id(node.entry) in offered for node in self._slots.values()), "a state is not offered"
+        self._tree.check_integrity()
+        known = {node.key: node for node in self._tree.nodes() if node.known}
+        assert known == self._nodes, "a known state is not in the tree"
+        assert {key for key, node in known.items() if node.ghost} == set(self._ghosts), "a ghost is lost"
+        planned = {key: node for key, node in known.items() if node.present and node.slot < 0}
+        assert planned == self._planned, "a planned state is lost"
 
     # ---- presence
 
@@ -356,10 +377,18 @@ class ValueEviction:
     # ---- the order
 
     def value(self, node: StateNode) -> int:
-        """What the loss of a present node's state is expected to cost: blocks a request, in units."""
+        """What the loss of a present node's state is expected to cost: blocks a request, in units.
+
+        A superseded state above does not count against a state that is to be taken: it goes soon, also where
+        the request reads it now.
+        """
         if node.parent is None:
             return node.rate
-        blocks = node.depth - self._tree.present_above(node).depth
+        above = self._tree.present_above(node)
+        if node.slot < 0:
+            while above.parent is not None and above.superseded and not above.fork:
+                above = self._tree.present_above(above)
+        blocks = node.depth - above.depth
         return blocks * (node.rate + node.below)
 
     def _new_serial(self, node: StateNode) -> None:

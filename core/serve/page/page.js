@@ -23,6 +23,7 @@ const REASONS = {
 
 const CAUSES = {
   new_state: "its slot was needed for another state",
+  live_state: "its slot was needed for a running request",
   kv_evicted: "its KV block was evicted",
   kv_released: "the last request that used its KV left",
   path_limit: "its path held too many states",
@@ -139,7 +140,7 @@ function showPools() {
   const { pools: { states, kv }, engine } = snapshot;
   showPool("states", `${count(states.total)} slots of ${bytes(states.bytes_each)}, ${bytes(states.total * states.bytes_each)} in all`, [
     ["pinned", "pinned", states.pinned], ["committed", "not pinned", Math.max(0, states.committed - states.pinned)],
-    ["reserved", "reserved", states.reserved], ["free", "free", states.free],
+    ["reserved", "reserved", states.reserved], ["live", "running requests", states.live], ["free", "free", states.free],
   ], states.total);
   showPool("kv", `${count(kv.total)} of ${count(kv.block_size_tokens)} tokens, ${bytes(kv.total * kv.bytes_each)} in all`,
     [["held", "held", kv.held], ["cached", "cached", kv.cached], ["free", "free", kv.free]], kv.total);

@@ -12,6 +12,7 @@ import pytest
 from mambaslots.cli.main import main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
+from mambaslots.replay.traces import read_trace
 from mambaslots.serve import ServerSettings
 
 DRAFTS = ("--num-speculative-tokens", "4")
@@ -39,6 +40,10 @@ def test_python_m_runs_the_command() -> None:
         (["serve", MODEL, "--memory-gb", "nan"], "argument --memory-gb: 'nan'; accepted: a number > 0"),
         (["serve", MODEL, "--max-req", "3"], "unrecognized arguments: --max-req 3"),
         (["serve", MODEL, "--api-keys", "/no"], "argument --api-keys: '/no'; accepted: a file"),
+        (
+            ["serve", MODEL, "--record", __file__],
+            f"argument --record: {__file__!r}; accepted: a path where no",
+        ),
         (["run", "/no/script"], "/no/script is no file; usage: mambaslots run"),
         (["run", "--json", "/no/x", __file__], "mambaslots.mcore: argument --json: /no/x; accepted: a path"),
         (["chat", MODEL, "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
@@ -82,7 +87,7 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
         main(["--print-completion", shell])
     assert ended.value.code == 0
     script = capsys.readouterr().out
-    for word in ("serve", "chat", "doctor", "run", "--max-requests"):
+    for word in ("serve", "chat", "replay", "doctor", "run", "--max-requests"):
         assert word in script
 
 
@@ -136,6 +141,18 @@ def test_options_of_the_server_are_its_settings() -> None:
     assert (
         ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL]))).max_body_bytes is None
     )
+
+
+def test_traffic_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve_once(engine: ms.DynamicInferenceEngine, *others: object) -> int:
+        engine.generate([[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=2))
+        return 7
+
+    monkeypatch.setattr("mambaslots.serve.serve", serve_once)
+    path = tmp_path / "traffic.jsonl"
+    assert main(["serve", MODEL, "--memory-gb", "0.05", "--device", "cpu", "--record", str(path)]) == 7
+    (request,) = read_trace(path).requests
+    assert (len(request.prompt), len(request.answer)) == (3, 2)
 
 
 def test_keys_of_tenants_are_read(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_snapshot_has_the_keys_that_a_page_reads() -> None:
     assert snapshot.keys() == KEYS
     assert snapshot["engine"].keys() == {"description", "running", "waiting", "paused", "max_requests"}
     assert snapshot["pools"]["states"].keys() == {
-        "total", "pinned", "committed", "reserved", "free", "bytes_each",
+        "total", "pinned", "committed", "reserved", "live", "free", "bytes_each",
     }  # fmt: skip
     assert snapshot["pools"]["kv"].keys() == {
         "total", "held", "cached", "free", "bytes_each", "block_size_tokens",
@@ -104,7 +104,8 @@ def test_a_snapshots_figures_are_the_engines() -> None:
     assert tokens["prompt"] == tokens["resumed"] + sum(tokens["by_reason"].values())
     assert tokens["generated"] == sum(map(len, recorder.tokens.values()))
     states, kv = snapshot["pools"]["states"], snapshot["pools"]["kv"]
-    assert states["free"] + states["reserved"] + states["committed"] == states["total"] == 4
+    parts = [states[use] for use in ("free", "reserved", "committed", "live")]
+    assert sum(parts) == states["total"] == 4 + engine.config.max_requests
     assert kv["free"] + kv["cached"] + kv["held"] == kv["total"] == 24
     assert states["bytes_each"] == engine.context.spec.slot_bytes
     assert snapshot["evictions"]["by_cause"] == stats.states_left_by_cause

@@ -11,7 +11,7 @@ from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
 from mambaslots.replay.ours import spec_of
 from mambaslots.replay.setting import ModelShape, StepCost
 from mambaslots.replay.trace import Trace, TraceRequest
-from oracle.small_traces import small_trace
+from oracle.session_traces import small_trace
 
 SHAPE = ModelShape("small", 1024, 1024, 64, 4, 64, 4, 1, 1, 16)
 

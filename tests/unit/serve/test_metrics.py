@@ -73,7 +73,7 @@ def test_metrics_are_the_engines_counts_and_a_recorders() -> None:
     assert by_label(samples, "mambaslots_kv_blocks_left_total") == cache.kv_blocks_left_by_cause
     assert cache.states_left_by_cause["new_state"]
     assert cache.kv_blocks_left_by_cause["new_block"]
-    assert sum(by_label(samples, "mambaslots_state_slots").values()) == 4
+    assert sum(by_label(samples, "mambaslots_state_slots").values()) == 4 + engine.config.max_requests
     assert sum(by_label(samples, "mambaslots_kv_blocks").values()) == 16
     for name, number in (
         ("running", stats.num_running),
@@ -88,7 +88,7 @@ def test_histograms_are_cumulative_and_count_every_value() -> None:
     _, monitor, recorder = pressed()
     samples, cache = read(monitor), monitor.engine.stats().cache
     answers = [len(tokens) for tokens in recorder.tokens.values()]
-    evicted = cache.states_left_by_cause["new_state"] + cache.states_left_by_cause["kv_evicted"]
+    evicted = sum(cache.states_left_by_cause[cause] for cause in ("new_state", "live_state", "kv_evicted"))
     for name, number in (
         ("time_to_first_token", len(answers)),
         ("inter_token", sum(answers) - len(answers)),

@@ -92,7 +92,8 @@ def test_every_figure_of_the_snapshot_is_on_the_page(visit: Any) -> None:
     resumed, prompt = (sum(point[name] for point in recent) for name in ("resumed", "prompt"))
     assert page.texts("#tiles .value")[:3] == [share(resumed, prompt), "12 ms", "12 ms"]
 
-    assert page.texts("#states-legend li") == ["pinned 5", "not pinned 35", "reserved 2", "free 22"]
+    parts = ["pinned 5", "not pinned 35", "reserved 2", "running requests 4", "free 18"]
+    assert page.texts("#states-legend li") == parts
     assert page.texts("#kv-legend li") == ["held 40", "cached 150", "free 66"]
     assert page.texts("#queue-legend li") == ["running 3", "waiting 2"]
     assert page.rows("evictions")[0] == ["new_state\nits slot was needed for another state", "17", "73.9 %"]

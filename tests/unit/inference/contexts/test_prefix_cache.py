@@ -150,7 +150,7 @@ def test_after_a_reset_counts_start_at_zero_and_pins_are_gone():
     stats = cache.stats()
     assert (stats.num_free_kv_blocks, stats.num_free_slots, stats.num_states_committed) == (4, 4, 0)
     with pytest.raises(ValueError, match="accepted: a prefix that is pinned here"):
-        cache.unpin(prefix)
+        cache.pins.unpin(prefix)
     cache.check_integrity([])
 
 
@@ -167,7 +167,7 @@ def test_pins_are_listed_in_order_and_given_back_without_the_handle():
     assert all(map(cache.pins.holds, shared))
     assert (cache.pins.num_within_reach(), cache.pins.num_within_reach(shared)) == (12, 14)
     for pin in cache.pins:
-        cache.unpin(pin)
+        cache.pins.unpin(pin)
         cache.check_integrity([])
     assert (len(cache.pins), cache.pins.num_blocks, list(cache.pins)) == (0, 0, [])
 
@@ -195,7 +195,7 @@ def test_what_others_hold_of_a_discarded_path_stays():
     assert (len(again.blocks), again.resume_tokens) == (2, 2)  # the pinned state; that at 4 is gone
     cache.check_integrity([other])
     cache.release(other)
-    cache.unpin(pin)
+    cache.pins.unpin(pin)
     cache.check_integrity([])
 
 
@@ -679,11 +679,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_prefix_is_unpinned(self, data):
         prefix = data.draw(st.sampled_from(list(self.pins)))
-        self.cache.unpin(prefix)
+        self.cache.pins.unpin(prefix)
         del self.pins[prefix]
         self.expect_dropped_blocks()
         with pytest.raises(ValueError, match="accepted: a prefix that is pinned here"):
-            self.cache.unpin(prefix)
+            self.cache.pins.unpin(prefix)
 
     @rule(num_states=st.integers(0, 3))
     def states_are_evicted(self, num_states):

@@ -104,7 +104,7 @@ def told(match):
 
 @pytest.fixture
 def cache():
-    return PrefixCache(64, 8, SIZE)
+    return PrefixCache(64, 8, SIZE, "lru")
 
 
 DOCUMENT = list(range(1, 21))  # 10 blocks

@@ -115,7 +115,8 @@ def sharing(count: int) -> list[list[int]]:
     return [[*head, token] for token in range(count)]
 
 
-def test_nobody_waits_for_a_state_that_no_slot_can_hold() -> None:
+def test_where_pins_keep_all_other_slots_the_promised_state_is_in_the_slot_of_an_idle_row() -> None:
+    """The last request to get a row takes that slot over, and resumes."""
     engine = small_engine(
         num_mamba_slots=1, num_kv_blocks=1200, max_requests=64, max_tokens=8192, max_sequence_length=128
     )
@@ -123,7 +124,14 @@ def test_nobody_waits_for_a_state_that_no_slot_can_hold() -> None:
     engine.pin(LONG[:8])
     for prompt in sharing(64):
         engine.add_request(prompt, SHORT)
-    assert len(engine.step().tokens) == 64
+    assert len(engine.step().admitted) == 1
+    slots = engine.context.prefix_cache.slots
+    assert len(slots.map) == 2 > slots.counts.evicted_total == 0
+    assert len(engine.step().admitted) == 63
+    engine.check_integrity()
+    assert engine.context.cache_stats().num_resumed_tokens == 63 * 96
+    assert (len(slots.map), len(slots.pins), slots.counts.live) == (1, 1, 63)  # one has ended
+    assert slots.map.departures.by_cause["live_state"] == 1
 
 
 def test_with_slots_they_wait_one_step_and_share() -> None:

@@ -120,7 +120,7 @@ def test_a_budget_buys_more_slots(dtype: str) -> None:
     config = {"num_mamba_slots": None, "prefix_caching_mamba_gb": gb}
     plain = small_engine(model=small_model(dtype=torch.float32), **config)
     engine = small_engine(model=small_model(dtype=torch.float32), durable_state_dtype=dtype, **config)
-    assert plain.context.prefix_cache.slots.num_slots == 40
+    assert plain.context.prefix_cache.slots.num_slots == 40 + 4  # and those of idle rows
     found = engine.context.prefix_cache.slots.num_slots
     assert found == 40 * spec.slot_bytes // spec.durable_slot_bytes(dtype) > 40
     memory = engine.context.memory
@@ -197,3 +197,19 @@ def test_a_host_is_told_that_it_cannot_read_encoded_states() -> None:
     engine = small_engine(durable_state_dtype="int8")
     with pytest.raises(RuntimeError, match="durable_state_dtype is 'int8'; accepted: None where a host"):
         _ = engine.context.mamba_slot_allocator
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_come_back_from_host_memory_as_they_were_stored(dtype: str) -> None:
+    """An engine with two slots and host memory answers as one with room for all states."""
+    texts = [random_tokens(30, seed) for seed in range(5)]
+    answers = []
+    for settings in ({}, {"num_mamba_slots": 2, "host_cache_gb": 0.001, "host_cache_min_tokens": 1}):
+        engine = small_engine(durable_state_dtype=dtype, **settings)
+        for text in texts:
+            engine.generate([text], params(2))
+        results = [engine.generate([[*text, 3]], params(4))[0] for text in texts]
+        assert [result.num_resumed_tokens for result in results] == [24] * 5
+        answers.append([(result.tokens, result.log_probs) for result in results])
+        engine.check_integrity()
+    assert answers[0] == answers[1]

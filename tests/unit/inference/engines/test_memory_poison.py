@@ -75,7 +75,7 @@ def test_everything_free_is_nan_and_nothing_else(kind: str) -> None:
     assert model.poisoned[0] == (4 + 8, 32 - 3 - 5)  # what was freed, and not taken again at once
     stats = engine.context.cache_stats()
     free_slots, free_blocks = free_memory(engine.context)
-    assert len(free_slots) == 4 + stats.num_free_slots == 4 + 8 - stats.num_committed_slots
+    assert len(free_slots) == stats.num_free_slots == 4 + 8 - stats.num_committed_slots
     assert len(free_blocks) == stats.num_free_kv_blocks == 32 - stats.num_cached_kv_blocks
     assert stats.num_committed_slots
     assert stats.num_cached_kv_blocks

@@ -13,6 +13,7 @@ from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
 from mambaslots.inference.engines.token_stream import TokenStream
 from mambaslots.monitor import Monitor
 from oracle.budget import costly
+from oracle.drafters import MixedDrafter
 from oracle.faults import InjectedError, Interrupted, failing
 from oracle.model_kinds import kind_of_model, kinds
 from oracle.observed import Recorder
@@ -117,8 +118,7 @@ class OperationsMachine(RuleBasedStateMachine):
             assert resumable <= len(prompt)
             assert resumable % BLOCK == 0
             if pin and resumable:
-                self.pins.append((self.engine.pin(prompt, cache_salt=salt), prompt, salt))
-                assert self.pins[-1][0].num_tokens == resumable
+                self.note_pin(prompt, salt, resumable)
         self.collect()
 
     @rule(prompt=prompts)
@@ -128,7 +128,18 @@ class OperationsMachine(RuleBasedStateMachine):
                 self.engine.pin(prompt)
             return
         with suppress(ValueError):
-            self.pins.append((self.engine.pin(prompt), prompt, None))
+            self.note_pin(prompt, None, resumable(self.engine.context, prompt))
+
+    def note_pin(self, prompt: list[int], salt: str | None, num_tokens: int) -> None:
+        """Pin; refused are only pins of more states than the pool has beside live ones."""
+        slots = self.engine.context.prefix_cache.pins.slot_pins
+        try:
+            pinned = self.engine.pin(prompt, cache_salt=salt)
+        except ms.MambaSlotCapacityError:
+            assert len(slots) == self.engine.config.num_mamba_slots
+        else:
+            assert pinned.num_tokens == num_tokens
+            self.pins.append((pinned, prompt, salt))
 
     @precondition(lambda self: self.pins)
     @rule(which=st.integers(0, 100))
@@ -197,3 +208,44 @@ class OperationsMachine(RuleBasedStateMachine):
 
 OperationsMachine.TestCase.settings = costly()
 TestOperationsMachine = OperationsMachine.TestCase
+
+
+class FewSlotsMachine(OperationsMachine):
+    """Hardly a slot beside the live ones, and enough of all else: a request waits for a row alone."""
+
+    @initialize(
+        kind=kinds,
+        slots=st.sampled_from([1, 1, 2]),
+        rows=st.sampled_from([1, 2, 4]),
+        plan=plans,
+        mode=st.sampled_from(["", "", "in_place", "decode_by_replay"]),
+        drafts=st.sampled_from([0, 0, 1, 3]),
+    )
+    def start(
+        self, kind: str, slots: int, rows: int, plan: ms.CheckpointPlan, mode: str, drafts: int
+    ) -> None:
+        sizes: dict[str, Any] = {
+            "num_mamba_slots": slots, "max_requests": rows, "checkpoint_plan": plan, "num_kv_blocks": 400,
+            "max_tokens": 512, "max_sequence_length": 96, "num_speculative_tokens": drafts,
+        }  # fmt: skip
+        if mode:
+            sizes[mode] = True
+        if drafts:
+            sizes["make_drafter"] = MixedDrafter
+        super().start(kind, sizes)
+
+    @precondition(lambda self: self.running)
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        scheduler, rows = self.engine._books.scheduler, self.engine.config.max_requests
+        for _ in range(times):
+            waiting, num_running = list(scheduler.waiting.values()), len(scheduler.running)
+            report = self.client.step()
+            self.engine.context.check_integrity()
+            left = [request for request in waiting if request.request_id in scheduler.waiting]
+            if num_running + len(report.admitted) < rows:
+                assert all(request.awaited_tokens for request in left)
+
+
+FewSlotsMachine.TestCase.settings = costly()
+TestFewSlotsMachine = FewSlotsMachine.TestCase

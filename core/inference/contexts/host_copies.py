@@ -1,0 +1,224 @@
+"""Copies of states in pinned host memory: a stream beside the step's, events, checksums."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cuda_device import on_device_of
+from ..kernels.row_checksum import RowChecksum
+from .state_files import StateFiles
+
+NUM_STAGED = 2
+"""Slots' worth of device memory through which states leave, so that no step waits for the bus."""
+
+
+class HostCopies:
+    """Copies states between durable slots and rows of host memory; see `StateCopies`.
+
+    A state leaves in two copies. The first one, within the device and on the step's own stream, puts it
+    aside; from then on the slot may be written. The second one takes it to pinned memory on a stream of this
+    object. An event keeps a step from putting another state aside in the same place before the second copy is
+    done: only the device waits, and only where more than `NUM_STAGED` states leave at once.
+
+    A checksum of each row stays on the device, of the bytes that were put aside. It is computed again from
+    the durable slot once a state is back there, so that it covers the bus, host memory and the disk. The
+    state's prefix hash is a part of it: a row that holds another state is not taken for this one. On a CPU
+    the copies are plain ones.
+
+    Attributes:
+        rows: [slots, bytes of a state] uint8 in host memory, pinned where the device is a GPU.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        state_bytes: int,
+        row_of: Callable[[int], Tensor],
+        device: torch.device,
+        files: StateFiles | None = None,
+    ) -> None:
+        """
+        Args:
+            num_slots: states that host memory holds.
+            state_bytes: bytes of a state.
+            row_of: durable slot -> its [state_bytes] uint8 on the device, as it lies now.
+            device: where durable slots are.
+            files: the disk tier; None for none.
+
+        Raises:
+            MemoryError: the system cannot pin so much memory.
+        """
+        self._device, self._row_of, self._files = device, row_of, files
+        self._state_bytes = state_bytes
+        self._stream = _new_stream(device)
+        self._checksum = RowChecksum(state_bytes, device)
+        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
+            self.rows = torch.empty(num_slots, state_bytes, dtype=torch.uint8)
+            self._sums = torch.zeros(num_slots, dtype=torch.int64, device=device)
+            self._sums_for_files = torch.zeros(num_slots, dtype=torch.int64) if files is not None else None
+        if self._stream is not None:
+            _pin(self.rows)
+            if self._sums_for_files is not None:
+                self._sums_for_files = self._sums_for_files.pin_memory()
+            weakref.finalize(self, _unpin, self.rows, self._stream)
+        self._versions = [0] * num_slots  # grows with each write to a row
+        self._stored: dict[int, torch.cuda.Event] = {}
+        self._staged: Tensor | None = None
+        self._left: list[torch.cuda.Event | None] = [None] * NUM_STAGED
+        self._next_stage = 0
+
+    # ---- out
+
+    def store(self, slot: int, host_slot: int, key: int) -> None:
+        """Copy a durable slot to a row. The slot may be written once this call returns, in stream order."""
+        self._versions[host_slot] += 1
+        row = self._row_of(slot)
+        if self._stream is None:
+            self._keep(row, host_slot, key)
+            return
+        with on_device_of(self._device):
+            stage = self._next_stage
+            self._next_stage = (stage + 1) % NUM_STAGED
+            step, left = torch.cuda.current_stream(self._device), self._left[stage]
+            if left is not None:
+                step.wait_event(left)
+            staged = self._stages()[stage]
+            staged.copy_(row)
+            self._stream.wait_event(step.record_event())
+            with torch.cuda.stream(self._stream):
+                self._keep(staged, host_slot, key)
+            self._left[stage] = self._stored[host_slot] = self._stream.record_event()
+
+    def _keep(self, row: Tensor, host_slot: int, key: int) -> None:
+        self.rows[host_slot].copy_(row, non_blocking=True)
+        self._sums[host_slot] = self._checksum(row, key)
+        if self._sums_for_files is not None:
+            self._sums_for_files[host_slot].copy_(self._sums[host_slot], non_blocking=True)
+
+    def _stages(self) -> Tensor:
+        if self._staged is None:
+            with torch.inference_mode(False):
+                self._staged = torch.empty(
+                    NUM_STAGED, self._state_bytes, dtype=torch.uint8, device=self._device
+                )
+        return self._staged
+
+    def free(self) -> None:
+        """Free the device memory through which states leave, until the next `store`."""
+        self._synchronise()
+        self._staged = None
+
+    # ---- back
+
+    def fetch(self, host_slot: int, slot: int, key: int) -> bool:
+        """Copy a row to a durable slot; synchronises this object's stream."""
+        row = self._row_of(slot)
+        if self._stream is None:
+            return self._bring(row, host_slot, key)
+        with on_device_of(self._device):
+            step = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(step)  # a step may still read what the slot held
+            with torch.cuda.stream(self._stream):
+                good = self._bring(row, host_slot, key)
+            step.wait_stream(self._stream)
+        return good
+
+    def _bring(self, row: Tensor, host_slot: int, key: int) -> bool:
+        row.copy_(self.rows[host_slot], non_blocking=True)
+        return bool(self._checksum(row, key) == self._sums[host_slot])
+
+    # ---- files
+
+    def save(self, host_slot: int, file: int, key: int) -> None:
+        """Write a row to a file once it is complete; the file is left out where the row is written before."""
+        if self._files is not None and self._sums_for_files is not None:
+            versions, version = self._versions, self._versions[host_slot]
+            sums, stored = self._sums_for_files, self._stored.get(host_slot)
+
+            def checksum() -> int | None:
+                if stored is not None:
+                    stored.synchronize()
+                value = int(sums[host_slot])
+                return value if versions[host_slot] == version else None
+
+            self._files.save(file, key, self.rows[host_slot], checksum)
+
+    def load(self, file: int, host_slot: int, key: int) -> bool:
+        """Read a file into a row; waits for the copies under way, which may write to the row."""
+        if self._files is None:
+            return False
+        self._synchronise()
+        self._versions[host_slot] += 1
+        checksum = self._files.load(file, key, self.rows[host_slot])
+        if checksum is None:
+            return False
+        self._sums[host_slot] = checksum
+        if self._sums_for_files is not None:
+            self._sums_for_files[host_slot] = checksum
+        return True
+
+    def delete(self, files: Sequence[int] | None) -> None:
+        if self._files is not None:
+            self._files.delete(files)
+
+    def seconds_to_fetch(
+        self, from_file: bool, best_of: Callable[[Callable[[], object]], float]
+    ) -> tuple[float, float]:
+        """How long it takes to bring a state back from host memory, and from a file.
+
+        Writes to the first row and the first file; the first durable slot keeps its bytes.
+
+        Args:
+            from_file: whether files are tried; else their time is 0.
+            best_of: runs work and tells its seconds.
+        """
+        self.store(0, 0, 1)
+        self._synchronise()
+        from_host = best_of(lambda: self.fetch(0, 0, 1))
+        if not from_file or self._files is None:
+            return from_host, 0.0
+        files = self._files
+        self.save(0, 0, 1)
+        files.wait()
+
+        def read() -> None:
+            files.forget_pages(0)
+            self.load(0, 0, 1)
+
+        seconds = best_of(read)
+        files.delete([0])
+        return from_host, from_host + seconds
+
+    def _synchronise(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _pin(rows: Tensor) -> None:
+    """Lock host memory in its place, so that a device copies it by itself.
+
+    torch's own pinned memory is rounded up to a power of two.
+    """
+    if rows.numel():
+        error = _runtime().cudaHostRegister(rows.data_ptr(), rows.numel(), 0)
+        if int(error):
+            raise MemoryError(f"{rows.numel()} bytes cannot be pinned: CUDA error {int(error)}")
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _unpin(rows: Tensor, stream: torch.cuda.Stream) -> None:
+    with suppress(Exception):
+        stream.synchronize()  # a copy may still be under way
+        if rows.numel():
+            _runtime().cudaHostUnregister(rows.data_ptr())

@@ -1,0 +1,209 @@
+"""Files that hold states: one for each slot of the disk tier, written by a thread."""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TextIO
+
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<8sQqq32s")  # magic, bytes of a state, prefix hash, checksum, model
+_MAGIC = b"MSSTATE1"
+_PREFIX, _LOCK = "mambaslots-", "lock"
+
+Work = Callable[[], None]
+"""What the thread does next."""
+
+
+class StateFiles:
+    """A directory of files with a state each. Only the engine that wrote a file reads it.
+
+    The files lie in a directory of their own below `path`, which goes with this object. A process that dies
+    leaves its directory behind; the next engine with the same `path` removes it, because nothing in memory
+    knows its states any more. Files are as sensitive as prompts, and have the rights 0600.
+
+    A file begins with its state's prefix hash, checksum, size and model, and these with a checksum of their
+    own. It is written under another name first. So a file that is there is whole, or does not count.
+    """
+
+    def __init__(self, path: str, state_bytes: int, model: str) -> None:
+        """
+        Args:
+            path: a directory, which is made where it is not there.
+            state_bytes: bytes of a state.
+            model: says how a state is encoded, and of what model and rank.
+
+        Raises:
+            OSError: the directory cannot be made or written.
+        """
+        root = Path(path)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_leftovers(root)
+        self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        lock = (self.directory / _LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._state_bytes = state_bytes
+        self._model = hashlib.sha256(model.encode()).digest()
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self.num_failed = 0
+        closed = threading.Event()
+        thread = threading.Thread(
+            target=_run, args=(self._work, closed), name="mambaslots-files", daemon=True
+        )
+        self.close = weakref.finalize(self, _close, self._work, closed, thread, self.directory, lock)
+        thread.start()
+
+    def _name(self, file: int) -> Path:
+        return self.directory / f"{file}.state"
+
+    def save(self, file: int, key: int, row: Tensor, checksum: Callable[[], int | None]) -> None:
+        """Write a state to a file, some time; an earlier state in the file is lost.
+
+        Args:
+            file: the number of the file.
+            key: the state's prefix hash.
+            row: [state_bytes] uint8 on the CPU.
+            checksum: called by the thread before the row is read and after it: waits until the row is
+                complete, and returns its checksum; None where the row holds another state by now.
+        """
+        head = _MAGIC, self._state_bytes, key
+        name, model, failed = self._name(file), self._model, weakref.WeakMethod(self._note_failure)
+        self._work.put(lambda: _write(name, head, model, row, checksum, failed))
+
+    def _note_failure(self, error: OSError) -> None:
+        if not self.num_failed:
+            logger.warning("a state could not be written to %s: %s", self.directory, error)
+        self.num_failed += 1
+
+    def load(self, file: int, key: int, row: Tensor) -> int | None:
+        """Read a state. The state's own checksum is not computed here.
+
+        Args:
+            file: the number of the file.
+            key: the state's prefix hash.
+            row: [state_bytes] uint8 on the CPU; written.
+
+        Returns:
+            The state's checksum; None where the file is not there, not whole, or holds another state.
+        """
+        size = _HEAD.size + 4
+        try:
+            with self._name(file).open("rb", buffering=0) as opened:
+                text = opened.read(size)
+                if len(text) < size or text[-4:] != _crc(text[:-4]):
+                    return None
+                magic, state_bytes, of, checksum, model = _HEAD.unpack(text[:-4])
+                if (magic, state_bytes, of, model) != (_MAGIC, self._state_bytes, key, self._model):
+                    return None
+                room, done = memoryview(row.numpy()), 0
+                while done < state_bytes:
+                    num_read = opened.readinto(room[done:])
+                    if not num_read:
+                        return None
+                    done += num_read
+                return int(checksum)
+        except OSError:
+            return None
+
+    def delete(self, files: Sequence[int] | None) -> None:
+        """Remove these files, or all, some time; after what was saved before."""
+        directory, names = self.directory, None if files is None else [self._name(file) for file in files]
+        self._work.put(lambda: _delete(directory, names))
+
+    def forget_pages(self, file: int) -> None:
+        """Write a file through to the disk, so that its next `load` reads the disk."""
+        with suppress(OSError), self._name(file).open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def wait(self) -> None:
+        """Wait until all that was asked for is done."""
+        done = threading.Event()
+        self._work.put(done.set)
+        done.wait()
+
+
+def _crc(text: bytes) -> bytes:
+    return zlib.crc32(text).to_bytes(4, "little")
+
+
+def _write(
+    name: Path,
+    head: tuple[bytes, int, int],
+    model: bytes,
+    row: Tensor,
+    checksum: Callable[[], int | None],
+    failed: Callable[[], Callable[[OSError], None] | None],
+) -> None:
+    """Write one file, by way of another name."""
+    value = checksum()
+    if value is None:
+        return
+    text = _HEAD.pack(*head, value, model)
+    draft = name.with_suffix(".part")
+    try:
+        with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
+            opened.write(text + _crc(text))
+            opened.write(memoryview(row.numpy()))
+        if checksum() == value:
+            os.replace(draft, name)
+        else:
+            draft.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        note = failed()
+        if note is not None:
+            note(error)
+
+
+def _delete(directory: Path, names: Sequence[Path] | None) -> None:
+    for name in directory.glob("*.state") if names is None else names:
+        with suppress(OSError):
+            name.unlink()
+
+
+def _run(work: "SimpleQueue[Work | None]", closed: threading.Event) -> None:
+    """The thread: one file after the other."""
+    while (todo := work.get()) is not None:
+        try:
+            if not closed.is_set():
+                todo()
+        except Exception:
+            logger.exception("a state could not be written to a file")
+
+
+def _close(
+    work: "SimpleQueue[Work | None]",
+    closed: threading.Event,
+    thread: threading.Thread,
+    directory: Path,
+    lock: TextIO,
+) -> None:
+    closed.set()
+    work.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=5.0)
+    shutil.rmtree(directory, ignore_errors=True)
+    lock.close()
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove the directories of engines that have died: nobody locks them any more."""
+    for directory in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (directory / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,67 @@
+"""The tier that a configuration asks for: its sizes, its memory and its directory."""
+
+from ...config import InferenceConfig
+from ...state_spec import HybridStateSpec
+from ...validation import INT32_MAX
+from .host_copies import HostCopies
+from .host_tier import HostTier
+from .state_files import StateFiles
+from .state_pool import StatePool
+
+GIGABYTE = 1 << 30
+
+
+def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
+    """Host memory and files for the durable states of a pool; None without `host_cache_gb`.
+
+    A collective: all ranks of `spec.groups` make this call. Synchronises the ranks.
+
+    Raises:
+        ValueError: a budget buys no state on some rank, or its memory or directory cannot be had. All ranks
+            raise the same error.
+    """
+    state_bytes = pool.memory.shape[1]
+    budgets = {"host_cache_gb": config.host_cache_gb, "disk_cache_gb": config.disk_cache_gb}
+    sizes, refused = [], ""
+    for name, gb in budgets.items():
+        affordable = int(min(gb * GIGABYTE, INT32_MAX * max(1, state_bytes))) // max(1, state_bytes)
+        if gb and not affordable:
+            refused = f"{name} is {gb}; accepted: at least {state_bytes / GIGABYTE:.3g}, one state"
+        sizes.append(affordable if state_bytes else 0)
+    ranks = spec.groups.gather((*sizes, refused), spec.device)
+    refused = next(filter(None, (rank[2] for rank in ranks)), "")
+    num_slots, num_files = (min(rank[tier] for rank in ranks) for tier in (0, 1))
+    if not (num_slots or refused):
+        return None
+    copies = None
+    if not refused:
+        try:
+            copies = _copies(config, spec, pool, num_slots, num_files)
+        except (OSError, MemoryError, RuntimeError) as error:
+            refused = f"host_cache_gb is {config.host_cache_gb}, disk_cache_path is "
+            refused += f"{config.disk_cache_path!r}; accepted: what this machine has room for: {error}"
+    refused = next(filter(None, spec.groups.gather(refused, spec.device)), "")
+    if refused:
+        raise ValueError(refused)
+    groups, device = spec.groups, spec.device
+    tokens = config.host_cache_min_tokens or 1
+    return HostTier(
+        num_slots,
+        copies,
+        num_files=num_files,
+        min_tokens=tokens,
+        min_tokens_from_file=tokens,
+        agree=lambda good: bool(groups.least(int(good), device)),
+    )
+
+
+def _copies(
+    config: InferenceConfig, spec: HybridStateSpec, pool: StatePool, num_slots: int, num_files: int
+) -> HostCopies:
+    state_bytes, files = pool.memory.shape[1], None
+    if num_files and config.disk_cache_path is not None:
+        model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"
+        files = StateFiles(config.disk_cache_path, state_bytes, model)
+    return HostCopies(
+        num_slots, state_bytes, lambda slot: pool.memory[pool.durable_index(slot)], spec.device, files
+    )

@@ -1,0 +1,113 @@
+"""A cache of KV blocks with states at some of their ends."""
+
+from .blocks import BlockIndex
+from .kv_pool import KVPool
+from .loop import RunningRequest
+from .plans import StatePlan
+from .states import StateSlots
+
+
+class BlockCache:
+    """KV in a tree of blocks, states in slots beside it. A state whose KV goes, goes with it.
+
+    Args:
+        index: the blocks of the trace.
+        num_kv_blocks: KV blocks in all.
+        states: the slots.
+        plan: which states are taken.
+        answers: generated tokens are cached, and the end of a request counts as a use of its KV.
+        stateless_first: leaves of KV without a state go before those that hold one.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        num_kv_blocks: int,
+        states: StateSlots,
+        plan: StatePlan,
+        *,
+        answers: bool = True,
+        stateless_first: bool = True,
+    ) -> None:
+        self._block = index.block_size
+        self.states = states
+        self._plan = plan
+        self._answers = answers
+        rank = states.__contains__ if stateless_first else None
+        self.kv = KVPool(index, num_kv_blocks, rank, states.forget)
+        states.bind(self.kv)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books of KV or states are wrong."""
+        self.kv.check_integrity()
+        self.states.check_integrity()
+
+    @property
+    def num_states_taken(self) -> int:
+        return self.states.num_taken
+
+    @property
+    def state_capacity(self) -> int:
+        return self.states.capacity
+
+    def admit(self, request: RunningRequest) -> None:
+        block, path = self._block, request.path
+        request.matched = request.held = self.kv.match(path, request.target // block)
+        depth = self.states.deepest(path, min(request.matched, (request.target - 1) // block))
+        request.computed = depth * block
+        self.kv.touch(path, request.held)
+        self.kv.hold(path, request.held)
+        request.private = 0
+        request.state = 0
+        if depth:
+            request.state = path[depth - 1]
+            self.states.use(request.state)
+
+    def stop(self, request: RunningRequest, budget: int) -> int:
+        end = min(request.computed + budget, request.target)
+        if end < request.target:
+            aligned = end // self._block * self._block
+            if aligned > request.computed:
+                return aligned
+        return end
+
+    def reserve(self, request: RunningRequest, end: int) -> bool:
+        missing = (end + self._block - 1) // self._block - request.held - request.private
+        if missing <= 0:
+            return True
+        if not self.kv.take(missing):
+            return False
+        request.private += missing
+        return True
+
+    def boundary(self, request: RunningRequest) -> int:
+        return (request.computed // self._block + 1) * self._block
+
+    def advance(self, request: RunningRequest, end: int) -> None:
+        start, block = request.computed, self._block
+        request.computed = end
+        if request.state:
+            self.states.unpin(request.state)
+            request.state = 0
+        cached_end = end if self._answers else min(end, request.target)
+        while request.held < cached_end // block:
+            self.kv.register(request.path[request.held])
+            request.held += 1
+            request.private -= 1
+        if start < request.target:
+            for depth in self._plan.of_prefill(request, start, end, block):
+                self.states.store(request.path[depth - 1])
+        elif self._plan.every and self._answers:
+            self.states.store(request.path[end // block - 1])
+
+    def release(self, request: RunningRequest, finished: bool) -> None:
+        if request.state:
+            self.states.unpin(request.state)
+            request.state = 0
+        depth = request.computed // self._block
+        if finished and self._plan.decode and depth > request.target // self._block:
+            self.states.store(request.path[depth - 1])
+        if self._answers:
+            self.kv.touch(request.path, request.held)
+        self.kv.release(request.path, request.held, request.private)
+        request.held = request.private = 0

@@ -1,0 +1,86 @@
+"""Copies of states that are late, change places, fail, or leave other bytes."""
+
+from collections.abc import Sequence
+from random import Random
+
+from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.host_tier import HostTier
+from torch import Tensor
+
+
+class CopyFailedError(Exception):
+    """What a failing copy raises."""
+
+
+class FaultyCopies:
+    """What `HostCopies` does on a CPU, at another time, in another order, or wrongly.
+
+    As a device does, it puts a state aside when the state leaves. What follows happens at any later call.
+
+    Attributes:
+        num_faults: copies that failed or left other bytes.
+    """
+
+    def __init__(self, copies: HostCopies, random: Random, share: float = 0.15) -> None:
+        """`share`: how many copies go wrong, each in its own way."""
+        self.num_faults = 0
+        self._copies = copies
+        self._random = random
+        self._share = share
+        self._late: list[tuple[Tensor, int, int]] = []
+
+    def _fails(self) -> bool:
+        fails = self._random.random() < self._share
+        self.num_faults += fails
+        return fails
+
+    def store(self, slot: int, host_slot: int, key: int) -> None:
+        self._work()
+        if self._fails():
+            raise CopyFailedError
+        self._late.append((self._copies._row_of(slot).clone(), host_slot, key))
+        self._work()
+
+    def _work(self) -> None:
+        """Make some of the late copies, in any order."""
+        self._random.shuffle(self._late)
+        for _ in range(self._random.randint(0, len(self._late))):
+            self._make(*self._late.pop())
+
+    def _make(self, row: Tensor, host_slot: int, key: int) -> None:
+        self._copies._keep(row, host_slot, key)
+        if self._fails():
+            self._spoil(self._copies.rows[host_slot])
+
+    def _spoil(self, row: Tensor) -> None:
+        if len(row):
+            row[self._random.randrange(len(row))] ^= 1 << self._random.randrange(8)
+
+    def fetch(self, host_slot: int, slot: int, key: int) -> bool:
+        self._work()
+        if self._fails():
+            self._spoil(self._copies._row_of(slot))
+            raise CopyFailedError
+        return self._copies.fetch(host_slot, slot, key)
+
+    def save(self, host_slot: int, file: int, key: int) -> None:
+        if self._fails():
+            raise CopyFailedError
+        self._copies.save(host_slot, file, key)
+
+    def load(self, file: int, host_slot: int, key: int) -> bool:
+        return not self._fails() and self._copies.load(file, host_slot, key)
+
+    def delete(self, files: Sequence[int] | None) -> None:
+        self._copies.delete(files)
+
+    def free(self) -> None:
+        self._copies.free()
+
+
+def make_faulty(tier: HostTier, random: Random, share: float = 0.15) -> FaultyCopies:
+    """Let the tier's copies go wrong from now on."""
+    assert isinstance(tier.copies, HostCopies)
+    copies = FaultyCopies(tier.copies, random, share)
+    tier.copies = copies
+    return copies

@@ -1,0 +1,301 @@
+"""An evicted state comes back from host memory or a file, or its tokens are computed; never other tokens."""
+
+import os
+from pathlib import Path
+from random import Random
+
+import mambaslots as ms
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.host_tier import HostTier
+from oracle.budget import costly
+from oracle.faulty_copies import make_faulty
+from oracle.toy_answers import Ask, answer
+from oracle.toy_lm import TOYS, ToyLM
+
+BLOCK = 4
+
+
+def toy_engine(
+    num_slots: int, num_host_slots: int, model: ToyLM | None = None, **settings: object
+) -> ms.DynamicInferenceEngine:
+    model = model or ToyLM()
+    config = ms.InferenceConfig(
+        **{
+            "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens": 32, "max_sequence_length": 96,
+            "num_kv_blocks": 200, "num_mamba_slots": num_slots, "host_cache_min_tokens": 1,
+            "host_cache_gb": num_host_slots * model.state_spec().slot_bytes / (1 << 30),
+        } | settings
+    )  # type: ignore[arg-type]  # fmt: skip
+    return ms.DynamicInferenceEngine(model, config)
+
+
+def tier_of(engine: ms.DynamicInferenceEngine) -> HostTier:
+    assert engine.context.prefix_cache.tier is not None
+    return engine.context.prefix_cache.tier
+
+
+def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, version: int = 0) -> None:
+    """Several conversations in turn; each answer is the oracle's."""
+    random = Random(1)
+    texts = [[random.randrange(29) for _ in range(9)] for _ in range(talks)]
+    for _ in range(turns):
+        for number, text in enumerate(texts):
+            prompt = text + [random.randrange(29) for _ in range(3)]
+            texts[number] = prompt + ask(engine, prompt, 4, version).tokens
+            engine.check_integrity()
+
+
+def ask(
+    engine: ms.DynamicInferenceEngine, prompt: list[int], length: int, version: int = 0
+) -> ms.RequestResult:
+    (result,) = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=length))
+    assert tuple(result.tokens) == answer(Ask(tuple(prompt), length, version)).tokens
+    return result
+
+
+def resumed(engine: ms.DynamicInferenceEngine) -> int:
+    return engine.stats().cache.num_resumed_tokens
+
+
+def test_a_tier_resumes_what_an_unlimited_pool_resumes() -> None:
+    unlimited, small, tiered = toy_engine(200, 0), toy_engine(2, 0), toy_engine(2, 60)
+    for engine in (unlimited, small, tiered):
+        converse(engine)
+    assert resumed(small) < resumed(unlimited) == resumed(tiered)
+    stats = tiered.stats().cache.tiers
+    assert stats.num_states_fetched > 0
+    assert stats.num_states_spilled == stats.num_host_states
+    assert unlimited.stats().cache.tiers.num_host_slots == 0
+
+
+def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
+    disk = {"disk_cache_gb": 1e-4, "disk_cache_path": str(tmp_path)}
+    unlimited, tiered = toy_engine(200, 0), toy_engine(2, 2, **disk)
+    converse(unlimited)
+    converse(tiered)
+    copies = tier_of(tiered).copies
+    assert isinstance(copies, HostCopies)
+    assert copies._files is not None
+    copies._files.wait()
+    converse(tiered, turns=1)
+    stats = tiered.stats().cache.tiers
+    assert stats.num_states_fetched_from_disk > 0
+    assert resumed(tiered) > resumed(unlimited) // 2
+    files = list(tmp_path.glob("*/*.state"))
+    assert files
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    tiered.reset_prefix_cache()
+    copies._files.wait()
+    assert not list(tmp_path.glob("*/*.state"))
+
+
+def test_damaged_bytes_cost_tokens_and_change_none() -> None:
+    engine = toy_engine(1, 40)
+    converse(engine, turns=2)
+    copies = tier_of(engine).copies
+    assert isinstance(copies, HostCopies)
+    copies.rows[:, 3] ^= 1
+    before = engine.stats().cache.tiers.num_states_fetched
+    converse(engine, turns=2)
+    stats = engine.stats().cache.tiers
+    assert stats.host_copies_left_by_cause["damaged"] > 0
+    assert stats.num_states_fetched >= before
+
+
+def test_rows_that_change_places_are_damaged() -> None:
+    engine = toy_engine(1, 40)
+    converse(engine, turns=1)
+    tier = tier_of(engine)
+    assert isinstance(tier.copies, HostCopies)
+    for values in (tier.copies.rows, tier.copies._sums):  # each row with its own checksum
+        values.copy_(values.roll(1, 0).clone())
+    converse(engine, turns=1)
+    assert tier.host.left_by_cause["damaged"] > 0
+
+
+@pytest.mark.parametrize("which", ["reset_prefix_cache", "weights", "suspend", "reset"])
+def test_copies_are_forgotten_with_their_weights(which: str) -> None:
+    model = ToyLM()
+    engine = toy_engine(1, 40, model)
+    converse(engine, turns=2)
+    assert len(tier_of(engine).host) > 0
+    if which == "weights":
+        model.version = 1
+        engine.set_weights_version(1)
+    elif which == "suspend":
+        engine.suspend()
+        engine.resume()
+    else:
+        getattr(engine, which)()
+    assert len(tier_of(engine).host) == 0
+    engine.check_integrity()
+    converse(engine, turns=2, version=model.version)
+
+
+def test_a_copy_dies_with_its_kv() -> None:
+    engine = toy_engine(1, 40, num_kv_blocks=30)
+    for seed in range(12):
+        random = Random(seed)
+        ask(engine, [random.randrange(29) for _ in range(30)], 3)
+        engine.check_integrity()
+    assert engine.stats().cache.tiers.host_copies_left_by_cause["forgotten"] > 0
+
+
+def test_salts_share_no_copies() -> None:
+    engine = toy_engine(1, 40)
+    prompt = [1, 2, 3, 4] * 5
+    params = ms.SamplingParams(num_tokens_to_generate=1)
+    for salt in ("a", "b", "a"):
+        (result,) = engine.generate([prompt], params, cache_salt=salt)
+    assert result.num_resumed_tokens == 16
+    (other,) = engine.generate([prompt], params, cache_salt="c")
+    assert other.num_resumed_tokens == 0
+
+
+def test_fewer_tokens_than_the_minimum_are_computed() -> None:
+    engine = toy_engine(1, 40)
+    tier_of(engine).min_tokens = 21
+    prompt = list(range(20))
+    for text in (prompt, [7] * 20, prompt):
+        result = ask(engine, text, 1)
+    assert result.num_resumed_tokens == 0
+    tier_of(engine).min_tokens = 16
+    ask(engine, [7] * 20, 1)
+    assert ask(engine, prompt, 1).num_resumed_tokens == 16
+
+
+def test_ranks_agree_on_a_copy_that_is_bad_elsewhere() -> None:
+    engine = toy_engine(1, 40)
+    tier_of(engine)._agree = lambda good: False
+    converse(engine, turns=2)
+    stats = engine.stats().cache.tiers
+    assert stats.num_states_fetched == 0
+    assert stats.host_copies_left_by_cause["damaged"] > 0
+
+
+def test_the_engine_measures_when_none_is_given() -> None:
+    model = ToyLM()
+    config = ms.InferenceConfig(
+        block_size_tokens=BLOCK, max_requests=2, max_tokens=32, max_sequence_length=96, num_kv_blocks=50,
+        num_mamba_slots=2, host_cache_gb=1e-5,
+    )  # fmt: skip
+    engine = ms.DynamicInferenceEngine(model, config)
+    assert tier_of(engine).min_tokens >= 1
+    assert "in host memory; come back where that saves at least" in engine.describe()
+    engine.check_integrity()
+    converse(engine, turns=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_cache_gb": -1.0}, "host_cache_gb is -1.0"),
+        ({"disk_cache_gb": 1.0, "disk_cache_path": "x"}, "disk_cache_gb is 1.0; accepted: 0.0 where host"),
+        ({"host_cache_gb": 1.0, "disk_cache_gb": 1.0}, "disk_cache_path is None"),
+        ({"host_cache_gb": 1.0, "disk_cache_path": "x"}, "disk_cache_gb is 0.0"),
+        ({"host_cache_min_tokens": 0}, "host_cache_min_tokens is 0"),
+        ({"host_cache_gb": 1.0, "enable_prefix_caching": False}, "enable_prefix_caching is False"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ms.InferenceConfig(num_kv_blocks=50, num_mamba_slots=2, **settings)  # type: ignore[arg-type]
+
+
+def test_a_budget_that_buys_no_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="host_cache_gb is 1e-09; accepted: at least"):
+        toy_engine(1, 0, host_cache_gb=1e-9)
+
+
+def test_a_directory_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="disk_cache_path is"):
+        toy_engine(1, 3, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path / "file" / "below"))
+
+
+def test_what_a_process_left_behind_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / "mambaslots-left"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "0.state").write_bytes(b"old")
+    alive = toy_engine(1, 3, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path))
+    assert not left.exists()
+    second = toy_engine(1, 3, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path))
+    directories = list(tmp_path.iterdir())
+    assert len(directories) == 2
+    assert all(os.stat(directory).st_mode & 0o777 == 0o700 for directory in directories)
+    del alive, second
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Heads of a few texts come again and again, while copies are late, change places, fail or turn bad."""
+
+    @initialize(
+        seed=st.integers(0, 2**30),
+        kind=st.sampled_from(list(TOYS)),
+        in_place=st.booleans(),
+        slots=st.sampled_from([1, 2, 4]),
+        host_slots=st.sampled_from([1, 3, 40]),
+        num_files=st.sampled_from([0, 0, 5, 100]),
+        kv_blocks=st.sampled_from([26, 40, 200]),
+        share=st.sampled_from([0.0, 0.1, 0.4]),
+    )
+    def start(
+        self, seed: int, kind: str, in_place: bool, slots: int, host_slots: int, num_files: int,
+        kv_blocks: int, share: float,
+    ) -> None:  # fmt: skip
+        self.random, self.kind = Random(seed), TOYS[kind]
+        self.engine = toy_engine(
+            slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3
+        )
+        tier = tier_of(self.engine)
+        tier.files.num_slots = num_files  # without a thread: files that hold nothing answer no
+        tier.files.mend()
+        self.copies = make_faulty(tier, self.random, share)
+        self.texts = [[self.random.randrange(29) for _ in range(40)] for _ in range(3)]
+        self.prompts: dict[int, list[int]] = {}
+
+    @rule(which=st.integers(0, 2), head=st.integers(1, 40), tail=st.integers(0, 5), length=st.integers(1, 9))
+    def add(self, which: int, head: int, tail: int, length: int) -> None:
+        prompt = self.texts[which][:head] + [self.random.randrange(29) for _ in range(tail)]
+        params = ms.SamplingParams(num_tokens_to_generate=length)
+        self.prompts[self.engine.add_request(prompt, params)] = prompt
+
+    @rule(times=st.integers(1, 15))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for result in self.engine.step().finished:
+                prompt, length = tuple(self.prompts.pop(result.request_id)), len(result.tokens)
+                assert tuple(result.tokens) == answer(Ask(prompt, length, kind=self.kind)).tokens
+            self.engine.context.check_integrity()
+
+    @rule()
+    def forget(self) -> None:
+        if self.random.random() < 0.2:
+            self.engine.reset_prefix_cache()
+
+    @invariant()
+    def nothing_contradicts_itself(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            while self.engine.has_unfinished_requests():
+                self.step(1)
+
+
+class TestTierMachine(TierMachine.TestCase):  # type: ignore[misc, valid-type]
+    settings = costly()
+
+
+def test_copies_are_made_without_a_gradient_or_an_inference_tensor() -> None:
+    engine = toy_engine(1, 3)
+    copies = tier_of(engine).copies
+    assert isinstance(copies, HostCopies)
+    assert not copies.rows.is_inference()
+    assert copies.rows.dtype is torch.uint8
