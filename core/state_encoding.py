@@ -13,7 +13,8 @@ DURABLE_DTYPES: tuple[DurableDtype, ...] = ("bfloat16", "int8")
 """The values of `InferenceConfig.durable_state_dtype` other than None."""
 
 SCALE_DTYPE = torch.bfloat16
-"""A scale is rounded up to this. Scales in float32 would add 2.9 % to the bytes of an 8B model's state."""
+"""A scale is rounded up to this, which adds 1.2 % to the error of random entries. Scales in float32 would add
+2.9 % to the bytes of an 8B model's state."""
 
 
 @dataclass(frozen=True)
