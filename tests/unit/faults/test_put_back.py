@@ -46,10 +46,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "start = max(num_computed, match.resume_tokens)",
-                "start = match.resume_tokens if not num_computed else max(\n"
-                "            num_computed, (match.seen_tokens - 1) // self._block_size * self._block_size\n"
-                "        )",
+                "start = match.resume_tokens if ahead else num_computed",
+                "known = (match.seen_tokens - 1) // self._block_size * self._block_size\n"
+                "        start = max(num_computed, known) if num_computed else match.resume_tokens",
             ),
         ),
     ),
