@@ -101,6 +101,10 @@ def _config(
     }
     if counts is not None:
         sizes |= {"num_kv_blocks": counts.num_kv_blocks, "num_mamba_slots": counts.num_slots}
+    if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts
+        shape = setting.shape
+        sizes["host_cache_gb"] = setting.host_gb * shape.state_bytes / shape.durable_state_bytes
+        sizes["host_cache_min_tokens"] = 1
     return InferenceConfig(**(sizes | dict(changes)))
 
 

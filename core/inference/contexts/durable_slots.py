@@ -194,6 +194,7 @@ class DurableSlots:
             while len(wanted) > len(self.free):
                 slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
                 if slot < 0:
+                    key = key if key in wanted else next(reversed(wanted))
                     policy.unplan(key)
                     del wanted[key]
                 else:
@@ -482,6 +483,22 @@ class DurableSlots:
     def _require_committed(self, slot: int) -> None:
         if self.map.block_of(slot) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
+
+    def mend_order(self) -> None:
+        """Put the eviction policy in order behind an interrupted change: as the maps say, if it is not.
+
+        The policy then knows the states that are there, in the order of their commits, and no ghost.
+        """
+        try:
+            self._eviction.check_integrity(self.map.slots)
+        except Exception:
+            self._eviction.clear()
+            self._planned.clear()
+            self._eviction.insert(*self.map.slots)
+            for key, block in self.map.hash_to_block_id.items():
+                slot = self.map.slot_of(block)
+                if slot >= 0:
+                    self._eviction.name(slot, key, partial(self._keys_to, block))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
