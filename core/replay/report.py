@@ -6,12 +6,12 @@ from typing import Any
 
 from .cells import CellResult
 from .ours import UNLIMITED
-from .rows import CEILING
+from .rows import GROUPS
 from .setting import ReplaySetting
 
 _UNLIMITED = "unlimited pool"
 _MIN_LOST = 0.0005
-_CEILING = frozenset(row.name for row in CEILING)
+_CEILING = frozenset(GROUPS["ceiling"])
 
 
 def unlimited_shares(results: Iterable[CellResult]) -> dict[str, float]:
