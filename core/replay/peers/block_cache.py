@@ -21,6 +21,7 @@ class BlockCache:
         answers: generated tokens are cached, and the end of a request counts as a use of its KV.
         stateless_first: leaves of KV without a state go before those that hold one.
         kv_rank: of a leaf of KV, in place of `stateless_first`; the least goes first.
+        shares_live: a running request takes its live state out of `states`; else live states lie beside them.
     """
 
     def __init__(
@@ -33,11 +34,14 @@ class BlockCache:
         answers: bool = True,
         stateless_first: bool = True,
         kv_rank: Callable[[int], Any] | None = None,
+        shares_live: bool = False,
     ) -> None:
         self._block = index.block_size
         self.states = states
         self._plan = plan
         self._answers = answers
+        self._live_slots = int(shares_live)
+        self._num_slots = states.capacity
         rank = kv_rank or (states.__contains__ if stateless_first else None)
         self.kv = KVPool(index, num_kv_blocks, rank, states.forget)
         states.bind(self.kv)
@@ -53,7 +57,7 @@ class BlockCache:
 
     @property
     def state_capacity(self) -> int:
-        return self.states.capacity
+        return self._num_slots
 
     def admit(self, request: RunningRequest) -> None:
         block, path = self._block, request.path
@@ -68,6 +72,7 @@ class BlockCache:
         if depth:
             request.state = path[depth - 1]
             self.states.use(request.state)
+        self.states.shrink(self._live_slots)
 
     def stop(self, request: RunningRequest, budget: int) -> int:
         end = min(request.computed + budget, request.target)
@@ -117,3 +122,4 @@ class BlockCache:
             self.kv.touch(request.path, request.held)
         self.kv.release(request.path, request.held, request.private)
         request.held = request.private = 0
+        self.states.capacity += self._live_slots

@@ -11,6 +11,7 @@ from .loop import RequestLoop
 from .plans import StatePlan
 from .states import StateSlots
 
+MOST_BLOCKS = 1 << 40
 StatesFactory = Callable[[BlockIndex, int], StateSlots]
 
 
@@ -21,7 +22,9 @@ def num_state_slots(setting: ReplaySetting) -> int:
 
 
 def num_kv_blocks(setting: ReplaySetting, block_size: int) -> int:
-    """Blocks that `kv_gb` holds."""
+    """Blocks that `kv_gb` holds; without attention they are names only, and as many as wanted."""
+    if not setting.shape.kv_bytes_per_token:
+        return MOST_BLOCKS
     gigabytes = setting.kv_gb if setting.kv_gb is not None else _half(setting)
     return int(gigabytes * GIGABYTE) // (setting.shape.kv_bytes_per_token * block_size)
 

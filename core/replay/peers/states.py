@@ -86,6 +86,15 @@ class StateSlots:
         self.stored(node)
         return True
 
+    def shrink(self, num_slots: int) -> None:
+        """Give up slots, evicting states; states that are pinned stay."""
+        self.capacity -= num_slots
+        while len(self.slots) > self.capacity:
+            victim = self.victim(ROOT)
+            if victim is None:
+                return
+            self.drop(victim)
+
     def drop(self, node: int) -> None:
         """Free the slot of a state."""
         del self.slots[node], self.last_use[node]

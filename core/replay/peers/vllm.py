@@ -186,6 +186,8 @@ class VLLMRow:
     def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
         """See `ReplayRow.replay`."""
         shape = setting.shape
+        if not shape.kv_bytes_per_token:
+            raise ValueError(f"{shape.name} has no attention; accepted: a model with KV")
         block, layers = page_tokens(shape), group_layers(shape)
         token_bytes = shape.kv_bytes_per_token // shape.num_attention_layers
         total_gb = setting.total_gb

@@ -127,6 +127,18 @@ def test_two_replays_are_equal_and_leave_their_arguments(
         assert first.resumed_tokens <= first.prompt_tokens
 
 
+def test_models_without_attention_have_states_only() -> None:
+    bare = replace(SMALL, kv_bytes_per_token=0, num_attention_layers=0)
+    setting = ReplaySetting(bare, state_gb=40.0, kv_gb=0.0, block_size_tokens=BLOCK, max_requests=1)
+    served = trace([([1, 1, 1], [0]), ([1, 1, 1], [0])])
+    for name, row in ROWS.items():
+        if name == "vllm":
+            with pytest.raises(ValueError, match="no attention"):
+                row.replay(served, setting, quiet)
+        else:
+            assert row.replay(served, setting, quiet).resumed_tokens == 2, name
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_memory_is_given(name: str) -> None:
     with pytest.raises(ValueError, match="total_gb"):
