@@ -152,5 +152,6 @@ def plain_setting(setting: ReplaySetting) -> dict[str, Any]:
     """What all cells have in common, as plain values."""
     values = asdict(setting)
     return {
-        name: values[name] for name in ("shape", "max_requests", "max_tokens", "block_size_tokens", "cost")
+        name: values[name]
+        for name in ("shape", "max_requests", "max_tokens", "block_size_tokens", "cost", "host_gb")
     }
