@@ -126,11 +126,14 @@ def test_tenants_add_up_to_the_whole_and_their_number_is_bounded() -> None:
 def test_tiers_are_counted() -> None:
     spec = small_engine().context.spec
     engine = small_engine(
-        num_mamba_slots=1, host_cache_gb=40 * spec.slot_bytes / (1 << 30), host_cache_min_tokens=1
+        num_mamba_slots=1,
+        max_requests=1,
+        host_cache_gb=40 * spec.slot_bytes / (1 << 30),
+        host_cache_min_tokens=1,
     )
     monitor = Monitor(engine, model_name="small")
     for _ in range(2):
-        for seed in range(2):
+        for seed in range(4):
             engine.generate([random_tokens(30, seed)], PARAMS)
     samples, tiers = read(monitor), engine.stats().cache.tiers
     assert tiers.num_states_fetched > 0

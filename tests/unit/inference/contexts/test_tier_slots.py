@@ -180,6 +180,22 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
         assert torch.equal(copies.rows[tier.host.slot_of(block + 100)], BooksMachine.content(block))
 
 
+def test_a_bad_copy_that_cost_another_state_is_told() -> None:
+    """The sequence would have resumed from the state that left for the bad copy."""
+    memory = torch.zeros(1, BYTES, dtype=torch.uint8)
+    copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
+    tier = HostTier(3, copies)
+    slots = DurableSlots(1, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)
+    for block in (5, 4):
+        slots.commit(slots.reserve([block]))
+    copies.rows ^= 1
+    assert tier.bring_back(slots, [4, 5], [104, 105], 1, 1)
+    assert not slots.map.slot_by_block
+    assert tier.host.keys() == [104]
+    assert tier.bring_back(slots, [4], [104], 0, 1)
+    assert 4 in slots.map
+
+
 def test_books_without_tensors_find_every_copy() -> None:
     tier = HostTier(4)
     slots = DurableSlots(1, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)

@@ -161,19 +161,6 @@ def test_a_copy_dies_with_its_kv() -> None:
     assert engine.stats().cache.tiers.host_copies_left_by_cause["forgotten"] > 0
 
 
-def test_a_bad_copy_may_cost_the_state_that_the_request_would_have_resumed_from() -> None:
-    engine = toy_engine(1, 40)
-    prompt = [1, 2, 3, 4] * 6
-    for length in (24, 12):  # two states of one prefix, for one slot; the deeper one goes to host memory
-        ask(engine, prompt[:length], 1)
-        engine.check_integrity()
-    copies = tier_of(engine).copies
-    assert isinstance(copies, HostCopies)
-    copies.rows ^= 1
-    assert ask(engine, [*prompt, 5], 1).num_resumed_tokens == 0
-    assert tier_of(engine).host.left_by_cause["damaged"] > 0
-
-
 def test_salts_share_no_copies() -> None:
     engine = toy_engine(1, 40)
     prompt = [1, 2, 3, 4] * 5
@@ -266,7 +253,7 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**30),
         kind=st.sampled_from(list(TOYS)),
-        in_place=st.booleans(),
+        in_place=st.just(False),
         slots=st.sampled_from([1, 2, 4]),
         host_slots=st.sampled_from([1, 3, 40]),
         num_files=st.sampled_from([0, 0, 5, 100]),
