@@ -49,6 +49,10 @@ class InferenceConfig:
             slots of the same memory. Live states stay as they are. A request that resumes starts from a
             rounded state, so that its tokens may differ from those without a cache. Not with decodes by
             replay, and so not with `batch_invariant`.
+        total_gb: bytes of all pools together, in GB, in place of the four settings before: live states and
+            inputs of running requests first, then cached states and KV. These two share one memory, and
+            borrow from each other while the engine runs. Ranks of a split model may have different budgets.
+            Not with `durable_state_dtype`.
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.
@@ -104,6 +108,7 @@ class InferenceConfig:
     num_mamba_slots: int | None = None
     prefix_caching_mamba_gb: float | None = None
     durable_state_dtype: DurableDtype | None = None
+    total_gb: float | None = None
     host_cache_gb: float = 0.0
     host_cache_min_tokens: int | None = None
     disk_cache_gb: float = 0.0
@@ -136,8 +141,11 @@ class InferenceConfig:
                 f"max_tokens is {self.max_tokens}; accepted: at least max_requests ({self.max_requests}), "
                 "because every running request decodes one token a step"
             )
-        self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
-        self._check_state_budget()
+        if self.total_gb is None:
+            self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
+            self._check_state_budget()
+        else:
+            self._check_total()
         self._check_tiers()
         instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
         graphs = optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
@@ -206,6 +214,11 @@ class InferenceConfig:
         if self.durable_state_dtype is None:
             return
         one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
+        if self.total_gb is not None:
+            raise ValueError(
+                f"durable_state_dtype is {self.durable_state_dtype!r} and total_gb is {self.total_gb}; "
+                "accepted: one of the two, because states and KV of one memory are not encoded"
+            )
         if self.replays:
             setting = "batch_invariant" if self.batch_invariant else "decode_by_replay"
             raise ValueError(
@@ -230,6 +243,15 @@ class InferenceConfig:
         if self.async_scheduling is None:
             return None if device.type == "cuda" else "a CPU"
         return None if self.async_scheduling else "async_scheduling"
+
+    def _check_total(self) -> None:
+        set_field(self, "total_gb", real("total_gb", self.total_gb, 0.0))
+        for name in ("num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"total_gb is {self.total_gb} and {name} is {shown(getattr(self, name))}; accepted: "
+                    "total_gb alone, or a size for each pool"
+                )
 
     def _check_state_budget(self) -> None:
         caching = self.enable_prefix_caching

@@ -30,6 +30,9 @@ class HybridStateSpec:
             the step, and copies boundary states to their slots after the step.
         replays: whether the model replays decodes where `StepInputs.replay` is set; its states have inputs.
             Without effect for kernels that update states in place.
+        strided_blocks: whether the model takes a KV cache whose blocks have gaps between them, so that
+            `kv_cache.flatten(2, 3)` is a copy. Where it does not, states and KV of `total_gb` get a fixed
+            half each.
         shard: which part of the KV of a split model this rank holds; `StateTensor.split` says the same of the
             states. None where this rank holds all.
         groups: the ranks that hold the other parts. All ranks take the same decisions.
@@ -45,6 +48,7 @@ class HybridStateSpec:
     device: torch.device
     separate_states: bool = True
     replays: bool = False
+    strided_blocks: bool = False
     shard: ModelShard | None = None
     groups: ParallelGroups = field(default_factory=ParallelGroups)
     model: str = ""
@@ -71,6 +75,7 @@ class HybridStateSpec:
         set_field(self, "device", device("device", self.device))
         boolean("separate_states", self.separate_states)
         boolean("replays", self.replays)
+        boolean("strided_blocks", self.strided_blocks)
         if self.shard is not None:
             instance("shard", self.shard, ModelShard)
         instance("groups", self.groups, ParallelGroups)

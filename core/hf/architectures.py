@@ -244,6 +244,7 @@ def state_spec(
         device=torch.device(device),
         separate_states=separate_states,
         replays=separate_states,
+        strided_blocks=True,
         model=f"{config.model_type} {config.to_diff_dict()}",
     )
 

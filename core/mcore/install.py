@@ -53,7 +53,7 @@ def install(
     Args:
         plan: which states are taken; None for `CheckpointPlan()`. Building a context raises ValueError where
             the plan's intervals are no multiples of its block.
-        eviction: "lru" or "ref_zero" for states; None: what the host's configuration says.
+        eviction: "value", "lru" or "ref_zero" for states; None: what the host's configuration says.
         cache_answers: also hash and register what is generated, and take its states, for the next turn.
         strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
             know; False warns, names the faults that come back, and leaves alone what belongs together with

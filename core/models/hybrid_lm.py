@@ -152,6 +152,7 @@ class HybridLM(nn.Module):
             device=device,
             separate_states=kernels.SEPARATE_STATES,
             replays=kernels.SEPARATE_STATES,
+            strided_blocks=True,
             shard=shard,
             groups=self.groups,
             model=f"{config}, {self.weights_name}",

@@ -151,6 +151,9 @@ class MissWatch:
 
     def _more_slots(self, number: int) -> str:
         number = max(1, number)
+        if self._config.total_gb is not None:
+            gb = number * self._slot_bytes / GIGABYTE
+            return f"raise total_gb by up to {gb:.3g}: the {number} states lost meanwhile"
         if self._config.prefix_caching_mamba_gb is not None:
             gb = number * self._slot_bytes / GIGABYTE
             return f"raise prefix_caching_mamba_gb by up to {gb:.3g}: the {number} states lost meanwhile"
@@ -158,6 +161,9 @@ class MissWatch:
 
     def _more_blocks(self, number: int) -> str:
         number = max(1, number)
+        if self._config.total_gb is not None:
+            gb = number * self._kv_block_bytes / GIGABYTE
+            return f"raise total_gb by up to {gb:.3g}: the {number} KV blocks lost meanwhile"
         if self._config.buffer_size_gb is not None:
             gb = number * self._kv_block_bytes / GIGABYTE
             return f"raise buffer_size_gb by up to {gb:.3g}: the {number} KV blocks lost meanwhile"

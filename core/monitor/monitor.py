@@ -91,7 +91,6 @@ class Monitor:
         config, context = engine.config, engine.context
         stats = engine.stats()
         self._num_slots = context.prefix_cache.slots.num_slots
-        self._num_kv_blocks = context.kv_block_allocator.total_count
         self._grid = context.spec.grid
         self._state_bytes = context.spec.slot_bytes
         self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
@@ -331,7 +330,7 @@ class Monitor:
         num_free, num_cached = cache.num_free_kv_blocks, cache.num_cached_kv_blocks
         return {
             "states": {
-                "total": self._num_slots,
+                "total": cache.num_committed_slots + cache.num_reserved_slots + cache.num_free_slots,
                 "pinned": cache.num_pinned_slots,
                 "committed": cache.num_committed_slots,
                 "reserved": cache.num_reserved_slots,
@@ -340,7 +339,7 @@ class Monitor:
                 "bytes_each": self._state_bytes,
             },
             "kv": {
-                "total": self._num_kv_blocks,
+                "total": cache.num_held_kv_blocks + num_cached + num_free,
                 "held": cache.num_held_kv_blocks,
                 "cached": num_cached,
                 "free": num_free,

@@ -98,7 +98,7 @@ class EngineReplay:
             resumed_tokens=stats.num_resumed_tokens,
             lost_by_reason=lost,
             num_states_taken=stats.num_states_committed,
-            state_capacity=self.context.prefix_cache.slots.num_slots,
+            state_capacity=stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots,
             resumed_lengths=tuple(self._resumed),
         )
 

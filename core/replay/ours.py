@@ -73,17 +73,24 @@ def spec_of(shape: ModelShape) -> HybridStateSpec:
         kv_dtype=torch.bfloat16,
         vocab_size=(1 << 31) - 1,
         device=torch.device("cpu"),
+        strided_blocks=True,
         model=shape.name,
     )
 
 
 def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) -> InferenceConfig:
-    """The configuration of an engine in this setting, with `changes`, for all requests of the trace."""
-    return _config(trace, setting, pool_counts(setting), changes)
+    """The configuration of an engine in this setting, with `changes`, for all requests of the trace.
+
+    Out of a total, states and KV share one memory, as far as live and cached states have one encoding.
+    """
+    shape = setting.shape
+    if setting.total_gb is None or shape.durable_state_bytes != shape.state_bytes:
+        return _config(trace, setting, pool_counts(setting), changes)
+    return _config(trace, setting, None, {"total_gb": setting.total_gb} | dict(changes))
 
 
 def _config(
-    trace: Trace, setting: ReplaySetting, counts: PoolCounts, changes: Mapping[str, Any]
+    trace: Trace, setting: ReplaySetting, counts: PoolCounts | None, changes: Mapping[str, Any]
 ) -> InferenceConfig:
     longest = max((len(one.prompt) + len(one.answer) for one in trace.requests), default=0)
     sizes: dict[str, Any] = {
@@ -91,9 +98,13 @@ def _config(
         "max_requests": setting.max_requests,
         "max_tokens": setting.max_tokens,
         "max_sequence_length": max(longest, setting.block_size_tokens + 1),
-        "num_kv_blocks": counts.num_kv_blocks,
-        "num_mamba_slots": counts.num_slots,
     }
+    if counts is not None:
+        sizes |= {"num_kv_blocks": counts.num_kv_blocks, "num_mamba_slots": counts.num_slots}
+    if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts
+        shape = setting.shape
+        sizes["host_cache_gb"] = setting.host_gb * shape.state_bytes / shape.durable_state_bytes
+        sizes["host_cache_min_tokens"] = 1
     return InferenceConfig(**(sizes | dict(changes)))
 
 

@@ -9,6 +9,7 @@ from .answer import budget_of
 from .cells import CellResult
 from .ours import UNLIMITED
 from .report import unlimited_shares
+from .rows import GROUPS
 
 _OWN = "ours"
 
@@ -67,7 +68,7 @@ def _style(row: str, number: int, colours: Sequence[Any]) -> dict[str, Any]:
     return {
         "color": "black" if own else colours[number % len(colours)],
         "linewidth": 2.4 if own else 1.2,
-        "linestyle": "-" if number < len(colours) else "--",
+        "linestyle": "--" if row in GROUPS["ceiling"] else "-",
         "marker": "o",
         "markersize": 5 if own else 3,
         "zorder": 4 if own else 3,

@@ -52,7 +52,7 @@ def _lines(results: Sequence[CellResult]) -> Iterable[str]:
     heads = [_head(setting) for setting in settings]
     rows = list(dict.fromkeys(one.cell.row for one in cells))
     left = max(map(len, [*rows, _UNLIMITED])) + 2
-    widths = [max(len(head), 11) + 2 for head in heads]
+    widths = [max(len(head), 12) + 2 for head in heads]
     yield "row".ljust(left) + "".join(head.rjust(width) for head, width in zip(heads, widths, strict=True))
     known = {(one.cell.row, one.cell.setting): one for one in cells}
     for row in rows:

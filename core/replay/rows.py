@@ -1,22 +1,12 @@
 """All rows of the table, by name."""
 
 from collections.abc import Iterable
-from importlib import import_module
-from importlib.util import find_spec
 
+from .ceiling import CEILING
 from .ours import OURS, UNLIMITED
+from .peers import PEERS
 from .setting import ReplayRow
 
-
-def _rows_of(module: str, name: str) -> tuple[ReplayRow, ...]:
-    """The rows of a module beside this one; none where it is not there."""
-    full_name = f"{__package__}.{module}"
-    rows: tuple[ReplayRow, ...] = getattr(import_module(full_name), name) if find_spec(full_name) else ()
-    return rows
-
-
-PEERS = _rows_of("peers", "PEERS")
-CEILING = _rows_of("ceiling", "CEILING")
 ROWS: dict[str, ReplayRow] = {row.name: row for row in (*OURS, *PEERS, *CEILING, UNLIMITED)}
 """In the order of the table: ours, the peers, those that know the trace, and the one with all memory."""
 GROUPS = {

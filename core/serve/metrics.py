@@ -131,6 +131,27 @@ def _states(cache: CacheStats) -> Iterator[Metric]:
         cache.num_states_evicted_unused,
     )
     yield _ages("mambaslots_state_eviction_age_seconds", "Last use to eviction of states.", cache.state_ages)
+    tiers = cache.tiers
+    yield _gauges(
+        "mambaslots_tier_states",
+        "Copies of states in host memory and on the disk.",
+        "tier",
+        {"host": tiers.num_host_states, "disk": tiers.num_disk_states},
+    )
+    from_disk = tiers.num_states_fetched_from_disk
+    yield _counters(
+        "mambaslots_tier_states_fetched",
+        "States that came back to the device, by where they were.",
+        "tier",
+        {"host": tiers.num_states_fetched - from_disk, "disk": from_disk},
+    )
+    damaged = tiers.host_copies_left_by_cause["damaged"], tiers.disk_copies_left_by_cause["damaged"]
+    yield _counters(
+        "mambaslots_tier_copies_damaged",
+        "Copies of states whose bytes were not those that were stored.",
+        "tier",
+        dict(zip(("host", "disk"), damaged, strict=True)),
+    )
 
 
 def _kv_blocks(cache: CacheStats) -> Iterator[Metric]:

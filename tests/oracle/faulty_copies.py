@@ -34,11 +34,11 @@ class FaultyCopies:
         self.num_faults += fails
         return fails
 
-    def store(self, slot: int, host_slot: int, key: int) -> None:
+    def store(self, slot: int, host_slot: int, serial: int) -> None:
         self._work()
         if self._fails():
             raise CopyFailedError
-        self._late.append((self._copies._row_of(slot).clone(), host_slot, key))
+        self._late.append((self._copies._row_of(slot).clone(), host_slot, serial))
         self._work()
 
     def _work(self) -> None:
@@ -47,8 +47,8 @@ class FaultyCopies:
         for _ in range(self._random.randint(0, len(self._late))):
             self._make(*self._late.pop())
 
-    def _make(self, row: Tensor, host_slot: int, key: int) -> None:
-        self._copies._keep(row, host_slot, key)
+    def _make(self, row: Tensor, host_slot: int, serial: int) -> None:
+        self._copies._keep(row, host_slot, serial)
         if self._fails():
             self._spoil(self._copies.rows[host_slot])
 
@@ -56,20 +56,20 @@ class FaultyCopies:
         if len(row):
             row[self._random.randrange(len(row))] ^= 1 << self._random.randrange(8)
 
-    def fetch(self, host_slot: int, slot: int, key: int) -> bool:
+    def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
         self._work()
         if self._fails():
             self._spoil(self._copies._row_of(slot))
             raise CopyFailedError
-        return self._copies.fetch(host_slot, slot, key)
+        return self._copies.fetch(host_slot, slot, serial)
 
-    def save(self, host_slot: int, file: int, key: int) -> None:
+    def save(self, host_slot: int, file: int, serial: int) -> None:
         if self._fails():
             raise CopyFailedError
-        self._copies.save(host_slot, file, key)
+        self._copies.save(host_slot, file, serial)
 
-    def load(self, file: int, host_slot: int, key: int) -> bool:
-        return not self._fails() and self._copies.load(file, host_slot, key)
+    def load(self, file: int, host_slot: int, serial: int) -> bool:
+        return not self._fails() and self._copies.load(file, host_slot, serial)
 
     def delete(self, files: Sequence[int] | None) -> None:
         self._copies.delete(files)

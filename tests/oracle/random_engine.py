@@ -77,7 +77,7 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
         num_kv_blocks=fewest + random.choice([0, 0, 2, 6, fewest, 4 * fewest]),
         num_mamba_slots=random.choice([1, 2, 3, 6, 15, 40]),
         enable_chunked_prefill=chunked,
-        prefix_caching_eviction_policy=random.choice(["lru", "ref_zero"]),
+        prefix_caching_eviction_policy=random.choice(["value", "lru", "ref_zero"]),
         checkpoint_plan=random_plan(random, block),
         num_speculative_tokens=drafts,
         async_scheduling=not drafts and random.random() < 0.5,

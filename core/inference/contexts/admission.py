@@ -6,6 +6,7 @@ from dataclasses import replace
 from ...config import InferenceConfig
 from ...errors import RequestOverflowError
 from ..policies.checkpoint_plan import Boundary
+from ..policies.parting_depths import PartingDepths
 from .holding import Holding
 from .prefix_cache import PrefixCache
 from .prefix_match import PrefixMatch
@@ -13,6 +14,9 @@ from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates
 from .request_step import RequestStep
+
+_KNOWN_BLOCKS = 2
+"""Blocks of earlier prompts that `PartingDepths` knows, as a multiple of the KV blocks."""
 
 
 class Admission:
@@ -35,6 +39,7 @@ class Admission:
         self._cache = cache
         self._rows = rows
         self._states = states
+        self._partings: PartingDepths | None = None  # from the first plan on that asks
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
@@ -56,17 +61,13 @@ class Admission:
             raise RequestOverflowError(self._rows.num_rows + 1, self._rows.num_rows)
         match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
-        start = max(num_computed, match.resume_tokens)
+        if self._fetch(request, match, num_computed, token_budget):
+            match = self.match(request)
+        ahead = match.resume_tokens > num_computed
+        start = match.resume_tokens if ahead else num_computed
         stop = self._stop(start, len(request.tokens), token_budget)
         if stop <= start or not self._affords(request, match, stop):
             return None
-        if self._fetch(request, match, num_computed):
-            match = self.match(request)
-            start = max(num_computed, match.resume_tokens)
-            stop = self._stop(start, len(request.tokens), token_budget)
-            if stop <= start or not self._affords(request, match, stop):
-                return None
-        ahead = match.resume_tokens > num_computed
         if holding is None:
             if not self._has_slots(match.resume_slot):
                 return None
@@ -74,10 +75,11 @@ class Admission:
             limit = request.max_resume_tokens
             num_tokens = len(request.tokens) if limit is None else min(len(request.tokens), limit + 1)
             self._cache.note_arrival(holding.path, num_tokens, again=request.num_counted > 0)
+            self._plan_partings(request, holding, start)
         self._cache.hold(holding.path, match)
-        self._cache.grow(holding.path, self._num_blocks(stop))
-        if ahead:
+        if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)
+        self._cache.grow(holding.path, self._num_blocks(stop))
         if ahead or not num_computed:
             holding.spans = match.spans
         holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)
@@ -91,15 +93,26 @@ class Admission:
             boundaries=self._boundaries(holding, start, stop),
         )
 
-    def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int) -> bool:
-        """Bring a deeper state than the match has back from host memory or disk, where that is worth it."""
+    def _fetch(
+        self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int, token_budget: int
+    ) -> bool:
+        """Bring back a deeper state than the match has, for a request that can go on at once.
+
+        Returns:
+            Whether the match is to be made again.
+        """
         tier, holding = self._cache.tier, request.holding
         if tier is None or (holding is not None and not holding.path.shares):
             return False
-        limit = len(request.tokens) - 1
+        start, length, size = max(num_computed, match.resume_tokens), len(request.tokens), self._block_size
+        stop = self._stop(start, length, token_budget)
+        if stop <= start or not self._affords(request, match, stop):
+            return False
+        if holding is None and not self._has_slots(match.resume_slot):
+            return False
+        limit = length - 1
         if request.max_resume_tokens is not None:
             limit = min(limit, request.max_resume_tokens)
-        size, start = self._block_size, max(num_computed, match.resume_tokens)
         num_reachable = min(len(match.blocks), limit // size)
         return tier.bring_back(
             self._cache.slots, match.blocks[:num_reachable], request.hashes.keys, start, size
@@ -183,11 +196,25 @@ class Admission:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
+    def _plan_partings(self, request: DynamicInferenceRequest, holding: Holding, start: int) -> None:
+        """Count where an admitted prompt parts from earlier ones; plan where later ones may part from it."""
+        path, size = holding.path, self._block_size
+        if not (path.shares and path.plan.learned):
+            return
+        if self._partings is None:
+            self._partings = PartingDepths(size, _KNOWN_BLOCKS * self._cache.kv_blocks.total_count)
+        last = (len(request.tokens) - 1) // size
+        if not request.num_counted:
+            self._partings.learn(request.hashes.keys, last)
+        depths = self._partings.depths(start // size, last)
+        holding.parting_tokens = tuple(depth * size for depth in depths)
+
     def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] whose states the request's plan takes."""
         if not holding.path.shares or start // self._block_size == stop // self._block_size:
             return ()
         return holding.path.plan.boundaries(
+            parting_tokens=holding.parting_tokens,
             start=start,
             stop=stop,
             prompt_tokens=holding.prefill_length,

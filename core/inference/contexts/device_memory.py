@@ -1,5 +1,6 @@
 """The tensors of a context's two pools."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from ...state_encoding import TensorEncoding
 from ...state_spec import HybridStateSpec
 from ...tensor_validation import addressable
+from ..policies.memory_division import MemoryDivision, UnitSizes
 from .input_pool import InputPool
 from .state_pool import StatePool
 
@@ -17,7 +19,9 @@ class DeviceMemory:
     """KV of all blocks, and live and durable states, on the model's device.
 
     Attributes:
-        kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim].
+        kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim]. A layer's part
+            of a block is contiguous. With a division, all layers of a block stand together, and blocks have
+            gaps between them.
         state_pool: live states, then durable states; with encodings live states, then staging slots.
         durable_pool: what holds the durable states: `state_pool`, or with encodings a pool of their own.
             Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
@@ -33,23 +37,29 @@ class DeviceMemory:
         num_live_slots: int,
         num_durable_slots: int,
         input_pool: InputPool | None = None,
+        is_shared: bool = False,
+        division: MemoryDivision | None = None,
         encodings: Sequence[TensorEncoding] = (),
         num_staging_slots: int = 0,
-        is_shared: bool = False,
     ) -> None:
         """
         Args:
+            spec, num_kv_blocks, block_size_tokens, num_live_slots, num_durable_slots: sizes.
             input_pool: for decodes by replay; None for others.
+            is_shared: whether live and durable states share their slots; not with encodings.
+            division: of one memory that states and KV share; None where each has its own, as with encodings.
             encodings: how durable slots store states; empty: as live slots do.
             num_staging_slots: with encodings, slots of `state_pool` beside the live ones.
-            is_shared: whether live and durable states share their slots; not with encodings.
         """
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size_tokens
-        self.kv_cache = self._new_kv_cache()
+        self._division = division
         num_others = num_staging_slots if encodings else num_durable_slots
-        self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device, is_shared)
+        self._num_slots = num_live_slots + num_others
+        self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block_size_tokens))
+        self.kv_cache, states = self._new_memory()
+        self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device, is_shared, states)
         self.durable_pool = self.state_pool
         if encodings:
             tensors = [tensor for encoding in encodings for tensor in encoding.tensors]
@@ -57,14 +67,33 @@ class DeviceMemory:
         self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
 
-    def _new_kv_cache(self) -> torch.Tensor:
+    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
+    def _new_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """KV, and the slots of states where they share KV's memory."""
         spec, num_blocks = self._spec, self._num_kv_blocks
         shape = (
             spec.num_attention_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
-        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-            return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
+        if self._division is None:
+            return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device), None
+        return self._views(self._division, shape)
+
+    def _views(
+        self, division: MemoryDivision, shape: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """KV of this shape and slots in one memory, as the division says. Both name all of its units."""
+        sizes, dtype = self._sizes, self._spec.kv_dtype
+        num_bytes = division.total_bytes(sizes)
+        addressable("total_gb", num_bytes, (num_bytes,), torch.uint8)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._spec.device)
+        stride = division.shape.slot_stride(sizes)
+        slots = memory.view(self._num_slots, stride)[:, : sizes.slot]
+        units = memory[division.num_fixed_slots * stride :].view(dtype)
+        part = math.prod(shape[3:])
+        block = division.shape.block_stride(sizes) // dtype.itemsize
+        strides = 2 * part, part, block, math.prod(shape[4:]), shape[5], 1
+        return units.as_strided(shape, strides), slots
 
     def allocate(self) -> None:
         """Make the tensors again, as zeros, after `free`; their addresses are new.
@@ -74,15 +103,15 @@ class DeviceMemory:
         if not self.allocated:
             self.free()  # what an interrupted call has left
             # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            kv_cache, states, durable, inputs = (
-                self._new_kv_cache(), self.state_pool.new_memory(),
+            (kv_cache, states), durable, inputs = (
+                self._new_memory(),
                 self.durable_pool.new_memory() if self._has_encoded_states else None,
                 self.input_pool.new_tensors(),
             )  # fmt: skip
-            self.kv_cache = kv_cache
-            self.state_pool.put(states)
+            self.state_pool.put(self.state_pool.new_memory() if states is None else states)
             if durable is not None:
                 self.durable_pool.put(durable)
+            self.kv_cache = kv_cache
             self.input_pool.put(inputs)
             self.allocated = True
 
@@ -100,25 +129,37 @@ class DeviceMemory:
 
     def summary(self) -> str:
         """One line that says how many bytes each pool takes, or would take if it were allocated."""
-        pool, num_blocks = self.state_pool, self._num_kv_blocks
-        state = self._spec.slot_bytes / MEBIBYTE
-        kv = num_blocks * self._spec.kv_block_bytes(self._block_size) / MEBIBYTE
+        pool, num_blocks, division = self.state_pool, self._num_kv_blocks, self._division
+        state = self._sizes.slot / MEBIBYTE
+        kv = num_blocks * self._sizes.block / MEBIBYTE
         inputs = self.input_pool
-        durable = self.durable_pool.slot_bytes / MEBIBYTE
-        total = pool.num_slots * state + kv + inputs.num_bytes / MEBIBYTE
-        shared = ", and the live ones of idle rows" if pool.is_shared else ""
-        staging = ""
-        if self._has_encoded_states:
-            total += self.durable_pool.num_durable * durable
-            staging = f"staged states {pool.num_durable} x {state:.3g} MiB; "
+        total, staging = inputs.num_bytes / MEBIBYTE, ""
+        if division is None:
+            total += pool.num_slots * state + kv
+            durable = self.durable_pool.slot_bytes / MEBIBYTE
+            if self._has_encoded_states:
+                total += self.durable_pool.num_durable * durable
+                staging = f"staged states {pool.num_durable} x {state:.3g} MiB; "
+            shared = ", and the live ones of idle rows" if pool.is_shared else ""
+            cached = (
+                f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB{shared}; "
+                f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB"
+            )
+        else:
+            total += division.total_bytes(self._sizes) / MEBIBYTE
+            slots, blocks = division.shape
+            cached = (
+                f"durable states and KV share {division.num_units} units of "
+                f"{division.shape.unit_bytes(self._sizes) / MEBIBYTE:.3g} MiB, each for {slots} x "
+                f"{state:.3g} MiB or {blocks} blocks of {self._block_size} tokens"
+            )
         replayed = ""
         if inputs.slots:
             each = inputs.num_bytes / inputs.slots / MEBIBYTE
             replayed = f"inputs of running requests {inputs.slots} x {each:.3g} MiB; "
         return (
             f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {staging}{replayed}"
-            f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB{shared}; "
-            f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB; "
+            f"{cached}; "
             f"total {total:.4g} MiB on {self._spec.device}"
             f"{'' if self.allocated else ', freed now'}"
         )

@@ -98,7 +98,7 @@ class DurableSlots:
         self._on_evict = on_evict
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
-        self.free = list(range(num_slots))
+        self.free = self._all_free()
         self.reserved: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
@@ -118,6 +118,17 @@ class DurableSlots:
             if eviction_policy == "ref_zero"
             else LRUEviction(clock)
         )
+
+    # ---- a memory that slots share with KV blocks: `UnitSlots` has it
+
+    def _lent_slots(self) -> Sequence[int]:
+        """The slots whose memory holds KV."""
+        return ()
+
+    def _all_free(self) -> list[int]:
+        """All slots but those whose memory holds KV."""
+        lent = set(self._lent_slots())
+        return [slot for slot in range(self.num_slots) if slot not in lent]
 
     # ---- lookup
 
@@ -183,6 +194,7 @@ class DurableSlots:
             while len(wanted) > len(self.free):
                 slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
                 if slot < 0:
+                    key = key if key in wanted else next(reversed(wanted))
                     policy.unplan(key)
                     del wanted[key]
                 else:
@@ -397,7 +409,7 @@ class DurableSlots:
         owned = self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction, self._planned
         for part in owned:
             part.clear()
-        self.free = list(range(self.num_slots))
+        self.free = self._all_free()
         self.version += 1
         self.map.departures.by_cause["reset"] += num_left
         if totals:
@@ -472,6 +484,22 @@ class DurableSlots:
         if self.map.block_of(slot) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
 
+    def mend_order(self) -> None:
+        """Put the eviction policy in order behind an interrupted change: as the maps say, if it is not.
+
+        The policy then knows the states that are there, in the order of their commits, and no ghost.
+        """
+        try:
+            self._eviction.check_integrity(self.map.slots)
+        except Exception:
+            self._eviction.clear()
+            self._planned.clear()
+            self._eviction.insert(*self.map.slots)
+            for key, block in self.map.hash_to_block_id.items():
+                slot = self.map.slot_of(block)
+                if slot >= 0:
+                    self._eviction.name(slot, key, partial(self._keys_to, block))
+
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
         self.map.check_integrity(self._kv_hash)
@@ -479,7 +507,9 @@ class DurableSlots:
         assert len(free) == len(self.free), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
-        num_owned = len(free) + len(reserved) + len(committed) + self.counts.live
+        lent = set(self._lent_slots())
+        assert lent.isdisjoint(free | reserved | committed), "a slot is in use whose memory holds KV"
+        num_owned = len(free) + len(reserved) + len(committed) + self.counts.live + len(lent)
         assert num_owned == self.num_slots, "a slot is nowhere"
         self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
-from ...pool_sizes import PoolSizes
+from ...pool_sizes import PoolSizes, num_live_slots, num_padded_drafts
 from ...state_encoding import encodings_of
 from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from ..policies.compute_reasons import TokenLedger
 from ..policies.departures import Clock
-from ..policies.row_ladder import power_of_two
 from .admission import Admission
 from .device_memory import DeviceMemory
 from .encoded_states import NUM_STAGING_SLOTS, EncodedStates
@@ -77,14 +76,14 @@ class DynamicInferenceContext:
             )
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
-        slots_per_row = 1 if config.replays else 1 + config.num_speculative_tokens
-        num_live_slots = config.max_requests * slots_per_row
+        num_live = num_live_slots(config)
         memory_spec, dtype = self._spec_of_memory(), config.durable_state_dtype
         self._encodings = encodings_of(memory_spec.states, dtype if config.enable_prefix_caching else None)
         shares = config.enable_prefix_caching and not self._encodings  # live and cached states are alike
         self.memory = DeviceMemory(
-            memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live_slots,
-            sizes.num_mamba_slots, self._new_input_pool(), self._encodings, NUM_STAGING_SLOTS, shares,
+            memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live,
+            sizes.num_mamba_slots, self._new_input_pool(), shares, sizes.division,
+            self._encodings, NUM_STAGING_SLOTS,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -93,13 +92,14 @@ class DynamicInferenceContext:
             config.prefix_caching_eviction_policy,
             config.enable_prefix_caching,
             clock,
-            num_live_slots if shares else 0,
+            num_live if shares else 0,
             tier_of(config, spec, self.memory.durable_pool),
+            sizes.division,
         )
         self.mamba_metadata = (
-            SharedLiveSlots(config.max_requests, num_live_slots, self.prefix_cache.slots)
+            SharedLiveSlots(config.max_requests, num_live, self.prefix_cache.slots)
             if shares
-            else MambaMetadata(config.max_requests, num_live_slots)
+            else MambaMetadata(config.max_requests, num_live)
         )
         self._states = self._new_states()
         self._empty_rows()
@@ -144,7 +144,7 @@ class DynamicInferenceContext:
                 f"max_tokens is {config.max_tokens}; accepted with {setting}: at least {self._chunk_size}, "
                 "one chunk, because a prompt is cut at multiples of it"
             )
-        num_drafts = power_of_two(1 + config.num_speculative_tokens) - 1  # rows of decodes may be padded
+        num_drafts = num_padded_drafts(config)
         return InputPool(spec.states, config.max_requests, self._chunk_size, num_drafts, spec.device)
 
     def _new_states(self) -> RequestStates:

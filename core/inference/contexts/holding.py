@@ -27,6 +27,8 @@ class Holding:
             `Admission` writes this field.
         spans: why the prompt tokens after the last resume point are computed; only `Admission` writes this
             field.
+        parting_tokens: where later prompts are expected to part from the prompt; None where the plan does not
+            ask. Only `Admission` writes this field.
     """
 
     row: int
@@ -37,6 +39,7 @@ class Holding:
     state_index: int = -1
     branch_tokens: int = 0
     spans: tuple[Span, ...] = ()
+    parting_tokens: tuple[int, ...] | None = None
 
     @property
     def decoding(self) -> bool:

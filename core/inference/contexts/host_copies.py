@@ -26,7 +26,7 @@ class HostCopies:
 
     A checksum of each row stays on the device, of the bytes that were put aside. It is computed again from
     the durable slot once a state is back there, so that it covers the bus, host memory and the disk. The
-    state's prefix hash is a part of it: a row that holds another state is not taken for this one. On a CPU
+    copy's serial number is a part of it: a row that holds another copy is not taken for this one. On a CPU
     the copies are plain ones.
 
     Attributes:
@@ -73,12 +73,12 @@ class HostCopies:
 
     # ---- out
 
-    def store(self, slot: int, host_slot: int, key: int) -> None:
+    def store(self, slot: int, host_slot: int, serial: int) -> None:
         """Copy a durable slot to a row. The slot may be written once this call returns, in stream order."""
         self._versions[host_slot] += 1
         row = self._row_of(slot)
         if self._stream is None:
-            self._keep(row, host_slot, key)
+            self._keep(row, host_slot, serial)
             return
         with on_device_of(self._device):
             stage = self._next_stage
@@ -90,12 +90,12 @@ class HostCopies:
             staged.copy_(row)
             self._stream.wait_event(step.record_event())
             with torch.cuda.stream(self._stream):
-                self._keep(staged, host_slot, key)
+                self._keep(staged, host_slot, serial)
             self._left[stage] = self._stored[host_slot] = self._stream.record_event()
 
-    def _keep(self, row: Tensor, host_slot: int, key: int) -> None:
+    def _keep(self, row: Tensor, host_slot: int, serial: int) -> None:
         self.rows[host_slot].copy_(row, non_blocking=True)
-        self._sums[host_slot] = self._checksum(row, key)
+        self._sums[host_slot] = self._checksum(row, serial)
         if self._sums_for_files is not None:
             self._sums_for_files[host_slot].copy_(self._sums[host_slot], non_blocking=True)
 
@@ -114,26 +114,26 @@ class HostCopies:
 
     # ---- back
 
-    def fetch(self, host_slot: int, slot: int, key: int) -> bool:
+    def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
         """Copy a row to a durable slot; synchronises this object's stream."""
         row = self._row_of(slot)
         if self._stream is None:
-            return self._bring(row, host_slot, key)
+            return self._bring(row, host_slot, serial)
         with on_device_of(self._device):
             step = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(step)  # a step may still read what the slot held
             with torch.cuda.stream(self._stream):
-                good = self._bring(row, host_slot, key)
+                good = self._bring(row, host_slot, serial)
             step.wait_stream(self._stream)
         return good
 
-    def _bring(self, row: Tensor, host_slot: int, key: int) -> bool:
+    def _bring(self, row: Tensor, host_slot: int, serial: int) -> bool:
         row.copy_(self.rows[host_slot], non_blocking=True)
-        return bool(self._checksum(row, key) == self._sums[host_slot])
+        return bool(self._checksum(row, serial) == self._sums[host_slot])
 
     # ---- files
 
-    def save(self, host_slot: int, file: int, key: int) -> None:
+    def save(self, host_slot: int, file: int, serial: int) -> None:
         """Write a row to a file once it is complete; the file is left out where the row is written before."""
         if self._files is not None and self._sums_for_files is not None:
             versions, version = self._versions, self._versions[host_slot]
@@ -145,15 +145,15 @@ class HostCopies:
                 value = int(sums[host_slot])
                 return value if versions[host_slot] == version else None
 
-            self._files.save(file, key, self.rows[host_slot], checksum)
+            self._files.save(file, serial, self.rows[host_slot], checksum)
 
-    def load(self, file: int, host_slot: int, key: int) -> bool:
+    def load(self, file: int, host_slot: int, serial: int) -> bool:
         """Read a file into a row; waits for the copies under way, which may write to the row."""
         if self._files is None:
             return False
         self._synchronise()
         self._versions[host_slot] += 1
-        checksum = self._files.load(file, key, self.rows[host_slot])
+        checksum = self._files.load(file, serial, self.rows[host_slot])
         if checksum is None:
             return False
         self._sums[host_slot] = checksum
@@ -170,24 +170,25 @@ class HostCopies:
     ) -> tuple[float, float]:
         """How long it takes to bring a state back from host memory, and from a file.
 
-        Writes to the first row and the first file; the first durable slot keeps its bytes.
+        Writes to the first row and the first file, under the serial number 0. The first durable slot keeps
+        its bytes.
 
         Args:
             from_file: whether files are tried; else their time is 0.
             best_of: runs work and tells its seconds.
         """
-        self.store(0, 0, 1)
+        self.store(0, 0, 0)
         self._synchronise()
-        from_host = best_of(lambda: self.fetch(0, 0, 1))
+        from_host = best_of(lambda: self.fetch(0, 0, 0))
         if not from_file or self._files is None:
             return from_host, 0.0
         files = self._files
-        self.save(0, 0, 1)
+        self.save(0, 0, 0)
         files.wait()
 
         def read() -> None:
             files.forget_pages(0)
-            self.load(0, 0, 1)
+            self.load(0, 0, 0)
 
         seconds = best_of(read)
         files.delete([0])

@@ -18,23 +18,22 @@ class StateCopies(Protocol):
 
     None of the calls makes the caller wait for a copy, except `fetch` and `load`, whose bytes the caller
     needs next. What `store` and `save` could not copy, or have not copied yet, `fetch` and `load` refuse:
-    they may answer False at any time, and never True for other bytes than were stored under the same key.
+    they may answer False at any time, and never True for other bytes than were stored under the same serial
+    number. No two states are stored under one number, so that no former content of a slot is taken for
+    another.
     """
 
-    def store(self, slot: int, host_slot: int, key: int) -> None:
-        """Copy a durable slot to host memory. Behind the call the slot may be written, in stream order.
+    def store(self, slot: int, host_slot: int, serial: int) -> None:
+        """Copy a durable slot to host memory. Behind the call the slot may be written, in stream order."""
 
-        `key`: a part of the copy's checksum.
-        """
+    def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
+        """Copy back; whether the durable slot now holds the bytes that were stored under `serial`."""
 
-    def fetch(self, host_slot: int, slot: int, key: int) -> bool:
-        """Copy back; whether the durable slot now holds the bytes that were stored under `key`."""
-
-    def save(self, host_slot: int, file: int, key: int) -> None:
+    def save(self, host_slot: int, file: int, serial: int) -> None:
         """Write a slot of host memory to a file, some time."""
 
-    def load(self, file: int, host_slot: int, key: int) -> bool:
-        """Read a file; whether it was written under `key`, and whole."""
+    def load(self, file: int, host_slot: int, serial: int) -> bool:
+        """Read a file; whether it is whole, and was written under `serial`."""
 
     def delete(self, files: Sequence[int] | None) -> None:
         """Remove these files, or all."""
@@ -46,14 +45,14 @@ class StateCopies(Protocol):
 class NullCopies:
     """Copies nothing, and finds every copy good: for books without tensors."""
 
-    def store(self, slot: int, host_slot: int, key: int) -> None: ...
+    def store(self, slot: int, host_slot: int, serial: int) -> None: ...
 
-    def fetch(self, host_slot: int, slot: int, key: int) -> bool:
+    def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
         return True
 
-    def save(self, host_slot: int, file: int, key: int) -> None: ...
+    def save(self, host_slot: int, file: int, serial: int) -> None: ...
 
-    def load(self, file: int, host_slot: int, key: int) -> bool:
+    def load(self, file: int, host_slot: int, serial: int) -> bool:
         return True
 
     def delete(self, files: Sequence[int] | None) -> None: ...
@@ -106,6 +105,7 @@ class HostTier:
         self.num_failed_stores = 0
         self.on_left: Callable[[Sequence[int]], None] = lambda keys: None
         self._agree = agree
+        self._serial = 0
 
     def __contains__(self, key: int) -> bool:
         """Whether there is a copy under this hash."""
@@ -147,14 +147,15 @@ class HostTier:
             host_slot = self._take(self.host)
             if host_slot < 0:
                 continue
+            self._serial = serial = self._serial + 1
             try:
-                self.copies.store(slot, host_slot, key)
+                self.copies.store(slot, host_slot, serial)
             except Exception:
                 self._note_failure()
-            self.host.publish(key, host_slot)  # also what failed, so that ranks agree
-            self._save(host_slot, key)
+            self.host.publish(key, host_slot, serial)  # also what failed, so that ranks agree
+            self._save(host_slot, key, serial)
 
-    def _save(self, host_slot: int, key: int) -> None:
+    def _save(self, host_slot: int, key: int, serial: int) -> None:
         if key in self.files:
             self.files.use(key)
             return
@@ -162,10 +163,10 @@ class HostTier:
         if file < 0:
             return
         try:
-            self.copies.save(host_slot, file, key)
+            self.copies.save(host_slot, file, serial)
         except Exception:
             self._note_failure()
-        self.files.publish(key, file)
+        self.files.publish(key, file, serial)
 
     def _take(self, tier: TierSlots) -> int:
         slot, left = tier.take()
@@ -203,10 +204,12 @@ class HostTier:
             block_size_tokens: tokens of a block.
 
         Returns:
-            Whether one of the blocks has a state now that had none before.
+            Whether states have come or gone, so that matches are to be made again. That is so, too, where the
+                copies were bad: another state may have left for them.
         """
+        changed = False
         if not (self.host or self.files):
-            return False
+            return changed
         for depth in range(len(blocks), -(-start // block_size_tokens), -1):
             key, block = keys[depth - 1], blocks[depth - 1]
             if self._is_worth(key, depth * block_size_tokens - start) and block not in slots.map:
@@ -215,12 +218,13 @@ class HostTier:
                     (slot,) = slots.reserve([block])
                 except MambaSlotCapacityError:
                     self._unpin()
-                    return False
+                    return changed
+                changed = True
                 if self._fetch(key, slot):
                     slots.commit([slot])
                     return True
                 slots.release([slot])
-        return False
+        return changed
 
     def _is_worth(self, key: int, num_tokens: int) -> bool:
         """Whether there is a copy under `key` that is worth its way where it saves `num_tokens`."""
@@ -246,7 +250,9 @@ class HostTier:
         """
         from_file = key not in self.host
         try:
-            good = (not from_file or self._load(key)) and self.copies.fetch(self.host.slot_of(key), slot, key)
+            good = not from_file or self._load(key)
+            if good:
+                good = self.copies.fetch(self.host.slot_of(key), slot, self.host.serial_of(key))
         except Exception:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
             good = False
@@ -264,9 +270,10 @@ class HostTier:
         host_slot = self._take(self.host)
         if host_slot < 0:
             return False
-        self.host.publish(key, host_slot)
+        serial = self.files.serial_of(key)
+        self.host.publish(key, host_slot, serial)
         self.host.pin(key)
-        return self.copies.load(self.files.slot_of(key), host_slot, key)
+        return self.copies.load(self.files.slot_of(key), host_slot, serial)
 
     # ---- the whole
 

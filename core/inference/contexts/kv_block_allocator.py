@@ -19,6 +19,7 @@ from ...validation import INT32_MAX, boolean, checked_integers, integer, one_of,
 from ..policies.departures import Clock, KVLeaveCause
 from ..policies.leaf_eviction import LeafEviction
 from ..policies.slot_eviction import EVICTION_POLICIES
+from .free_blocks import BlockStack, FreeBlocks
 from .mirrored import MirroredTensor
 from .prefix_tree import Parent, PrefixTree
 
@@ -83,6 +84,7 @@ class KVBlockAllocator:
         self._timestamps = [0] * self.total_count
         self.leaves = LeafEviction(self._timestamps)
         self._version = 0
+        self._free = self._new_free_blocks()
         zeros = torch.zeros(total_count, dtype=torch.int64, device="cpu")
         self._ref_counts_tensor = MirroredTensor(zeros.to(torch.int32), self._fill_ref_counts)
         self._hashes_tensor = MirroredTensor(zeros - 1, self._fill_hashes)
@@ -91,40 +93,16 @@ class KVBlockAllocator:
 
     def _clear_references(self) -> None:
         self._refs = [0] * self.total_count + [1]  # the tree's origin is always held
+        for block in self._lent_blocks():
+            self._refs[block] = 1
         self._timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
-        self._start_sweep(self.total_count)
+        self._restart_free(self.total_count - len(self._lent_blocks()))
 
-    # ---- the free blocks: those on the stack `_free`, and those from `_sweep` on that nobody uses
-
-    def _start_sweep(self, num_free: int) -> None:
-        """Note that every block is free that is neither held nor registered; O(1)."""
-        self._free: list[int] = []
-        self._sweep = 0
-        self._num_unswept = num_free
-
-    def _take_free(self, num_blocks: int) -> list[int]:
-        """Take free blocks; there must be so many."""
-        refs, parents = self._refs, self.tree.parents
-        while len(self._free) < num_blocks:
-            stop = min(self._sweep + max(num_blocks, 256), self.total_count)
-            found = [b for b in range(stop - 1, self._sweep - 1, -1) if not refs[b] and parents[b] < 0]
-            self._free[:0] = found
-            self._num_unswept -= len(found)
-            self._sweep = stop
-        cut = len(self._free) - num_blocks
-        blocks = self._free[cut:][::-1]
-        del self._free[cut:]
-        return blocks
-
-    def _add_free(self, blocks: list[int]) -> None:
-        """Note that these blocks, which nobody holds any more and which are not registered, are free."""
-        if self._sweep < self.total_count:
-            swept = [block for block in blocks if block < self._sweep]
-            self._num_unswept += len(blocks) - len(swept)
-            blocks = swept
-        self._free.extend(blocks)
+    def _restart_free(self, num_free: int) -> None:
+        """Note that every block is free that is neither held nor registered."""
+        self._free.restart(num_free, self._refs, self.tree.parents)
 
     # ---- the tensors
 
@@ -157,14 +135,17 @@ class KVBlockAllocator:
     @property
     def references(self) -> dict[int, int]:
         """The reference counts of the held blocks."""
-        return {block: count for block, count in enumerate(self._refs[: self.total_count]) if count}
+        held = {block: count for block, count in enumerate(self._refs[: self.total_count]) if count}
+        for block in self._lent_blocks():
+            held.pop(block, None)
+        return held
 
     # ---- how much there is
 
     @property
     def total_avail(self) -> int:
         """The number of free blocks; cached blocks do not count."""
-        return len(self._free) + self._num_unswept
+        return len(self._free)
 
     @property
     def cached_count(self) -> int:
@@ -175,11 +156,36 @@ class KVBlockAllocator:
     def held_count(self) -> int:
         return self.total_count - self.total_avail - self._num_cached
 
-    def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
-        """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held."""
+    # ---- a memory that blocks share with states: `SharedKVBlocks` has it
+
+    def _new_free_blocks(self) -> FreeBlocks:
+        return BlockStack(self.total_count)
+
+    def _lent_blocks(self) -> Sequence[int]:
+        """The blocks whose memory holds states. They have a reference, which nobody counts as held."""
+        return ()
+
+    def _num_blocks_to_borrow(self, keep_slots: Sequence[int] | None) -> int:
+        """How many blocks `_borrow` could add at most to those that are free or cached."""
+        return 0
+
+    def _borrow(self, num_blocks: int) -> None:
+        """Add free blocks until so many are free, or until it is better to evict cached blocks."""
+
+    def is_memory_available(
+        self,
+        num_blocks: int,
+        potential_matched_count: int = 0,
+        keep_slots: Sequence[int] | None = None,
+    ) -> bool:
+        """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held.
+
+        `keep_slots`: slots of states that a request pins before, beside which it takes live slots.
+        """
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
-        return self.total_avail + self._num_cached - matched >= needed
+        missing = needed - (self.total_avail + self._num_cached - matched)
+        return missing <= 0 or missing <= self._num_blocks_to_borrow(keep_slots)
 
     def count_cached(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds; all of them must be registered."""
@@ -194,12 +200,14 @@ class KVBlockAllocator:
             KVBlockCapacityError: too few blocks are free or cached; nothing is evicted.
         """
         num_blocks = integer("num_blocks", num_blocks, 0)
+        if num_blocks > self.total_avail:
+            self._borrow(num_blocks)
         missing = num_blocks - self.total_avail
         if missing > self._num_cached:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self._evict(missing)
-        blocks = self._take_free(num_blocks)
+        blocks = self._free.take(num_blocks, self._refs, self.tree.parents)
         if self.tree.remains:
             self.tree.remains.free(512 + 16 * num_blocks)
         refs = self._refs
@@ -273,7 +281,7 @@ class KVBlockAllocator:
             refs[block] = held
         self._version += 1
         if len(cached) < len(leaving):
-            self._add_free([block for block in reversed(leaving) if parents[block] < 0])
+            self._free.add([block for block in reversed(leaving) if parents[block] < 0])
         cached.reverse()
         self._num_cached += len(cached)
         if self._drops_unheld:
@@ -434,7 +442,7 @@ class KVBlockAllocator:
         hashes = self.tree.deregister(blocks, cause)
         self._version += 1
         self._num_cached -= len(blocks)
-        self._add_free(blocks[::-1])
+        self._free.add(blocks[::-1])
         self._notify(blocks, hashes)
 
     def _put_back(self, blocks: list[int]) -> None:
@@ -468,7 +476,7 @@ class KVBlockAllocator:
         num_free, by_hash = self.total_avail + self._num_cached, self.tree.block_of_hash
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
         self._forget_prefixes()
-        self._start_sweep(num_free)
+        self._restart_free(num_free)
         self._notify(registered, hashes)
 
     def reset(self, *, keep_totals: bool = False) -> None:
@@ -495,15 +503,18 @@ class KVBlockAllocator:
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         registered = set(self.kv_hash_to_block_id.values())
-        unswept = {b for b in range(self._sweep, self.total_count) if not self._refs[b]} - registered
-        free = unswept | set(self._free)
-        assert len(unswept) == self._num_unswept, "the count of free blocks is off"
-        assert len(free) == self.total_avail, "a block is free twice"
+        listed = self._free.listed(self._refs, self.tree.parents)
+        free = set(listed)
+        assert len(listed) == len(free), "a block is free twice"
+        assert len(free) == self.total_avail, "the count of free blocks is off"
         assert not free & registered, "a free block is registered"
         assert all(self._refs[block] == 0 for block in free), "a free block is held"
         held = {block for block in range(self.total_count) if self._refs[block] > 0}
         cached = registered - held
         assert min(self._refs) >= 0, "a reference count is negative"
+        lent = self._lent_blocks()
+        assert registered.isdisjoint(lent), "a registered block's memory holds states"
+        assert all(self._refs[block] == 1 for block in lent), "the memory of a block in use holds states"
         assert len(free) + len(held | registered) == self.total_count, "a block is nowhere"
         assert len(cached) == self._num_cached, "the count of cached blocks is off"
         assert self._refs[self.total_count] == 1, "the origin of all prefixes is not held"

@@ -8,6 +8,7 @@ from ...errors import MambaSlotCapacityError
 from ...validation import shown
 from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
+from .memory_units import MemoryUnits
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +38,22 @@ class PinnedPrefixes:
     """
 
     def __init__(
-        self, slots: DurableSlots, kv_blocks: KVBlockAllocator, max_slots: int | None = None
+        self,
+        slots: DurableSlots,
+        kv_blocks: KVBlockAllocator,
+        max_slots: int | None = None,
+        units: MemoryUnits | None = None,
     ) -> None:
-        """`max_slots`: pins keep so many slots, so that running requests can have the others; None: all."""
-        self.max_slots = slots.num_slots if max_slots is None else max_slots
+        """
+        Args:
+            slots, kv_blocks: where states and KV are.
+            max_slots: pins keep so many slots, so that running requests can have the others; None: all.
+            units: of the memory that slots and blocks share; None where each has its own.
+        """
+        self._max_slots = slots.num_slots if max_slots is None else max_slots
         self._slots = slots
         self._kv_blocks = kv_blocks
+        self._units = units
         self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
         self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
         self._next_id = 0
@@ -68,7 +79,26 @@ class PinnedPrefixes:
         `shared`: distinct blocks that the sequence shares; it can hold these though they are pinned.
         """
         num_shared = sum(map(self._block_references.__contains__, shared))
-        return self._kv_blocks.total_count - self.num_blocks + num_shared
+        return self.num_unpinned_blocks + num_shared
+
+    @property
+    def max_slots(self) -> int:
+        """How many slots pins may keep now, so that running requests can have the others."""
+        return self._max_slots - (self._units.num_lent_slots if self._units else 0)
+
+    @property
+    def num_unpinned_blocks(self) -> int:
+        """How many KV blocks one sequence can surely have beside the pinned ones.
+
+        Where states share the memory of KV, units with pinned states cannot hold KV, and a request needs a
+        few units for its states.
+        """
+        if self._units is not None:
+            num_units = self._units.num_units_for_pins([slot for _, slot in self._held.values()])
+            num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
+            num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
+            return max(0, num_blocks - self.num_blocks)
+        return self._kv_blocks.total_count - self.num_blocks
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state.

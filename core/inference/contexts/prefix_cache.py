@@ -10,18 +10,23 @@ from ...validation import INT32_MAX, boolean, integer, one_of
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import Span
 from ..policies.departures import Clock, KVLeaveCause, StateLeaveCause
+from ..policies.memory_division import MemoryDivision
 from ..policies.prefix_hash import PrefixHashChain
 from ..policies.slot_eviction import EVICTION_POLICIES
+from .borrowing import Borrowing
 from .cached_path import CachedPath, TableRow
 from .host_tier import HostTier
 from .kv_block_allocator import KVBlockAllocator
+from .memory_units import MemoryUnits
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from .prefix_match import PrefixMatch
 from .prefix_matcher import PrefixMatcher
 from .request_step import RequestStep
 from .rolling_states import RollingStates
+from .shared_kv_blocks import SharedKVBlocks
 from .shared_slots import SharedSlots
 from .step_checkpoints import StepCheckpoints
+from .unit_slots import UnitSlots
 
 _CAUSE_OF_STATE: dict[KVLeaveCause, StateLeaveCause] = {
     "new_block": "kv_evicted",
@@ -67,6 +72,7 @@ class PrefixCache:
         clock: Clock = time.monotonic_ns,
         num_live_slots: int = 0,
         tier: HostTier | None = None,
+        division: MemoryDivision | None = None,
     ) -> None:
         """
         Args:
@@ -80,24 +86,33 @@ class PrefixCache:
                 states.
             tier: keeps the states that are evicted for others; None for none. `HostTier(num_slots)` has books
                 alone, for a cache without tensors.
+            division: of the memory that KV and states share; None where each has its own.
         """
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
         num_slots = integer("num_slots", num_slots, 0, INT32_MAX)
         policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
-        self.kv_blocks = KVBlockAllocator(num_kv_blocks, enabled, policy, self._forget_states, clock)
+        forget = self._forget_states
+        units = MemoryUnits(division) if division is not None else None
+        self.kv_blocks = (
+            SharedKVBlocks(units, policy, forget, clock)
+            if units
+            else KVBlockAllocator(num_kv_blocks, enabled, policy, forget, clock)
+        )
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
-        self.slots = SharedSlots(
-            num_slots + num_live_slots if enabled else 0,
-            policy,
-            tree.hash_of,
-            self._note_states_changed,
-            tree.note_ghosts_changed,
-            clock,
-            num_kv_blocks,
-            tree.keys_to,
-            self._spill,
+        book = tree.hash_of, self._note_states_changed, tree.note_ghosts_changed, clock
+        rest = num_kv_blocks, tree.keys_to, self._spill
+        num_all = num_slots + num_live_slots if enabled else 0
+        self.slots = (
+            UnitSlots(units, num_all, policy, *book, *rest)
+            if units
+            else SharedSlots(num_all, policy, *book, *rest)
+        )
+        self._borrowing = (
+            Borrowing(units, self.kv_blocks, self.slots)
+            if units and isinstance(self.kv_blocks, SharedKVBlocks) and isinstance(self.slots, UnitSlots)
+            else None
         )
         self.tier = tier
         leaves.holds_state = self.slots.map.__contains__ if tier is None else self._can_be_resumed
@@ -105,7 +120,7 @@ class PrefixCache:
             tier.on_left = self._note_copies_left
         self._rolling = RollingStates(self.slots)
         self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
-        self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots)
+        self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
     def _spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
@@ -206,7 +221,8 @@ class PrefixCache:
         num_held, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
         num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_held))
-        return self.kv_blocks.is_memory_available(num_missing, self._count_cached(shared))
+        keep = (match.resume_slot,) if match.resume_slot >= 0 else ()
+        return self.kv_blocks.is_memory_available(num_missing, self._count_cached(shared), keep)
 
     def _count_cached(self, blocks: Sequence[int]) -> int:
         """How many of a prefix's consecutive blocks nobody holds; O(log blocks).
@@ -329,6 +345,10 @@ class PrefixCache:
         Returns:
             The steps with their `destinations`.
         """
+        if self._borrowing:
+            states = self.slots.map.hash_to_block_id
+            wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
+            self._borrowing.lend_slots(sum(key not in states for key in wanted))
         return self._checkpoints.reserve(steps, max_inner_states)
 
     def after_verification(
@@ -440,6 +460,8 @@ class PrefixCache:
             pins.update([path.state_slot] if path.state_slot >= 0 else [])
         self.kv_blocks.check_integrity()
         self.slots.check_integrity()
+        if self._borrowing:
+            self._borrowing.check_integrity()
         self.pins.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"

@@ -88,8 +88,9 @@ class PrefixTree:
 
     def keys_to(self, block: int) -> list[int]:
         """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
-        keys, parents, hashes = [], self.parents, self._hashes
-        while 0 <= block != self.origin:
+        keys: list[int] = []
+        parents, hashes = self.parents, self._hashes
+        while 0 <= block != self.origin and len(keys) <= self.origin:
             keys.append(hashes[block])
             block = parents[block]
         return keys[::-1]

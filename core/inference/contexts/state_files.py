@@ -20,7 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<8sQqq32s")  # magic, bytes of a state, prefix hash, checksum, model
+_HEAD = struct.Struct("<8sQqq32s")  # magic, bytes of a state, serial number, checksum, model
 _MAGIC = b"MSSTATE1"
 _PREFIX, _LOCK = "mambaslots-", "lock"
 
@@ -35,7 +35,7 @@ class StateFiles:
     leaves its directory behind; the next engine with the same `path` removes it, because nothing in memory
     knows its states any more. Files are as sensitive as prompts, and have the rights 0600.
 
-    A file begins with its state's prefix hash, checksum, size and model, and these with a checksum of their
+    A file begins with its copy's serial number, checksum, size and model, and these with a checksum of their
     own. It is written under another name first. So a file that is there is whole, or does not count.
     """
 
@@ -69,17 +69,17 @@ class StateFiles:
     def _name(self, file: int) -> Path:
         return self.directory / f"{file}.state"
 
-    def save(self, file: int, key: int, row: Tensor, checksum: Callable[[], int | None]) -> None:
+    def save(self, file: int, serial: int, row: Tensor, checksum: Callable[[], int | None]) -> None:
         """Write a state to a file, some time; an earlier state in the file is lost.
 
         Args:
             file: the number of the file.
-            key: the state's prefix hash.
+            serial: the number of the copy.
             row: [state_bytes] uint8 on the CPU.
             checksum: called by the thread before the row is read and after it: waits until the row is
                 complete, and returns its checksum; None where the row holds another state by now.
         """
-        head = _MAGIC, self._state_bytes, key
+        head = _MAGIC, self._state_bytes, serial
         name, model, failed = self._name(file), self._model, weakref.WeakMethod(self._note_failure)
         self._work.put(lambda: _write(name, head, model, row, checksum, failed))
 
@@ -88,12 +88,12 @@ class StateFiles:
             logger.warning("a state could not be written to %s: %s", self.directory, error)
         self.num_failed += 1
 
-    def load(self, file: int, key: int, row: Tensor) -> int | None:
+    def load(self, file: int, serial: int, row: Tensor) -> int | None:
         """Read a state. The state's own checksum is not computed here.
 
         Args:
             file: the number of the file.
-            key: the state's prefix hash.
+            serial: the number of the copy.
             row: [state_bytes] uint8 on the CPU; written.
 
         Returns:
@@ -105,8 +105,8 @@ class StateFiles:
                 text = opened.read(size)
                 if len(text) < size or text[-4:] != _crc(text[:-4]):
                     return None
-                magic, state_bytes, of, checksum, model = _HEAD.unpack(text[:-4])
-                if (magic, state_bytes, of, model) != (_MAGIC, self._state_bytes, key, self._model):
+                magic, state_bytes, written, checksum, model = _HEAD.unpack(text[:-4])
+                if (magic, state_bytes, written, model) != (_MAGIC, self._state_bytes, serial, self._model):
                     return None
                 room, done = memoryview(row.numpy()), 0
                 while done < state_bytes:

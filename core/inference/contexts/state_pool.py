@@ -44,7 +44,17 @@ class StatePool:
         num_durable: int,
         device: torch.device | str = "cpu",
         is_shared: bool = False,
+        memory: Tensor | None = None,
     ) -> None:
+        """
+        Args:
+            states: what a slot holds.
+            num_live, num_durable: the slots of both parts.
+            device: where the slots are.
+            is_shared: whether any slot may hold a live or a durable state.
+            memory: [slots, bytes of a slot] uint8 to use, zeros. Slots may have gaps between them, of
+                multiples of `ALIGNMENT` bytes. None makes memory.
+        """
         self.is_shared = is_shared
         self.states = tuple(states)
         for index, tensor in enumerate(self.states):
@@ -55,7 +65,7 @@ class StatePool:
         self._device = checked_device("device", device)
         size = self.num_slots, self._layout.slot_bytes
         addressable("states", list(self.states), size, torch.uint8)
-        self.allocate()
+        self.put(self.new_memory() if memory is None else memory)
 
     @property
     def num_slots(self) -> int:
@@ -76,7 +86,7 @@ class StatePool:
         return self._zeros(self.num_slots)
 
     def put(self, memory: Tensor) -> None:
-        """Use this memory, a result of `new_memory`, from now on."""
+        """Use this memory from now on: a result of `new_memory`, or what the constructor takes."""
         views = {
             tensor.name: self._view(memory, tensor, offset)
             for tensor, offset in zip(self.states, self._layout.offsets, strict=True)

@@ -14,13 +14,16 @@ GIGABYTE = 1 << 30
 def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
     """Host memory and files for the durable states of a pool; None without `host_cache_gb`.
 
+    Books alone for a pool whose slots have no bytes, as that of a `BooksOnlyContext`; their sizes are those
+    of the model's states.
+
     A collective: all ranks of `spec.groups` make this call. Synchronises the ranks.
 
     Raises:
         ValueError: a budget buys no state on some rank, or its memory or directory cannot be had. All ranks
             raise the same error.
     """
-    state_bytes = pool.memory.shape[1]
+    state_bytes = pool.memory.shape[1] or spec.slot_bytes
     budgets = {"host_cache_gb": config.host_cache_gb, "disk_cache_gb": config.disk_cache_gb}
     sizes, refused = [], ""
     for name, gb in budgets.items():
@@ -34,7 +37,7 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
     if not (num_slots or refused):
         return None
     copies = None
-    if not refused:
+    if pool.memory.shape[1] and not refused:
         try:
             copies = _copies(config, spec, pool, num_slots, num_files)
         except (OSError, MemoryError, RuntimeError) as error:

@@ -24,6 +24,7 @@ class TierSlots:
         self.left_by_cause: dict[TierLeaveCause, int] = dict.fromkeys(TIER_LEAVE_CAUSES, 0)
         self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
         self._free = list(range(num_slots))
+        self._serials = [0] * num_slots
         self._pinned: int | None = None
 
     def __contains__(self, key: int) -> bool:
@@ -35,6 +36,10 @@ class TierSlots:
     def slot_of(self, key: int) -> int:
         """The slot that holds the state of this hash, or -1."""
         return self._slots.get(key, -1)
+
+    def serial_of(self, key: int) -> int:
+        """The number of the copy under this hash, which has one."""
+        return self._serials[self._slots[key]]
 
     def keys(self) -> list[int]:
         """The hashes, the one used longest ago first."""
@@ -63,8 +68,12 @@ class TierSlots:
         self.left_by_cause["new_state"] += 1
         return slot, victim
 
-    def publish(self, key: int, slot: int) -> None:
-        """Note that a taken slot holds the state of a hash, which has no slot yet."""
+    def publish(self, key: int, slot: int, serial: int) -> None:
+        """Note that a taken slot holds the state of a hash, which has no slot yet.
+
+        `serial`: a number that no copy of another state has, also not one that was there before.
+        """
+        self._serials[slot] = serial
         self._slots[key] = slot
         self.num_entered += 1
 

@@ -61,6 +61,7 @@ class DummySteps:
             buffer_size_gb=None,
             num_mamba_slots=None,
             prefix_caching_mamba_gb=None,
+            total_gb=None,
             host_cache_gb=0.0,
             disk_cache_gb=0.0,
             disk_cache_path=None,

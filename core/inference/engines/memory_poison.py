@@ -89,11 +89,16 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     This function is the only one here that knows how a context keeps its books.
     """
     pool, blocks = context.memory.state_pool, context.prefix_cache.kv_blocks
-    free = torch.ones(pool.num_slots, dtype=torch.bool, device="cpu")
+    slots = context.prefix_cache.slots
+    free = torch.zeros(pool.num_slots, dtype=torch.bool, device="cpu")
+    if not pool.is_shared:
+        free[: pool.num_live] = True
+    if context.memory.durable_pool is pool:
+        free[[pool.durable_index(slot) for slot in (*slots.free, *slots.reserved, *slots.live)]] = True
+    else:
+        free[pool.num_live :] = True  # staging slots belong to one step
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
-    if context.memory.durable_pool is pool:
-        free[[pool.durable_index(slot) for slot in context.prefix_cache.slots.map.slots]] = False
     unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)
     return free.nonzero().flatten(), unused.nonzero().flatten()
 

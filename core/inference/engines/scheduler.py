@@ -252,7 +252,7 @@ class Scheduler:
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""
         cache, num_blocks = self._context.prefix_cache, self._num_blocks(request)
-        if num_blocks <= cache.kv_blocks.total_count - cache.pins.num_blocks:
+        if num_blocks <= cache.pins.num_unpinned_blocks:
             return True  # without a look at the match, which takes long for a long one
         return num_blocks <= cache.pins.num_within_reach(match.blocks)
 
@@ -271,7 +271,7 @@ class Scheduler:
     def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
         """The error that says how many blocks a waiting request needs, and how many pins leave."""
         cache = self._context.prefix_cache
-        num_unpinned = cache.kv_blocks.total_count - cache.pins.num_blocks
+        num_unpinned = cache.pins.num_unpinned_blocks
         num_shared = cache.pins.num_within_reach(self._context.match(request).blocks) - num_unpinned
         return KVBlockCapacityError(self._num_blocks(request) - num_shared, num_unpinned, request.request_id)
 

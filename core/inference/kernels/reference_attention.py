@@ -17,7 +17,7 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     a block that holds any token are therefore finite, whatever the memory held before.
 
     Args:
-        kv_cache: [2, blocks, block size, KV heads, head dim], contiguous. Written, in its own dtype.
+        kv_cache: [2, blocks, block size, KV heads, head dim]. Written, in its own dtype.
         keys, values: [T, KV heads, head dim].
         tokens: [W] indices into `keys` and `values`.
         positions: [W] block * block size + offset; -1 writes nothing. Entries of one block stand side by
@@ -31,8 +31,9 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
         ends = positions[(begins + last_row).clamp(max=len(positions) - 1)]
         begins = positions[begins][ends != positions[begins] + last_row]
         kv_cache[:, begins // kv_cache.shape[2]] = 0.0
-    for cache, new in zip(kv_cache.view(2, -1, *kv_cache.shape[3:]), (keys, values), strict=True):
-        cache[positions] = new[tokens].to(cache.dtype)
+    blocks, offsets = positions // kv_cache.shape[2], positions % kv_cache.shape[2]
+    for cache, new in zip(kv_cache, (keys, values), strict=True):
+        cache[blocks, offsets] = new[tokens].to(cache.dtype)
 
 
 def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:

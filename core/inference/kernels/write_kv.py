@@ -33,7 +33,8 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     launch. Does not synchronise.
 
     Args:
-        kv_cache: [2, blocks, block size, KV heads, head dim], contiguous. Written, in its own dtype.
+        kv_cache: [2, blocks, block size, KV heads, head dim]. A block's keys are contiguous, and so are its
+            values. Written, in its own dtype.
         keys, values: [T, KV heads, head dim].
         tokens: [W] indices into `keys` and `values`.
         positions: [W] block * block size + offset. -1 writes nothing, which costs one load. Entries of one
@@ -48,7 +49,7 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     write_kv_kernel[(entries, _parts(entries))](
         kv_cache, keys, values, tokens, positions,
         entries,
-        kv_cache.stride(0), *keys.stride()[:2], *values.stride()[:2],
+        *kv_cache.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         BLOCK_SIZE=block_size, HEADS=heads, HEAD_DIM=head_dim,
         BLOCK_HEADS=heads_of_a_program(heads, block_dim), BLOCK_DIM=block_dim, ZEROS=ZEROS,
         num_warps=NUM_WARPS, num_stages=1,
@@ -91,7 +92,7 @@ def rotary_and_write_kv(
         out, kv_cache, query, key, value, positions, _frequencies(head_dim, base, query.device),
         tokens, write_positions,
         num_tokens, entries,
-        kv_cache.stride(0), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *kv_cache.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         BLOCK_SIZE=block_size, HEADS=heads, KV_HEADS=kv_heads, HALF=half,
         BLOCK_HEADS=heads_of_a_program(heads, block_half),
         BLOCK_KV_HEADS=heads_of_a_program(kv_heads, block_half), BLOCK_HALF=block_half, ZEROS=ZEROS,
@@ -129,7 +130,8 @@ def write_kv_kernel(
     # Dimensions
     num_entries,
     # Strides
-    value_cache_offset, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    value_cache_offset, block_stride,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     # Meta-parameters
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, ZEROS: tl.constexpr,
@@ -139,11 +141,12 @@ def write_kv_kernel(
     position = tl.load(positions + entry).to(tl.int64)
     if position >= 0:
         token = tl.load(tokens + entry).to(tl.int64)
+        row = cache + position // BLOCK_SIZE * block_stride + position % BLOCK_SIZE * (HEADS * HEAD_DIM)
         dims = tl.arange(0, BLOCK_DIM)
         for first in range(tl.program_id(1) * BLOCK_HEADS, HEADS, tl.num_programs(1) * BLOCK_HEADS):
             heads = first + tl.arange(0, BLOCK_HEADS)[:, None]
             inside = (heads < HEADS) & (dims < HEAD_DIM)
-            stored = cache + (position * HEADS + heads) * HEAD_DIM + dims
+            stored = row + heads * HEAD_DIM + dims
             key = tl.load(keys + token * key_token_stride + heads * key_head_stride + dims, mask=inside)
             tl.store(stored, key.to(cache.dtype.element_ty), mask=inside)
             value = tl.load(
@@ -151,7 +154,7 @@ def write_kv_kernel(
             )
             tl.store(stored + value_cache_offset, value.to(cache.dtype.element_ty), mask=inside)
         zero_rest_of_block(
-            cache, positions, entry, position, num_entries, value_cache_offset,
+            cache, positions, entry, position, num_entries, value_cache_offset, block_stride,
             BLOCK_SIZE, HEADS * HEAD_DIM, ZEROS,
         )  # fmt: skip
 
@@ -163,7 +166,7 @@ def rotary_and_write_kv_kernel(
     # Dimensions
     num_tokens, num_entries,
     # Strides
-    value_cache_offset, query_token_stride, query_head_stride,
+    value_cache_offset, block_stride, query_token_stride, query_head_stride,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     # Meta-parameters
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -186,11 +189,13 @@ def rotary_and_write_kv_kernel(
         position = tl.load(positions + entry).to(tl.int64)
         if position >= 0:
             token = tl.load(tokens + entry).to(tl.int64)
+            row = cache + position // BLOCK_SIZE * block_stride
+            row += position % BLOCK_SIZE * (KV_HEADS * 2 * HALF)
             cos, sin = angle(token_positions + token, frequencies, dims, HALF)
             for first in range(part * BLOCK_KV_HEADS, KV_HEADS, parts * BLOCK_KV_HEADS):
                 heads = first + tl.arange(0, BLOCK_KV_HEADS)[:, None]
                 inside = (heads < KV_HEADS) & (dims < HALF)
-                stored = cache + (position * KV_HEADS + heads) * (2 * HALF) + dims
+                stored = row + heads * (2 * HALF) + dims
                 rotate(
                     keys + token * key_token_stride + heads * key_head_stride + dims,
                     stored, cos, sin, inside, HALF,
@@ -201,7 +206,7 @@ def rotary_and_write_kv_kernel(
                 tl.store(stored, lower.to(cache.dtype.element_ty), mask=inside)
                 tl.store(stored + HALF, upper.to(cache.dtype.element_ty), mask=inside)
             zero_rest_of_block(
-                cache, positions, entry, position, num_entries, value_cache_offset,
+                cache, positions, entry, position, num_entries, value_cache_offset, block_stride,
                 BLOCK_SIZE, KV_HEADS * 2 * HALF, ZEROS,
             )  # fmt: skip
 
@@ -225,7 +230,7 @@ def rotate(source, destination, cos, sin, inside, HALF: tl.constexpr):
 
 @triton.jit
 def zero_rest_of_block(
-    cache, positions, entry, position, num_entries, value_cache_offset,
+    cache, positions, entry, position, num_entries, value_cache_offset, block_stride,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Zero the rows behind the entry in its block, if the entry ends a run of entries from the block's row 0.
@@ -236,7 +241,7 @@ def zero_rest_of_block(
     following = tl.load(positions + entry + 1, mask=entry + 1 < num_entries, other=-1)
     begin = tl.load(positions + entry - offset, mask=entry >= offset, other=-1)
     if (following != position + 1) & (begin == position - offset):
-        block = cache + (position - offset) * WIDTH
+        block = cache + position // BLOCK_SIZE * block_stride
         place = tl.arange(0, ZEROS)
         zeros = tl.zeros([ZEROS], cache.dtype.element_ty)
         step = tl.num_programs(1) * ZEROS

@@ -1,6 +1,6 @@
 """At which block boundaries a request's state is taken."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -29,6 +29,9 @@ class CheckpointPlan:
             tokens). Also take N itself where N is a boundary: longer prompts resume there.
         branch: take the boundary where the prompt leaves what was seen before, if no state is cached there.
         chunk_ends: take the end of a prefill step, where the end is a boundary.
+        learned: instead of `chunk_ends`, take the boundaries inside a prompt where later prompts are expected
+            to part from the prompt, as earlier ones have parted; see `PartingDepths`. Hosts that have no such
+            counts take `chunk_ends`.
         decode: "rolling" keeps the state of the last boundary that decoding crossed. An integer (a multiple
             of the block) also keeps the states at the integer's multiples. "off" takes no state.
         prefill_interval: also take every multiple of this number of prompt tokens (a multiple of the block).
@@ -42,6 +45,7 @@ class CheckpointPlan:
     tail: bool = True
     branch: bool = True
     chunk_ends: bool = True
+    learned: bool = False
     decode: Literal["rolling", "off"] | int = "rolling"
     prefill_interval: int | None = None
     offsets_from_start: tuple[int, ...] = ()
@@ -50,7 +54,7 @@ class CheckpointPlan:
     max_states_per_path: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tail", "branch", "chunk_ends"):
+        for name in ("tail", "branch", "chunk_ends", "learned"):
             boolean(name, getattr(self, name))
         if not isinstance(self.decode, str) or self.decode not in ("rolling", "off"):
             every = integer("decode", self.decode, 1, INT32_MAX, also="'rolling' or 'off'")
@@ -69,8 +73,8 @@ class CheckpointPlan:
     def check_useful(self) -> None:
         """Raise a ValueError if this plan takes no state."""
         takes = (
-            self.tail, self.branch, self.chunk_ends, self.decode != "off", self.prefill_interval,
-            self.offsets_from_start, self.offsets_from_end, self.marks,
+            self.tail, self.branch, self.chunk_ends, self.learned, self.decode != "off",
+            self.prefill_interval, self.offsets_from_start, self.offsets_from_end, self.marks,
         )  # fmt: skip
         if not any(takes):
             raise ValueError(
@@ -88,7 +92,14 @@ class CheckpointPlan:
                 )
 
     def boundaries(
-        self, *, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, seen_tokens: int = 0
+        self,
+        *,
+        start: int,
+        stop: int,
+        prompt_tokens: int,
+        block_size_tokens: int,
+        seen_tokens: int = 0,
+        parting_tokens: Sequence[int] | None = None,
     ) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] to take in the step that computes tokens [start, stop).
 
@@ -99,6 +110,7 @@ class CheckpointPlan:
             block_size_tokens: tokens of a block.
             seen_tokens: how far the sequence follows one that was seen before: leading tokens whose KV is
                 cached, or was cached and is evicted now.
+            parting_tokens: where later prompts are expected to part, for `learned`; None where nobody counts.
 
         Returns:
             One boundary for each position, of the position's worthiest kind; the worthiest kinds first.
@@ -108,7 +120,7 @@ class CheckpointPlan:
         block_size_tokens = integer("block_size_tokens", block_size_tokens, 1)
         seen_tokens = integer("seen_tokens", seen_tokens, 0)
         first: dict[int, BoundaryKind] = {}
-        planned = self._planned(start, stop, prompt_tokens, block_size_tokens, seen_tokens)
+        planned = self._planned(start, stop, prompt_tokens, block_size_tokens, seen_tokens, parting_tokens)
         for position, kind in sorted(planned, key=lambda boundary: KINDS_BY_WORTH.index(boundary.kind)):
             boundary = position - position % block_size_tokens
             if start < boundary <= stop:
@@ -119,7 +131,9 @@ class CheckpointPlan:
         """Whether a decode state at `position` stays when the request takes its next decode state."""
         return isinstance(self.decode, int) and integer("position", position, 0) % self.decode == 0
 
-    def _planned(self, start: int, stop: int, prompt: int, block: int, seen: int) -> Iterator[Boundary]:
+    def _planned(
+        self, start: int, stop: int, prompt: int, block: int, seen: int, parting: Sequence[int] | None
+    ) -> Iterator[Boundary]:
         if start >= prompt:
             if self.decode != "off":
                 yield from (
@@ -134,7 +148,9 @@ class CheckpointPlan:
             yield Boundary(prompt, "tail")
         if self.branch:
             yield Boundary(seen, "branch")
-        if self.chunk_ends and stop % block == 0:
+        if self.learned and parting is not None:
+            yield from (Boundary(p, "interval") for p in parting)
+        elif (self.chunk_ends or self.learned) and stop % block == 0:
             yield Boundary(stop, "chunk_end")
         if self.prefill_interval is not None:
             step = self.prefill_interval

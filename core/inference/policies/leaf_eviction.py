@@ -30,6 +30,20 @@ class LeafEviction:
         """The leaves, as a live view."""
         return self._entry_of.keys()
 
+    @property
+    def first_is_stateless(self) -> bool:
+        """Whether the next leaf to go holds no state; False where there is none."""
+        while self._heap:
+            entry = self._heap[0]
+            if self._entry_of.get(entry[2]) is not entry:
+                heapq.heappop(self._heap)
+            elif self.holds_state(entry[2]) != entry[0]:
+                heapq.heappop(self._heap)
+                self.offer(entry[2])
+            else:
+                return not entry[0]
+        return False
+
     def offer(self, block: int) -> None:
         """Give a leaf its place in the order; an earlier place of the leaf is void."""
         self._entry_of[block] = entry = (self.holds_state(block), self._timestamps[block], block)

@@ -6,15 +6,15 @@ from .checkpoint_plan import CheckpointPlan
 
 _PARTS = (
     "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, chunk_ends (no-tail, "
-    "no-branch, no-chunk_ends switch off), decode=rolling|off|N, prefill_interval=N, offsets_from_start=N+N, "
-    "offsets_from_end=N+N, marks=N+N"
+    "no-branch, no-chunk_ends switch off), learned, decode=rolling|off|N, prefill_interval=N, "
+    "offsets_from_start=N+N, offsets_from_end=N+N, marks=N+N"
 )
 _EVERY = "every=N is decode=N,prefill_interval=N"
 PLAN_SYNTAX = f"{_PARTS}, max_states_per_path=N; {_EVERY}"
 """The syntax of `parse_plan`, for a help text."""
 UNLIMITED_PLAN_SYNTAX = f"{_PARTS}; {_EVERY}"
 """The syntax of `parse_plan` without a limit of states per path."""
-_SWITCHES = ("tail", "branch", "chunk_ends")
+_SWITCHES = ("tail", "branch", "chunk_ends", "learned")
 _NUMBERS = ("prefill_interval", "max_states_per_path")
 _LISTS = ("offsets_from_start", "offsets_from_end", "marks")
 
@@ -68,7 +68,7 @@ def shown_plan(plan: CheckpointPlan) -> str:
     for each in fields(plan):
         value = getattr(plan, each.name)
         if each.name in _SWITCHES:
-            words.append(each.name if value else f"no-{each.name}")
+            words += [each.name] if value else [f"no-{each.name}"] if each.default else []
         elif each.name in _LISTS:
             words += [f"{each.name}={'+'.join(map(str, value))}"] if value else []
         elif value is not None:

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-AGE_BOUNDS = tuple(sorted({0, 1, *(2**i for i in range(1, 24)), *(3 * 2**i for i in range(23))}))
+AGE_BOUNDS = (0, *(2**exponent for exponent in range(24)))
 """Ages, in numbers of requests, at which the buckets begin; the last bucket has no end."""
 NUM_BUCKETS = len(AGE_BOUNDS)
 _WIDTHS = tuple(

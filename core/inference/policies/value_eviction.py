@@ -13,7 +13,8 @@ _FRONTIER, _FORK, _SUPERSEDED = 0, 5, 11
 _TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)
 _USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
 _PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02)
-_RESCORED_A_REQUEST = 32
+_RESCORED_A_REQUEST = 16
+_REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next, at least
 _UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
 
 Entry = tuple[int, int, int, StateNode]
@@ -65,7 +66,10 @@ class ValueEviction:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all states, ghosts and requests. What was learned of rates stays."""
+        """Forget all states, ghosts and requests. What was learned of rates stays.
+
+        The requests that run tell nothing more.
+        """
         self._tree = StateTree()
         self._now = 0
         self._tells_requests = False
@@ -126,7 +130,7 @@ class ValueEviction:
                 self._schedule(node, now)
                 self._rerate(node)
         sweep = self._sweep
-        if not sweep and now % _RESCORED_A_REQUEST == 0:
+        if not sweep and now % _REFRESH_REQUESTS == 0:
             self._rates.refresh()
             self._sweep = sweep = list(self._nodes.values())
         for node in sweep[-_RESCORED_A_REQUEST:]:

@@ -1,6 +1,7 @@
 """Other systems' prefix caches, emulated as rows of the table. Nothing here is used by the engine."""
 
 from ..setting import ReplayRow
+from .marconi import MarconiRow
 from .plans import TakenStates
 from .rows import BlockRow
 from .sglang import SGLangRow
@@ -27,6 +28,7 @@ PEERS: tuple[ReplayRow, ...] = (
     BlockRow(
         "used-node", "tail, branch, chunk ends and last decode state, LRU by use of the state", _USED_NODE
     ),
+    MarconiRow(),
     SGLangRow(),
     SGLangRow("sglang-cap-3", "the same with --mamba-max-states-per-path 3", max_states_per_path=3),
     SGLangRow("sglang-coverage", "the same with eviction that thins paths (pull request 38000)", thins=True),

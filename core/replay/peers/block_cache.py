@@ -1,5 +1,8 @@
 """A cache of KV blocks with states at some of their ends."""
 
+from collections.abc import Callable
+from typing import Any
+
 from .blocks import BlockIndex
 from .kv_pool import KVPool
 from .loop import RunningRequest
@@ -17,6 +20,8 @@ class BlockCache:
         plan: which states are taken.
         answers: generated tokens are cached, and the end of a request counts as a use of its KV.
         stateless_first: leaves of KV without a state go before those that hold one.
+        kv_rank: of a leaf of KV, in place of `stateless_first`; the least goes first.
+        shares_live: a running request takes its live state out of `states`; else live states lie beside them.
     """
 
     def __init__(
@@ -28,12 +33,16 @@ class BlockCache:
         *,
         answers: bool = True,
         stateless_first: bool = True,
+        kv_rank: Callable[[int], Any] | None = None,
+        shares_live: bool = False,
     ) -> None:
         self._block = index.block_size
         self.states = states
         self._plan = plan
         self._answers = answers
-        rank = states.__contains__ if stateless_first else None
+        self._live_slots = int(shares_live)
+        self._num_slots = states.capacity
+        rank = kv_rank or (states.__contains__ if stateless_first else None)
         self.kv = KVPool(index, num_kv_blocks, rank, states.forget)
         states.bind(self.kv)
 
@@ -48,10 +57,11 @@ class BlockCache:
 
     @property
     def state_capacity(self) -> int:
-        return self.states.capacity
+        return self._num_slots
 
     def admit(self, request: RunningRequest) -> None:
         block, path = self._block, request.path
+        self.states.came(request.index)
         request.matched = request.held = self.kv.match(path, request.target // block)
         depth = self.states.deepest(path, min(request.matched, (request.target - 1) // block))
         request.computed = depth * block
@@ -62,6 +72,7 @@ class BlockCache:
         if depth:
             request.state = path[depth - 1]
             self.states.use(request.state)
+        self.states.shrink(self._live_slots)
 
     def stop(self, request: RunningRequest, budget: int) -> int:
         end = min(request.computed + budget, request.target)
@@ -111,3 +122,4 @@ class BlockCache:
             self.kv.touch(request.path, request.held)
         self.kv.release(request.path, request.held, request.private)
         request.held = request.private = 0
+        self.states.capacity += self._live_slots

@@ -1,14 +1,16 @@
 """The request loop that all peers share: arrivals, rows, prefill in parts, decodes, a clock of step costs."""
 
-import heapq
-import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
+from ..arrivals import Arrivals
 from ..setting import Progress, ReplayResult, ReplaySetting
-from ..trace import Trace, TraceRequest
+from ..trace import Trace
+
+NANOSECONDS = 1_000_000_000
+"""In a second; the clock counts whole ones, as `Arrivals` does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,44 +75,6 @@ class CacheModel(Protocol):
     def state_capacity(self) -> int: ...
 
 
-@dataclass
-class _Arrivals:
-    """Requests that are to come, in the order in which they may: none before its session's last answer ended.
-
-    One after another, requests come in the order of the trace, whatever the time.
-    """
-
-    requests: Sequence[TraceRequest]
-    one_after_another: bool
-    _ready: list[tuple[float, int]] = field(default_factory=list)
-    _next_of: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.one_after_another:
-            self._ready = [(0.0, index) for index in range(len(self.requests))]
-            return
-        last: dict[int, int] = {}
-        for index, request in enumerate(self.requests):
-            before = last.get(request.session)
-            if before is None:
-                heapq.heappush(self._ready, (request.arrival_s, index))
-            else:
-                self._next_of[before] = index
-            last[request.session] = index
-
-    @property
-    def next_s(self) -> float:
-        return self._ready[0][0] if self._ready else math.inf
-
-    def pop(self) -> int:
-        return heapq.heappop(self._ready)[1]
-
-    def ended(self, index: int, now_s: float) -> None:
-        following = self._next_of.pop(index, None)
-        if following is not None:
-            heapq.heappush(self._ready, (max(now_s, self.requests[following].arrival_s), following))
-
-
 class RequestLoop:
     """Serves one trace with one cache.
 
@@ -133,10 +97,10 @@ class RequestLoop:
         self._cache = cache
         self._setting = setting
         self._progress = progress
-        self._arrivals = _Arrivals(trace.requests, setting.max_requests == 1)
+        self._arrivals = Arrivals(trace, one_after_another=setting.max_requests == 1)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
-        self._now_s = 0.0
+        self._now_ns = 0
         self._num_ended = 0
         self._resumed = 0
 
@@ -144,12 +108,11 @@ class RequestLoop:
         """Serve all requests, and say what came of it."""
         total = len(self._trace.requests)
         while self._num_ended < total:
-            while self._arrivals.next_s <= self._now_s:
-                self._waiting.append(self._request(self._arrivals.pop()))
-            if not self._waiting and not self._running:
-                self._now_s = self._arrivals.next_s
-                continue
-            self._step()
+            self._waiting.extend(map(self._request, self._arrivals.due(self._now_ns)))
+            if self._waiting or self._running:
+                self._step()
+            else:
+                self._now_ns = self._arrivals.next_ns or 0
         return ReplayResult(
             num_requests=total,
             prompt_tokens=self._trace.num_prompt_tokens,
@@ -174,9 +137,9 @@ class RequestLoop:
                 self._drop_first()
             return
         num_prefill_tokens = sum(end - request.computed for request, end in prefills)
-        step_s = self._setting.cost.seconds(num_prefill_tokens, len(decodes))
-        num_steps = 1 if prefills else self._num_alike(decodes, step_s)
-        self._now_s += num_steps * step_s
+        step_ns = self._step_ns(num_prefill_tokens, len(decodes))
+        num_steps = 1 if prefills else self._num_alike(decodes, step_ns)
+        self._now_ns += num_steps * step_ns
         ended = []
         for request, end in prefills:
             self._cache.advance(request, end)
@@ -239,13 +202,15 @@ class RequestLoop:
             budget -= end - request.computed
         return prefills
 
-    def _num_alike(self, decodes: Sequence[RunningRequest], step_s: float) -> int:
+    def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:
+        return max(1, round(self._setting.cost.seconds(num_prefill_tokens, num_decodes) * NANOSECONDS))
+
+    def _num_alike(self, decodes: Sequence[RunningRequest], step_ns: int) -> int:
         """Steps until something happens: a boundary, an end, or an arrival that finds a free row."""
         steps = min(min(self._cache.boundary(one), one.last) - one.computed for one in decodes)
-        if len(self._running) < self._setting.max_requests:
-            wait_s = self._arrivals.next_s - self._now_s
-            if wait_s < steps * step_s:
-                steps = max(1, math.ceil(wait_s / step_s))
+        next_ns = self._arrivals.next_ns
+        if len(self._running) < self._setting.max_requests and next_ns is not None:
+            steps = max(1, min(steps, -(-(next_ns - self._now_ns) // step_ns)))
         return steps
 
     def _preempt(self, request: RunningRequest) -> None:
@@ -267,8 +232,8 @@ class RequestLoop:
             self._cache.release(request, False)
         else:
             request = self._waiting.popleft()
-        step_s = self._setting.cost.seconds(self._setting.max_tokens, 0)
-        self._now_s += math.ceil(request.num_prompt / self._setting.max_tokens) * step_s
+        num_steps = -(-request.num_prompt // self._setting.max_tokens)
+        self._now_ns += num_steps * self._step_ns(self._setting.max_tokens, 0)
         self._finish(request)
 
     def _end(self, request: RunningRequest) -> None:
@@ -278,5 +243,5 @@ class RequestLoop:
 
     def _finish(self, request: RunningRequest) -> None:
         self._num_ended += 1
-        self._arrivals.ended(request.index, self._now_s)
+        self._arrivals.note_end(request.index, self._now_ns)
         self._progress(self._num_ended, len(self._trace.requests))

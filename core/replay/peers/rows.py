@@ -11,6 +11,7 @@ from .loop import RequestLoop
 from .plans import StatePlan
 from .states import StateSlots
 
+MOST_BLOCKS = 1 << 40
 StatesFactory = Callable[[BlockIndex, int], StateSlots]
 
 
@@ -21,21 +22,32 @@ def num_state_slots(setting: ReplaySetting) -> int:
 
 
 def num_kv_blocks(setting: ReplaySetting, block_size: int) -> int:
-    """Blocks that `kv_gb` holds."""
+    """Blocks that `kv_gb` holds; without attention they are names only, and as many as wanted."""
+    if not setting.shape.kv_bytes_per_token:
+        return MOST_BLOCKS
     gigabytes = setting.kv_gb if setting.kv_gb is not None else _half(setting)
     return int(gigabytes * GIGABYTE) // (setting.shape.kv_bytes_per_token * block_size)
 
 
+def missing_memory(setting: ReplaySetting) -> ValueError:
+    """The error of a setting that gives no memory."""
+    return ValueError(
+        f"state_gb is {setting.state_gb} and kv_gb is {setting.kv_gb}; accepted: both, or total_gb"
+    )
+
+
 def _half(setting: ReplaySetting) -> float:
     if setting.total_gb is None:
-        raise ValueError(f"setting has state_gb={setting.state_gb}, kv_gb={setting.kv_gb}, total_gb=None: "
-                         "give both of the first, or total_gb")  # fmt: skip
-    return setting.total_gb / 2
+        raise missing_memory(setting)
+    live_gb = setting.max_requests * setting.shape.state_bytes / GIGABYTE
+    return max(0.0, setting.total_gb - live_gb) / 2
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A row of the table: a plan, slots with a policy, and KV blocks. Of a total, each has half.
+    """A row of the table: a plan, slots with a policy, and KV blocks.
+
+    Of a total, live states come first; states and KV have half each of what is left.
 
     Attributes:
         name, source: see `ReplayRow`.

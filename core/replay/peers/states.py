@@ -32,6 +32,9 @@ class StateSlots:
         """Called once with the KV that the states lie beside."""
         self.kv = kv
 
+    def came(self, number: int) -> None:
+        """Called with the place in the trace of each request, before it is matched."""
+
     def deepest(self, path: list[int], limit: int) -> int:
         """Blocks up to the deepest state on a path, at most `limit`; 0 for none."""
         slots = self.slots
@@ -82,6 +85,15 @@ class StateSlots:
         self.num_taken += 1
         self.stored(node)
         return True
+
+    def shrink(self, num_slots: int) -> None:
+        """Give up slots, evicting states; states that are pinned stay."""
+        self.capacity -= num_slots
+        while len(self.slots) > self.capacity:
+            victim = self.victim(ROOT)
+            if victim is None:
+                return
+            self.drop(victim)
 
     def drop(self, node: int) -> None:
         """Free the slot of a state."""

@@ -7,6 +7,7 @@ from ..setting import GIGABYTE, ModelShape, Progress, ReplayResult, ReplaySettin
 from ..trace import Trace
 from .blocks import BlockIndex, block_index
 from .loop import RequestLoop, RunningRequest
+from .rows import missing_memory
 
 KERNEL_TOKENS = 16
 """The attention block size is a multiple of it."""
@@ -185,11 +186,15 @@ class VLLMRow:
     def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
         """See `ReplayRow.replay`."""
         shape = setting.shape
+        if not shape.kv_bytes_per_token:
+            raise ValueError(f"{shape.name} has no attention; accepted: a model with KV")
         block, layers = page_tokens(shape), group_layers(shape)
         token_bytes = shape.kv_bytes_per_token // shape.num_attention_layers
         total_gb = setting.total_gb
         if total_gb is None:
-            total_gb = (setting.state_gb or 0.0) + (setting.kv_gb or 0.0)
+            if setting.state_gb is None or setting.kv_gb is None:
+                raise missing_memory(setting)
+            total_gb = setting.state_gb + setting.kv_gb
         num_blocks = int(total_gb * GIGABYTE) // (block * token_bytes * layers)
         index = block_index(trace, block)
         cache = VLLMCache(

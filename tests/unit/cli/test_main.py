@@ -111,7 +111,6 @@ def test_options_are_fields_of_the_configuration() -> None:
         ("--no-prefix-caching",),
         DRAFTS,
         ("--batch-invariant", "--max-requests", "40"),
-        ("--durable-state-dtype", "int8"),
     ],
 )
 @pytest.mark.parametrize("memory_gb", [0.05, 0.4])
@@ -120,8 +119,9 @@ def test_a_budget_is_kept_and_serves(pattern: str, options: tuple[str, ...], mem
     model = {"pattern": pattern} | (extra if "G" in pattern else {})
     config = config_of("--max-sequence-length", "512", *options, memory_gb=memory_gb, **model)
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
-    blocks, slots = config.num_kv_blocks or 0, config.num_mamba_slots or 0
-    said = re.search(r"total ([\d.e+]+) MiB", ms.DynamicInferenceContext(spec, config).memory.summary())
+    context = ms.DynamicInferenceContext(spec, config)
+    blocks, slots = context.kv_block_allocator.total_count, context.prefix_cache.slots.num_slots
+    said = re.search(r"total ([\d.e+]+) MiB", context.memory.summary())
     assert said is not None
     assert float(said[1]) <= 1.001 * 1024 * memory_gb  # four digits are printed
     assert blocks * config.block_size_tokens >= config.max_sequence_length

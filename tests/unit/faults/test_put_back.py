@@ -256,12 +256,12 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "        holding.seen_tokens = match.seen_tokens\n",
+                "        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)\n",
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
                 "            if block in slots.map:\n"
                 "                slots.note_use(slots.map.slot_of(block))\n"
-                "        holding.seen_tokens = match.seen_tokens\n",
+                "        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)\n",
             ),
         ),
     ),

@@ -123,6 +123,23 @@ def test_tenants_add_up_to_the_whole_and_their_number_is_bounded() -> None:
     assert len(by_label(read(monitor), "mambaslots_tenant_requests_total")) <= 66
 
 
+def test_tiers_are_counted() -> None:
+    spec = small_engine().context.spec
+    engine = small_engine(
+        num_mamba_slots=1, host_cache_gb=40 * spec.slot_bytes / (1 << 30), host_cache_min_tokens=1
+    )
+    monitor = Monitor(engine, model_name="small")
+    for _ in range(2):
+        for seed in range(2):
+            engine.generate([random_tokens(30, seed)], PARAMS)
+    samples, tiers = read(monitor), engine.stats().cache.tiers
+    assert tiers.num_states_fetched > 0
+    assert by_label(samples, "mambaslots_tier_states") == {"host": tiers.num_host_states, "disk": 0}
+    fetched = by_label(samples, "mambaslots_tier_states_fetched_total")
+    assert fetched == {"host": tiers.num_states_fetched, "disk": 0}
+    assert by_label(samples, "mambaslots_tier_copies_damaged_total") == {"host": 0, "disk": 0}
+
+
 def test_labels_are_few_and_known_and_no_prompt_is_told() -> None:
     _, monitor, _ = pressed()
     body, _ = metrics_text(monitor)
@@ -132,7 +149,7 @@ def test_labels_are_few_and_known_and_no_prompt_is_told() -> None:
             for label, value in sample.labels.items():
                 labels[label].add(value)
     assert labels.keys() == {
-        "reason", "cause", "use", "tenant", "finish_reason", "le", "version", "model",
+        "reason", "cause", "use", "tier", "tenant", "finish_reason", "le", "version", "model",
     }  # fmt: skip
     assert all(len(values) <= 66 for values in labels.values())
     assert b"salt" not in body.replace(b"mambaslots", b"")

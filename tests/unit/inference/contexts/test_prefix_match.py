@@ -250,7 +250,7 @@ class RememberedMatches(RuleBasedStateMachine):
     """Blocks and states come and go; matches of all ages are compared with fresh ones and with the oracle."""
 
     @initialize(
-        policy=st.sampled_from(["lru", "lru", "ref_zero"]),
+        policy=st.sampled_from(["value", "lru", "ref_zero"]),
         num_blocks=st.integers(4, 24),
         num_slots=st.integers(0, 6),
         block_ghosts=st.integers(0, 12),

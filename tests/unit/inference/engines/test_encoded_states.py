@@ -187,6 +187,14 @@ def test_what_must_be_exact_is_refused(setting: str) -> None:
         small_engine(durable_state_dtype="int8", **{setting: True})
 
 
+def test_one_memory_of_states_and_kv_is_refused() -> None:
+    settings = {"total_gb": 0.01, "num_kv_blocks": None, "num_mamba_slots": None}
+    with pytest.raises(
+        ValueError, match=r"durable_state_dtype is 'int8' and total_gb is 0\.01; accepted: one"
+    ):
+        small_engine(durable_state_dtype="int8", **settings)
+
+
 def test_other_values_are_refused() -> None:
     for wrong in ("float8", 8, torch.int8, True):
         with pytest.raises(ValueError, match=r"durable_state_dtype is .*; accepted: one of 'bfloat16'"):

@@ -94,7 +94,7 @@ def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", ["forward", "register_chain", "commit", "advance", "sampled", "leaving"])
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("policy", ["value", "lru", "ref_zero"])
 def test_every_nth_call_failing_is_survived(point: str, after: bool, policy: str) -> None:
     tally = Counter[str]()
     for number in thinned((0, 1, 2, 4, 7), 2):
@@ -141,7 +141,7 @@ def observer_that_raises(
     yield seen
 
 
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("policy", ["value", "lru", "ref_zero"])
 def test_an_observer_that_raises_fails_no_step(policy: str) -> None:
     client = Client(pressed_engine(prefix_caching_eviction_policy=policy))
     with observer_that_raises(client.engine, InjectedError) as seen:
@@ -153,7 +153,7 @@ def test_an_observer_that_raises_fails_no_step(policy: str) -> None:
     assert_idle(client.engine)
 
 
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("policy", ["value", "lru", "ref_zero"])
 def test_control_c_in_an_observer_stops_one_call_and_breaks_nothing(policy: str) -> None:
     tally = Counter[str]()
     for number in range(5):

@@ -117,6 +117,22 @@ def test_rows_that_change_places_are_damaged() -> None:
     assert tier.host.left_by_cause["damaged"] > 0
 
 
+def test_a_row_that_was_not_overwritten_is_not_taken_for_a_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prefix under new weights, in the same row: the copy of the new state fails unseen."""
+    model = ToyLM()
+    engine = toy_engine(1, 1, model)
+    prompt = [1, 2, 3, 4] * 5
+    for text in (prompt, [7] * 20):
+        ask(engine, text, 1)
+    model.version = 1
+    engine.set_weights_version(1)
+    monkeypatch.setattr(HostCopies, "_keep", lambda *arguments: None)
+    for text in (prompt, [7] * 20, prompt):
+        result = ask(engine, text, 1, version=1)
+    assert result.num_resumed_tokens == 0
+    assert tier_of(engine).host.left_by_cause["damaged"] > 0
+
+
 @pytest.mark.parametrize("which", ["reset_prefix_cache", "weights", "suspend", "reset"])
 def test_copies_are_forgotten_with_their_weights(which: str) -> None:
     model = ToyLM()
@@ -143,6 +159,19 @@ def test_a_copy_dies_with_its_kv() -> None:
         ask(engine, [random.randrange(29) for _ in range(30)], 3)
         engine.check_integrity()
     assert engine.stats().cache.tiers.host_copies_left_by_cause["forgotten"] > 0
+
+
+def test_a_bad_copy_may_cost_the_state_that_the_request_would_have_resumed_from() -> None:
+    engine = toy_engine(1, 40)
+    prompt = [1, 2, 3, 4] * 6
+    for length in (24, 12):  # two states of one prefix, for one slot; the deeper one goes to host memory
+        ask(engine, prompt[:length], 1)
+        engine.check_integrity()
+    copies = tier_of(engine).copies
+    assert isinstance(copies, HostCopies)
+    copies.rows ^= 1
+    assert ask(engine, [*prompt, 5], 1).num_resumed_tokens == 0
+    assert tier_of(engine).host.left_by_cause["damaged"] > 0
 
 
 def test_salts_share_no_copies() -> None:

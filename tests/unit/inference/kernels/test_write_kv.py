@@ -77,6 +77,29 @@ def test_a_view_of_tokens_and_of_one_layer(device, kernels):
     assert caches[1].count_nonzero() == 4 * KV_HEADS * DIM
 
 
+@pytest.mark.parametrize("rotates", [False, True])
+def test_blocks_with_gaps_between_them_get_what_blocks_without_get(device, kernels, rotates):
+    """All layers of a block stand together, as in a memory that KV shares with states."""
+    generator = torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, TOKENS, KV_HEADS, DIM, generator=generator).to(device)
+    layers, gap = 3, 7
+    part = BLOCK * KV_HEADS * DIM
+    memory = torch.full((BLOCKS, 2 * layers * part + gap), math.nan, device=device)
+    strides = 2 * part, part, memory.stride(0), KV_HEADS * DIM, DIM, 1
+    strided = memory.as_strided((layers, 2, BLOCKS, BLOCK, KV_HEADS, DIM), strides)[1]
+    dense = torch.full(strided.shape, math.nan, device=device)
+    pairs = [(3, 9), (3, 10), (8, -1), (0, 0), (1, 1), (7, 23), (2, 16), (8, -1)]
+    tokens, places = torch.tensor(pairs, device=device).T.contiguous()
+    positions = torch.arange(TOKENS, device=device)
+    for cache in (strided, dense):
+        if rotates:
+            kernels.rotary_and_write_kv(keys, keys, values, positions, BASE, cache, tokens, places)
+        else:
+            kernels.write_kv(cache, keys, values, tokens, places)
+    torch.testing.assert_close(strided, dense, rtol=0, atol=0, equal_nan=True)
+    assert memory.isfinite().sum() == dense.isfinite().sum() > 0
+
+
 def test_nothing_to_write(device, kernels):
     cache = torch.zeros(2, BLOCKS, BLOCK, KV_HEADS, DIM, device=device)
     keys, none = torch.ones(0, KV_HEADS, DIM, device=device), torch.zeros(0, dtype=torch.int64, device=device)

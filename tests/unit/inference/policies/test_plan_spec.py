@@ -16,6 +16,7 @@ plans = st.builds(
     tail=st.booleans(),
     branch=st.booleans(),
     chunk_ends=st.booleans(),
+    learned=st.booleans(),
     decode=st.sampled_from(["rolling", "off"]) | numbers,
     prefill_interval=st.none() | numbers,
     offsets_from_start=positions,
@@ -35,6 +36,7 @@ def test_a_plan_is_read_as_it_was_shown(plan: ms.CheckpointPlan) -> None:
     [
         ("", {}),
         ("tail", {}),
+        ("learned,no-chunk_ends", {"learned": True, "chunk_ends": False}),
         ("no-tail, no-chunk_ends", {"tail": False, "chunk_ends": False}),
         ("decode=off,prefill_interval=1024", {"decode": "off", "prefill_interval": 1024}),
         ("every=256", {"decode": 256, "prefill_interval": 256}),

@@ -7,6 +7,7 @@ from mambaslots.replay.peers.block_cache import BlockCache
 from mambaslots.replay.peers.blocks import BlockIndex
 from mambaslots.replay.peers.coverage import CoverageSlots
 from mambaslots.replay.peers.loop import RequestLoop
+from mambaslots.replay.peers.marconi import MarconiCache, MarconiSlots
 from mambaslots.replay.peers.plans import TakenStates
 from mambaslots.replay.peers.sglang import SGLangCache
 from mambaslots.replay.peers.states import KVRecencySlots, PathCapSlots, StateSlots
@@ -14,7 +15,7 @@ from mambaslots.replay.peers.stock import StockStates
 from mambaslots.replay.peers.vllm import VLLMCache
 from mambaslots.replay.setting import ReplaySetting
 from oracle.prefix_cache_sets import PrefixSets
-from oracle.small_traces import BLOCK, SMALL, request_lists, trace
+from oracle.short_traces import BLOCK, SMALL, request_lists, trace
 
 Requests = list[tuple[list[int], list[int]]]
 MOST_BLOCKS = 16
@@ -31,7 +32,9 @@ def resumed_of_each(cache: BlockCache, index: BlockIndex, requests: Requests) ->
     before = 0
     for count in range(1, len(requests) + 1):
         fresh = RequestLoop(trace(requests[:count]), index.paths, cache, ONE_BY_ONE, quiet)
-        fresh._arrivals._ready = [(0.0, count - 1)]
+        for number in range(count - 1):
+            fresh._arrivals.due(1 << 60)
+            fresh._arrivals.note_end(number, 0)
         fresh._num_ended = count - 1
         resumed.append(fresh.run().resumed_tokens)
         before += resumed[-1]
@@ -76,6 +79,9 @@ CACHES = {
     ),
     "coverage": lambda index, kv, slots: BlockCache(
         index, kv, CoverageSlots(index, slots), TakenStates(every=True)
+    ),
+    "marconi": lambda index, kv, slots: MarconiCache(
+        index, kv, MarconiSlots(index, slots, SMALL, [(0, 0.5)]), TakenStates()
     ),
     "sglang": lambda index, kv, slots: SGLangCache(index, kv, StateSlots(index, slots), 0),
     "sglang-live": lambda index, kv, slots: SGLangCache(index, kv, StateSlots(index, slots + 3), 3),
