@@ -45,7 +45,8 @@ class InferenceConfig:
             is set with prefix caching, at most one without.
         total_gb: bytes of all pools together, in GB, in place of the four settings before: live states and
             inputs of running requests first, then cached states and KV. These two share one memory, and
-            borrow from each other while the engine runs. Ranks of a split model may have different budgets.
+            borrow from each other while the engine runs, unless cached states are encoded. Ranks of a split
+            model may have different budgets.
         durable_state_dtype: how cached states are stored: None as live states are; "bfloat16" with the
             matrices of scans and the windows of convolutions in bfloat16; "int8" with the matrices in int8, a
             scale for each head and state index, and the windows in bfloat16. Fewer bytes a state make more

@@ -37,20 +37,19 @@ class DeviceMemory:
         num_live_slots: int,
         num_durable_slots: int,
         input_pool: InputPool | None = None,
-        encodings: Sequence[TensorEncoding] = (),
-        num_staging_slots: int = 0,
         is_shared: bool = False,
         division: MemoryDivision | None = None,
+        encodings: Sequence[TensorEncoding] = (),
+        num_staging_slots: int = 0,
     ) -> None:
         """
         Args:
             spec, num_kv_blocks, block_size_tokens, num_live_slots, num_durable_slots: sizes.
             input_pool: for decodes by replay; None for others.
+            is_shared: whether live and durable states share their slots; not with encodings.
+            division: of one memory that states and KV share; None where each has its own, as with encodings.
             encodings: how durable slots store states; empty: as live slots do.
             num_staging_slots: with encodings, slots of `state_pool` beside the live ones.
-            is_shared: whether live and durable states share their slots; not with encodings.
-            division: of one memory that states and KV share; None where each has its own. Not with
-                encodings.
         """
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
@@ -104,8 +103,11 @@ class DeviceMemory:
         if not self.allocated:
             self.free()  # what an interrupted call has left
             # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            (kv_cache, states), inputs = self._new_memory(), self.input_pool.new_tensors()
-            durable = self.durable_pool.new_memory() if self._has_encoded_states else None
+            (kv_cache, states), durable, inputs = (
+                self._new_memory(),
+                self.durable_pool.new_memory() if self._has_encoded_states else None,
+                self.input_pool.new_tensors(),
+            )  # fmt: skip
             self.state_pool.put(self.state_pool.new_memory() if states is None else states)
             if durable is not None:
                 self.durable_pool.put(durable)
@@ -131,19 +133,18 @@ class DeviceMemory:
         state = self._sizes.slot / MEBIBYTE
         kv = num_blocks * self._sizes.block / MEBIBYTE
         inputs = self.input_pool
-        durable = self.durable_pool.slot_bytes / MEBIBYTE
-        total = inputs.num_bytes / MEBIBYTE
-        staging = ""
+        total, staging = inputs.num_bytes / MEBIBYTE, ""
         if division is None:
             total += pool.num_slots * state + kv
+            durable = self.durable_pool.slot_bytes / MEBIBYTE
+            if self._has_encoded_states:
+                total += self.durable_pool.num_durable * durable
+                staging = f"staged states {pool.num_durable} x {state:.3g} MiB; "
             shared = ", and the live ones of idle rows" if pool.is_shared else ""
             cached = (
                 f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB{shared}; "
                 f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB"
             )
-            if self._has_encoded_states:
-                total += self.durable_pool.num_durable * durable
-                staging = f"staged states {pool.num_durable} x {state:.3g} MiB; "
         else:
             total += division.total_bytes(self._sizes) / MEBIBYTE
             slots, blocks = division.shape

@@ -82,8 +82,8 @@ class DynamicInferenceContext:
         shares = config.enable_prefix_caching and not self._encodings  # live and cached states are alike
         self.memory = DeviceMemory(
             memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live,
-            sizes.num_mamba_slots, self._new_input_pool(), self._encodings, NUM_STAGING_SLOTS, shares,
-            sizes.division,
+            sizes.num_mamba_slots, self._new_input_pool(), shares, sizes.division,
+            self._encodings, NUM_STAGING_SLOTS,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,

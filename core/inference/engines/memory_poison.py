@@ -96,7 +96,7 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     if context.memory.durable_pool is pool:
         free[[pool.durable_index(slot) for slot in (*slots.free, *slots.reserved, *slots.live)]] = True
     else:
-        free[pool.num_live :] = True  # states are staged there during a step only
+        free[pool.num_live :] = True  # staging slots belong to one step
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
     unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)

@@ -187,6 +187,21 @@ def test_what_must_be_exact_is_refused(setting: str) -> None:
         small_engine(durable_state_dtype="int8", **{setting: True})
 
 
+def test_encoded_states_and_kv_halve_what_running_requests_leave_of_one_budget() -> None:
+    settings = {"total_gb": 0.01, "num_kv_blocks": None, "num_mamba_slots": None}
+    engine = small_engine(durable_state_dtype="int8", **settings)
+    memory, cache = engine.context.memory, engine.context.prefix_cache
+    for_states = memory.durable_pool.memory.numel()
+    for_kv = memory.kv_cache.numel() * memory.kv_cache.itemsize
+    running = memory.state_pool.memory.numel()
+    budget = 0.01 * 2**30
+    assert budget - memory.durable_pool.slot_bytes - for_kv / cache.kv_blocks.total_count < (
+        running + for_states + for_kv
+    )
+    assert running + for_states + for_kv <= budget
+    assert abs(for_states - (budget - running) / 2) <= memory.durable_pool.slot_bytes
+
+
 def test_other_values_are_refused() -> None:
     for wrong in ("float8", 8, torch.int8, True):
         with pytest.raises(ValueError, match=r"durable_state_dtype is .*; accepted: one of 'bfloat16'"):
