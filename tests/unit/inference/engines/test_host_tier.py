@@ -253,7 +253,7 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**30),
         kind=st.sampled_from(list(TOYS)),
-        in_place=st.just(False),
+        in_place=st.booleans(),
         slots=st.sampled_from([1, 2, 4]),
         host_slots=st.sampled_from([1, 3, 40]),
         num_files=st.sampled_from([0, 0, 5, 100]),
