@@ -2,7 +2,8 @@
 
 `kernel_shapes.py` lists the launches of a step of Nemotron-H-8B, `delta_shapes.py` those of the gated
 delta rule in Qwen3.5-4B and models of its kind, `pointwise_shapes.py` those of norms and gates, and
-`product_shapes.py` and `segment_shapes.py` those of products in order and of attention in segments. This
+`product_shapes.py` and `segment_shapes.py` those of products in order and of attention in segments,
+`codec_shapes.py` those that encode and decode cached states. This
 script compiles every launch for sm_90 and prints what Triton's own `ptxas -v` and the PTX say:
 
 registers   of a thread; 65,536 on a multiprocessor
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import triton
 from align_shapes import hopper_specialisations as align_specialisations
+from codec_shapes import CODEC_SHAPES
 from command_line import make_parser
 from kernel_shapes import SHAPES
 from pointwise_shapes import POINTWISE_SHAPES
@@ -37,7 +39,8 @@ from specialisation import Specialisation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KERNELS = SHAPES | POINTWISE_SHAPES | PRODUCT_SHAPES | SEGMENT_SHAPES | {"align": align_specialisations}
+KERNELS = SHAPES | POINTWISE_SHAPES | PRODUCT_SHAPES | SEGMENT_SHAPES | CODEC_SHAPES
+KERNELS |= {"align": align_specialisations}
 """Each file that has kernels -> its launches."""
 HOPPER = GPUTarget("cuda", 90, 32)
 ARCHITECTURE = "sm_90a"

@@ -7,6 +7,7 @@ import torch
 from .inference.policies.checkpoint_plan import CheckpointPlan
 from .inference.policies.salt_key import key_bytes
 from .inference.policies.slot_eviction import EVICTION_POLICIES
+from .state_encoding import DURABLE_DTYPES, DurableDtype
 from .validation import (
     INT32_MAX,
     INT64_MAX,
@@ -40,11 +41,18 @@ class InferenceConfig:
             Exactly one of the two is set.
         num_mamba_slots, prefix_caching_mamba_gb: room for cached states, as a number of slots or in GB,
             beside the `max_requests` live states (times 1 + `num_speculative_tokens`, unless decodes replay).
-            The slots of idle rows hold cached states, too. Exactly one of the two is set with prefix caching,
-            at most one without.
+            The slots of idle rows hold cached states, too, unless these are encoded. Exactly one of the two
+            is set with prefix caching, at most one without.
         total_gb: bytes of all pools together, in GB, in place of the four settings before: live states and
             inputs of running requests first, then cached states and KV. These two share one memory, and
-            borrow from each other while the engine runs. Ranks of a split model may have different budgets.
+            borrow from each other while the engine runs, unless cached states are encoded. Ranks of a split
+            model may have different budgets.
+        durable_state_dtype: how cached states are stored: None as live states are; "bfloat16" with the
+            matrices of scans and the windows of convolutions in bfloat16; "int8" with the matrices in int8, a
+            scale for each head and state index, and the windows in bfloat16. Fewer bytes a state make more
+            slots of the same memory. Live states stay as they are. A request that resumes starts from a
+            rounded state, so that its tokens may differ from those without a cache. Not with decodes by
+            replay, and so not with `batch_invariant`.
         enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
         enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
             step.
@@ -100,6 +108,7 @@ class InferenceConfig:
     num_mamba_slots: int | None = None
     prefix_caching_mamba_gb: float | None = None
     total_gb: float | None = None
+    durable_state_dtype: DurableDtype | None = None
     host_cache_gb: float = 0.0
     host_cache_min_tokens: int | None = None
     disk_cache_gb: float = 0.0
@@ -200,6 +209,16 @@ class InferenceConfig:
             raise ValueError(
                 "decode_by_replay is False and batch_invariant is True; accepted: True or None, because a "
                 "state that decodes update rounds otherwise than that of a prefill"
+            )
+
+        if self.durable_state_dtype is None:
+            return
+        one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
+        if self.replays:
+            setting = "batch_invariant" if self.batch_invariant else "decode_by_replay"
+            raise ValueError(
+                f"durable_state_dtype is {self.durable_state_dtype!r} and {setting} is True; accepted: one "
+                "of the two, because decodes by replay start from exact states"
             )
 
     @property

@@ -15,6 +15,12 @@ GIGABYTE = 1 << 30
 _UNLIMITED = INT32_MAX + 2
 """What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
 
+NUM_STAGING_SLOTS = 2
+"""Slots that hold states inside prefills until they are encoded, where no live slot is idle.
+
+The default plan takes two such states a prompt: its tail, and where it branches off a known path.
+"""
+
 _MOST_NAMES = 1 << 20
 """KV blocks without bytes that a context makes by itself for cached prefixes, at most."""
 
@@ -75,7 +81,7 @@ class _Shares(NamedTuple):
         caching: whether prefixes are cached.
         strided: whether the model takes KV blocks with gaps between them.
         gb: the rank's `total_gb`.
-        inputs: bytes of the inputs of running requests.
+        inputs: bytes of the inputs of running requests, and of live states where cached ones are encoded.
     """
 
     budget: RankBudget
@@ -116,7 +122,8 @@ class _Shares(NamedTuple):
 def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
     """The pools that `total_gb` buys: live states and inputs first, then cached states and KV in one memory.
 
-    Where a model has no states or no KV, or nothing is cached, the one kind that is left gets all.
+    Where a model has no states or no KV, or nothing is cached, the one kind that is left gets all. Encoded
+    states and KV have memory of their own: one half each.
     """
     caching, block = config.enable_prefix_caching, config.block_size_tokens
     longest = -(-config.max_sequence_length // block)
@@ -124,6 +131,11 @@ def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
     num_live = num_live_slots(config)
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block))
     memory = int((config.total_gb or 0.0) * GIGABYTE) - inputs
+    encoded = caching and config.durable_state_dtype is not None
+    if encoded:  # live states are no part of what is divided
+        beside = (num_live + NUM_STAGING_SLOTS) * spec.slot_bytes
+        inputs, memory, num_live = inputs + beside, memory - beside, 0
+        sizes = UnitSizes(spec.durable_slot_bytes(config.durable_state_dtype), sizes.block)
     mine = _Shares(
         RankBudget(sizes, memory, num_live), caching, spec.strided_blocks, config.total_gb or 0.0, inputs
     )
@@ -135,7 +147,7 @@ def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
         )
     has_states = any(rank.budget.sizes.slot for rank in ranks)
     has_kv = any(rank.budget.sizes.block for rank in ranks)
-    if caching and has_states and has_kv and all(rank.strided for rank in ranks):
+    if caching and has_states and has_kv and not encoded and all(rank.strided for rank in ranks):
         division = MemoryDivision.of([rank.budget for rank in ranks], longest)
         if division.num_units < division.num_kv_units:
             raise _too_small(config, ranks, [division.least_bytes(rank.budget.sizes) for rank in ranks])
@@ -212,7 +224,7 @@ def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
 def _slot_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
     return _Budget(
         "num_mamba_slots", config.num_mamba_slots, "prefix_caching_mamba_gb", config.prefix_caching_mamba_gb,
-        spec.slot_bytes,
+        spec.durable_slot_bytes(config.durable_state_dtype),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 
 from .input_tensor import InputTensor
 from .model_shard import Part
-from .state_tensor import StateSegment, StateSplit, StateTensor
+from .state_tensor import Coarsest, StateSegment, StateSplit, StateTensor
 
 Count = int | Part
 
@@ -40,8 +40,11 @@ def mamba2_states(
     )
     return (
         _window("conv", layers, channels, conv_kernel, conv_dtype),
-        _tensor("ssm", layers, (StateSegment(heads),), (head_dim, state_dim), ssm_dtype, grid, inputs),
-    )
+        _tensor(
+            "ssm", layers, (StateSegment(heads),), (head_dim, state_dim), ssm_dtype, grid, inputs,
+            "int8", 1,
+        ),
+    )  # fmt: skip
 
 
 def gated_delta_net_states(
@@ -75,9 +78,10 @@ def gated_delta_net_states(
     return (
         _window("gdn_conv", layers, channels, conv_kernel, conv_dtype),
         _tensor(
-            "delta", layers, (StateSegment(value_heads),), (key_dim, value_dim), state_dtype, grid, inputs
+            "delta", layers, (StateSegment(value_heads),), (key_dim, value_dim), state_dtype, grid, inputs,
+            "int8", 2,
         ),
-    )
+    )  # fmt: skip
 
 
 def short_conv_states(
@@ -94,7 +98,7 @@ def _window(
     """The last inputs of a convolution."""
     channels = sum(segment.size for segment in segments)
     ring = InputTensor(f"{name}_in", (channels,), dtype, "ring", taps=conv_kernel)
-    return _tensor(name, layers, segments, (conv_kernel - 1,), dtype, 1, (ring,))
+    return _tensor(name, layers, segments, (conv_kernel - 1,), dtype, 1, (ring,), "bfloat16")
 
 
 def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -109,10 +113,12 @@ def _tensor(
     dtype: torch.dtype,
     grid: int,
     inputs: tuple[InputTensor, ...],
+    coarsest: Coarsest,
+    scale_axis: int | None = None,
 ) -> StateTensor:
     split = StateSplit(_part(layers), segments)
     shape = sum(segment.size for segment in segments), *inner
-    return StateTensor(name, split.layers.count, shape, dtype, grid, split, inputs)
+    return StateTensor(name, split.layers.count, shape, dtype, grid, split, inputs, coarsest, scale_axis)
 
 
 def _part(count: Count) -> Part:

@@ -8,6 +8,7 @@ import torch
 
 from .model_shard import ModelShard
 from .parallel_groups import ParallelGroups
+from .state_encoding import durable_tensors
 from .state_tensor import SlotLayout, StateTensor
 from .tensor_validation import device, float_dtype
 from .validation import INT32_MAX, boolean, instance, integer, set_field, shown
@@ -94,6 +95,10 @@ class HybridStateSpec:
     def slot_bytes(self) -> int:
         """Bytes of a slot that holds one state: `state_bytes`, and what aligns the tensors."""
         return SlotLayout.of(self.states).slot_bytes
+
+    def durable_slot_bytes(self, dtype: str | None) -> int:
+        """Bytes of a durable slot; `dtype`: `InferenceConfig.durable_state_dtype`."""
+        return SlotLayout.of(durable_tensors(self.states, dtype)).slot_bytes
 
     @property
     def chunk_size(self) -> int | None:

@@ -3,17 +3,21 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from .input_tensor import InputTensor, checked_inputs
 from .model_shard import Part
 from .tensor_validation import float_dtype
-from .validation import INT32_MAX, instance, integer, integers, set_field, shown
+from .validation import INT32_MAX, instance, integer, integers, one_of, set_field, shown
 
 ALIGNMENT = 128
 """Bytes at whose multiples a slot and its tensors begin: a GPU reads memory in lines of this size."""
+
+
+Coarsest = Literal["exact", "bfloat16", "int8"]
+"""How far a cached copy of a tensor may be rounded: not at all, to bfloat16, or to scaled int8."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class StateTensor:
         split: which part of a split model this is; None where this rank holds the whole.
         inputs: what a running request keeps of its tokens since the last grid point, so that decodes can
             replay them. Without inputs the tensor cannot be replayed.
+        coarsest: the coarsest encoding of a cached copy, where `InferenceConfig.durable_state_dtype` asks for
+            one. A tensor that declares nothing is stored as it is. Windows of convolutions are "bfloat16",
+            matrices of scans "int8".
+        scale_axis: for "int8": the axis of `shape` whose entries share a scale, not the first.
     """
 
     name: str
@@ -82,6 +90,8 @@ class StateTensor:
     grid: int = 1
     split: StateSplit | None = None
     inputs: tuple[InputTensor, ...] = ()
+    coarsest: Coarsest = "exact"
+    scale_axis: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
@@ -91,6 +101,13 @@ class StateTensor:
         float_dtype("dtype", self.dtype)
         set_field(self, "grid", integer("grid", self.grid, 1, INT32_MAX))
         set_field(self, "inputs", checked_inputs(self.inputs))
+        one_of("coarsest", self.coarsest, get_args(Coarsest))
+        if self.coarsest == "int8":
+            set_field(self, "scale_axis", integer("scale_axis", self.scale_axis, 1, len(self.shape) - 1))
+        elif self.scale_axis is not None:
+            raise ValueError(
+                f"scale_axis is {shown(self.scale_axis)}; accepted: None unless coarsest is 'int8'"
+            )
         if self.split is not None:
             instance("split", self.split, StateSplit)
             here = self.split.layers.count, sum(segment.size for segment in self.split.segments)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+DURABLE_STATE_DTYPES = ("bfloat16", "int8")
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,6 +129,10 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
         "--num-speculative-tokens", type=count(0), default=0, metavar="N", help="drafts a step"
     )
     group.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    group.add_argument(
+        "--durable-state-dtype", choices=DURABLE_STATE_DTYPES,
+        help="store cached states in fewer bytes: more fit, and a resumed request starts from a rounded one",
+    )  # fmt: skip
     group.add_argument(
         "--batch-invariant", action="store_true", help="answers depend on the request alone, to the bit (GPU)"
     )

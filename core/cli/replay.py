@@ -59,6 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="memory for live states, cached states and KV together, which each row divides itself",
     )  # fmt: skip
     group.add_argument(
+        "--host-gb", type=positive, default=0.0, metavar="GB",
+        help="host memory for evicted states, which rows without a host tier ignore (default: none)",
+    )  # fmt: skip
+    group.add_argument(
         "--model", default="nemotron-h-8b", metavar="MODEL",
         help=f"whose sizes count: {', '.join(MODELS)} or the path of a config.json (default: %(default)s)",
     )  # fmt: skip
@@ -114,6 +118,7 @@ def _settings(options: argparse.Namespace, shape: ModelShape) -> list[ReplaySett
     common: dict[str, Any] = {
         "max_requests": options.concurrency,
         "block_size_tokens": options.block_size_tokens,
+        "host_gb": options.host_gb,
     }
     if options.block_size_tokens % shape.grid_tokens:
         raise ValueError(

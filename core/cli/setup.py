@@ -86,6 +86,7 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
         enable_prefix_caching=caching,
         num_cuda_graphs=CUDA_GRAPHS if spec.device.type == "cuda" else None,
         num_speculative_tokens=options.num_speculative_tokens,
+        durable_state_dtype=options.durable_state_dtype,
         batch_invariant=options.batch_invariant,
         **sizes,
     )

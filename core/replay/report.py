@@ -6,12 +6,12 @@ from typing import Any
 
 from .cells import CellResult
 from .ours import UNLIMITED
-from .rows import CEILING
+from .rows import GROUPS
 from .setting import ReplaySetting
 
 _UNLIMITED = "unlimited pool"
 _MIN_LOST = 0.0005
-_CEILING = frozenset(row.name for row in CEILING)
+_CEILING = frozenset(GROUPS["ceiling"])
 
 
 def unlimited_shares(results: Iterable[CellResult]) -> dict[str, float]:
@@ -152,5 +152,6 @@ def plain_setting(setting: ReplaySetting) -> dict[str, Any]:
     """What all cells have in common, as plain values."""
     values = asdict(setting)
     return {
-        name: values[name] for name in ("shape", "max_requests", "max_tokens", "block_size_tokens", "cost")
+        name: values[name]
+        for name in ("shape", "max_requests", "max_tokens", "block_size_tokens", "cost", "host_gb")
     }

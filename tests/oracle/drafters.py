@@ -90,6 +90,11 @@ MODES: dict[str, dict[str, object]] = {
     "in place, no drafts": {"in_place": True},
     "ahead": {"async_scheduling": True},
     "in place, ahead": {"in_place": True, "async_scheduling": True},
+    "encoded": {"encoded": True},
+    "encoded, ahead": {"encoded": True, "async_scheduling": True},
+    "encoded, mixed": {"encoded": True, "num_speculative_tokens": 4, "make_drafter": MixedDrafter},
+    "encoded, in place": {"encoded": True, "in_place": True, "num_speculative_tokens": 2}
+    | {"make_drafter": RightDrafter},
     "replay": {"decode_by_replay": True},
     "replay, ahead": {"decode_by_replay": True, "async_scheduling": True},
     "replay, mixed": {"decode_by_replay": True, "num_speculative_tokens": 4, "make_drafter": MixedDrafter},

@@ -1,6 +1,7 @@
 """Engines under test beside the token-by-token model: what every request must answer."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 
 import mambaslots as ms
@@ -9,6 +10,7 @@ import torch
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from oracle.model_kinds import KINDS, kind_of_model, present_kind
 from oracle.recurrent_lm import RecurrentLM
+from oracle.stored_states import stored_apart
 
 TOLERANCE = 1e-9  # of log-probs, float64
 
@@ -59,7 +61,9 @@ DEFAULTS: dict[str, object] = {}
 
 
 def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
-    """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, and `in_place`."""
+    """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, `in_place`, and `encoded`:
+    whether durable slots are a store of their own, which rounds nothing.
+    """
     settings: dict[str, object] = (
         {
             "block_size_tokens": 8,
@@ -80,8 +84,9 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
         from oracle.drafters import InPlaceModel
 
         model = InPlaceModel(model)
-    config = ms.InferenceConfig(**settings)  # type: ignore[arg-type]
-    return ms.DynamicInferenceEngine(model, config, drafter=make_drafter and make_drafter())
+    with stored_apart(settings) if settings.pop("encoded", False) else nullcontext():
+        config = ms.InferenceConfig(**settings)  # type: ignore[arg-type]
+        return ms.DynamicInferenceEngine(model, config, drafter=make_drafter and make_drafter())
 
 
 def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:

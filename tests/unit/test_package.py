@@ -17,7 +17,8 @@ ROOMS = (
     "__init__", "__main__", "replay.__main__", "cli", "serve", "monitor", "testing", "mcore", "vllm",
     "replay", "distributed", "loaded_model", "hf", "models",
     "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
-    "state_spec", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params", "cache_stats",
+    "state_spec", "state_encoding", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params",
+    "cache_stats",
     "inference.policies", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
     "checkpoint_files", "errors", "brief_repr", "validation", "version",
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ class CacheAccess:
         pools: the tensors of an export by their names, as views of the pools on the device. "kv" is
             [attention layers, blocks, KV heads, 2, block size, head dim]; a segment of a state tensor is
             [layers, slots, units, width, ...].
-        spec: the shapes of the part of the model that this rank holds.
+        spec: the shapes of the part of the model that this rank holds; its states are the tensors of a
+            durable slot, which may be encoded.
         block_size_tokens: tokens of a block.
         eviction_policy: the engine's `prefix_caching_eviction_policy`.
         weights_version: what the engine's weights are called.
@@ -70,8 +71,8 @@ class CacheAccess:
             raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
         return cls(
             cache=context.prefix_cache,
-            pools=_pools(context.memory.kv_cache, context.memory.state_pool),
-            spec=context.spec,
+            pools=_pools(context.memory.kv_cache, context.memory.durable_pool),
+            spec=replace(context.spec, states=context.memory.durable_pool.states),
             block_size_tokens=engine.config.block_size_tokens,
             eviction_policy=engine.config.prefix_caching_eviction_policy,
             weights_version=engine.weights_version,

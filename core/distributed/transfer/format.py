@@ -15,6 +15,7 @@ WeightsVersion = str | int | bytes
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
+_STATE_DTYPES = _DTYPES | {"int8": torch.int8}
 
 
 class TransferError(ValueError):
@@ -54,14 +55,14 @@ class TensorFormat:
     def from_json(cls, name: str, value: object) -> "TensorFormat":
         """The format that `to_json` made `value` of; ValueError, which says `name`, for anything else."""
         found = json_object(name, value, {field.name for field in fields(cls)})
-        dtype = found["dtype"]
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise ValueError(f"{name}.dtype is {shown(dtype)}; accepted: one of {', '.join(_DTYPES)}")
+        dtype, accepted = found["dtype"], _DTYPES if name == KV else _STATE_DTYPES
+        if not isinstance(dtype, str) or dtype not in accepted:
+            raise ValueError(f"{name}.dtype is {shown(dtype)}; accepted: one of {', '.join(accepted)}")
         return cls(
             num_layers=integer(f"{name}.num_layers", found["num_layers"], 0, INT32_MAX),
             num_units=integer(f"{name}.num_units", found["num_units"], 0, INT32_MAX),
             shape=tuple(integers(f"{name}.shape", found["shape"], 1, INT32_MAX)),
-            dtype=_DTYPES[dtype],
+            dtype=accepted[dtype],
             grid=integer(f"{name}.grid", found["grid"], 1, INT32_MAX),
         )
 
@@ -76,7 +77,9 @@ class PrefixFormat:
             shape apart.
         block_size_tokens: tokens of a KV block.
         vocab_size: token ids are below it.
-        tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv".
+        tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv". States travel
+            as they are stored: one in int8 has int8 numbers under its own name, and bfloat16 "ssm_scales.0".
+            So an engine with another `durable_state_dtype` refuses them.
     """
 
     format_version: int = FORMAT_VERSION

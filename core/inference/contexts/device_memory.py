@@ -1,9 +1,11 @@
 """The tensors of a context's two pools."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from ...state_encoding import TensorEncoding
 from ...state_spec import HybridStateSpec
 from ...tensor_validation import addressable
 from ..policies.memory_division import MemoryDivision, UnitSizes
@@ -20,7 +22,9 @@ class DeviceMemory:
         kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim]. A layer's part
             of a block is contiguous. With a division, all layers of a block stand together, and blocks have
             gaps between them.
-        state_pool: live states, then durable states.
+        state_pool: live states, then durable states; with encodings live states, then staging slots.
+        durable_pool: what holds the durable states: `state_pool`, or with encodings a pool of their own.
+            Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
         input_pool: the inputs of running requests since their last grid points.
         allocated: whether all these tensors are there.
     """
@@ -35,24 +39,31 @@ class DeviceMemory:
         input_pool: InputPool | None = None,
         is_shared: bool = False,
         division: MemoryDivision | None = None,
+        encodings: Sequence[TensorEncoding] = (),
+        num_staging_slots: int = 0,
     ) -> None:
         """
         Args:
             spec, num_kv_blocks, block_size_tokens, num_live_slots, num_durable_slots: sizes.
             input_pool: for decodes by replay; None for others.
-            is_shared: whether live and durable states share their slots.
-            division: of one memory that states and KV share; None where each has its own.
+            is_shared: whether live and durable states share their slots; not with encodings.
+            division: of one memory that states and KV share; None where each has its own, as with encodings.
+            encodings: how durable slots store states; empty: as live slots do.
+            num_staging_slots: with encodings, slots of `state_pool` beside the live ones.
         """
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size_tokens
         self._division = division
-        self._num_slots = num_live_slots + num_durable_slots
+        num_others = num_staging_slots if encodings else num_durable_slots
+        self._num_slots = num_live_slots + num_others
         self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block_size_tokens))
         self.kv_cache, states = self._new_memory()
-        self.state_pool = StatePool(
-            spec.states, num_live_slots, num_durable_slots, spec.device, is_shared, states
-        )
+        self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device, is_shared, states)
+        self.durable_pool = self.state_pool
+        if encodings:
+            tensors = [tensor for encoding in encodings for tensor in encoding.tensors]
+            self.durable_pool = StatePool(tensors, 0, num_durable_slots, spec.device)
         self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
 
@@ -92,8 +103,14 @@ class DeviceMemory:
         if not self.allocated:
             self.free()  # what an interrupted call has left
             # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            (kv_cache, states), inputs = self._new_memory(), self.input_pool.new_tensors()
+            (kv_cache, states), durable, inputs = (
+                self._new_memory(),
+                self.durable_pool.new_memory() if self._has_encoded_states else None,
+                self.input_pool.new_tensors(),
+            )  # fmt: skip
             self.state_pool.put(self.state_pool.new_memory() if states is None else states)
+            if durable is not None:
+                self.durable_pool.put(durable)
             self.kv_cache = kv_cache
             self.input_pool.put(inputs)
             self.allocated = True
@@ -102,8 +119,13 @@ class DeviceMemory:
         """Free the tensors' memory."""
         self.allocated = False
         self.state_pool.free()
+        self.durable_pool.free()
         self.input_pool.free()
         self.kv_cache = self.kv_cache.new_empty(0)
+
+    @property
+    def _has_encoded_states(self) -> bool:
+        return self.durable_pool is not self.state_pool
 
     def summary(self) -> str:
         """One line that says how many bytes each pool takes, or would take if it were allocated."""
@@ -111,12 +133,16 @@ class DeviceMemory:
         state = self._sizes.slot / MEBIBYTE
         kv = num_blocks * self._sizes.block / MEBIBYTE
         inputs = self.input_pool
-        total = inputs.num_bytes / MEBIBYTE
+        total, staging = inputs.num_bytes / MEBIBYTE, ""
         if division is None:
             total += pool.num_slots * state + kv
+            durable = self.durable_pool.slot_bytes / MEBIBYTE
+            if self._has_encoded_states:
+                total += self.durable_pool.num_durable * durable
+                staging = f"staged states {pool.num_durable} x {state:.3g} MiB; "
             shared = ", and the live ones of idle rows" if pool.is_shared else ""
             cached = (
-                f"durable states {pool.num_durable} x {state:.3g} MiB{shared}; "
+                f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB{shared}; "
                 f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB"
             )
         else:
@@ -132,7 +158,7 @@ class DeviceMemory:
             each = inputs.num_bytes / inputs.slots / MEBIBYTE
             replayed = f"inputs of running requests {inputs.slots} x {each:.3g} MiB; "
         return (
-            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {replayed}"
+            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {staging}{replayed}"
             f"{cached}; "
             f"total {total:.4g} MiB on {self._spec.device}"
             f"{'' if self.allocated else ', freed now'}"

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
-from ...pool_sizes import PoolSizes, num_live_slots, num_padded_drafts
+from ...pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots, num_padded_drafts
+from ...state_encoding import encodings_of
 from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from ..policies.compute_reasons import TokenLedger
 from ..policies.departures import Clock
 from .admission import Admission
 from .device_memory import DeviceMemory
+from .encoded_states import EncodedStates
 from .host_view import HostView
 from .input_pool import InputPool
 from .kv_block_allocator import KVBlockAllocator
@@ -75,10 +77,13 @@ class DynamicInferenceContext:
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
         num_live = num_live_slots(config)
-        shares = config.enable_prefix_caching  # live and cached states have one encoding
+        memory_spec, dtype = self._spec_of_memory(), config.durable_state_dtype
+        self._encodings = encodings_of(memory_spec.states, dtype if config.enable_prefix_caching else None)
+        shares = config.enable_prefix_caching and not self._encodings  # live and cached states are alike
         self.memory = DeviceMemory(
-            self._spec_of_memory(), sizes.num_kv_blocks, config.block_size_tokens, num_live,
+            memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live,
             sizes.num_mamba_slots, self._new_input_pool(), shares, sizes.division,
+            self._encodings, NUM_STAGING_SLOTS,
         )  # fmt: skip
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
@@ -88,7 +93,7 @@ class DynamicInferenceContext:
             config.enable_prefix_caching,
             clock,
             num_live if shares else 0,
-            tier_of(config, spec, self.memory.state_pool),
+            tier_of(config, spec, self.memory.durable_pool),
             sizes.division,
         )
         self.mamba_metadata = (
@@ -146,6 +151,10 @@ class DynamicInferenceContext:
         pool, cache = self.memory.state_pool, self.prefix_cache
         if self.config.replays:
             return ReplayedStates(pool, cache, self._chunk_size)
+        if self._encodings:
+            return EncodedStates(
+                self.memory, cache, self.mamba_metadata, self._encodings, self.spec.separate_states
+            )
         return RequestStates(pool, cache, self.spec.separate_states)
 
     def _empty_rows(self) -> None:
@@ -187,6 +196,11 @@ class DynamicInferenceContext:
             raise RuntimeError(
                 f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm' of "
                 "the same layers, all that megatron-core has names for"
+            )
+        if self._encodings:
+            raise RuntimeError(
+                f"durable_state_dtype is {self.config.durable_state_dtype!r}; accepted: None where a host "
+                "reads `mamba_slot_allocator`, because hosts read durable states as they are live"
             )
         conv, ssm = tensors["conv"], tensors["ssm"]
         return MambaSlotAllocator(
@@ -327,7 +341,8 @@ class DynamicInferenceContext:
                 f"{len(steps)} steps follow; accepted: tokens where all steps follow, None where none does"
             )
         in_row_order = sorted(steps, key=lambda step: not step.decoding)
-        self._steps = tuple(self.prefix_cache.reserve(in_row_order))
+        max_inner_states = self._states.max_inner_states(in_row_order)
+        self._steps = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
         self._states.gather(self._steps)
 
     def end_step(

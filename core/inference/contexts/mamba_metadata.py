@@ -54,6 +54,11 @@ class MambaMetadata:
     def free_count(self) -> int:
         return len(self._free)
 
+    @property
+    def idle_slots(self) -> list[int]:
+        """The live slots that no one owns."""
+        return list(self._free)
+
     def allocate_slot(self) -> int:
         """A live slot that no one owns, as a plain int; its state is stale. Enters no row.
 

@@ -334,10 +334,13 @@ class PrefixCache:
             path.replace(first, canonical + own[len(canonical) :] + rest)
         path.num_registered = first + len(canonical)
 
-    def reserve(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
+    def reserve(self, steps: Sequence[RequestStep], max_inner_states: int | None = None) -> list[RequestStep]:
         """Reserve a slot for each planned state that is not cached yet.
 
         May evict unpinned states. A boundary for which no slot is left gets none, without error.
+
+        Args:
+            max_inner_states: how many states inside prefills the steps can take; None: any number.
 
         Returns:
             The steps with their `destinations`.
@@ -346,7 +349,7 @@ class PrefixCache:
             states = self.slots.map.hash_to_block_id
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.lend_slots(sum(key not in states for key in wanted))
-        return self._checkpoints.reserve(steps)
+        return self._checkpoints.reserve(steps, max_inner_states)
 
     def after_verification(
         self, planned: Sequence[RequestStep], accepted: Sequence[RequestStep]

@@ -32,6 +32,10 @@ class RequestStates:
         holding.state_index = self._pool.durable_index(slot)
         holding.num_computed = num_tokens
 
+    def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
+        """How many states inside their prefills the steps can take; None: any number."""
+        return None
+
     def gather(self, steps: Sequence[RequestStep]) -> None:
         """Before a step: copy states to live slots, where kernels that update states in place need them."""
         if self._separate:

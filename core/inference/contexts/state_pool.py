@@ -72,6 +72,11 @@ class StatePool:
         """All slots."""
         return self.num_live + self.num_durable
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self._layout.slot_bytes
+
     def allocate(self) -> None:
         """Make the memory, as zeros; its address is new. A call that raises changes nothing."""
         self.put(self.new_memory())

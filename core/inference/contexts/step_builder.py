@@ -114,8 +114,7 @@ class StepBuilder:
     def _state_values(
         self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates
     ) -> dict[str, Any]:
-        # A live slot is written at a grid point only where decodes replay, which read no window there. Such
-        # entries come last, and are no checkpoints.
+        # Entries that are no checkpoints come last.
         inner = sorted(
             (
                 (row, position, index, position in step.destinations)

@@ -27,11 +27,15 @@ class StepCheckpoints:
         self._tree = tree
         self._rolling = rolling
 
-    def reserve(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
+    def reserve(self, steps: Sequence[RequestStep], max_inner_states: int | None = None) -> list[RequestStep]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go.
 
         May evict states. A boundary that only drafts reach evicts nothing: it gets a free slot or none. A
         boundary without a slot is no error.
+
+        Args:
+            max_inner_states: how many states inside prefills the steps can take, the worthiest of them; None:
+                any number.
 
         Returns:
             The steps with their `destinations`.
@@ -47,14 +51,15 @@ class StepCheckpoints:
         if not (certain or guessed):
             return list(steps)
         by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
+        by_worth, unstaged = _within(by_worth, certain, max_inner_states)
         if not self._slots.refuses:
             decoding = [certain[key][0] for key in by_worth if certain[key][1].kind == "decode"]
-            self._rolling.make_room([step.holding.path for step in decoding], len(certain))
+            self._rolling.make_room([step.holding.path for step in decoding], len(by_worth))
         chosen, refused = self._slots.choose(
             [_planned(key, *certain[key]) for key in by_worth],
             [key for key in guessed if key not in certain],
         )
-        self._slots.refuse(refused)
+        self._slots.refuse(refused + unstaged)
         taken = [certain.get(key) or guessed[key] for key in chosen]
         slots = self._slots.reserve([step.block_at(boundary.position) for step, boundary in taken], chosen)
         destinations: dict[int, dict[int, int]] = {}
@@ -146,3 +151,18 @@ class StepCheckpoints:
             exempt = block == newest or self._tree.num_children(block) > 1
             if not exempt and self._slots.drop(block, "path_limit"):
                 num_excess -= 1
+
+
+def _within(
+    by_worth: list[int], candidates: dict[int, Candidate], max_inner_states: int | None
+) -> tuple[list[int], list[int]]:
+    """The keys without those of states inside prefills beyond the limit, and these."""
+    if max_inner_states is None:
+        return by_worth, []
+    inner = [key for key in by_worth if _is_inner(*candidates[key])]
+    beyond = set(inner[max_inner_states:])
+    return [key for key in by_worth if key not in beyond], [key for key in by_worth if key in beyond]
+
+
+def _is_inner(step: RequestStep, boundary: Boundary) -> bool:
+    return not step.decoding and boundary.position < step.stop

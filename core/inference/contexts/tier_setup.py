@@ -63,7 +63,7 @@ def _copies(
 ) -> HostCopies:
     state_bytes, files = pool.memory.shape[1], None
     if num_files and config.disk_cache_path is not None:
-        model = f"{spec.model} {spec.states} {spec.shard} {config.block_size_tokens}"
+        model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"
         files = StateFiles(config.disk_cache_path, state_bytes, model)
     return HostCopies(
         num_slots, state_bytes, lambda slot: pool.memory[pool.durable_index(slot)], spec.device, files

@@ -8,6 +8,9 @@ from torch import Tensor
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs
 
+_NAN_BYTE = 0xFF
+"""Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
+
 
 class MemoryPoison:
     """Observes a context, and fills its free memory with NaN before every forward.
@@ -40,6 +43,12 @@ class MemoryPoison:
         pool = self._context.memory.state_pool
         for states in pool.tensors:
             _fill(states, 1, slots)
+        encoded = self._context.memory.durable_pool
+        if encoded is not pool:
+            unused = sorted(set(range(encoded.num_durable)) - set(self._context.prefix_cache.slots.map.slots))
+            encoded.memory.index_fill_(
+                0, torch.tensor(unused, dtype=torch.int64, device=encoded.memory.device), _NAN_BYTE
+            )
         _fill(self._context.memory.kv_cache, 2, blocks)
         self._fill_inputs()
 
@@ -84,7 +93,10 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     free = torch.zeros(pool.num_slots, dtype=torch.bool, device="cpu")
     if not pool.is_shared:
         free[: pool.num_live] = True
-    free[[pool.durable_index(slot) for slot in (*slots.free, *slots.reserved, *slots.live)]] = True
+    if context.memory.durable_pool is pool:
+        free[[pool.durable_index(slot) for slot in (*slots.free, *slots.reserved, *slots.live)]] = True
+    else:
+        free[pool.num_live :] = True  # staging slots belong to one step
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
     unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)

@@ -17,6 +17,29 @@ class StateTensors(NamedTuple):
     ssm: Tensor
 
 
+SMALLEST = 2.0**-110
+"""Groups without an entry of this size are stored as zeros; their scales stay normal float32 numbers."""
+LARGEST_NUMBER = 127
+INVERSE_OF_LARGEST = 1.0 / LARGEST_NUMBER
+
+
+class CodedTensor(NamedTuple):
+    """One state tensor in the pool of live slots, and in the store of durable slots.
+
+    Attributes:
+        states: [layers, slots, *shape], a slot of a layer contiguous.
+        numbers: [layers, durable slots, *shape], a slot of a layer contiguous.
+        scales: [layers, durable slots, *shape without `scale_axis`] bfloat16; None where `numbers` are
+            floats.
+        scale_axis: an axis of `shape`; None without scales.
+    """
+
+    states: Tensor
+    numbers: Tensor
+    scales: Tensor | None = None
+    scale_axis: int | None = None
+
+
 def check_indices(name: str, indices: Indices, states: StateTensors) -> None:
     """Check the values of a list, and the dtype, shape and device of a tensor; does not synchronise.
 

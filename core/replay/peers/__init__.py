@@ -28,6 +28,7 @@ PEERS: tuple[ReplayRow, ...] = (
     BlockRow(
         "used-node", "tail, branch, chunk ends and last decode state, LRU by use of the state", _USED_NODE
     ),
+    BlockRow("tail-branch", "tail and branch, LRU by use of the state", TakenStates(tail=True, branch=True)),
     MarconiRow(),
     SGLangRow(),
     SGLangRow("sglang-cap-3", "the same with --mamba-max-states-per-path 3", max_states_per_path=3),

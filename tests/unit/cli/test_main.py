@@ -95,16 +95,24 @@ def test_options_are_fields_of_the_configuration() -> None:
     config = config_of(
         "--num-mamba-slots", "7", "--num-kv-blocks", "99", "--max-requests", "3", "--block-size-tokens", "32",
         "--max-tokens-per-step", "96", "--max-sequence-length", "500", "--num-speculative-tokens", "2",
+        "--durable-state-dtype", "int8",
     )  # fmt: skip
     assert config == ms.InferenceConfig(
         num_mamba_slots=7, num_kv_blocks=99, max_requests=3, block_size_tokens=32, max_tokens=96,
-        max_sequence_length=500, num_speculative_tokens=2,
+        max_sequence_length=500, num_speculative_tokens=2, durable_state_dtype="int8",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", ["M-M*-M-", "MM", "**", "G*"])
 @pytest.mark.parametrize(
-    "options", [(), ("--no-prefix-caching",), DRAFTS, ("--batch-invariant", "--max-requests", "40")]
+    "options",
+    [
+        (),
+        ("--no-prefix-caching",),
+        DRAFTS,
+        ("--batch-invariant", "--max-requests", "40"),
+        ("--durable-state-dtype", "int8"),
+    ],
 )
 @pytest.mark.parametrize("memory_gb", [0.05, 0.4])
 def test_a_budget_is_kept_and_serves(pattern: str, options: tuple[str, ...], memory_gb: float) -> None:

@@ -27,6 +27,7 @@ UNPOISONED = {
     "n-grams",
     "ahead",  # refused beside poison_free_memory
     "in place, ahead",
+    "encoded, ahead",
     "replay, ahead",
 }
 

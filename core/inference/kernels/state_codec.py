@@ -1,0 +1,123 @@
+"""Encode live states into durable slots, and decode them: the functions to call, and their references.
+
+On CUDA one Triton launch a tensor does the work (`state_codec_gpu`, imported by the first call that needs
+it). Elsewhere the references in plain torch do. The references run on any device.
+
+The int8 encoding. Entries along `scale_axis` share a scale: their largest absolute value / 127, rounded up to
+bfloat16. A number is the entry / scale, rounded to the nearest integer, ties to even. So
+
+- an entry is off by at most half its scale: 1/254 of the largest in its group, and 0.8 % of that more for
+  the rounded scale;
+- zeros stay zeros, and -0.0 becomes 0.0;
+- a group whose largest entry is below `SMALLEST` becomes zeros;
+- a group with a NaN or an infinity has the scale NaN: all its entries are NaN when they are decoded.
+
+The bfloat16 encoding rounds to the nearest, ties to even. It keeps -0.0, NaN and infinities.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...cuda_device import on_device_of
+from .state_tensors import (
+    INVERSE_OF_LARGEST,
+    SMALLEST,
+    CodedTensor,
+    Indices,
+    StateTensors,
+    check_indices,
+    device_indices,
+)
+
+
+def encode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
+    """Store the states of slots `sources` in durable slots `destinations`, pair by pair.
+
+    Runs on the current stream and does not synchronise. One launch a tensor, whatever the number of pairs;
+    each reads the states once, and writes the encoded bytes once.
+
+    Args:
+        tensors: `numbers` and `scales` are written.
+        sources, destinations: [n] a pair with a -1 is skipped. A destination is named once.
+
+    Raises:
+        ValueError: the lengths differ, or a listed index lies outside its pool.
+    """
+    _run("encode", tensors, sources, destinations)
+
+
+def decode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
+    """Restore the states of durable slots `sources` to slots `destinations`, pair by pair.
+
+    As `encode_states`, in the other direction: `states` are written.
+    """
+    _run("decode", tensors, sources, destinations)
+
+
+def _run(call: str, tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
+    num_pairs, tensors = len(sources), [tensor for tensor in tensors if tensor.states.numel()]
+    if len(destinations) != num_pairs:
+        raise ValueError(f"destinations has {len(destinations)} entries; accepted: {num_pairs}, one a source")
+    if not num_pairs or not tensors:
+        return
+    read, written = tensors[0].states, tensors[0].numbers
+    if call == "decode":
+        read, written = written, read
+    check_indices("sources", sources, StateTensors(read, read))
+    check_indices("destinations", destinations, StateTensors(written, written))
+    device = read.device
+    with on_device_of(device):
+        reads, writes = device_indices(device, sources, destinations)
+        if device.type == "cuda":
+            from . import state_codec_gpu
+
+            launch = state_codec_gpu.encode if call == "encode" else state_codec_gpu.decode
+            for tensor in tensors:
+                launch(tensor, reads, writes)
+            return
+        reference = encode_reference if call == "encode" else decode_reference
+        for tensor in tensors:
+            reference(tensor, reads, writes)
+
+
+def encode_reference(tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
+    """`encode_states` of one tensor by fancy indexing; synchronises on a GPU."""
+    named = (sources >= 0) & (destinations >= 0)
+    states, write = tensor.states[:, sources[named]], destinations[named]
+    if tensor.scales is None or tensor.scale_axis is None:
+        tensor.numbers[:, write] = states.to(tensor.numbers.dtype)
+        return
+    numbers, scales = quantise(states, tensor.scale_axis + 2)
+    tensor.numbers[:, write] = numbers
+    tensor.scales[:, write] = scales
+
+
+def decode_reference(tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
+    """`decode_states` of one tensor by fancy indexing; synchronises on a GPU."""
+    named = (sources >= 0) & (destinations >= 0)
+    read, write = sources[named], destinations[named]
+    states = tensor.numbers[:, read]
+    if tensor.scales is not None and tensor.scale_axis is not None:
+        states = dequantise(states, tensor.scales[:, read], tensor.scale_axis + 2)
+    tensor.states[:, write] = states.to(tensor.states.dtype)
+
+
+def quantise(values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """`values` as int8 and their bfloat16 scales, one scale for the entries along `axis`."""
+    values = values.float()
+    largest = values.abs().amax(axis)
+    # Added below its 16 upper bits, which are a bfloat16, 0xFFFF rounds a positive float32 up.
+    rounded_up = ((largest * INVERSE_OF_LARGEST).view(torch.int32) + 0xFFFF) & ~0xFFFF
+    scales = torch.where(largest >= SMALLEST, rounded_up.view(torch.float32), 0.0)
+    inverses = torch.where(scales > 0, 1.0 / scales, 0.0)
+    scales = torch.where(largest.isfinite(), scales, float("nan"))
+    inverses = torch.where(largest.isfinite(), inverses, 0.0)
+    numbers = (values * inverses.unsqueeze(axis)).nan_to_num(0.0, 0.0, 0.0).round()
+    return numbers.to(torch.int8), scales.to(torch.bfloat16)
+
+
+def dequantise(numbers: Tensor, scales: Tensor, axis: int) -> Tensor:
+    """The float32 values that `quantise` rounded to: exact products of 8 bits by 8 bits."""
+    return numbers.float() * scales.float().unsqueeze(axis)

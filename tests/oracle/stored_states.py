@@ -1,0 +1,176 @@
+"""What an engine must compute whose durable slots store states in fewer bytes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import mambaslots as ms
+import numpy as np
+import torch
+from mambaslots import state_encoding
+from mambaslots.inference.contexts import dynamic_context
+from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.kernels.state_codec import dequantise, quantise
+from mambaslots.state_encoding import EncodedTensor, TensorEncoding, encodings_of
+from mambaslots.state_tensor import StateTensor
+from numpy.typing import NDArray
+from oracle.recurrent_lm import RecurrentLM, log_sum_exp
+
+Array = NDArray[np.float64]
+
+
+@contextmanager
+def stored_apart(settings: dict[str, object]) -> Iterator[None]:
+    """Engines that are built within it encode durable states in a way that loses nothing.
+
+    So the exact answers of other suites hold for them. `settings` are an engine's, and get an encoding.
+    """
+
+    def lossless(states: Sequence[StateTensor], dtype: str | None) -> tuple[TensorEncoding, ...]:
+        if dtype is None:
+            return ()
+        stored = (
+            EncodedTensor(one.name, one.num_layers, one.shape, one.dtype, one.grid, one.split)
+            for one in states
+        )
+        return tuple(TensorEncoding(one, tensor, None) for one, tensor in zip(states, stored, strict=True))
+
+    if settings.get("enable_prefix_caching", True):
+        settings["durable_state_dtype"] = "bfloat16"
+    with (
+        patch.object(state_encoding, "encodings_of", lossless),
+        patch.object(dynamic_context, "encodings_of", lossless),
+    ):
+        yield
+
+
+class RoundedEngine:
+    """Observes an engine, and computes token by token what it must answer.
+
+    A slot holds here the state that the recurrence has where the engine stores one; a block, the keys and
+    values. A request that resumes continues from the slot's state, rounded by the codec's reference. So the
+    history of each state counts: a state may come from a request that had itself resumed.
+    """
+
+    def __init__(self, engine: ms.DynamicInferenceEngine, model: ms.models.HybridLM, dtype: str) -> None:
+        """`dtype`: `durable_state_dtype`."""
+        self.num_resumed = 0
+        self.log_probs: dict[int, dict[int, tuple[int, float]]] = {}
+        self._engine = engine
+        self._context = engine.context
+        self._size = engine.config.block_size_tokens
+        self._encodings = encodings_of(model.state_spec().states, dtype)
+        self._lm = _WithKnownKV(model)
+        self._slots: dict[int, dict[str, Array]] = {}
+        self._kv: dict[int, tuple[list[Array], list[Array]]] = {}  # block * size + offset -> keys, values
+        self._running: dict[Any, tuple[int, dict[str, Array]]] = {}  # holding -> position and state
+        self._begun: dict[int, tuple[list[int], int]] = {}  # row -> blocks, and how many are registered
+        self._context.observe(self)
+
+    def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
+        slots = self._context.prefix_cache.slots
+        for step in steps:
+            path = step.holding.path
+            self._begun[step.holding.row] = list(path.blocks), path.num_registered
+            position, _ = self._running.get(step.holding, (0, {}))
+            if step.start == 0:
+                self._lm.reset()
+                self._running[step.holding] = 0, _copied(self._lm.states)
+            elif position != step.start:
+                self.num_resumed += 1
+                stored = self._slots[slots.map.slot_of(step.block_at(step.start))]
+                self._running[step.holding] = step.start, self.rounded(stored)
+
+    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+        self._slots.update(
+            (step.destinations[position], state)
+            for step in steps
+            for position, state in self._advance(step).items()
+        )
+
+    def _advance(self, step: RequestStep) -> dict[int, dict[str, Array]]:
+        """Compute a step's tokens; the states at its destinations."""
+        blocks, num_registered = self._begun[step.holding.row]
+        position, states = self._running[step.holding]
+        assert position == step.start
+        places = [blocks[at // self._size] * self._size + at % self._size for at in range(step.stop)]
+        registered = num_registered * self._size
+        lm = self._lm
+        lm.begin(states, [self._kv[place] for place in places[:position]])
+        taken = {}
+        found = self.log_probs.setdefault(step.request.request_id, {})
+        for at in range(step.start, step.stop):
+            known = self._kv[places[at]] if at < registered else None
+            logits = lm.step_with(step.request.tokens[at], known)
+            if known is None:
+                self._kv[places[at]] = lm.newest_kv()
+            if at + 1 in step.destinations:
+                taken[at + 1] = _copied(lm.states)
+            best = int(logits.argmax())
+            found.setdefault(at + 1, (best, float(logits[best] - log_sum_exp(logits))))
+        self._running[step.holding] = step.stop, _copied(lm.states)
+        return taken
+
+    def rounded(self, states: dict[str, Array]) -> dict[str, Array]:
+        """`states` as they are when they are decoded."""
+        found = {}
+        for encoding in self._encodings:
+            exact = torch.from_numpy(states[encoding.state.name])
+            axis = encoding.state.scale_axis
+            if encoding.scales is None or axis is None:
+                decoded = exact.to(encoding.numbers.dtype)
+            else:
+                decoded = dequantise(*quantise(exact, axis + 1), axis + 1)
+            found[encoding.state.name] = decoded.double().numpy()
+        return found
+
+    def check(self, result: ms.RequestResult, num_prompt_tokens: int) -> None:
+        """A greedy result that has log-probs."""
+        assert result.log_probs is not None
+        known = self.log_probs[result.request_id]
+        for index, (token, log_prob) in enumerate(zip(result.tokens, result.log_probs, strict=True)):
+            best, expected = known[num_prompt_tokens + index]
+            assert token == best
+            assert abs(log_prob - expected) < 1e-9
+
+
+class _WithKnownKV(RecurrentLM):
+    """Takes states, keys and values from outside."""
+
+    def begin(self, states: dict[str, Array], kv: Sequence[tuple[list[Array], list[Array]]]) -> None:
+        """Continue from this state, behind tokens with these keys and values."""
+        self.reset()
+        self.states = _copied(states)
+        self.position = len(kv)
+        if kv:
+            self.keys = [np.stack([keys[layer] for keys, _ in kv]) for layer in range(len(self.keys))]
+            self.values = [np.stack([values[layer] for _, values in kv]) for layer in range(len(self.values))]
+
+    def step_with(self, token: int, known: tuple[list[Array], list[Array]] | None) -> Array:
+        """`step`; with `known` keys and values of the token in place of its own."""
+        if known is not None:
+            self.keys, self.values = _Known(self.keys, known[0]), _Known(self.values, known[1])
+        logits = self.step(token)
+        self.keys, self.values = list(self.keys), list(self.values)
+        return logits
+
+    def newest_kv(self) -> tuple[list[Array], list[Array]]:
+        return [keys[-1].copy() for keys in self.keys], [values[-1].copy() for values in self.values]
+
+
+class _Known(list[Array]):
+    """By layer; what is appended for the newest token is replaced by what is known."""
+
+    def __init__(self, entries: list[Array], known: list[Array]) -> None:
+        super().__init__(entries)
+        self._known = known
+
+    def __setitem__(self, layer: Any, entries: Any) -> None:
+        entries = entries.copy()
+        entries[-1] = self._known[layer]
+        super().__setitem__(layer, entries)
+
+
+def _copied(states: dict[str, Array]) -> dict[str, Array]:
+    return {name: entries.copy() for name, entries in states.items()}
