@@ -10,6 +10,7 @@ from .state_tree import StateNode, StateTree
 from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
 
 _FRONTIER, _FORK, _SUPERSEDED, _LEFT = 0, 5, 11, 14
+_CHUNK_END = _SUPERSEDED + 2
 _TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)
 _USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
 _PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
@@ -406,7 +407,7 @@ class ValueEviction:
         """What the loss of a present node's state is expected to cost: blocks a request, in units.
 
         A superseded state above does not count against a state that is to be taken: it goes soon, also where
-        the request reads it now.
+        the request reads it now. A chunk end counts half: what falls back on it has better places to come.
         """
         if node.parent is None:
             return node.rate
@@ -415,7 +416,8 @@ class ValueEviction:
             while above.parent is not None and above.superseded and not above.fork:
                 above = self._tree.present_above(above)
         blocks = node.depth - above.depth
-        return blocks * (node.rate + node.below)
+        worth = blocks * (node.rate + node.below)
+        return worth // 2 if node.kind == _CHUNK_END else worth
 
     def _new_serial(self, node: StateNode) -> None:
         self._serial += 1
