@@ -407,7 +407,7 @@ class ValueEviction:
         """What the loss of a present node's state is expected to cost: blocks a request, in units.
 
         A superseded state above does not count against a state that is to be taken: it goes soon, also where
-        the request reads it now. A chunk end counts half: what falls back on it has better places to come.
+        the request reads it now. A chunk end counts half, and without the ghosts below: it goes first.
         """
         if node.parent is None:
             return node.rate
@@ -416,8 +416,9 @@ class ValueEviction:
             while above.parent is not None and above.superseded and not above.fork:
                 above = self._tree.present_above(above)
         blocks = node.depth - above.depth
-        worth = blocks * (node.rate + node.below)
-        return worth // 2 if node.kind == _CHUNK_END else worth
+        if node.kind == _CHUNK_END:
+            return blocks * node.rate // 2
+        return blocks * (node.rate + node.below)
 
     def _new_serial(self, node: StateNode) -> None:
         self._serial += 1

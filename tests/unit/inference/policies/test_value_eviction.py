@@ -157,9 +157,10 @@ def brute_value(policy, node):
             between = [n for n in nodes if n.present and node.depth < n.depth < ghost.depth]
             if not any(way[: n.depth] == path_of(n) for n in between):
                 rate += ghost.rate
-    worth = (node.depth - depth) * rate
-    is_chunk_end = node.superseded and not node.fork and not node.left
-    return worth // 2 if is_chunk_end and node.taken_as in ("chunk_end", "interval") else worth
+    is_superseded = node.superseded and not node.fork and not node.left
+    if is_superseded and node.taken_as in ("chunk_end", "interval"):
+        return (node.depth - depth) * node.rate // 2
+    return (node.depth - depth) * rate
 
 
 def path_of(node):
