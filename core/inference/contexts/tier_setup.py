@@ -35,7 +35,7 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
     refused = next(filter(None, (rank[2] for rank in ranks)), "")
     num_slots, num_files = (min(rank[tier] for rank in ranks) for tier in (0, 1))
     has_states = any(rank[3] for rank in ranks)  # a stage without states affords any number
-    if not (num_slots and has_states or refused):
+    if not ((num_slots and has_states) or refused):
         return None
     copies = None
     if pool.memory.shape[1] and not refused:

@@ -33,10 +33,12 @@ BARRIER = threading.Barrier(2, timeout=20)
 @pytest.mark.parametrize("num_slots", [5, 0])
 def test_a_stage_without_states_takes_the_slots_of_the_others(num_slots: int) -> None:
     whole = small_model().state_spec()
-    without = replace(whole, states=tuple(replace(tensor, num_layers=0, split=None) for tensor in whole.states))
+    nothing = tuple(replace(tensor, num_layers=0, split=None) for tensor in whole.states)
+    without = replace(whole, states=nothing)
+    gb = (num_slots + 0.5) * whole.slot_bytes / (1 << 30) if num_slots else 0.0
     config = ms.InferenceConfig(
         block_size_tokens=8, max_requests=2, max_tokens=16, max_sequence_length=64, num_kv_blocks=20,
-        num_mamba_slots=3, host_cache_gb=(num_slots + 0.5) * whole.slot_bytes / (1 << 30) if num_slots else 0.0,
+        num_mamba_slots=3, host_cache_gb=gb,
     )  # fmt: skip
     tiers: dict[int, HostTier | None] = {}
 
