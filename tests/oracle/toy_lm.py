@@ -148,7 +148,8 @@ class ToyLM:
         decays = decays_of(weights, self.kind)
         sources = inputs.state_sources.tolist()
         if self._in_place:
-            assert max(sources) < pool.num_live, "a kernel that updates in place reads a durable state"
+            written = {-1, *inputs.state_destinations.tolist()}
+            assert written.issuperset(sources), "a kernel that updates in place reads what it does not write"
         begins = [
             [
                 states[source].copy() if source >= 0 else np.zeros(states.shape[1:])

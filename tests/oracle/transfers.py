@@ -36,7 +36,7 @@ def engine_of(model: Any = None, **overrides: Any) -> ms.DynamicInferenceEngine:
 
 
 def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
-    """What the cache holds where, and who holds it: plain values to compare. Not recency."""
+    """What the cache holds where, and who holds it: plain values to compare. Of recency, that of states."""
     kv, slots = engine.context.kv_block_allocator, engine.context.prefix_cache.slots
     return {
         "references": kv.block_ref_counts.tolist(),
@@ -49,7 +49,8 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "free slots": list(slots.free),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),
-        "order": slots.by_use(),
+        "recency": slots.order.by_recency(),
+        "order of eviction": slots.order.by_eviction(),
     }
 
 

@@ -108,7 +108,7 @@ class CacheAccess:
         """
         states = self.slots.map
         findable = set(states.hash_to_block_id.values())
-        by_recency = [(states.block_of(slot), slot) for slot in reversed(self.slots.by_use())]
+        by_recency = [(states.block_of(slot), slot) for slot in reversed(self.slots.order.by_recency())]
         return {block: slot for block, slot in by_recency if block in findable}
 
 

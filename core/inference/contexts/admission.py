@@ -72,9 +72,6 @@ class Admission:
             if not self._has_slots(match.resume_slot):
                 return None
             holding = self._rows.seat(request, match.resume_slot)
-            limit = request.max_resume_tokens
-            num_tokens = len(request.tokens) if limit is None else min(len(request.tokens), limit + 1)
-            self._cache.note_arrival(holding.path, num_tokens, again=request.num_counted > 0)
             self._plan_partings(request, holding, start)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
@@ -82,7 +79,7 @@ class Admission:
         self._cache.grow(holding.path, self._num_blocks(stop))
         if ahead or not num_computed:
             holding.spans = match.spans
-        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)
+        holding.branch_tokens = self._branch_tokens(match, request)
         return RequestStep(
             request,
             holding,
@@ -208,6 +205,16 @@ class Admission:
             self._partings.learn(request.hashes.keys, last)
         depths = self._partings.depths(start // size, last)
         holding.parting_tokens = tuple(depth * size for depth in depths)
+
+    def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
+        """Where a sequence leaves a known path that goes on another way; 0 where it leaves none.
+
+        A sequence that only continues what was seen before does not branch, nor does one that ends there.
+        """
+        depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
+        if not 0 < depth < len(keys):
+            return 0
+        return match.seen_tokens if self._cache.kv_blocks.tree.was_continued(keys[depth - 1]) else 0
 
     def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] whose states the request's plan takes."""

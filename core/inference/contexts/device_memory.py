@@ -103,14 +103,17 @@ class DeviceMemory:
         if not self.allocated:
             self.free()  # what an interrupted call has left
             # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            (kv_cache, states), durable, inputs = (
+            (kv_cache, shared), states, durable, inputs = (
                 self._new_memory(),
+                self.state_pool.new_memory() if self._division is None else None,
                 self.durable_pool.new_memory() if self._has_encoded_states else None,
                 self.input_pool.new_tensors(),
             )  # fmt: skip
-            self.state_pool.put(self.state_pool.new_memory() if states is None else states)
-            if durable is not None:
-                self.durable_pool.put(durable)
+            for pool, memory in (
+                (self.state_pool, shared), (self.state_pool, states), (self.durable_pool, durable),
+            ):  # fmt: skip
+                if memory is not None:
+                    pool.put(memory)
             self.kv_cache = kv_cache
             self.input_pool.put(inputs)
             self.allocated = True

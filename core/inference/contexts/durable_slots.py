@@ -2,15 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from ...errors import MambaSlotCapacityError
 from ..policies.departures import EVICTIONS, Clock, StateLeaveCause
 from ..policies.ghost_list import GhostList
 from ..policies.slot_choice import SlotChoice, choose_for_slots
-from ..policies.slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
-from ..policies.value_eviction import ValueEviction
+from .eviction_order import EvictionOrder, PlannedState
 from .slot_map import SlotMap
 
 _REMEMBERED = EVICTIONS | {"path_limit"}
@@ -26,24 +24,6 @@ class SlotCounts(NamedTuple):
     committed_total: int
     evicted_total: int
     live: int = 0
-
-
-class PlannedState(NamedTuple):
-    """A state that a step is to take.
-
-    Attributes:
-        key: the hash of its prefix.
-        keys: the hashes of its request, at least up to `key`.
-        depth: how many of these there are up to `key`.
-        taken_as: the kind of its boundary.
-        visit: the number that `DurableSlots.arrive` gave its request.
-    """
-
-    key: int
-    keys: Sequence[int]
-    depth: int
-    taken_as: str
-    visit: int
 
 
 class DurableSlots:
@@ -66,6 +46,7 @@ class DurableSlots:
         reserved: slot -> the block that the slot is reserved for, or -1 once the block has left.
         pins: pinned slot -> how often it is pinned.
         ghosts: hashes whose state was evicted, or was not taken for want of a slot.
+        order: which state is evicted next, and which was used last.
         version: grows with every change of `free` or `map`.
     """
 
@@ -107,17 +88,9 @@ class DurableSlots:
         self._kv_hash = kv_hash
         self._tell_states_changed = on_states_changed
         self._tell_ghosts_changed = on_ghosts_changed
-        self._used: set[int] = set()  # slots from which a request resumed
         self._clock = clock
-        self._keys_to = keys_to or (lambda block: [self._kv_hash(block)])
-        self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
-        self._eviction: SlotEvictionPolicy = (
-            ValueEviction(num_ghosts, clock)
-            if eviction_policy == "value"
-            else RefZeroEviction(clock)
-            if eviction_policy == "ref_zero"
-            else LRUEviction(clock)
-        )
+        keys_to = keys_to or (lambda block: [kv_hash(block)])
+        self.order = EvictionOrder(eviction_policy, num_ghosts, keys_to, clock)
 
     # ---- a memory that slots share with KV blocks: `UnitSlots` has it
 
@@ -144,37 +117,12 @@ class DurableSlots:
         )
 
     @property
-    def refuses(self) -> bool:
-        """Whether `choose` may refuse a new state in favour of cached ones."""
-        return self._eviction.refuses
-
-    @property
     def num_available(self) -> int:
         """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
         return len(self.free) + len(self.map) - num_pinned
 
-    def by_use(self) -> list[int]:
-        """The committed slots, pinned ones included, in the order of eviction."""
-        return self._eviction.victims(self.num_slots, lambda slot: True)
-
-    # ---- requests
-
-    def arrive(self, keys: Sequence[int], num_reachable: int, again: bool = False) -> int:
-        """Note that a request comes, with these prefix hashes; see `SlotEvictionPolicy.arrive`.
-
-        Returns:
-            A number for the request, for `PlannedState.visit` and `depart`.
-        """
-        return self._eviction.arrive(keys, num_reachable, again)
-
-    def depart(self, visit: int) -> None:
-        """Note that the request with this number has ended, or is preempted."""
-        self._eviction.end(visit)
-
-    def plan(self, state: PlannedState) -> None:
-        """Note that a state is to be taken. `choose` does so for all but the states of drafts."""
-        self._eviction.plan(state.keys, state.depth, state.taken_as, state.visit)
+    # ---- reservations
 
     def choose(self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()) -> SlotChoice[int]:
         """Which of these states get a slot; states that are worth less than they leave.
@@ -186,9 +134,9 @@ class DurableSlots:
         Returns:
             The hashes of the chosen states, which `reserve` has slots for, and of the refused ones.
         """
-        policy, keys = self._eviction, [state.key for state in planned]
+        policy, keys = self.order.policy, [state.key for state in planned]
         for state in planned:
-            self.plan(state)
+            self.order.plan(state)
         if policy.refuses:
             wanted = dict.fromkeys(keys)
             while len(wanted) > len(self.free):
@@ -204,8 +152,6 @@ class DurableSlots:
             num_left = len(self.free) - len(wanted)
             return SlotChoice([*wanted, *guessed[:num_left]], refused)
         return choose_for_slots(keys, guessed, num_available=self.num_available, num_free=len(self.free))
-
-    # ---- reservations
 
     def reserve(self, blocks: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Take one slot for the state of each block; evicts unpinned states where too few slots are free.
@@ -225,7 +171,7 @@ class DurableSlots:
             taken.add(block)
         slots = self._take(len(blocks))
         self.reserved.update(zip(slots, blocks, strict=True))
-        self._planned.update(zip(slots, keys, strict=False))
+        self.order.planned.update(zip(slots, keys, strict=False))
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
@@ -247,7 +193,7 @@ class DurableSlots:
         ):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
-            planned = self._planned.pop(slot, -1)
+            planned = self.order.planned.pop(slot, -1)
             key = -1 if gone or block < 0 else self._kv_hash(block)
             if key > 0 and block not in self.map:
                 self._enter([block], [slot])
@@ -255,21 +201,21 @@ class DurableSlots:
             else:
                 self._free_slots([slot])
             if planned >= 0:  # does nothing where the state is there now
-                self._eviction.unplan(planned)
+                self.order.policy.unplan(planned)
             results.append(-1 if gone else self.map.slot_of(block))
         return results
 
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
-            self._planned.clear()
-            self._eviction.unplan_all()  # also what an interrupted `choose` has left
+            self.order.planned.clear()
+            self.order.policy.unplan_all()  # also what an interrupted `choose` has left
             slots = [slot for slot in self.reserved if slot not in self.pins]
         self._require_reserved(slots)
         for slot in slots:
             del self.reserved[slot]
-            if slot in self._planned:
-                self._eviction.unplan(self._planned.pop(slot))
+            if slot in self.order.planned:
+                self.order.policy.unplan(self.order.planned.pop(slot))
         self._free_slots(slots)
 
     # ---- use
@@ -295,12 +241,7 @@ class DurableSlots:
         Nothing else refreshes the recency of a state.
         """
         self._require_committed(slot)
-        self._eviction.use(slot)
-        self._used.add(slot)
-
-    def was_used(self, slot: int) -> bool:
-        """Whether `note_use` was called for the state that this slot holds now."""
-        return slot in self._used
+        self.order.use(slot)
 
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
 
@@ -331,7 +272,7 @@ class DurableSlots:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
         self.map.name(blocks, slots, keys)
         for block, slot, key in zip(blocks, slots, keys, strict=True):
-            self._eviction.name(slot, key, partial(self._keys_to, block))
+            self.order.name(slot, key, block)
         if self.ghosts.discard_all(keys):
             self._tell_ghosts_changed(keys)
 
@@ -406,8 +347,7 @@ class DurableSlots:
         """Forget every state, reservation, pin and ghost; with `totals` also the totals of `counts`."""
         num_left = len(self.map)
         # No state may be findable once its slot is free: the map goes first, the free list comes last.
-        owned = self.map, self.ghosts, self.reserved, self.pins, self._used, self._eviction, self._planned
-        for part in owned:
+        for part in (self.map, self.ghosts, self.reserved, self.pins, self.order):
             part.clear()
         self.free = self._all_free()
         self.version += 1
@@ -436,7 +376,7 @@ class DurableSlots:
         if not num_slots:
             return []
         kept = self.pins.keys() | keep
-        victims = self._eviction.victims(num_slots, lambda slot: slot not in kept)
+        victims = self.order.victims(num_slots, lambda slot: slot not in kept)
         if len(victims) < num_slots:
             raise MambaSlotCapacityError(num_slots + num_free, len(victims) + num_free)
         self._evict_slots(victims, cause)
@@ -452,7 +392,7 @@ class DurableSlots:
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.map.enter(blocks, slots)
         self.version += 1
-        self._eviction.insert(*slots)
+        self.order.insert(slots)
         self.map.departures.num_entered += len(blocks)
         self._tell_states_changed(blocks)
 
@@ -461,14 +401,11 @@ class DurableSlots:
         self.version += 1
         departures = self.map.departures
         departures.by_cause[cause] += len(slots)
-        last_used_ns = self._eviction.remove(*slots, remember=cause in _REMEMBERED)
+        num_used = len(self.order.used.intersection(slots)) if self.order.used else 0
+        last_used_ns = self.order.remove(slots, remember=cause in _REMEMBERED)
         if slots and cause in EVICTIONS:
             departures.note_ages(self._clock(), last_used_ns)
-            departures.num_unused += len(slots)
-            if self._used:
-                departures.num_unused -= len(self._used.intersection(slots))
-        if self._used:
-            self._used.difference_update(slots)
+            departures.num_unused += len(slots) - num_used
         return slots
 
     def _free_slots(self, slots: Sequence[int]) -> None:
@@ -484,22 +421,6 @@ class DurableSlots:
         if self.map.block_of(slot) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
 
-    def mend_order(self) -> None:
-        """Put the eviction policy in order behind an interrupted change: as the maps say, if it is not.
-
-        The policy then knows the states that are there, in the order of their commits, and no ghost.
-        """
-        try:
-            self._eviction.check_integrity(self.map.slots)
-        except Exception:
-            self._eviction.clear()
-            self._planned.clear()
-            self._eviction.insert(*self.map.slots)
-            for key, block in self.map.hash_to_block_id.items():
-                slot = self.map.slot_of(block)
-                if slot >= 0:
-                    self._eviction.name(slot, key, partial(self._keys_to, block))
-
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
         self.map.check_integrity(self._kv_hash)
@@ -514,7 +435,6 @@ class DurableSlots:
         self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
-        self._eviction.check_integrity(committed)
-        assert self._planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
+        self.order.check_integrity(committed)
+        assert self.order.planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"
-        assert self._used <= committed, "a slot without a state counts as used"

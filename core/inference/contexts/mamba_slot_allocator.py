@@ -282,7 +282,7 @@ class MambaSlotAllocator:
 
     def was_used(self, slot: int) -> bool:
         """Whether `note_use` was called for the state that this slot holds now."""
-        return self.slots.was_used(self._checked_slot(slot))
+        return self._checked_slot(slot) in self.slots.order.used
 
     # ---- allocation, eviction and invalidation under megatron-core's names
 

@@ -101,7 +101,7 @@ class PrefixCache:
             else KVBlockAllocator(num_kv_blocks, enabled, policy, forget, clock)
         )
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
-        book = tree.hash_of, self._note_states_changed, tree.note_ghosts_changed, clock
+        book = tree.hash_of, self._note_states_changed, self._note_ghosts_changed, clock
         rest = num_kv_blocks, tree.keys_to, self._spill
         num_all = num_slots + num_live_slots if enabled else 0
         self.slots = (
@@ -132,8 +132,15 @@ class PrefixCache:
         return block in self.slots.map or self.kv_blocks.tree.hash_of(block) in self.tier  # type: ignore[operator]
 
     def _note_copies_left(self, keys: Iterable[int]) -> None:
+        self.kv_blocks.leaves.note_states_changed(self._blocks_of(keys))
+
+    def _note_ghosts_changed(self, keys: Iterable[int]) -> None:
+        self.kv_blocks.tree.note_states_changed(self._blocks_of(keys))
+
+    def _blocks_of(self, keys: Iterable[int]) -> list[int]:
+        """The registered ones of the blocks with these hashes."""
         block_of_hash = self.kv_blocks.tree.block_of_hash
-        self.kv_blocks.leaves.note_states_changed([block_of_hash[k] for k in keys if k in block_of_hash])
+        return [block_of_hash[key] for key in keys if key in block_of_hash]
 
     def _forget_states(self, blocks: Sequence[int] | None, cause: KVLeaveCause) -> None:
         if self.tier is not None:
@@ -178,18 +185,6 @@ class PrefixCache:
         blocks, num_held = path.blocks, path.num_registered
         return self._matcher.match(chain, num_tokens, blocks, num_held, max_resume_tokens, known)
 
-    def branch_tokens(self, match: PrefixMatch, chain: PrefixHashChain) -> int:
-        """Where a sequence leaves a known path that goes on another way; 0 where it leaves none.
-
-        A sequence that only continues what was seen before does not branch, nor does one that ends there.
-        """
-        depth = match.seen_tokens // self._block_size
-        if not 0 < depth < len(chain.keys):
-            return 0
-        tree = self.kv_blocks.tree
-        goes_on = depth == len(match.blocks) and tree.num_children(match.blocks[-1]) > 0
-        return match.seen_tokens if goes_on or chain.keys[depth - 1] in tree.ghost_parents else 0
-
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
         return len(self._resumable_blocks(chain)) * self._block_size
@@ -203,18 +198,30 @@ class PrefixCache:
 
     # ---- what a sequence holds
 
-    def open(self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow) -> CachedPath:
-        """A path that holds nothing yet; `table_row` will show its blocks."""
-        return CachedPath(chain, plan, table_row, self._enabled)
+    def open(
+        self,
+        chain: PrefixHashChain,
+        plan: CheckpointPlan,
+        table_row: TableRow,
+        *,
+        max_resume_tokens: int | None = None,
+        again: bool = False,
+    ) -> CachedPath:
+        """A path that holds nothing yet.
 
-    def note_arrival(self, path: CachedPath, num_tokens: int, *, again: bool = False) -> None:
-        """Note that the path's request comes, with `num_tokens` tokens, and what it could resume from.
-
-        `again`: whether the request came before, and was preempted.
+        Args:
+            chain: the hashes of the sequence's whole blocks.
+            plan: which states of the sequence are taken.
+            table_row: will show the path's blocks.
+            max_resume_tokens: the sequence is that of a request that comes, which could resume behind so many
+                tokens at most. None for a sequence that is no request.
+            again: whether the request came before, and was preempted.
         """
-        if path.shares:
-            keys, num_reachable = path.chain.keys, max(0, num_tokens - 1) // self._block_size
-            path.visit = self.slots.arrive(keys, min(num_reachable, len(keys)), again)
+        path = CachedPath(chain, plan, table_row, self._enabled)
+        if path.shares and max_resume_tokens is not None:
+            num_reachable = min(max_resume_tokens // self._block_size, len(chain.keys))
+            path.visit = self.slots.order.arrive(chain.keys, num_reachable, again)
+        return path
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
@@ -287,7 +294,7 @@ class PrefixCache:
         Observers of deregistered blocks are called last, when the books are in order.
         """
         self.release_state(path)
-        self.slots.depart(path.visit)
+        self.slots.order.depart(path.visit)
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks)
@@ -300,7 +307,7 @@ class PrefixCache:
         that is held or that another sequence continues.
         """
         self.release_state(path)
-        self.slots.depart(path.visit)
+        self.slots.order.depart(path.visit)
         registered = path.blocks[: path.num_registered] if path.shares else []
         if self.tier is not None:
             self.tier.forget(map(self.kv_blocks.tree.hash_of, registered))

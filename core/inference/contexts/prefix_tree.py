@@ -26,7 +26,6 @@ class PrefixTree:
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
-        ghost_parents: hashes of the blocks before evicted ones.
         remains: what `clear` has left to free.
         departures: how many blocks were registered, and how many left, by cause and age.
         clock: grows with every registration and every change of a state. It is never set back.
@@ -39,7 +38,7 @@ class PrefixTree:
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
-        self.ghost_parents = GhostList(2 * num_blocks)
+        self._ghost_parents = GhostList(2 * num_blocks)  # hashes of the blocks before evicted ones
         self.remains = Remains()
         self.departures = Departures[KVLeaveCause](KV_LEAVE_CAUSES)
         self.clock = 0
@@ -61,7 +60,7 @@ class PrefixTree:
         num_left = len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
-        self.remains.leave(*old, *self.ghosts.clear(), *self.ghost_parents.clear())
+        self.remains.leave(*old, *self.ghosts.clear(), *self._ghost_parents.clear())
         num_blocks = self.origin
         self.parents = [-1] * num_blocks
         self.num_held_children = [0] * (num_blocks + 1)
@@ -107,11 +106,6 @@ class PrefixTree:
             if parents[block] >= 0:
                 changes[roots[block]] = clock
 
-    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
-        """Note that the ghosts of the states under these hashes came or went."""
-        block_of_hash = self.block_of_hash
-        self.note_states_changed([block_of_hash[key] for key in keys if key in block_of_hash])
-
     def count_by_root(self, blocks: Iterable[int]) -> Counter[bytes]:
         """How many of these registered blocks belong to sequences with each root digest."""
         counts: Counter[bytes] = Counter()
@@ -122,6 +116,11 @@ class PrefixTree:
     def num_children(self, block: int) -> int:
         """Registered blocks that continue this one; two or more make it a fork."""
         return self.num_held_children[block] + self.num_cached_children[block]
+
+    def was_continued(self, key: int) -> bool:
+        """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
+        block = self.block_of_hash.get(key, -1)
+        return (block >= 0 and self.num_children(block) > 0) or key in self._ghost_parents
 
     def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
         """The registered blocks that continue `parent`, up to the first one that is unknown.
@@ -198,7 +197,7 @@ class PrefixTree:
         self.ghosts.add_all(hashes, "evicted")
         before = {parents[block] for block in blocks}
         before.discard(self.origin)
-        self.ghost_parents.add_all([own_hashes[block] for block in before], "evicted")
+        self._ghost_parents.add_all([own_hashes[block] for block in before], "evicted")
         for block in blocks:
             parents[block] = -1
         self.departures.by_cause[cause] += len(hashes)

@@ -77,7 +77,13 @@ class RequestRows:
         live = self._metadata.allocate_slots(self._slots_per_row, resume_slot)
         row = self._free.pop()
         self._first_slots[row] = live[0]
-        path = self._cache.open(request.hashes, request.plan, self._table[row])
+        limit = len(request.tokens) - 1
+        if request.max_resume_tokens is not None:
+            limit = min(limit, request.max_resume_tokens)
+        again = request.num_counted > 0
+        path = self._cache.open(
+            request.hashes, request.plan, self._table[row], max_resume_tokens=limit, again=again
+        )
         request.holding = Holding(row, live, path, prefill_length=len(request.tokens))
         self._requests[row] = request
         return request.holding

@@ -50,5 +50,5 @@ class RollingStates:
     def _drop(self, owner: RollingOwner) -> None:
         slots, block = self._slots, owner.rolling_block
         slot = slots.map.slot_of(block) if block >= 0 else -1
-        if slot < 0 or slots.was_used(slot) or slots.drop(block, "rolled"):
+        if slot < 0 or slot in slots.order.used or slots.drop(block, "rolled"):
             owner.rolling_block = -1

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from ..policies.checkpoint_plan import KINDS_BY_WORTH, Boundary
 from .cached_path import CachedPath
-from .durable_slots import DurableSlots, PlannedState
+from .durable_slots import DurableSlots
+from .eviction_order import PlannedState
 from .prefix_tree import PrefixTree
 from .request_step import RequestStep
 from .rolling_states import RollingStates
@@ -52,7 +53,7 @@ class StepCheckpoints:
             return list(steps)
         by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
         by_worth, unstaged = _within(by_worth, certain, max_inner_states)
-        if not self._slots.refuses:
+        if not self._slots.order.refuses:
             decoding = [certain[key][0] for key in by_worth if certain[key][1].kind == "decode"]
             self._rolling.make_room([step.holding.path for step in decoding], len(by_worth))
         chosen, refused = self._slots.choose(
@@ -123,7 +124,7 @@ class StepCheckpoints:
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # a draft's state is planned only now that the draft is right
-                self._slots.plan(
+                self._slots.order.plan(
                     PlannedState(path.chain.keys[depth - 1], path.chain.keys, depth, "decode", path.visit)
                 )
             (committed[position],) = self._slots.commit([slot], [block])

@@ -25,7 +25,7 @@ class UnitSlots(SharedSlots):
     def next_victims(self, count: int) -> list[int]:
         """Up to `count` unpinned slots whose states would be evicted next. Changes nothing."""
         pins = self.pins
-        return self._eviction.victims(count, lambda slot: slot not in pins)
+        return self.order.victims(count, lambda slot: slot not in pins)
 
     def evict_slots(self, slots: Sequence[int]) -> None:
         """Evict the states in these unpinned slots, and free the slots."""

@@ -204,7 +204,7 @@ class EngineBooks:
             cache.tier.mend()
         cache.slots.map.mend_counts()  # statistics alone cost no cache
         cache.kv_blocks.tree.mend_counts()
-        cache.slots.mend_order()
+        cache.slots.order.mend(cache.slots.map)
         self.check_integrity()
 
     def _rebuild(self) -> None:

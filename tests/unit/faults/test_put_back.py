@@ -79,7 +79,7 @@ FAULTS = {
             ),
             (
                 CONTEXTS + "durable_slots.py",
-                "self._eviction.use(slot)",
+                "self.order.use(slot)",
                 "pass",
             ),
         ),
@@ -129,9 +129,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_metadata.py",
-                "        return self._free.popitem()[0]\n",
+                "        return self.allocate_slots(1)[0]\n",
                 "        self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
-                "        self._stack[0] = self._free.popitem()[0]\n        return self._stack[0]\n",
+                "        self._stack[0] = self.allocate_slots(1)[0]\n        return self._stack[0]\n",
             ),
         ),
     ),
@@ -171,11 +171,11 @@ FAULTS = {
         (
             (
                 CONTEXTS + "durable_slots.py",
-                "        evicted = self._evict(num_slots - num_free, keep, num_free)"
+                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)"
                 " if num_free < num_slots else []\n",
                 "        lost = self.free[len(self.free) - num_free :]\n"
                 "        del self.free[len(self.free) - num_free :]\n"
-                "        evicted = self._evict(num_slots - num_free, keep, num_free)"
+                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)"
                 " if num_free < num_slots else []\n"
                 "        self.free.extend(lost)\n",
             ),
@@ -225,7 +225,13 @@ FAULTS = {
     ),
     "16a chunk ends are not captured": PutBack(
         "fault_16",
-        ((POLICIES + "checkpoint_plan.py", "if self.chunk_ends and stop % block == 0:", "if False:"),),
+        (
+            (
+                POLICIES + "checkpoint_plan.py",
+                "elif (self.chunk_ends or self.learned) and stop % block == 0:",
+                "elif False:",
+            ),
+        ),
     ),
     "16b a host's chunk ends are not captured": PutBack(
         "fault_16",
@@ -256,12 +262,12 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)\n",
+                "        holding.branch_tokens = self._branch_tokens(match, request)\n",
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
                 "            if block in slots.map:\n"
                 "                slots.note_use(slots.map.slot_of(block))\n"
-                "        holding.branch_tokens = self._cache.branch_tokens(match, request.hashes)\n",
+                "        holding.branch_tokens = self._branch_tokens(match, request)\n",
             ),
         ),
     ),

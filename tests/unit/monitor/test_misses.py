@@ -139,7 +139,7 @@ def test_states_of_prompts_that_never_come_again_are_no_alarm() -> None:
 
 
 def test_the_share_and_the_window_are_settings() -> None:
-    engine = small_engine(num_mamba_slots=4)
+    engine = small_engine(num_mamba_slots=4, prefix_caching_eviction_policy="lru")
     for share, window, expected in ((0.99, 400, 0), (0.2, 10**9, 0), (0.2, 400, 2)):
         monitor = Monitor(
             engine, model_name="small", max_lost_share=share, window_tokens=window, clock=Clock()

@@ -36,7 +36,7 @@ def books_of(replay: EngineReplay) -> tuple[object, ...]:
         cache.slots.map.slot_by_block.copy(),
         cache.slots.map.hash_to_block_id.copy(),
         list(cache.slots.free),
-        cache.slots.by_use(),
+        cache.slots.order.by_eviction(),
         cache.slots.pins.copy(),
         list(cache.kv_blocks.references),
         cache.kv_blocks.tree.block_of_hash.copy(),

@@ -352,7 +352,7 @@ def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
     kv, slots = target.context.kv_block_allocator, target.context.prefix_cache.slots
-    assert sorted(slots.by_use()) == sorted(slots.map.slots)
+    assert sorted(slots.order.by_eviction()) == sorted(slots.map.slots)
     for block in range(kv.total_count):
         assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
 
@@ -402,8 +402,8 @@ def test_an_import_is_a_use_of_what_is_known() -> None:
         assert report.imported.states
         after, keys = maps_of(target), [forest.keys[node] for node in forest.states]
         slots = [after["states"][after["blocks"][key]] for key in keys]
-        others = [slot for slot in before["order"] if slot not in slots]
-        assert after["order"] == others + slots[::-1]
+        others = [slot for slot in before["recency"] if slot not in slots]
+        assert after["recency"] == others + slots[::-1]
         times = timestamps(target, [after["blocks"][key] for key in keys])
         assert times == sorted(times, reverse=True)
         rest = before["blocks"].keys() - set(forest.keys)
@@ -468,7 +468,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     slots, kv = source.context.prefix_cache.slots, source.context.kv_block_allocator
     stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.map]
     if not stateless:
-        stateless = [slots.map.block_of(slots.by_use()[0])]
+        stateless = [slots.map.block_of(slots.order.by_eviction()[0])]
         assert slots.drop(stateless[0])
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])
@@ -575,7 +575,7 @@ def test_a_weights_version_must_be_said(version: object) -> None:
 
 def test_engines_that_cannot_import(source: ms.DynamicInferenceEngine) -> None:
     export = export_prefixes(source)
-    with pytest.raises(ValueError, match="prefix_caching_eviction_policy is 'ref_zero'; accepted: 'lru'"):
+    with pytest.raises(ValueError, match="policy is 'ref_zero'; accepted: 'value' or 'lru', because"):
         import_prefixes(engine_of(prefix_caching_eviction_policy="ref_zero"), export)
     with pytest.raises(ValueError, match="enable_prefix_caching is False"):
         import_prefixes(engine_of(enable_prefix_caching=False, num_mamba_slots=None), export)

@@ -76,7 +76,7 @@ def picture(cache, paths=()):
         dict(cache.kv_blocks.kv_hash_to_block_id),
         dict(cache.slots.map.slot_by_block),
         dict(cache.slots.pins),
-        cache.slots.by_use(),
+        cache.slots.order.by_eviction(),
         [(list(path.blocks), path.num_registered, path.state_slot) for path in paths],
     )
 
@@ -744,9 +744,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.departed == []
         assert cache.kv_blocks.references == +self.refs()
         assert set(cache.kv_blocks.kv_hash_to_block_id.values()) == self.prefix_of.keys()
-        assert cache.slots.map.blocks_of(cache.slots.by_use()) == self.states
+        assert cache.slots.map.blocks_of(cache.slots.order.by_eviction()) == self.states
         slots = cache.slots.map.slot_by_block
-        assert {block for block, slot in slots.items() if cache.slots.was_used(slot)} == self.used
+        assert {block for block, slot in slots.items() if slot in cache.slots.order.used} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks
             assert sequence.path.shares == sequence.shares

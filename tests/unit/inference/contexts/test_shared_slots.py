@@ -124,7 +124,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
             return
         self.slots.check_integrity()
         self.live.check_integrity()
-        assert self.slots.map.blocks_of(self.slots.by_use()) == self.order
+        assert self.slots.map.blocks_of(self.slots.order.by_eviction()) == self.order
         assert self.slots.live == {slot for row in self.rows for slot in row}
         assert self.slots.num_available == self.num_available
         assert self.live.free_count == (ROWS - len(self.rows)) * self.per_row

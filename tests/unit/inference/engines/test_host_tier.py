@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mambaslots.inference.contexts.host_copies import HostCopies
 from mambaslots.inference.contexts.host_tier import HostTier
+from mambaslots.inference.contexts.tier_slots import TierSlots
 from oracle.budget import costly
 from oracle.faulty_copies import make_faulty
 from oracle.toy_answers import Ask, answer
@@ -266,7 +267,7 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**30),
         kind=st.sampled_from(list(TOYS)),
-        in_place=st.just(False),
+        in_place=st.booleans(),
         slots=st.sampled_from([1, 2, 4]),
         host_slots=st.sampled_from([1, 3, 40]),
         num_files=st.sampled_from([0, 0, 5, 100]),
@@ -282,8 +283,7 @@ class TierMachine(RuleBasedStateMachine):
             slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3
         )
         tier = tier_of(self.engine)
-        tier.files.num_slots = num_files  # without a thread: files that hold nothing answer no
-        tier.files.mend()
+        tier.files = TierSlots(num_files)  # without a thread: files that hold nothing answer no
         self.copies = make_faulty(tier, self.random, share)
         self.texts = [[self.random.randrange(29) for _ in range(40)] for _ in range(3)]
         self.prompts: dict[int, list[int]] = {}

@@ -104,7 +104,7 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (DeviceMemory, "_new_kv_cache"), (DeviceMemory, "free"),
+        (DeviceMemory, "_new_memory"), (DeviceMemory, "free"),
         (StatePool, "new_memory"), (StatePool, "put"), (StatePool, "free"),
     ],
 )  # fmt: skip

@@ -60,6 +60,31 @@ def test_a_chunk_end_goes_first():
     assert policy.victims(1, anything) == [0]
 
 
+def test_a_branch_that_its_session_has_left_goes_first():
+    policy = ValueEviction()
+    head = list(range(1, 11))
+    one_request(policy, 0, head)
+    one_request(policy, 1, [*head, *range(20, 30)])
+    one_request(policy, 2, [*head, *range(30, 40)])  # an earlier turn, edited
+    assert policy.victims(1, anything) == [1]
+    policy.arrive([*head, *range(20, 40)], 30)  # the session comes back
+    assert policy.victims(1, anything) != [1]
+
+
+def test_sessions_that_share_a_head_leave_no_branch():
+    policy = ValueEviction()
+    head = list(range(1, 11))
+    one_request(policy, 0, head)
+    for session in range(20, 40):
+        one_request(policy, 1, [*head, session])
+        policy.remove(1)
+    one_request(policy, 1, [*head, *range(50, 60)])
+    one_request(policy, 2, [*head, *range(60, 70)])
+    assert policy.victims(1, anything) == [1]
+    assert policy.victims(2, anything) == [1, 2]
+    assert policy._slots[1].left is False
+
+
 def test_a_fork_is_kept_for_the_requests_that_fell_back_on_it():
     policy = ValueEviction()
     head = list(range(1, 11))
