@@ -19,6 +19,7 @@ _MOST_SESSION_USES = 6  # a place that more requests ended at is no place of one
 _MOST_LEFT_USES = 4
 _MOST_LEFT = 256  # places that a request looks at
 _REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next, at least
+_MOST_KEYS_A_GHOST = 32
 _UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
 
 Entry = tuple[int, int, int, StateNode]
@@ -342,12 +343,17 @@ class ValueEviction:
             return
         self._ghosts[node.key] = node
         self._push_present(tree.shift(node, node.demand))
-        if len(self._ghosts) > self._max_ghosts:
+        while len(self._ghosts) > self._max_ghosts or self._forgets_for_room:
             _, oldest = self._ghosts.popitem(last=False)
             oldest.ghost = False
             if oldest.rate:
                 self._push_present(tree.shift(oldest, -oldest.rate))
             self._drop(oldest)
+
+    @property
+    def _forgets_for_room(self) -> bool:
+        """Whether the hashes on the ways to ghosts of long prefixes take too much of the host's memory."""
+        return self._tree.num_edge_keys > _MOST_KEYS_A_GHOST * self._max_ghosts and len(self._ghosts) > 1
 
     def _forget(self, node: StateNode) -> None:
         if node.below:

@@ -260,3 +260,13 @@ class ValueMachine(RuleBasedStateMachine):
 
 TestValueMachine = ValueMachine.TestCase
 TestValueMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_long_prefixes_that_are_gone_take_bounded_memory():
+    policy = ValueEviction(num_ghosts=64)
+    for number in range(100):
+        one_request(policy, 0, list(range(1 + 1000 * number, 501 + 1000 * number)))
+        policy.remove(0)
+        assert policy._tree.num_edge_keys <= 32 * 64 + 500
+        policy.check_integrity([])
+    assert len(policy._ghosts) == 4
