@@ -398,7 +398,7 @@ def test_a_verification_says_how_many_tokens_are_right() -> None:
 
 def test_the_cache_unpins_prefixes(served: Served) -> None:
     cache = served.context.prefix_cache
-    refuse_all("PrefixCache", bad.anything(), cache.unpin, "prefix", served.unchanged)
+    refuse_all("PinnedPrefixes", bad.anything(), cache.pins.unpin, "prefix", served.unchanged)
 
 
 def test_more_than_is_cached_is_not_evicted(served: Served) -> None:
