@@ -283,8 +283,11 @@ def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
         if field.name not in (*_BUDGETS, "salt_key"):  # a secret; the ranks agree on it by its id
             yield f"built with {field.name} {getattr(config, field.name)}"
     yield f"built with {context.kv_block_allocator.total_count} KV blocks"
-    pool = context.memory.state_pool
-    yield f"built with {pool.num_durable} durable and {pool.num_live} live slots"
+    memory, tier = context.memory, context.prefix_cache.tier
+    durable, live = memory.durable_pool.num_durable, memory.state_pool.num_live
+    yield f"built with {durable} durable and {live} live slots"
+    if tier is not None:
+        yield f"built with {tier.host.num_slots} slots in host memory and {tier.files.num_slots} in files"
     for name in _SPEC:
         yield f"built with {name} {getattr(spec, name)}"
     for tensor in spec.states:

@@ -24,9 +24,9 @@ class ClairvoyantRow:
 
     It takes a state only at a boundary from which a later request would resume if nothing were ever
     evicted, of prompts and answers alike, and refuses a new state that is worth less than all others. KV
-    goes in the order of its next use. Rows that are idle lend their live slots to cached states. Each
-    such row is a lower bound of the best, because a state that is dropped leaves a later request at a
-    shallower one.
+    goes in the order of its next use. Rows that are idle lend their live slots to cached states, unless these
+    are encoded. Each such row is a lower bound of the best, because a state that is dropped leaves a later
+    request at a shallower one.
 
     Attributes:
         name, source: see `ReplayRow`.
@@ -44,12 +44,14 @@ class ClairvoyantRow:
         index = block_index(trace, setting.block_size_tokens)
         future = KnownFuture(trace, index)
         num_slots = num_state_slots(setting)
-        kept = planned_uses(future, num_slots + setting.max_requests // 2) if self.plans else None
-        slots = ClairvoyantSlots(future, num_slots + setting.max_requests, self.worth, kept)
+        num_lent = 0 if setting.shape.encodes else setting.max_requests
+        kept = planned_uses(future, num_slots + num_lent // 2) if self.plans else None
+        slots = ClairvoyantSlots(future, num_slots + num_lent, self.worth, kept)
         kv_blocks = num_kv_blocks(setting, index.block_size)
         cache = BlockCache(
-            index, kv_blocks, slots, TakenStates(every=True), kv_rank=slots.next_kv_use, shares_live=True
-        )
+            index, kv_blocks, slots, TakenStates(every=True),
+            kv_rank=slots.next_kv_use, shares_live=num_lent > 0,
+        )  # fmt: skip
         return RequestLoop(trace, index.paths, cache, setting, progress).run()
 
 

@@ -106,15 +106,5 @@ def shape_of(
 
 
 def _durable_bytes(spec: HybridStateSpec, state_dtype: str | None) -> int:
-    """Bytes of a cached state. In int8 each head and state index has a float32 scale."""
-    if state_dtype in (None, "float32"):
-        return spec.slot_bytes
-    total = 0
-    for tensor in spec.states:
-        numbers = tensor.state_bytes // tensor.dtype.itemsize
-        if tensor.grid > 1 and state_dtype == "int8":
-            per_scale = tensor.shape[1] if tensor.name == "ssm" else tensor.shape[2]
-            total += numbers + 4 * numbers // per_scale
-        else:
-            total += 2 * numbers
-    return total
+    """Bytes of a cached state, as an engine stores it."""
+    return spec.durable_slot_bytes(None if state_dtype == "float32" else state_dtype)

@@ -63,8 +63,16 @@ _MOST_NAMES = 1 << 20
 
 
 def spec_of(shape: ModelShape) -> HybridStateSpec:
-    """A spec with the bytes and the grid of `shape`, for books alone."""
-    state = StateTensor("state", 1, (max(1, shape.state_bytes // 2),), torch.bfloat16, shape.grid_tokens)
+    """A spec with the bytes and the grid of `shape`, for books alone.
+
+    Where the shape's cached states are encoded, the spec's can be, too.
+    """
+    grid, size = shape.grid_tokens, shape.state_bytes
+    state = (
+        StateTensor("state", 1, (max(1, size // 4),), torch.float32, grid, coarsest="bfloat16")
+        if shape.encodes
+        else StateTensor("state", 1, (max(1, size // 2),), torch.bfloat16, grid)
+    )
     return HybridStateSpec(
         states=(state,),
         num_attention_layers=1 if shape.kv_bytes_per_token else 0,
@@ -81,10 +89,12 @@ def spec_of(shape: ModelShape) -> HybridStateSpec:
 def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) -> InferenceConfig:
     """The configuration of an engine in this setting, with `changes`, for all requests of the trace.
 
-    Out of a total, states and KV share one memory, as far as live and cached states have one encoding.
+    Out of a total, states and KV share one memory, as far as live and cached states have one encoding. Where
+    they have not, the slots of idle rows hold no cached states.
     """
-    shape = setting.shape
-    if setting.total_gb is None or shape.durable_state_bytes != shape.state_bytes:
+    if setting.shape.encodes:
+        changes = {"durable_state_dtype": "bfloat16"} | dict(changes)  # which encoding makes no difference
+    if setting.total_gb is None or setting.shape.encodes:
         return _config(trace, setting, pool_counts(setting), changes)
     return _config(trace, setting, None, {"total_gb": setting.total_gb} | dict(changes))
 

@@ -34,6 +34,11 @@ class ModelShape:
     num_mlp_layers: int
     state_size: int
 
+    @property
+    def encodes(self) -> bool:
+        """Whether cached states are encoded, so that they cannot lie in live slots."""
+        return self.durable_state_bytes != self.state_bytes
+
 
 @dataclass(frozen=True)
 class StepCost:

@@ -89,9 +89,11 @@ class HostCopies:
             staged = self._stages()[stage]
             staged.copy_(row)
             self._stream.wait_event(step.record_event())
-            with torch.cuda.stream(self._stream):
-                self._keep(staged, host_slot, serial)
-            self._left[stage] = self._stored[host_slot] = self._stream.record_event()
+            try:
+                with torch.cuda.stream(self._stream):
+                    self._keep(staged, host_slot, serial)
+            finally:  # a call that fails may have launched a copy
+                self._left[stage] = self._stored[host_slot] = self._stream.record_event()
 
     def _keep(self, row: Tensor, host_slot: int, serial: int) -> None:
         self.rows[host_slot].copy_(row, non_blocking=True)
@@ -122,10 +124,11 @@ class HostCopies:
         with on_device_of(self._device):
             step = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(step)  # a step may still read what the slot held
-            with torch.cuda.stream(self._stream):
-                good = self._bring(row, host_slot, serial)
-            step.wait_stream(self._stream)
-        return good
+            try:
+                with torch.cuda.stream(self._stream):
+                    return self._bring(row, host_slot, serial)
+            finally:  # a call that fails may have launched a copy, and the slot is used again
+                step.wait_stream(self._stream)
 
     def _bring(self, row: Tensor, host_slot: int, serial: int) -> bool:
         row.copy_(self.rows[host_slot], non_blocking=True)

@@ -249,16 +249,16 @@ class HostTier:
         A copy that is bad on any rank is forgotten on all.
         """
         from_file = key not in self.host
+        good = loaded = False
         try:
-            good = not from_file or self._load(key)
-            if good:
+            loaded = not from_file or self._load(key)
+            if loaded:
                 good = self.copies.fetch(self.host.slot_of(key), slot, self.host.serial_of(key))
         except Exception:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
-            good = False
         self._unpin()
         if not self._agree(good):
-            self.forget([key], damaged=True)
+            self.forget([key], "damaged" if loaded else "not_written")
             self.on_left([key])
             return False
         self.num_fetched += 1
@@ -277,10 +277,9 @@ class HostTier:
 
     # ---- the whole
 
-    def forget(self, keys: Iterable[int], *, damaged: bool = False) -> None:
-        """Forget the copies under these hashes."""
+    def forget(self, keys: Iterable[int], cause: TierLeaveCause = "forgotten") -> None:
+        """Forget the copies under these hashes. `cause`: what they count as."""
         listed = list(keys)
-        cause: TierLeaveCause = "damaged" if damaged else "forgotten"
         self.host.forget(listed, cause)
         gone = self.files.forget(listed, cause)
         if gone:

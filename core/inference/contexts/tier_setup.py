@@ -14,8 +14,8 @@ GIGABYTE = 1 << 30
 def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
     """Host memory and files for the durable states of a pool; None without `host_cache_gb`.
 
-    Books alone for a pool whose slots have no bytes, as that of a `BooksOnlyContext`; their sizes are those
-    of the model's states.
+    Books alone for a pool whose slots have no bytes. That of a `BooksOnlyContext` counts the bytes of the
+    model's states; that of a pipeline stage without states has as many slots as the other stages afford.
 
     A collective: all ranks of `spec.groups` make this call. Synchronises the ranks.
 
@@ -30,11 +30,12 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
         affordable = int(min(gb * GIGABYTE, INT32_MAX * max(1, state_bytes))) // max(1, state_bytes)
         if gb and not affordable:
             refused = f"{name} is {gb}; accepted: at least {state_bytes / GIGABYTE:.3g}, one state"
-        sizes.append(affordable if state_bytes else 0)
-    ranks = spec.groups.gather((*sizes, refused), spec.device)
+        sizes.append(affordable if state_bytes or not gb else INT32_MAX)
+    ranks = spec.groups.gather((*sizes, refused, state_bytes > 0), spec.device)
     refused = next(filter(None, (rank[2] for rank in ranks)), "")
     num_slots, num_files = (min(rank[tier] for rank in ranks) for tier in (0, 1))
-    if not (num_slots or refused):
+    has_states = any(rank[3] for rank in ranks)  # a stage without states affords any number
+    if not ((num_slots and has_states) or refused):
         return None
     copies = None
     if pool.memory.shape[1] and not refused:

@@ -29,9 +29,9 @@ def set_min_tokens(tier: HostTier, model: Model, spec: HybridStateSpec, config: 
     A collective: all ranks of `spec.groups` make this call, before the engine serves anything. Synchronises,
     and writes to the tier's first slot and file.
     """
-    if not isinstance(tier.copies, HostCopies):
-        return
-    from_host, from_file = tier.copies.seconds_to_fetch(bool(tier.files.num_slots), _best_of)
+    from_host = from_file = 0.0  # of a pipeline stage without states
+    if isinstance(tier.copies, HostCopies):
+        from_host, from_file = tier.copies.seconds_to_fetch(bool(tier.files.num_slots), _best_of)
     token_s = _seconds_of_a_token(model, spec, config)
     ranks = spec.groups.gather((from_host, from_file, token_s), spec.device)
     token_s = min(rank[2] for rank in ranks)

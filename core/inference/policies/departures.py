@@ -30,12 +30,14 @@ released: its last holder left, under the policy "ref_zero".
 discarded: the model's results in it were no numbers.
 reset: all prefixes were forgotten.
 """
-TierLeaveCause = Literal["new_state", "forgotten", "damaged", "reset"]
+TierLeaveCause = Literal["new_state", "forgotten", "damaged", "not_written", "reset"]
 """Why a copy of a state left host memory or the disk:
 
 new_state: its slot was needed for another state.
 forgotten: the KV of its prefix left the cache, or its content could not be trusted.
 damaged: its bytes were not those that were stored, or a copy failed.
+not_written: its file was not there when it was wanted, because states left faster than the disk takes them,
+    or because the file could not be written or read.
 reset: all prefixes were forgotten.
 """
 STATE_LEAVE_CAUSES: tuple[StateLeaveCause, ...] = get_args(StateLeaveCause)

@@ -35,6 +35,7 @@ class StateNode:
         "key",
         "kind",
         "last_used_ns",
+        "left",
         "num_present",
         "num_uses",
         "parent",
@@ -67,6 +68,7 @@ class StateNode:
         self.fork = False
         self.superseded = False
         self.frozen = False
+        self.left = False
         self.entered = 0
         self.bucket = 0
         self.due = -1

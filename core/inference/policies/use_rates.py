@@ -3,7 +3,10 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-AGE_BOUNDS = (0, *(2**exponent for exponent in range(24)))
+AGE_BOUNDS = (
+    0, 1, 2, 3,
+    *(bound for exponent in range(2, 14) for bound in (2**exponent, 3 * 2 ** (exponent - 1))),
+)  # fmt: skip
 """Ages, in numbers of requests, at which the buckets begin; the last bucket has no end."""
 NUM_BUCKETS = len(AGE_BOUNDS)
 _WIDTHS = tuple(

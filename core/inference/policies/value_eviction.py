@@ -9,12 +9,17 @@ from .departures import Clock
 from .state_tree import StateNode, StateTree
 from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
 
-_FRONTIER, _FORK, _SUPERSEDED = 0, 5, 11
+_FRONTIER, _FORK, _SUPERSEDED, _LEFT = 0, 5, 11, 14
+_CHUNK_END = _SUPERSEDED + 2
 _TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)
 _USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
-_PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02)
+_PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
 _RESCORED_A_REQUEST = 16
+_MOST_SESSION_USES = 6  # a place that more requests ended at is no place of one session
+_MOST_LEFT_USES = 4
+_MOST_LEFT = 256  # places that a request looks at
 _REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next, at least
+_MOST_KEYS_A_GHOST = 32
 _UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
 
 Entry = tuple[int, int, int, StateNode]
@@ -43,6 +48,8 @@ class ValueEviction:
         frontier     the deepest state of its request, by the number of turns before it
         fork         where prompts part, by the number of uses
         superseded   a state whose request has a deeper one, by what it was taken as
+        left         below a place where its session went another way: an answer was generated again, or an
+                     earlier turn edited; forks apart
 
     A request counts as a use of the deepest state on its way, cached or ghost. No clock and no random draw
     decide, so that ranks that see the same calls choose alike.
@@ -103,6 +110,8 @@ class ValueEviction:
             if not again:
                 leaves = len(keys) <= node.depth or keys[node.depth] not in node.children
                 self._note_use(node, is_fork=node.superseded or (bool(node.children) and leaves))
+                if node.children and node.num_uses <= _MOST_SESSION_USES:
+                    self._note_left(node)
             turn = node.turn if node.fork else node.turn + 1
         self._num_visits += 1
         self._visits[self._num_visits] = _Visit(node, turn)
@@ -142,11 +151,24 @@ class ValueEviction:
         self._rates.note_use(node.kind, node.bucket)
         self._flush(node)
         node.num_uses += 1
+        node.left = False
         if is_fork:
             node.fork, node.superseded, node.frozen = True, False, False
         if node.ghost:
             self._ghosts.move_to_end(node.key)
         self._reclass(node)
+
+    def _note_left(self, node: StateNode) -> None:
+        """A request parts at `node`, a place of one session: the session has left the states below."""
+        places = list(node.children.values())
+        for below in places:
+            if len(places) > _MOST_LEFT or below.num_uses > _MOST_LEFT_USES or below.frozen:
+                continue
+            places.extend(below.children.values())
+            if below.known and not below.left:
+                below.left = True
+                self._flush(below)
+                self._reclass(below)
 
     # ---- states
 
@@ -176,7 +198,7 @@ class ValueEviction:
     def _place(self, node: StateNode, request: _Visit) -> None:
         former = request.deepest
         node.turn = request.turn
-        node.superseded = False
+        node.superseded = node.left = False
         if node.taken_as in ("branch", "mark"):
             node.fork = True
         elif node.taken_as in ("chunk_end", "interval"):
@@ -321,12 +343,17 @@ class ValueEviction:
             return
         self._ghosts[node.key] = node
         self._push_present(tree.shift(node, node.demand))
-        if len(self._ghosts) > self._max_ghosts:
+        while len(self._ghosts) > self._max_ghosts or self._forgets_for_room:
             _, oldest = self._ghosts.popitem(last=False)
             oldest.ghost = False
             if oldest.rate:
                 self._push_present(tree.shift(oldest, -oldest.rate))
             self._drop(oldest)
+
+    @property
+    def _forgets_for_room(self) -> bool:
+        """Whether the hashes on the ways to ghosts of long prefixes take too much of the host's memory."""
+        return self._tree.num_edge_keys > _MOST_KEYS_A_GHOST * self._max_ghosts and len(self._ghosts) > 1
 
     def _forget(self, node: StateNode) -> None:
         if node.below:
@@ -343,7 +370,9 @@ class ValueEviction:
 
     def _reclass(self, node: StateNode) -> None:
         """Give the node its class; its age begins anew."""
-        if node.fork:
+        if node.left:
+            node.kind = _LEFT + node.fork
+        elif node.fork:
             node.kind = _FORK + _USE_CLASSES[min(node.num_uses, len(_USE_CLASSES) - 1)]
         elif node.superseded:
             node.kind = _SUPERSEDED + (
@@ -384,7 +413,7 @@ class ValueEviction:
         """What the loss of a present node's state is expected to cost: blocks a request, in units.
 
         A superseded state above does not count against a state that is to be taken: it goes soon, also where
-        the request reads it now.
+        the request reads it now. A chunk end counts half, and without the ghosts below: it goes first.
         """
         if node.parent is None:
             return node.rate
@@ -393,6 +422,8 @@ class ValueEviction:
             while above.parent is not None and above.superseded and not above.fork:
                 above = self._tree.present_above(above)
         blocks = node.depth - above.depth
+        if node.kind == _CHUNK_END:
+            return blocks * node.rate // 2
         return blocks * (node.rate + node.below)
 
     def _new_serial(self, node: StateNode) -> None:

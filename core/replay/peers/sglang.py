@@ -177,9 +177,9 @@ class SGLangRow:
     KV is cached up to a stored state only. The state used longest ago goes first, where storing and
     resuming are uses; a leaf goes with its KV and the stateless KV above it, an inner state alone. KV
     leaves go by last use. A total is divided by `--mamba-full-memory-ratio`; live states, three a running
-    request, come out of the states' part, and at most a fifth of the slots run. Given apart, memory holds
-    cached states only, and all rows run. Left out: pages of one token (KV counts in whole chunks), and
-    locks of states while their request decodes.
+    request, come out of the states' part, and at most a fifth of the slots run. Given apart, one live state
+    a row comes beside the states, all rows run, and what they leave idle holds cached states. Left out:
+    pages of one token (KV counts in whole chunks), and locks of states while their request decodes.
 
     Attributes:
         name, source: see `ReplayRow`.
@@ -200,6 +200,8 @@ class SGLangRow:
         per_request = 0
         if setting.total_gb is None:
             num_slots = num_state_slots(setting)
+            if setting.shape.durable_state_bytes == setting.shape.state_bytes:
+                num_slots, per_request = num_slots + setting.max_requests, 1
             kv_blocks = num_kv_blocks(setting, index.block_size)
         else:
             states_gb = setting.total_gb * MAMBA_FULL_MEMORY_RATIO / (1 + MAMBA_FULL_MEMORY_RATIO)

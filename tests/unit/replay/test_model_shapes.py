@@ -109,3 +109,11 @@ def test_what_is_not_known_is_named(arguments: tuple[str, ...], said: str) -> No
     with pytest.raises(ValueError, match="accepted") as raised:
         model_shape(*arguments)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_cached_state_has_the_bytes_of_an_engines_slot(dtype: str) -> None:
+    states = mamba2_states(4, 8, 64, 2, 128, 4, torch.bfloat16, torch.float32, grid=128)
+    spec = HybridStateSpec(states, 1, 1, 64, torch.bfloat16, 100, torch.device("cpu"))
+    shape = shape_of("", spec, dtype, hidden_size=1, num_mlp_layers=1)
+    assert shape.durable_state_bytes == spec.durable_slot_bytes(dtype)

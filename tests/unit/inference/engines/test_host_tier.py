@@ -194,6 +194,19 @@ def test_ranks_agree_on_a_copy_that_is_bad_elsewhere() -> None:
     assert stats.host_copies_left_by_cause["damaged"] > 0
 
 
+def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> None:
+    """As where states leave faster than the disk takes them."""
+    engine = toy_engine(1, 2, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path))
+    copies = tier_of(engine).copies
+    copies.save = lambda host_slot, file, serial: None  # type: ignore[method-assign]
+    converse(engine)
+    tiers = engine.stats().cache.tiers
+    assert tiers.num_states_fetched_from_disk == 0
+    for causes in (tiers.host_copies_left_by_cause, tiers.disk_copies_left_by_cause):
+        assert causes["damaged"] == 0
+        assert causes["not_written"] > 0
+
+
 def test_the_engine_measures_when_none_is_given() -> None:
     model = ToyLM()
     config = ms.InferenceConfig(

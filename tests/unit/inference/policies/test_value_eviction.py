@@ -60,6 +60,31 @@ def test_a_chunk_end_goes_first():
     assert policy.victims(1, anything) == [0]
 
 
+def test_a_branch_that_its_session_has_left_goes_first():
+    policy = ValueEviction()
+    head = list(range(1, 11))
+    one_request(policy, 0, head)
+    one_request(policy, 1, [*head, *range(20, 30)])
+    one_request(policy, 2, [*head, *range(30, 40)])  # an earlier turn, edited
+    assert policy.victims(1, anything) == [1]
+    policy.arrive([*head, *range(20, 40)], 30)  # the session comes back
+    assert policy.victims(1, anything) != [1]
+
+
+def test_sessions_that_share_a_head_leave_no_branch():
+    policy = ValueEviction()
+    head = list(range(1, 11))
+    one_request(policy, 0, head)
+    for session in range(20, 40):
+        one_request(policy, 1, [*head, session])
+        policy.remove(1)
+    one_request(policy, 1, [*head, *range(50, 60)])
+    one_request(policy, 2, [*head, *range(60, 70)])
+    assert policy.victims(1, anything) == [1]
+    assert policy.victims(2, anything) == [1, 2]
+    assert policy._slots[1].left is False
+
+
 def test_a_fork_is_kept_for_the_requests_that_fell_back_on_it():
     policy = ValueEviction()
     head = list(range(1, 11))
@@ -132,6 +157,9 @@ def brute_value(policy, node):
             between = [n for n in nodes if n.present and node.depth < n.depth < ghost.depth]
             if not any(way[: n.depth] == path_of(n) for n in between):
                 rate += ghost.rate
+    is_superseded = node.superseded and not node.fork and not node.left
+    if is_superseded and node.taken_as in ("chunk_end", "interval"):
+        return (node.depth - depth) * node.rate // 2
     return (node.depth - depth) * rate
 
 
@@ -232,3 +260,13 @@ class ValueMachine(RuleBasedStateMachine):
 
 TestValueMachine = ValueMachine.TestCase
 TestValueMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_long_prefixes_that_are_gone_take_bounded_memory():
+    policy = ValueEviction(num_ghosts=64)
+    for number in range(100):
+        one_request(policy, 0, list(range(1 + 1000 * number, 501 + 1000 * number)))
+        policy.remove(0)
+        assert policy._tree.num_edge_keys <= 32 * 64 + 500
+        policy.check_integrity([])
+    assert len(policy._ghosts) == 4
