@@ -376,9 +376,11 @@ class DurableSlots:
         if not num_slots:
             return []
         kept = self.pins.keys() | keep
+        if len(self.map) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
+            num_evictable = sum(slot not in kept for slot in self.map.slots)
+            if num_evictable < num_slots:
+                raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
         victims = self.order.victims(num_slots, lambda slot: slot not in kept)
-        if len(victims) < num_slots:
-            raise MambaSlotCapacityError(num_slots + num_free, len(victims) + num_free)
         self._evict_slots(victims, cause)
         return victims
 

@@ -1229,12 +1229,12 @@ def test_the_eviction_policy_orders_exactly_the_committed_slots(policy):
     (slot,) = committed(host, slots, 1)
     (reserved,) = slots.reserve([2])
     slots.check_integrity()
-    slots.slots._eviction.remove(slot)
+    slots.slots.order.policy.remove(slot)
     with pytest.raises(AssertionError, match="eviction policy"):
         slots.check_integrity()
-    slots.slots._eviction.insert(slot)
+    slots.slots.order.policy.insert(slot)
     slots.check_integrity()
-    slots.slots._eviction.insert(reserved)
+    slots.slots.order.policy.insert(reserved)
     with pytest.raises(AssertionError, match="eviction policy"):
         slots.check_integrity()
 
