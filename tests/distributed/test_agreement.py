@@ -83,7 +83,7 @@ def serve(engine: Engine, seeds: range) -> list[list[int]]:
 
 
 def another_free_block(engine: Engine) -> None:
-    engine.context.kv_block_allocator._free.reverse()
+    engine.context.kv_block_allocator._free._stack.reverse()
     serve(engine, range(20, 21))
 
 
@@ -225,7 +225,7 @@ def test_the_first_differing_decision_and_the_ranks_are_named(
 ) -> None:
     deed, others_deed, odds, others = fault
     odd = world.size - 1
-    engine = small_engine(model=world.model(split), num_mamba_slots=10)
+    engine = small_engine(model=world.model(split), num_mamba_slots=6, prefix_caching_eviction_policy="lru")
     serve(engine, range(3))  # a cache that holds something
     error = disagree(world, engine, deed if world.rank == odd else others_deed)
     check(world, error, odd, odds, others)
