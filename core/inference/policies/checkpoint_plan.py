@@ -29,9 +29,6 @@ class CheckpointPlan:
             tokens). Also take N itself where N is a boundary: longer prompts resume there.
         branch: take the boundary where the prompt leaves what was seen before, if no state is cached there.
         chunk_ends: take the end of a prefill step, where the end is a boundary.
-        learned: instead of `chunk_ends`, take the boundaries inside a prompt where later prompts are expected
-            to part from the prompt, as earlier ones have parted; see `PartingDepths`. Hosts that have no such
-            counts take `chunk_ends`.
         decode: "rolling" keeps the state of the last boundary that decoding crossed. An integer (a multiple
             of the block) also keeps the states at the integer's multiples. "off" takes no state.
         prefill_interval: also take every multiple of this number of prompt tokens (a multiple of the block).
@@ -40,18 +37,21 @@ class CheckpointPlan:
         marks: also take these prompt positions (for example where a system prompt ends).
         max_states_per_path: maximum number of cached states of one request's path. The shallowest states go
             first. The request's deepest state, forks and pinned states are exempt.
+        learned: instead of `chunk_ends`, take the boundaries inside a prompt where later prompts are expected
+            to part from the prompt, as earlier ones have parted; see `PartingDepths`. Hosts that have no such
+            counts take `chunk_ends`.
     """
 
     tail: bool = True
     branch: bool = True
     chunk_ends: bool = True
-    learned: bool = False
     decode: Literal["rolling", "off"] | int = "rolling"
     prefill_interval: int | None = None
     offsets_from_start: tuple[int, ...] = ()
     offsets_from_end: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
     max_states_per_path: int | None = None
+    learned: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tail", "branch", "chunk_ends", "learned"):
