@@ -83,7 +83,7 @@ def serve(engine: Engine, seeds: range) -> list[list[int]]:
 
 
 def another_free_block(engine: Engine) -> None:
-    engine.context.kv_block_allocator._free.reverse()
+    engine.context.kv_block_allocator._free._stack.reverse()
     serve(engine, range(20, 21))
 
 
