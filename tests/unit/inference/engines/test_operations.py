@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle.budget import costly
+from oracle.budget import costly, thinned
 from oracle.recurrent_lm import RecurrentLM
 from oracle.serving import TOLERANCE, random_tokens, serve_checked, small_engine, small_model
 from oracle.workload import (
@@ -91,7 +91,7 @@ def steps_of_busy_client() -> int:
 )
 def test_resetting_between_any_two_steps_changes_no_token(overrides: dict[str, object]) -> None:
     seen = set[str]()
-    for moment in range(0, steps_of_busy_client(), 3):
+    for moment in thinned(range(0, steps_of_busy_client(), 3), every=2):
         client = busy_client(**overrides)
         engine = client.engine
         for _ in range(moment):
