@@ -12,10 +12,14 @@ NEAR = 0.01
 
 @dataclass(frozen=True)
 class BudgetPoint:
-    """What a row resumes with a budget, in GB."""
+    """What a row resumes with a budget, in GB.
+
+    `lacks_kv`: whether more tokens are computed for want of KV memory than for want of states.
+    """
 
     budget_gb: float
     share: float
+    lacks_kv: bool = False
 
 
 def budget_of(setting: ReplaySetting) -> tuple[str, float]:
@@ -35,18 +39,29 @@ def answers(results: Sequence[CellResult], unlimited: dict[str, float], row: str
     for one in results:
         if one.cell.row == row and one.share is not None:
             kind, budget_gb = budget_of(one.cell.setting)
-            curves.setdefault((one.trace, kind), []).append(BudgetPoint(budget_gb, one.share))
+            curves.setdefault((one.trace, kind), []).append(BudgetPoint(budget_gb, one.share, _lacks_kv(one)))
     return [
         f"{trace}: {answer(sorted(points, key=lambda point: point.budget_gb), unlimited[trace], kind)}"
         for (trace, kind), points in curves.items()
     ]
 
 
+def _lacks_kv(one: CellResult) -> bool:
+    if one.cell.setting.total_gb is not None or one.result is None:
+        return False
+    lost = one.result.lost_by_reason
+    for_kv, for_states = (
+        sum(lost.get(reason, 0) for reason in reasons)
+        for reasons in (("kv_evicted", "too_long"), ("state_evicted", "capacity"))
+    )
+    return for_kv > for_states
+
+
 def answer(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
     """The smallest budget that is worth almost as much as any.
 
     That is the first at which the share is within a point of an unlimited pool's; else the first from which
-    twice as much brings less than a point.
+    twice as much brings less than a point. Where KV memory is what the largest budget lacks, that is said.
 
     Args:
         points: one or more, the smallest budget first.
@@ -64,6 +79,12 @@ def answer(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
             f"give it {_gb(enough)} {kind}: it then resumes {_percent(enough.share)} of the prompt tokens, "
             f"within a point of the {_percent(unlimited)} that an unlimited pool resumes"
             f"{_less(points, enough)}."
+        )
+    if points[-1].lacks_kv:
+        return (
+            f"give KV more: with {_gb(points[-1])} {kind}, it resumes {_percent(points[-1].share)} of the "
+            "prompt tokens, and most of what is missing is KV (an unlimited pool resumes "
+            f"{_percent(unlimited)})."
         )
     flat = next((pair for pair in _doublings(points) if pair[1].share - pair[0].share <= NEAR), None)
     if flat is not None:

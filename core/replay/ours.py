@@ -111,9 +111,12 @@ def _config(
     }
     if counts is not None:
         sizes |= {"num_kv_blocks": counts.num_kv_blocks, "num_mamba_slots": counts.num_slots}
-    if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts
+    if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts; not for
+        # more states than the trace has blocks
         shape = setting.shape
-        sizes["host_cache_gb"] = setting.host_gb * shape.state_bytes / shape.durable_state_bytes
+        num_tokens = sum(len(one.prompt) + len(one.answer) for one in trace.requests)
+        most_gb = (num_tokens // setting.block_size_tokens + 2) * shape.durable_state_bytes / GIGABYTE
+        sizes["host_cache_gb"] = min(setting.host_gb, most_gb) * shape.state_bytes / shape.durable_state_bytes
         sizes["host_cache_min_tokens"] = 1
     return InferenceConfig(**(sizes | dict(changes)))
 

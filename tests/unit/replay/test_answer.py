@@ -83,3 +83,19 @@ def test_each_trace_and_kind_of_budget_has_its_sentence() -> None:
 def cell(trace: str, row: str, setting: ReplaySetting, resumed: int) -> CellResult:
     result = ReplayResult(7, 100, resumed, {"never_seen": 100 - resumed} if row == "ours" else {})
     return CellResult(Cell(TraceSource(trace), row, setting), trace, 7, result)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ({"kv_evicted": 300, "state_evicted": 100}, "give KV more: with 8 GB for states, beside 1 GB for KV"),
+        ({"too_long": 300, "capacity": 100}, "give KV more: with 8 GB for states, beside 1 GB for KV"),
+        ({"kv_evicted": 100, "state_evicted": 300}, "give it more than 8 GB for states"),
+    ],
+)
+def test_the_pool_that_lacks_memory_is_named(lost: dict[str, int], said: str) -> None:
+    setting = ReplaySetting(SHAPE, state_gb=8.0, kv_gb=1.0)
+    result = ReplayResult(10, 1000, 600, lost_by_reason=lost)
+    one = CellResult(Cell(TraceSource("chat"), "ours", setting), "chat", 10, result)
+    (sentence,) = answers([one], {"chat": 0.9}, "ours")
+    assert sentence.startswith(f"chat: {said}")
