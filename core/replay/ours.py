@@ -8,11 +8,12 @@ import torch
 
 from ..config import InferenceConfig
 from ..inference.policies.slot_eviction import EVICTION_POLICIES
+from ..pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec
 from ..state_tensor import StateTensor
 from .engine_replay import EngineReplay
 from .prompt_hashes import chains_of
-from .setting import GIGABYTE, ModelShape, Progress, ReplayResult, ReplaySetting
+from .setting import ModelShape, Progress, ReplayResult, ReplaySetting
 from .trace import Trace
 
 _DEFAULT_POLICY = InferenceConfig.prefix_caching_eviction_policy
@@ -102,20 +103,18 @@ def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) 
 def _config(
     trace: Trace, setting: ReplaySetting, counts: PoolCounts | None, changes: Mapping[str, Any]
 ) -> InferenceConfig:
-    longest = max((len(one.prompt) + len(one.answer) for one in trace.requests), default=0)
     sizes: dict[str, Any] = {
         "block_size_tokens": setting.block_size_tokens,
         "max_requests": setting.max_requests,
         "max_tokens": setting.max_tokens,
-        "max_sequence_length": max(longest, setting.block_size_tokens + 1),
+        "max_sequence_length": max(trace.longest, setting.block_size_tokens + 1),
     }
     if counts is not None:
         sizes |= {"num_kv_blocks": counts.num_kv_blocks, "num_mamba_slots": counts.num_slots}
     if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts; not for
         # more states than the trace has blocks
         shape = setting.shape
-        num_tokens = sum(len(one.prompt) + len(one.answer) for one in trace.requests)
-        most_gb = (num_tokens // setting.block_size_tokens + 2) * shape.durable_state_bytes / GIGABYTE
+        most_gb = (trace.num_tokens // setting.block_size_tokens + 2) * shape.durable_state_bytes / GIGABYTE
         sizes["host_cache_gb"] = min(setting.host_gb, most_gb) * shape.state_bytes / shape.durable_state_bytes
         sizes["host_cache_min_tokens"] = 1
     return InferenceConfig(**(sizes | dict(changes)))
@@ -174,8 +173,7 @@ class UnlimitedRow:
         """Serve the trace; the memory in `setting` is ignored."""
         size = setting.block_size_tokens
         num_prefixes = len(set().union(*(chain.keys for chain in chains_of(trace, size))))
-        longest = max((len(one.prompt) + len(one.answer) for one in trace.requests), default=1)
-        num_held = setting.max_requests * (longest // size + 1)
+        num_held = setting.max_requests * (trace.longest // size + 1)
         config = _config(trace, setting, PoolCounts(num_prefixes + 1, num_prefixes + num_held), {})
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run(progress)
 

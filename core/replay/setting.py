@@ -6,8 +6,6 @@ from typing import Protocol
 
 from .trace import Trace
 
-GIGABYTE = 1 << 30
-
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -1,6 +1,6 @@
 """A trace: requests with their tokens, in the order in which they came."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,3 +46,17 @@ class Trace:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and answer together; 0 for no request."""
+        return max(self._lengths, default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts and answers."""
+        return sum(self._lengths)
+
+    @property
+    def _lengths(self) -> Iterator[int]:
+        return (len(request.prompt) + len(request.answer) for request in self.requests)

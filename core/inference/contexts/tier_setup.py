@@ -1,14 +1,13 @@
 """The tier that a configuration asks for: its sizes, its memory and its directory."""
 
 from ...config import InferenceConfig
+from ...pool_sizes import GIGABYTE
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from .host_copies import HostCopies
 from .host_tier import HostTier
 from .state_files import StateFiles
 from .state_pool import StatePool
-
-GIGABYTE = 1 << 30
 
 
 def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:

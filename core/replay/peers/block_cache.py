@@ -8,9 +8,10 @@ from .kv_pool import KVPool
 from .loop import RunningRequest
 from .plans import StatePlan
 from .states import StateSlots
+from .two_pools import TwoPools
 
 
-class BlockCache:
+class BlockCache(TwoPools):
     """KV in a tree of blocks, states in slots beside it. A state whose KV goes, goes with it.
 
     Args:
@@ -36,28 +37,11 @@ class BlockCache:
         kv_rank: Callable[[int], Any] | None = None,
         shares_live: bool = False,
     ) -> None:
-        self._block = index.block_size
-        self.states = states
+        rank = kv_rank or (states.__contains__ if stateless_first else None)
+        super().__init__(index, KVPool(index, num_kv_blocks, rank, states.forget), states)
         self._plan = plan
         self._answers = answers
         self._live_slots = int(shares_live)
-        self._num_slots = states.capacity
-        rank = kv_rank or (states.__contains__ if stateless_first else None)
-        self.kv = KVPool(index, num_kv_blocks, rank, states.forget)
-        states.bind(self.kv)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the books of KV or states are wrong."""
-        self.kv.check_integrity()
-        self.states.check_integrity()
-
-    @property
-    def num_states_taken(self) -> int:
-        return self.states.num_taken
-
-    @property
-    def state_capacity(self) -> int:
-        return self._num_slots
 
     def admit(self, request: RunningRequest) -> None:
         block, path = self._block, request.path
@@ -73,26 +57,6 @@ class BlockCache:
             request.state = path[depth - 1]
             self.states.use(request.state)
         self.states.shrink(self._live_slots)
-
-    def stop(self, request: RunningRequest, budget: int) -> int:
-        end = min(request.computed + budget, request.target)
-        if end < request.target:
-            aligned = end // self._block * self._block
-            if aligned > request.computed:
-                return aligned
-        return end
-
-    def reserve(self, request: RunningRequest, end: int) -> bool:
-        missing = (end + self._block - 1) // self._block - request.held - request.private
-        if missing <= 0:
-            return True
-        if not self.kv.take(missing):
-            return False
-        request.private += missing
-        return True
-
-    def boundary(self, request: RunningRequest) -> int:
-        return (request.computed // self._block + 1) * self._block
 
     def advance(self, request: RunningRequest, end: int) -> None:
         start, block = request.computed, self._block

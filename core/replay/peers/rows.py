@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..setting import GIGABYTE, Progress, ReplayResult, ReplaySetting
+from ...pool_sizes import GIGABYTE
+from ..setting import Progress, ReplayResult, ReplaySetting
 from ..trace import Trace
 from .block_cache import BlockCache
 from .blocks import BlockIndex, block_index

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from ..setting import GIGABYTE, Progress, ReplayResult, ReplaySetting
+from ...pool_sizes import GIGABYTE
+from ..setting import Progress, ReplayResult, ReplaySetting
 from ..trace import Trace
 from .blocks import ROOT, BlockIndex, block_index
 from .coverage import CoverageSlots
@@ -11,6 +12,7 @@ from .kv_pool import KVPool
 from .loop import RequestLoop, RunningRequest
 from .rows import num_kv_blocks, num_state_slots
 from .states import PathCapSlots, StateSlots
+from .two_pools import TwoPools
 
 MAMBA_FULL_MEMORY_RATIO = 0.9
 """Default of `--mamba-full-memory-ratio`: memory for states / memory for KV."""
@@ -22,7 +24,7 @@ SLOTS_PER_ROW = 5
 """`max_running_requests` is at most the slots / 5 (`_calculate_mamba_ratio`)."""
 
 
-class SGLangCache:
+class SGLangCache(TwoPools):
     """A radix tree whose every leaf holds a state, at the grid of the scan's chunks.
 
     Args:
@@ -35,28 +37,11 @@ class SGLangCache:
     def __init__(
         self, index: BlockIndex, num_kv_blocks: int, states: StateSlots, slots_per_request: int
     ) -> None:
-        self._block = index.block_size
+        super().__init__(index, KVPool(index, num_kv_blocks, None, self._forget), states)
         self._parent = index.parent
         self._interval = math.lcm(TRACK_INTERVAL, index.block_size)
         self._slots_per_request = slots_per_request
-        self._num_slots = states.capacity
         self._num_live = 0
-        self.states = states
-        self.kv = KVPool(index, num_kv_blocks, None, self._forget)
-        states.bind(self.kv)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the books of KV or states are wrong."""
-        self.kv.check_integrity()
-        self.states.check_integrity()
-
-    @property
-    def num_states_taken(self) -> int:
-        return self.states.num_taken
-
-    @property
-    def state_capacity(self) -> int:
-        return self._num_slots
 
     def admit(self, request: RunningRequest) -> None:
         block, path = self._block, request.path
@@ -108,24 +93,7 @@ class SGLangCache:
     def stop(self, request: RunningRequest, budget: int) -> int:
         if len(self.states.slots) > self.states.capacity:
             return request.computed
-        end = min(request.computed + budget, request.target)
-        if end < request.target:
-            aligned = end // self._block * self._block
-            if aligned > request.computed:
-                return aligned
-        return end
-
-    def reserve(self, request: RunningRequest, end: int) -> bool:
-        missing = (end + self._block - 1) // self._block - request.held - request.private
-        if missing <= 0:
-            return True
-        if not self.kv.take(missing):
-            return False
-        request.private += missing
-        return True
-
-    def boundary(self, request: RunningRequest) -> int:
-        return (request.computed // self._block + 1) * self._block
+        return super().stop(request, budget)
 
     def advance(self, request: RunningRequest, end: int) -> None:
         start, block = request.computed, self._block

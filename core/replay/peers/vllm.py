@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from ..setting import GIGABYTE, ModelShape, Progress, ReplayResult, ReplaySetting
+from ...pool_sizes import GIGABYTE
+from ..setting import ModelShape, Progress, ReplayResult, ReplaySetting
 from ..trace import Trace
 from .blocks import BlockIndex, block_index
 from .loop import RequestLoop, RunningRequest
