@@ -44,14 +44,6 @@ class MemoryUnits:
         """The units of these slots, without those before the units."""
         return {unit for slot in slots if (unit := self.unit_of_slot(slot)) >= 0}
 
-    def lends_block(self, block: int) -> bool:
-        """Whether the memory of this block holds states."""
-        return self.holds_states[block // self.blocks_per_unit]
-
-    def lends_slot(self, slot: int) -> bool:
-        """Whether the memory of this slot holds KV."""
-        return slot >= self._first_slot and not self.holds_states[self.unit_of_slot(slot)]
-
     def num_units_for_pins(self, slots: Collection[int]) -> int:
         """Units that must hold states while these slots are pinned.
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .state_tensors import INVERSE_OF_LARGEST, LARGEST_NUMBER, SMALLEST, CodedTensor
+from .state_tensors import INVERSE_OF_LARGEST, SMALLEST, CodedTensor
 
 NUM_WARPS = 8
 _TILE_ELEMENTS = 8192
@@ -20,7 +20,6 @@ CAST_ELEMENTS = 4096
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # what is added to it and taken off is rounded to the nearest integer
 _INVERSE = tl.constexpr(INVERSE_OF_LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST)
-_LARGEST = tl.constexpr(float(LARGEST_NUMBER))
 
 
 class Tiles(NamedTuple):

@@ -1,6 +1,5 @@
 """How soon states of a class are used again, learned from those that were."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 AGE_BOUNDS = (
@@ -14,11 +13,6 @@ _WIDTHS = tuple(
 )
 UNIT = 1 << 40
 """Rates are integers in units of 1 / UNIT uses a request, so that sums of rates are exact on every rank."""
-
-
-def bucket_of(age: int) -> int:
-    """The bucket of an age >= 0."""
-    return bisect_right(AGE_BOUNDS, age) - 1
 
 
 class UseRates:
