@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
 # From the top down; a room imports only from itself and from those after it. Files count as rooms.
 ROOMS = (
-    "__init__", "__main__", "replay.__main__", "cli", "serve", "monitor", "testing", "mcore", "vllm",
+    "__init__", "__main__", "replay.__main__", "cli", "fleet", "serve", "monitor", "testing", "mcore", "vllm",
     "replay", "distributed", "loaded_model", "hf", "models",
     "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
     "state_spec", "state_encoding", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params",

@@ -1,0 +1,52 @@
+"""What a router is asked, and what it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request as a router sees it.
+
+    Attributes:
+        keys: the hash of each whole block of the prompt, in order. A hash stands for the prefix that ends
+            with its block, and for the salt.
+        num_tokens: tokens of the prompt.
+        block_size_tokens: tokens of a block.
+        num_answer_tokens: the most tokens of the answer; an estimate where the caller knows none.
+    """
+
+    keys: Sequence[int]
+    num_tokens: int
+    block_size_tokens: int
+    num_answer_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """How busy a replica is.
+
+    Attributes:
+        replica: its name.
+        num_requests: requests that wait or run there.
+        num_tokens: tokens that these are still expected to compute, prompts and answers; 0 where nobody
+            counts them.
+    """
+
+    replica: str
+    num_requests: int
+    num_tokens: int = 0
+
+
+class Router(Protocol):
+    """Chooses among replicas. Nothing that it knows has to be right: a wrong choice costs time alone."""
+
+    def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> Sequence[str]:
+        """The replicas in the order in which the request should try them, best first.
+
+        Args:
+            request: what is to be served.
+            loads: the replicas that may serve it, at least one.
+        """
+        ...

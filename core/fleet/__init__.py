@@ -1,0 +1,1 @@
+"""Several replicas of one model behind one address."""
