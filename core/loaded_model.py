@@ -11,6 +11,7 @@ from .checkpoint_files import CONFIG, CheckpointError, existing_folder, read_obj
 from .inference.engines.model import Model
 from .models import HybridLM
 from .models.hybrid_checkpoint import MODEL_TYPE, read_config
+from .parallel_groups import ParallelGroups
 from .sampling_params import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, MarkedPrompt, TextCodec
 
@@ -100,7 +101,11 @@ class LoadedModel:
 
 
 def load(
-    folder_or_name: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    folder_or_name: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    groups: ParallelGroups | None = None,
 ) -> LoadedModel:
     """Load a `HybridLM`, or a checkpoint of transformers, which needs the extra `mambaslots[hf]`.
 
@@ -109,9 +114,12 @@ def load(
             "mambaslots_hybrid_lm".
         device: where the weights go.
         dtype: of the weights; None for the dtype that the checkpoint names.
+        groups: the ranks that the model is split over; None for one rank. All of them call this, each with
+            its own device, and each reads its part of the weights.
 
     Raises:
-        ValueError: the folder holds no checkpoint that can be loaded; the message names the file or weight.
+        ValueError: the folder holds no checkpoint that can be loaded, or none that can be split over
+            `groups`; the message names the file, the weight or the size.
         OSError: the hub cannot be reached, or its files cannot be written.
         ImportError: the folder is one of transformers, which is not installed.
     """
@@ -119,11 +127,11 @@ def load(
     loaded = load_text(folder)
     model: Model
     if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
-        model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
+        model = HybridLM.from_pretrained(folder, device=device, dtype=dtype, groups=groups)
     else:
         from . import hf
 
-        model = hf.load(folder, device, dtype)
+        model = hf.load(folder, device, dtype, groups=groups)
     return LoadedModel(model, loaded.text, loaded.generation, folder)
 
 
