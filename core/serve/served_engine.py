@@ -114,7 +114,7 @@ class ServedEngine(Protocol):
         sampling_params: SamplingParams,
         *,
         cache_salt: bytes | None,
-        checkpoint_plan: CheckpointPlan,
+        checkpoint_plan: CheckpointPlan | None,
         tenant: str | None,
     ) -> AnswerStream:
         """Queue a prompt. Returns once somebody has the request.
@@ -123,7 +123,7 @@ class ServedEngine(Protocol):
             prompt: token ids.
             sampling_params: how tokens are chosen.
             cache_salt: as for `DynamicInferenceEngine.add_request`.
-            checkpoint_plan: which states are taken.
+            checkpoint_plan: which states are taken; None for the plan of the facts.
             tenant: whom figures count requests with this salt for.
 
         Raises:
