@@ -7,7 +7,7 @@ from typing import Protocol
 from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..request import RequestResult
+from ..request import PromptFigures, RequestResult
 from ..sampling_params import SamplingParams
 
 
@@ -64,6 +64,10 @@ class AnswerStream(Protocol):
     @property
     def result(self) -> RequestResult | None:
         """The request's result; None until the answer has ended, and where an error ended it."""
+
+    @property
+    def prompt_figures(self) -> PromptFigures | None:
+        """What became of the prompt; None until a token, or the result, is there."""
 
     def cancel(self) -> None:
         """Cancel the request, unless it has ended. Returns at once."""
