@@ -7,6 +7,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from .. import tensor_validation
 from ..checkpoint_files import CONFIG, CheckpointError, read_object
+from ..parallel_groups import ParallelGroups
+from ..validation import instance
 from .architectures import restore_buffers, skeleton
 from .float8 import block_size
 from .hub import checkpoint_folder
@@ -15,7 +17,11 @@ from .weights import load_weights
 
 
 def load(
-    path_or_name: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    path_or_name: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    groups: ParallelGroups | None = None,
 ) -> ServedModel:
     """A model that an engine can serve, from a checkpoint of transformers. Only its text part is loaded.
 
@@ -27,6 +33,7 @@ def load(
         device: where the weights go.
         dtype: of the weights; None for the dtype that the checkpoint names. Block-scaled FP8 weights become
             this dtype.
+        groups: the ranks that the model is split over; None for one rank.
 
     Raises:
         CheckpointError: a ValueError that names the file or the weight that is missing, superfluous,
@@ -36,6 +43,9 @@ def load(
         ValueError: the architecture is not served, or an argument is none that is accepted.
     """
     target = tensor_validation.device("device", device)
+    groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
+    if groups.is_split:
+        raise ValueError(f"groups has {groups.size} ranks; accepted for a model of transformers: one rank")
     if dtype is not None:
         tensor_validation.float_dtype("dtype", dtype)
     folder = checkpoint_folder(path_or_name)
