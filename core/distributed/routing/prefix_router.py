@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from ...validation import integer
-from .router import ReplicaLoad, RouteRequest
+from .router import ReplicaLoad, RouteRequest, check_loads
 from .state_events import StateEvents
 
 
@@ -47,6 +47,7 @@ class PrefixRouter:
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
         """See `Router.choose`."""
+        check_loads(loads)
         for load in loads:
             self._sent.setdefault(load.replica, set())
         candidates = self._candidates(request, loads)
