@@ -3,6 +3,12 @@
 from .agreement import Agreement
 from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
+from .routing.event_bytes import decode_events, encode_events
+from .routing.router import ReplicaLoad, Router, RouteRequest
+from .routing.routers import ROUTERS
+from .routing.state_events import StateEvents
+from .routing.state_index import StateIndex
+from .routing.state_publisher import StatePublisher
 from .transfer.codec import decode_prefixes, encode_prefixes
 from .transfer.export import export_prefixes
 from .transfer.files import SaveReport, load_prefixes, save_prefixes
@@ -14,6 +20,9 @@ from .transfer.shard import PrefixShard
 
 __all__ = [
     "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",
+    # routing to replicas
+    "ROUTERS", "Router", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
+    "encode_events", "decode_events",
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
     "receive_prefixes", "encode_prefixes", "decode_prefixes",
