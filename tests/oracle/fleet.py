@@ -77,7 +77,7 @@ class Replicas:
                 if loss is not None and num_sent == loss and part.tokens:
                     raise ReplicaLostError(f"replica {number} is gone")
         finally:
-            await parts.aclose()  # type: ignore[attr-defined]
+            await parts.aclose()
 
     async def reports(self) -> list[ReplicaReport]:
         metrics = [await local.metrics_text() for local in self.local]
