@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -15,6 +17,7 @@ from ..serve.local_engine import LocalEngine
 from ..serve.served_engine import EngineFacts
 from .engine_request import AnswerPart, EngineRequest
 from .fleet_settings import FleetSettings
+from .pulse import Pulse
 from .replica_answers import answer_parts
 from .replica_report import ReplicaReport
 from .request_router import BLOCK_SIZE
@@ -71,9 +74,9 @@ class EngineReplica:
         """What does not change."""
         return self._engine.facts
 
-    async def pulse(self) -> str:
-        """The replica's name."""
-        return self._name
+    async def pulse(self) -> Pulse:
+        """That the replica is there."""
+        return Pulse(self._name, socket.gethostname(), os.getpid(), self._engine.num_running)
 
     async def report(self) -> ReplicaReport:
         """The replica's figures now."""
