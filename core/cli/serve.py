@@ -144,7 +144,9 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
 def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     """The options without secrets, for another process."""
     unwanted = {"run", "api_keys"}
-    return argparse.Namespace(**{name: value for name, value in vars(options).items() if name not in unwanted})
+    return argparse.Namespace(
+        **{name: value for name, value in vars(options).items() if name not in unwanted}
+    )
 
 
 def server_settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Ingress:
         self._app: FastAPI | None = None
         self._num_replicas = 1
 
-    async def __serve_build_asgi_app__(self) -> FastAPI: 
+    async def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray calls this after the constructor."""
         facts = await self._calls.ask("facts")
         self._counting = asyncio.create_task(self._count_replicas())

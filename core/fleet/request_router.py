@@ -72,9 +72,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         self._loads.note_chosen(_request_id(pending_request), order[0], _num_tokens(request))
         return [[replicas[name]] for name in order]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has the request."""
         if self._loads.note_routed(_request_id(pending_request), replica_id.unique_id):
             request = _route_request(pending_request, self.curr_replicas.get(replica_id))
