@@ -3,6 +3,8 @@
 from .agreement import Agreement
 from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
+from .lockstep.following import follow
+from .lockstep.leading_engine import LeadingEngine
 from .transfer.codec import decode_prefixes, encode_prefixes
 from .transfer.export import export_prefixes
 from .transfer.files import SaveReport, load_prefixes, save_prefixes
@@ -14,6 +16,8 @@ from .transfer.shard import PrefixShard
 
 __all__ = [
     "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",
+    # an engine of all ranks for one caller
+    "LeadingEngine", "follow",
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
     "receive_prefixes", "encode_prefixes", "decode_prefixes",
