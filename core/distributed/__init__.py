@@ -3,6 +3,8 @@
 from .agreement import Agreement
 from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
+from .lockstep.following import follow
+from .lockstep.leading_engine import LeadingEngine
 from .routing.event_bytes import decode_events, encode_events
 from .routing.router import ReplicaLoad, Router, RouteRequest
 from .routing.routers import ROUTERS
@@ -25,6 +27,8 @@ __all__ = [
     # routing to replicas
     "ROUTERS", "Router", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
     "encode_events", "decode_events",
+    # an engine of all ranks for one caller
+    "LeadingEngine", "follow",
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
     "receive_prefixes", "TransferChannel", "encode_prefixes", "decode_prefixes",
