@@ -79,7 +79,7 @@ class ChannelReader:
             await asyncio.sleep(_RETRY_S)
 
     def take(self, news: News) -> None:
-        """Give the router what it has not heard, and let it forget replicas that the channel does not know."""
+        """Give the router what it has not heard, and let it forget replicas that the channel forgot."""
         self._instance, self._version = news.instance, news.version
         for encoded in news.events:
             if not self._router.apply(decode_events(encoded)):

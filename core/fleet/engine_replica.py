@@ -36,7 +36,9 @@ class EngineReplica:
     for its requests before it calls the destructor.
     """
 
-    async def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, make_engine: MakeEngine, settings: FleetSettings
+    ) -> None:
         """
         Args:
             make_engine: makes the engine.
@@ -64,7 +66,8 @@ class EngineReplica:
         """Answer a request; a caller that closes the stream cancels it."""
         self._feed.wake()
         try:
-            async with aclosing(answer_parts(self._engine, request, self._name)) as parts:
+            answer: Any = answer_parts(self._engine, request, self._name)
+            async with aclosing(answer) as parts:
                 async for part in parts:
                     yield part
         finally:
@@ -88,7 +91,7 @@ class EngineReplica:
         return {BLOCK_SIZE: self._engine.facts.block_size_tokens}
 
     async def check_health(self) -> None:
-        """Raise what the engine's thread has given up for; Ray then puts another replica in this one's place."""
+        """Raise what the engine's thread has given up for; Ray then starts another replica instead."""
         failure = self._engine.failure
         if failure is not None:
             raise RuntimeError(f"the engine of replica {self._name} has given up") from failure

@@ -32,7 +32,7 @@ class Ingress:
     prompts, and asks a replica for the answer.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
         self,
         replicas: Any,
         load_text: Callable[[], LoadedText],

@@ -40,7 +40,7 @@ def test_answers_are_those_of_one_engine_without_a_cache(two: "Fleet", sampling:
         answers = list(clients.map(lambda prompt: two.complete(prompt, **sampling)[0], prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer == expected(prompt, **sampling)
-        assert sum(two.stream(prompt, **sampling), []) == answer
+        assert [token for part in two.stream(prompt, **sampling) for token in part] == answer
 
 
 def test_a_second_turn_goes_to_the_replica_that_holds_its_state(two: "Fleet") -> None:

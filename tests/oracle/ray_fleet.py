@@ -151,7 +151,7 @@ class Fleet:
         self.wait_until(lambda: len(self.pulses()) == number, f"{number} replicas")
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name and labels, as "name{replica=...,use=...}"; the replicas' counts added up by name."""
+        """Metrics by name and labels, and, by name alone, those of all labels added up."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
             text = reply.read().decode()
         values: dict[str, float] = {}
