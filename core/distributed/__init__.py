@@ -3,6 +3,9 @@
 from .agreement import Agreement
 from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
+from .prefill_decode.disaggregated_engine import DisaggregatedEngine, PrefillCounts
+from .prefill_decode.prefill_client import RemotePrefill
+from .prefill_decode.prefill_worker import PrefillWorker
 from .transfer.codec import decode_prefixes, encode_prefixes
 from .transfer.export import export_prefixes
 from .transfer.files import SaveReport, load_prefixes, save_prefixes
@@ -17,5 +20,7 @@ __all__ = [
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
     "receive_prefixes", "encode_prefixes", "decode_prefixes",
+    # prefill apart from decode
+    "PrefillWorker", "DisaggregatedEngine", "RemotePrefill", "PrefillCounts",
     "PrefixShard", "PrefixCounts", "ImportReport", "SaveReport", "SendReport", "TransferError", "CopyError",
 ]  # fmt: skip

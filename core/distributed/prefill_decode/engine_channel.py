@@ -1,0 +1,28 @@
+"""A transfer channel whose calls are made in the thread of an engine."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Literal
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from .channel_seam import TransferChannel
+
+EngineCall = Callable[[Callable[[DynamicInferenceEngine], Any]], Awaitable[Any]]
+"""Calls a function in the engine's thread, between two steps, as `AsyncEngine.call` does."""
+
+
+@asynccontextmanager
+async def engine_channel(
+    call: EngineCall, store: Store, name: str, side: Literal["source", "destination"], timeout_s: float
+) -> AsyncIterator[TransferChannel]:
+    """A channel that is made and closed in the engine's thread, where its methods are to be called, too."""
+    channel = await call(lambda engine: TransferChannel(engine, store, name, side, timeout_s=timeout_s))
+    try:
+        yield channel
+    finally:
+        with suppress(RuntimeError):  # an engine that is dead or closed makes no calls
+            closing = call(lambda engine: channel.__exit__(None, None, None))
+            await asyncio.shield(asyncio.ensure_future(closing))
