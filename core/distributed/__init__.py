@@ -6,11 +6,13 @@ from .heartbeat import Heartbeat, RankDiedError, StoreLostError
 from .prefill_decode.disaggregated_engine import DisaggregatedEngine, PrefillCounts
 from .prefill_decode.prefill_client import RemotePrefill
 from .prefill_decode.prefill_worker import PrefillWorker
+from .transfer.channel import TransferChannel
 from .transfer.codec import decode_prefixes, encode_prefixes
+from .transfer.exchange import SendReport
 from .transfer.export import export_prefixes
 from .transfer.files import SaveReport, load_prefixes, save_prefixes
 from .transfer.format import TransferError
-from .transfer.hand_over import SendReport, receive_prefixes, send_prefixes
+from .transfer.hand_over import receive_prefixes, send_prefixes
 from .transfer.import_ import CopyError, import_prefixes
 from .transfer.placement import ImportReport, PrefixCounts
 from .transfer.shard import PrefixShard
@@ -19,8 +21,9 @@ __all__ = [
     "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
-    "receive_prefixes", "encode_prefixes", "decode_prefixes",
+    "receive_prefixes", "TransferChannel", "encode_prefixes", "decode_prefixes",
     # prefill apart from decode
     "PrefillWorker", "DisaggregatedEngine", "RemotePrefill", "PrefillCounts",
+    # what they return and raise
     "PrefixShard", "PrefixCounts", "ImportReport", "SaveReport", "SendReport", "TransferError", "CopyError",
 ]  # fmt: skip

@@ -13,8 +13,8 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...validation import instance, integer
+from ..transfer.channel import TransferChannel
 from ..transfer.placement import ImportReport, PrefixCounts
-from .channel_seam import TransferChannel
 from .engine_channel import EngineCall, engine_channel
 from .message_stream import MessageStream, PeerLostError
 from .prefill_worker import address_key

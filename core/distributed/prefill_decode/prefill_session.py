@@ -6,12 +6,13 @@ from typing import Any
 
 from ...inference.engines.async_engine import AsyncEngine
 from ...validation import instance, integer, integers
-from ..transfer.export import PrefixName
-from .channel_seam import TransferChannel
+from ..transfer.channel import TransferChannel
 from .message_stream import MessageStream, PeerLostError
 from .prefix_computer import PrefixComputer, PrefixLostError
 from .prompt_room import PromptRoom
 
+SaltedPrefix = tuple[list[int], bytes | None]
+"""The tokens of a prefix, and its salt."""
 SEND_TIMEOUT_S = 10.0
 """A peer that reads nothing for so long is lost."""
 
@@ -54,7 +55,7 @@ class PrefillSession:
                 except (KeyError, ValueError) as error:
                     raise PeerLostError(f"it asks for what is no prefix: {error}") from error
 
-    async def _prefill(self, number: int, prefix: PrefixName) -> None:
+    async def _prefill(self, number: int, prefix: SaltedPrefix) -> None:
         """Compute a prefix and send it."""
         try:
             blocks = min(self._room.num_blocks, math.ceil(len(prefix[0]) / self._block_size) + 1)
@@ -66,7 +67,7 @@ class PrefillSession:
         finally:
             self._computing.pop(number, None)
 
-    async def _send(self, number: int, prefix: PrefixName) -> None:
+    async def _send(self, number: int, prefix: SaltedPrefix) -> None:
         await self._tell({"computed": number})
         try:
             report = await self._server.call(lambda engine: self._channel.send([prefix], states="deepest"))
@@ -80,7 +81,7 @@ class PrefillSession:
         await self._stream.send(message, SEND_TIMEOUT_S)
 
 
-def _asked(message: dict[str, Any]) -> tuple[int, PrefixName]:
+def _asked(message: dict[str, Any]) -> tuple[int, SaltedPrefix]:
     """The number of a request and the prefix that it asks for; KeyError or ValueError for anything else."""
     salt = message["salt"]
     tokens = integers("tokens", message["tokens"], 0)
