@@ -154,7 +154,8 @@ class Exchange:
         logger.warning(
             "mambaslots: hand-over %r was not %s: %s", self._name, what, error, exc_info=unforeseen
         )
-        if not isinstance(cause, AbsentError):
+        connection = self.connection
+        if not isinstance(cause, AbsentError) or connection is None or not connection.is_made:
             self.drop(described(error))
 
     def _send(self, connection: Connection, access: CacheAccess, offer: Offer) -> SendReport:
