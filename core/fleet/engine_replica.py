@@ -16,7 +16,7 @@ from ..serve.served_engine import EngineFacts
 from .engine_request import AnswerPart, EngineRequest
 from .fleet_settings import FleetSettings
 from .replica_answers import answer_parts
-from .replica_report import ReplicaReport
+from .replica_report import ReplicaReport, replica_report
 from .request_router import BLOCK_SIZE
 from .state_feed import StateFeed
 
@@ -77,8 +77,7 @@ class EngineReplica:
 
     async def report(self) -> ReplicaReport:
         """The replica's figures now."""
-        text, _ = await self._engine.metrics_text()
-        return ReplicaReport(self._name, text)
+        return await replica_report(self._engine, self._name)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers need to know of the replica; Ray gives it to them."""
