@@ -74,7 +74,7 @@ def make_app_over(
 
     Returns:
         The application. Its `state` has `engine`, which is `served`, `service`, `settings`, and a `monitor`
-            of None: without a monitor there is no page.
+            of None: the page shows what `served.snapshot` returns.
 
     Raises:
         ValueError: an argument is of another kind.
