@@ -3,9 +3,17 @@
 from .agreement import Agreement
 from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
+from .lockstep.following import follow
+from .lockstep.leading_engine import LeadingEngine
 from .prefill_decode.disaggregated_engine import DisaggregatedEngine, PrefillCounts
 from .prefill_decode.prefill_client import RemotePrefill
 from .prefill_decode.prefill_worker import PrefillWorker
+from .routing.event_bytes import decode_events, encode_events
+from .routing.router import ReplicaLoad, Router, RouteRequest
+from .routing.routers import ROUTERS
+from .routing.state_events import StateEvents
+from .routing.state_index import StateIndex
+from .routing.state_publisher import StatePublisher
 from .transfer.channel import TransferChannel
 from .transfer.codec import decode_prefixes, encode_prefixes
 from .transfer.exchange import SendReport
@@ -19,6 +27,11 @@ from .transfer.shard import PrefixShard
 
 __all__ = [
     "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",
+    # routing to replicas
+    "ROUTERS", "Router", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
+    "encode_events", "decode_events",
+    # an engine of all ranks for one caller
+    "LeadingEngine", "follow",
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
     "receive_prefixes", "TransferChannel", "encode_prefixes", "decode_prefixes",
