@@ -69,7 +69,8 @@ class Place:
                 await stream.receive(PATIENCE_S)
                 name = f"channel {len(tasks)}"
                 await stream.send({"channel": name}, PATIENCE_S)
-                with msd.TransferChannel(engine, self.client(), name, "source") as channel:
+                await stream.receive(PATIENCE_S)
+                with msd.TransferChannel(engine, self.client(), name, "source", timeout_s=5.0) as channel:
                     await asyncio.to_thread(channel.connect)
                     await behave(stream)
             except PeerLostError:

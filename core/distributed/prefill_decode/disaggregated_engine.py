@@ -73,8 +73,8 @@ class DisaggregatedEngine(AsyncEngine):
         *,
         min_prefill_tokens: int = 512,
         timeout_s: float = 30.0,
-        silence_s: float = 5.0,
-        hand_over_timeout_s: float = 5.0,
+        silence_s: float = 10.0,
+        hand_over_timeout_s: float = 3.0,
         max_waiting_requests: int = 1024,
         max_step_failures: int = 3,
     ) -> None:

@@ -76,6 +76,10 @@ def test_what_is_short_or_cached_is_not_asked_for(place: Place) -> None:
             (result,) = await answers(server, [PROMPTS[0] + random_tokens(40, seed=3)])
             assert result.num_resumed_tokens == 88
             assert server.prefills.remote == 2
+            assert server.prefills.imported_tokens == 88  # the second time only what was not here
+            again = await server.prefill(PROMPTS[0] + random_tokens(70, seed=3))
+            assert again is not None
+            assert (again.imported.blocks, again.imported.states, again.failure) == (4, 1, "")
 
     run(body())
 
@@ -240,21 +244,27 @@ def test_prompts_at_the_worker_count_as_waiting(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "connects", "why"),
     [
-        ({"max_sequence_length": 64, "num_kv_blocks": 16}, "refuses: prompt and answer have"),
-        ({"weights_version": "others"}, "weights"),
-        ({"salt_key": b"another key, of others"}, "another key"),
-        ({"block_size_tokens": 16}, "block"),
+        ({"max_sequence_length": 64, "num_kv_blocks": 16}, True, "refuses: prompt and answer have"),
+        ({"salt_key": b"another key, of others"}, True, "another key"),
+        ({"weights_version": "others"}, False, "weights_version is"),
+        ({"block_size_tokens": 16}, False, "block_size_tokens is"),
     ],
 )
-def test_a_worker_that_does_not_fit_is_a_miss(place: Place, settings: dict[str, object], why: str) -> None:
+def test_a_worker_that_does_not_fit_is_a_miss(
+    place: Place, settings: dict[str, object], connects: bool, why: str
+) -> None:
     async def body() -> None:
         prefill = engine_of(**settings)
-        async with place.worker(prefill), place.server(engine_of()) as server:
-            missed = await server.prefill(PROMPTS[2], cache_salt=b"x")
-            assert missed is not None
-            assert why in missed.failure
+        async with place.worker(prefill), place.server(engine_of(), connects=connects) as server:
+            while True:
+                missed = await server.prefill(PROMPTS[2], cache_salt=b"x")
+                assert missed is not None
+                assert missed.failure
+                if why in missed.failure:
+                    break
+                await asyncio.sleep(0.05)
             assert (await answers(server, [PROMPTS[2]], [b"x"]))[0].num_resumed_tokens == 0
 
     run(body())
