@@ -158,7 +158,6 @@ class Side:
             self.store.set(f"{way}, {number}, {share}", served.to_json())
             await asyncio.to_thread(self.meet)
 
-
     async def _capture(self, server: ms.AsyncEngine) -> None:
         """Decode once with each number of rows, so that no graph is captured while times are taken."""
         if self.args.device == "cpu":
