@@ -17,6 +17,17 @@ EngineCall = Callable[[Callable[[DynamicInferenceEngine], Any]], Awaitable[Any]]
 CONNECT_TIMEOUT_S = 10.0
 
 
+def check_engine(engine: DynamicInferenceEngine) -> None:
+    """ValueError for an engine that cannot hand prefixes over from a thread of its own."""
+    if not engine.config.enable_prefix_caching:
+        raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
+    if engine.context.spec.groups.is_split:
+        raise ValueError(
+            "engine serves a model that is split over ranks; accepted: a model that one process serves, "
+            "because all ranks of a split model take part in a hand-over"
+        )
+
+
 @asynccontextmanager
 async def engine_channel(
     call: EngineCall, store: Store, name: str, side: Literal["source", "destination"], timeout_s: float

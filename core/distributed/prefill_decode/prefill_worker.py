@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
-from .engine_channel import connect, engine_channel
+from .engine_channel import check_engine, connect, engine_channel
 from .message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
 from .prefill_session import SEND_TIMEOUT_S, PrefillSession
 from .prefix_computer import PrefixComputer
@@ -72,8 +72,7 @@ class PrefillWorker:
             ValueError: a bad argument, or an engine without prefix caching.
         """
         self._engine = instance("engine", engine, DynamicInferenceEngine)
-        if not engine.config.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
+        check_engine(engine)
         self._store = instance("store", store, Store)
         self._key = address_key(name)
         self._name = name

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from unittest.mock import patch
 
 import mambaslots as ms
 import mambaslots.distributed as msd
 import pytest
+from mambaslots.parallel_groups import ParallelGroups
 from oracle.disaggregated import ASKED, MIN_TOKENS, PATIENCE_S, Place, answers, run
 from oracle.gated_model import GatedModel
 from oracle.serving import assert_answers, random_tokens
@@ -312,6 +314,24 @@ def test_engines_that_cannot_hand_over(place: Place) -> None:
             make(uncached, place.client())
     with pytest.raises(ValueError, match="ref_zero"):
         msd.DisaggregatedEngine(engine_of(prefix_caching_eviction_policy="ref_zero"), place.client())
+
+
+def test_a_split_model_is_refused(place: Place) -> None:
+    engine = engine_of()
+    with patch.object(ParallelGroups, "is_split", property(lambda groups: True)):
+        for make in (msd.PrefillWorker, msd.DisaggregatedEngine):
+            with pytest.raises(ValueError, match="split over ranks; accepted"):
+                make(engine, place.client())
+
+
+def test_another_loop_may_not_close_it(place: Place) -> None:
+    async def body() -> None:
+        async with place.server(engine_of(), connects=False) as server:
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await asyncio.to_thread(lambda: asyncio.run(server.close()))
+            await answers(server, [PROMPTS[0]])
+
+    run(body())
 
 
 def test_no_thread_is_left(place: Place) -> None:
