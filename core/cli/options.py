@@ -35,6 +35,15 @@ def count(at_least: int = 1, at_most: int | None = None) -> Callable[[str], int]
     return integer
 
 
+def count_or_range(text: str) -> tuple[int, int]:
+    """A type of arguments: an integer >= 1, or two of them as "1:4", the smaller one first."""
+    fewest, colon, most = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (fewest, most if colon else fewest)]
+    if not 0 < numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= 1, or two of them, as in 1:4")
+    return numbers[0], numbers[1]
+
+
 def positive(text: str) -> float:
     """A type of arguments: numbers above 0."""
     value = _number(text)

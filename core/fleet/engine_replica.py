@@ -2,18 +2,21 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
 
 from ..distributed.routing.state_publisher import StatePublisher
-from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..serve.local_engine import LocalEngine
 from ..serve.served_engine import EngineFacts
 from .engine_request import AnswerPart, EngineRequest
 from .fleet_settings import FleetSettings
-from .replica_answer import answer_parts
+from .replica_answers import answer_parts
+from .replica_report import ReplicaReport
 from .request_router import BLOCK_SIZE
 from .state_feed import StateFeed
 
@@ -26,39 +29,60 @@ MakeEngine = Callable[[], DynamicInferenceEngine]
 class EngineReplica:
     """What Ray Serve deploys as a replica.
 
-    Ray calls the constructor, `check_health` and, when the replica has to end, waits for its requests before
-    it calls the destructor.
+    Ray calls the constructor, then `check_health` from time to time. Where the replica has to end, Ray waits
+    for its requests before it calls the destructor.
     """
 
     async def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
+        """
+        Args:
+            make_engine: makes the engine.
+            settings: how many requests there may be, and where states are told.
+        """
         self._name: str = serve.get_replica_context().replica_id.unique_id
         engine = make_engine()
-        self._facts = EngineFacts.of(engine)
-        self._engine = AsyncEngine(engine, max_waiting_requests=10 * settings.max_requests)
+        self._engine = LocalEngine(
+            engine,
+            model_name=settings.model_name,
+            max_waiting_requests=10 * settings.max_requests,  # Ray sends fewer
+            trace=_print_line if settings.trace else None,
+        )
         self._engine.start()
-        publisher = StatePublisher(engine, self._name)
-        self._feed = StateFeed(self._name, settings.channel, self._engine, publisher, self._serve_hand_over)
+        self._feed = StateFeed(
+            self._name,
+            settings.channel,
+            self._engine.engine,
+            StatePublisher(engine, self._name) if engine.config.enable_prefix_caching else None,
+            self._serve_hand_over,
+        )
         self._telling = asyncio.create_task(self._feed.run())
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
         self._feed.wake()
         try:
-            async for part in answer_parts(self._engine, request):
-                yield part
+            async with aclosing(answer_parts(self._engine, request, self._name)) as parts:
+                async for part in parts:
+                    yield part
         finally:
             self._feed.wake()
 
-    def facts(self) -> EngineFacts:
+    async def facts(self) -> EngineFacts:
         """What does not change."""
-        return self._facts
+        return self._engine.facts
 
-    def name(self) -> str:
+    async def pulse(self) -> str:
+        """The replica's name."""
         return self._name
+
+    async def report(self) -> ReplicaReport:
+        """The replica's figures now."""
+        text, _ = await self._engine.metrics_text()
+        return ReplicaReport(self._name, text)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers need to know of the replica; Ray gives it to them."""
-        return {BLOCK_SIZE: self._facts.block_size_tokens}
+        return {BLOCK_SIZE: self._engine.facts.block_size_tokens}
 
     async def check_health(self) -> None:
         """Raise what the engine's thread has given up for; Ray then puts another replica in this one's place."""
@@ -67,8 +91,14 @@ class EngineReplica:
             raise RuntimeError(f"the engine of replica {self._name} has given up") from failure
 
     def __del__(self) -> None:
-        """Ray has waited for the requests: end the thread."""
+        """Ray has waited for the requests; the engine's thread ends with the process."""
         feed = getattr(self, "_feed", None)
         if feed is not None:
             feed.leave()
-            self._telling.cancel()
+
+    async def _serve_hand_over(self, hand_over: Any) -> None:
+        pass
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

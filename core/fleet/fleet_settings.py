@@ -16,6 +16,8 @@ class FleetSettings:
 
     Attributes:
         name: of Ray Serve's application, and of all that belongs to it.
+        model_name: the name of the model in the replicas' figures.
+        trace: whether replicas write a line about each request to stderr.
         min_replicas, max_replicas: how many replicas there are. Where they differ, Ray starts and ends
             replicas by the requests that wait and run.
         ranks: processes of a replica, over which the model is split by tensors.
@@ -28,6 +30,8 @@ class FleetSettings:
     """
 
     name: str = "mambaslots"
+    model_name: str = "model"
+    trace: bool = False
     min_replicas: int = 1
     max_replicas: int = 1
     ranks: int = 1

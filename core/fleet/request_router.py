@@ -66,7 +66,9 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         if request is None:  # a question that any replica answers
             loads.sort(key=lambda load: load.num_requests)
             return [[replicas[load.replica]] for load in loads]
-        order = self._router.choose(request, loads)
+        lost = set(pending_request.args[0].lost)
+        left = [load for load in loads if load.replica not in lost]
+        order = [*self._router.choose(request, left or loads), *(lost & replicas.keys() if left else ())]
         self._loads.note_chosen(_request_id(pending_request), order[0], _num_tokens(request))
         return [[replicas[name]] for name in order]
 

@@ -38,7 +38,7 @@ class StateFeed:
         replica: the replica's name.
         channel: the name of the channel's actor.
         engine: has the states.
-        publisher: tells what has changed; called in the engine's thread.
+        publisher: tells what has changed; called in the engine's thread. None: there are no states.
         serve_hand_over: sends prefixes to a replica that has joined.
     """
 
@@ -47,7 +47,7 @@ class StateFeed:
         replica: str,
         channel: str,
         engine: AsyncEngine,
-        publisher: Publisher,
+        publisher: Publisher | None,
         serve_hand_over: Callable[[HandOver], Awaitable[None]],
     ) -> None:
         self._replica = replica
@@ -89,11 +89,14 @@ class StateFeed:
             self._actor = find_channel(self._channel)
             if self._actor is None:
                 return
-        events = await self._engine.call(lambda engine: self._publisher.take())
+        publisher = self._publisher
+        if publisher is None:
+            return
+        events = await self._engine.call(lambda engine: publisher.take())
         sent = () if events is None else (encode_events(events),)
         orders: Orders = await self._actor.publish.remote(self._replica, sent)
         if orders.wants_snapshot:
-            snapshot = await self._engine.call(lambda engine: self._publisher.snapshot())
+            snapshot = await self._engine.call(lambda engine: publisher.snapshot())
             await self._actor.publish.remote(self._replica, (encode_events(snapshot),))
         for hand_over in orders.hand_overs:
             task = asyncio.create_task(self._serve_hand_over(hand_over))

@@ -84,9 +84,7 @@ def check_given(tokens: Sequence[int], sampling: SamplingParams) -> None:
             "before those that were generated"
         )
     if given and tokens[-1] in sampling.stops:
-        raise ValueError(
-            "the last token that was generated ends the answer; accepted: a token that does not"
-        )
+        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
 
 
 def check_length(

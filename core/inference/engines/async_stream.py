@@ -135,11 +135,9 @@ class AsyncStream(AsyncIterator[tuple[GeneratedToken, ...]]):
     @property
     def prompt_figures(self) -> PromptFigures | None:
         """What became of the prompt; None until a token, or the result, is there."""
-        if self._answer is None or self._answer.prompt_figures is not None:
-            return self._answer and self._answer.prompt_figures
-        result = self._answer.result
-        if result is None:
-            return None
+        answer, result = self._answer, self.result
+        if result is None or (answer is not None and answer.prompt_figures is not None):
+            return answer.prompt_figures if answer is not None else None
         return PromptFigures(result.num_resumed_tokens, result.computed_by_reason, result.prompt_log_probs)
 
     def cancel(self) -> None:
