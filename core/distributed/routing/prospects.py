@@ -1,6 +1,6 @@
 """States that are not there yet, but that a replica was sent a prompt for."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 WAITING_REQUESTS = 64
@@ -17,7 +17,8 @@ class Prospects:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[str, int]] = {}  # hash -> replica and its number; sent longest ago first
+        # hash -> replica and the request's number there; sent longest ago first
+        self._sent: OrderedDict[int, tuple[str, int]] = OrderedDict()
         self._num_sent: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -29,10 +30,10 @@ class Prospects:
         self._num_sent[replica] += 1
         entry, sent = (replica, self._num_sent[replica]), self._sent
         for key in keys:
-            sent.pop(key, None)
             sent[key] = entry
+            sent.move_to_end(key)
         while sent and (len(sent) > MAX_KEYS or self._is_over(next(iter(sent)))):
-            del sent[next(iter(sent))]
+            sent.popitem(last=False)
 
     def settle(self, keys: Sequence[int], replica: str) -> None:
         """Drop the prospects of a replica behind these blocks: it has told what became of the states."""
@@ -43,7 +44,8 @@ class Prospects:
     def forget(self, replica: str) -> None:
         """Drop the prospects of a replica that is gone; O(prospects)."""
         self._num_sent.pop(replica, None)
-        self._sent = {key: entry for key, entry in self._sent.items() if entry[0] != replica}
+        for key in [key for key, (name, _) in self._sent.items() if name == replica]:
+            del self._sent[key]
 
     def deepest(self, keys: Sequence[int]) -> tuple[str, int]:
         """The replica that was sent the longest part of a prompt, its blocks; ("", 0) for none."""
