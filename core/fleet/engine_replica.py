@@ -21,7 +21,9 @@ from .pulse import Pulse
 from .replica_answers import answer_parts
 from .replica_report import ReplicaReport
 from .request_router import BLOCK_SIZE
+from .state_channel import HandOver
 from .state_feed import StateFeed
+from .warming import serve_hand_over, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,9 @@ class EngineReplica:
             self._serve_hand_over,
         )
         self._telling = asyncio.create_task(self._feed.run())
+        self._warm_timeout_s = settings.warm_timeout_s
+        if settings.warm_timeout_s and engine.config.enable_prefix_caching:
+            await take_over(self._name, settings.channel, self._engine.engine, settings.warm_timeout_s)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
@@ -102,8 +107,8 @@ class EngineReplica:
         if feed is not None:
             feed.leave()
 
-    async def _serve_hand_over(self, hand_over: Any) -> None:
-        pass
+    async def _serve_hand_over(self, order: HandOver) -> None:
+        await serve_hand_over(self._engine.engine, order, self._warm_timeout_s)
 
 
 def _print_line(line: str) -> None:

@@ -100,9 +100,13 @@ def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -
     import ray
     from mambaslots.distributed.routing.event_bytes import decode_events
     from mambaslots.fleet.channel_reader import find_channel
+    from ray.exceptions import RayError
 
     def held() -> dict[str, int]:
-        news = ray.get(find_channel(two.settings.channel).read.remote("", 0, 0.0), timeout=30)
+        try:
+            news = ray.get(find_channel(two.settings.channel).read.remote("", 0, 0.0), timeout=30)
+        except RayError:  # it is away
+            return {}
         return {events.replica: len(events.inserted) for events in map(decode_events, news.events)}
 
     tokens = prompt_of(60, 90)
@@ -116,3 +120,24 @@ def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -
     assert (answer, resumed) == (expected(tokens, **GREEDY), 96)
     two.wait_until(lambda: set(held()) == set(before), "the channel is filled again", 30)
     assert sum(held().values()) >= sum(before.values())
+
+
+def test_a_replica_that_joins_takes_over_states_and_resumes_from_them(two: "Fleet") -> None:
+    two.wait_for_replicas(2)
+    conversations = [prompt_of(number, 90) for number in range(70, 76)]
+    for tokens in conversations:
+        tokens += [*two.complete(tokens, **GREEDY)[0], 1, 2, 3, 4, 5]
+    before = two.pulses()
+    two.deploy(min_replicas=3, max_replicas=3)
+    two.wait_for_replicas(3)
+    (joined,) = (pulse for pulse in two.pulses() if pulse.replica not in [one.replica for one in before])
+    committed = two.metrics()[f'mambaslots_state_slots {{"replica": "{joined.replica}", "use": "committed"}}']
+    assert committed > 0
+    for pulse in before:  # what is left is what has joined
+        two.kill(pulse)
+    resumed = []
+    for tokens in conversations:
+        answer, number = two.complete(tokens, **GREEDY)
+        assert answer == expected(tokens, **GREEDY)
+        resumed.append(number)
+    assert sum(map(bool, resumed)) >= 2, resumed
