@@ -1,6 +1,7 @@
 """The deployments of an application of Ray Serve: replicas of an engine, and who asks them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -10,12 +11,13 @@ from ray.serve.schema import LoggingConfig
 from ..inference.policies.salt_key import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.settings import ServerSettings
-from .engine_replica import EngineReplica, MakeEngine
+from .engine_replica import EngineReplica
 from .fleet_settings import RAY_PREFIX, FleetSettings
 from .ingress import Ingress
+from .ranks import MakeEngine
 from .request_router import FleetRequestRouter
 
-_RAY_PREFIX_ROUTER = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
+_RAY_PREFIX_ROUTER = f"{__package__}.ray_prefix_router:RayPrefixRouter"
 
 
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # it would show what stands in a query
@@ -44,15 +46,17 @@ def fleet_application(
         logging_config=QUIET,
     )
     replicas = replica_deployment(make_engine, settings)
-    return ingress.bind(replicas, load_text, key_bytes("salt_key", salt_key), server, settings)
+    return ingress.bind(
+        replicas, load_text, key_bytes("salt_key", salt_key), server, _without_number(settings)
+    )
 
 
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
     """The replicas of an engine, bound to what makes them."""
-    ranks: dict[str, Any] = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
+    needs = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
     options: dict[str, Any] = {
         "name": "EngineReplica",
-        "ray_actor_options": ranks,
+        "ray_actor_options": needs,
         "max_ongoing_requests": 2 * settings.max_requests,
         "request_router_config": _router_config(settings),
         "graceful_shutdown_timeout_s": settings.drain_timeout_s,
@@ -61,6 +65,12 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
         "max_constructor_retry_count": 3,
         "logging_config": QUIET,
     }
+    if settings.ranks > 1:  # each rank has a bundle, all of them on one machine where there is room
+        bundle = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
+        options["placement_group_bundles"] = [
+            {name: number for name, number in bundle.items() if number}
+        ] * settings.ranks
+        options["placement_group_strategy"] = "PACK"
     if settings.min_replicas == settings.max_replicas:
         options["num_replicas"] = settings.min_replicas
     else:
@@ -70,7 +80,12 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
             initial_replicas=settings.min_replicas,
             target_ongoing_requests=max(1.0, 0.8 * settings.max_requests),
         )
-    return serve.deployment(EngineReplica, **options).bind(make_engine, settings)
+    return serve.deployment(EngineReplica, **options).bind(make_engine, _without_number(settings))
+
+
+def _without_number(settings: FleetSettings) -> FleetSettings:
+    """The settings that a process gets: Ray restarts all replicas whose arguments change."""
+    return replace(settings, min_replicas=1, max_replicas=1)
 
 
 def _router_config(settings: FleetSettings) -> RequestRouterConfig:

@@ -93,7 +93,7 @@ def test_a_replica_killed_in_mid_stream_costs_a_retry_and_no_token(
         assert metrics[name] - before[name] == 1
     two.wait_for_replicas(2)  # Ray puts another one in its place
     assert killed is not None
-    assert killed.process not in [pulse.process for pulse in two.pulses()]
+    assert killed.replica not in [pulse.replica for pulse in two.pulses()]
 
 
 def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -> None:
