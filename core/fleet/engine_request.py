@@ -27,6 +27,7 @@ class EngineRequest:
         keys: the hash of each whole block of `prompt`, in order; a router compares them with what replicas
             hold. Empty where the replicas cache nothing.
         tenant: whom the replica's figures count the request for; None where requests have no salt.
+        lost: names of the replicas that were lost while they answered; a router avoids them.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class EngineRequest:
     plan: CheckpointPlan | None = None
     keys: tuple[int, ...] = ()
     tenant: str | None = None
+    lost: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """One line, without tokens and salt: they are the user's."""
@@ -75,9 +77,11 @@ class AnswerPart:
         error: why the replica refuses the request. ValueError: it can never run. QueueFullError: too many
             wait. KVBlockCapacityError: pinned prefixes leave too little memory. A replica that cannot go on
             for another reason raises ReplicaLostError.
+        replica: the name of the replica, in its first part; "" where it has none.
     """
 
     tokens: tuple[GeneratedToken, ...] = ()
     prompt: PromptFigures | None = None
     end: AnswerEnd | None = None
     error: Exception | None = None
+    replica: str = ""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..model_shard import ModelShard, Part
+from ..parallel_groups import ParallelGroups
 from ..state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from ..state_spec import HybridStateSpec
 from ..state_tensor import StateTensor
@@ -23,12 +25,13 @@ from .experts import EXPERTS_NAME, register_experts
 from .mixers.gated_delta_net import GatedDeltaNetForward, OlmoHybridForward, Qwen3NextForward
 from .mixers.mamba2 import FalconMamba2Forward, Mamba2Forward
 from .mixers.short_conv import ShortConvForward
+from .split.weight_part import part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-States = Callable[[Any, int, torch.dtype, torch.dtype], tuple[StateTensor, ...]]
-"""From a config, the number of layers, the model's dtype and the dtype of recurrent states."""
+States = Callable[[Any, int, torch.dtype, torch.dtype, ParallelGroups], tuple[StateTensor, ...]]
+"""From a config, the number of layers, the model's dtype, the dtype of recurrent states and the ranks."""
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,6 +50,9 @@ class Architecture:
             no activation.
         mixer_layers, attention_layers, other_layers: the names in `config.layer_types` of layers that have a
             mixer, attention, or neither.
+        divided: the fields of the config whose units the mixers of several ranks divide; empty where ranks
+            cannot split the model.
+        shared: the fields whose units several ranks may hold alike.
     """
 
     causal_lm: str
@@ -58,24 +64,32 @@ class Architecture:
     mixer_layers: frozenset[str] = frozenset({"linear_attention"})
     attention_layers: frozenset[str] = frozenset({"full_attention"})
     other_layers: frozenset[str] = frozenset()
+    divided: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 def _mamba2(
-    fields: Mapping[str, str], config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype
+    fields: Mapping[str, str],
+    config: Any,
+    layers: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    groups: ParallelGroups,
 ) -> tuple[StateTensor, ...]:
     """`fields`: the config's names of the arguments of `mamba2_states`."""
     sizes = {argument: getattr(config, field) for argument, field in fields.items()}
+    sizes |= {name: part_of(sizes[name], groups) for name in ("heads", "groups")}
     return mamba2_states(layers=layers, conv_dtype=dtype, ssm_dtype=state_dtype, **sizes)
 
 
 def _gated_delta_net(
-    config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype
+    config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype, groups: ParallelGroups
 ) -> tuple[StateTensor, ...]:
     return gated_delta_net_states(
         layers=layers,
-        key_heads=config.linear_num_key_heads,
+        key_heads=part_of(config.linear_num_key_heads, groups),
         key_dim=config.linear_key_head_dim,
-        value_heads=config.linear_num_value_heads,
+        value_heads=part_of(config.linear_num_value_heads, groups),
         value_dim=config.linear_value_head_dim,
         conv_kernel=config.linear_conv_kernel_dim,
         conv_dtype=dtype,
@@ -84,11 +98,10 @@ def _gated_delta_net(
 
 
 def _short_conv(
-    config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype
+    config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype, groups: ParallelGroups
 ) -> tuple[StateTensor, ...]:
-    return short_conv_states(
-        layers=layers, channels=config.hidden_size, conv_kernel=config.conv_L_cache, dtype=dtype
-    )
+    channels = part_of(config.hidden_size, groups)
+    return short_conv_states(layers=layers, channels=channels, conv_kernel=config.conv_L_cache, dtype=dtype)
 
 
 _BAMBA_FIELDS = {
@@ -104,29 +117,36 @@ _MAMBA2_FIELDS = {
     "state_dim": "state_size", "conv_kernel": "conv_kernel", "grid": "chunk_size",
 }  # fmt: skip
 
+_BAMBA_PARTS: Any = {"divided": ("mamba_n_heads",), "shared": ("mamba_n_groups",)}
+_NEMOTRON_PARTS: Any = {"divided": ("mamba_num_heads",), "shared": ("n_groups",)}
+_DELTA_PARTS: Any = {"divided": ("linear_num_value_heads",), "shared": ("linear_num_key_heads",)}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "bamba": Architecture(
-        "BambaForCausalLM", "BambaMixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), "BambaAttention"
+        "BambaForCausalLM", "BambaMixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), "BambaAttention",
+        **_BAMBA_PARTS,
     ),
     "falcon_h1": Architecture(
         "FalconH1ForCausalLM", "FalconH1Mixer", FalconMamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
         "FalconH1Attention", mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
+        **_BAMBA_PARTS,
     ),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybridForCausalLM", "GraniteMoeHybridMambaLayer", Mamba2Forward,
-        partial(_mamba2, _BAMBA_FIELDS), "GraniteMoeHybridAttention",
+        partial(_mamba2, _BAMBA_FIELDS), "GraniteMoeHybridAttention", **_BAMBA_PARTS,
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", "Lfm2ShortConv", ShortConvForward, _short_conv, "Lfm2Attention",
-        activation=None, mixer_layers=frozenset({"conv"}),
+        activation=None, mixer_layers=frozenset({"conv"}), divided=("hidden_size",),
     ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), None,
-        attention_layers=frozenset(),
+        attention_layers=frozenset(), divided=("num_heads",), shared=("n_groups",),
     ),
     "nemotron_h": Architecture(
         "NemotronHForCausalLM", "NemotronHMamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS),
         "NemotronHAttention", activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
+        **_NEMOTRON_PARTS,
     ),
     "olmo_hybrid": Architecture(
         "OlmoHybridForCausalLM", "OlmoHybridGatedDeltaNet", OlmoHybridForward, _gated_delta_net,
@@ -134,15 +154,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3_next": Architecture(
         "Qwen3NextForCausalLM", "Qwen3NextGatedDeltaNet", Qwen3NextForward, _gated_delta_net,
-        "Qwen3NextAttention",
+        "Qwen3NextAttention", **_DELTA_PARTS,
     ),
     "qwen3_5_text": Architecture(
         "Qwen3_5ForCausalLM", "Qwen3_5GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
-        "Qwen3_5Attention",
+        "Qwen3_5Attention", **_DELTA_PARTS,
     ),
     "qwen3_5_moe_text": Architecture(
         "Qwen3_5MoeForCausalLM", "Qwen3_5MoeGatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
-        "Qwen3_5MoeAttention",
+        "Qwen3_5MoeAttention", **_DELTA_PARTS,
     ),
 }  # fmt: skip
 """By the `model_type` of the text model."""
@@ -214,6 +234,7 @@ def state_spec(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     separate_states: bool = True,
+    groups: ParallelGroups | None = None,
 ) -> HybridStateSpec:
     """What a context allocates for a model of this config, computed from the config alone.
 
@@ -225,19 +246,21 @@ def state_spec(
         dtype: the model's dtype.
         device: where the model runs.
         separate_states: see `HybridStateSpec`.
+        groups: the ranks that the model is split over; None for one rank.
     """
     config: Any = text
+    groups = groups or ParallelGroups()
     architecture = architecture_of(text)
     layers = [name in architecture.mixer_layers for name in config.layer_types]
     attention = [name in architecture.attention_layers for name in config.layer_types]
-    kv_heads, head_dim = 1, 1
+    kv_heads, head_dim = Part(0, 1, 1), 1
     if any(attention):
-        kv_heads = config.num_key_value_heads
+        kv_heads = part_of(config.num_key_value_heads, groups)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return HybridStateSpec(
-        states=architecture.states(config, sum(layers), dtype, _state_dtype(config, dtype)),
+        states=architecture.states(config, sum(layers), dtype, _state_dtype(config, dtype), groups),
         num_attention_layers=sum(attention),
-        num_kv_heads=kv_heads,
+        num_kv_heads=kv_heads.count,
         head_dim=head_dim,
         kv_dtype=dtype,
         vocab_size=config.vocab_size,
@@ -245,6 +268,8 @@ def state_spec(
         separate_states=separate_states,
         replays=separate_states,
         strided_blocks=True,
+        shard=ModelShard(attention_layers=Part(0, sum(attention), sum(attention)), kv_heads=kv_heads),
+        groups=groups,
         model=f"{config.model_type} {config.to_diff_dict()}",
     )
 

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint_files import CheckpointError, read_object
+from .split.weight_part import WeightPart
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _SUFFIX = ".safetensors"
@@ -32,8 +33,13 @@ class Tensors(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """Of the values: float32 for elements that are stored beside scales."""
 
-    def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor on `device`. Floating point becomes `dtype`; integers stay what they are."""
+    def read(
+        self, name: str, device: torch.device, dtype: torch.dtype, part: WeightPart | None = None
+    ) -> torch.Tensor:
+        """A new tensor on `device`, of `part` alone where that is not None.
+
+        Floating point becomes `dtype`; integers stay what they are.
+        """
 
 
 class Checkpoint:
@@ -83,10 +89,17 @@ class Checkpoint:
             raise CheckpointError(f"{name} has the dtype {code}; accepted: {', '.join(_DTYPES)}")
         return _DTYPES[code]
 
-    def read(self, name: str, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
-        """A new tensor on `device`. Floating point becomes `dtype`, where that is not None."""
+    def read(
+        self, name: str, device: torch.device, dtype: torch.dtype | None, part: WeightPart | None = None
+    ) -> torch.Tensor:
+        """A new tensor on `device`, of `part` alone where that is not None.
+
+        Floating point becomes `dtype`, where that is not None.
+        """
         path, file = self._files[name]
         try:
+            if part is not None:
+                return _read_part(path, name, device, dtype, part)
             tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
@@ -114,6 +127,22 @@ class Checkpoint:
         for name, file_name in (index or {}).items():
             if name not in self._files:
                 raise CheckpointError(f"{folder / _INDEX} names {name}, which {file_name} has not")
+
+
+def _read_part(
+    path: Path, name: str, device: torch.device, dtype: torch.dtype | None, part: WeightPart
+) -> torch.Tensor:
+    """A part of a tensor. The file is mapped meanwhile: pages that the part does not need are not read."""
+    with safe_open(path, framework="pt") as file:
+        view = file.get_slice(name)
+        pieces = [view[index] for index in part.slices(len(view.get_shape()))]
+        kept_dtype = dtype if dtype is not None and pieces[0].is_floating_point() else pieces[0].dtype
+        result = torch.empty(part.shape(view.get_shape()), dtype=kept_dtype, device=device)
+        places = result.split([piece.shape[part.dim] for piece in pieces], dim=part.dim)
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece)
+        del view, pieces, piece
+    return result
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

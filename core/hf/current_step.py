@@ -1,16 +1,20 @@
 """The step that a served model computes now."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
+from ..parallel_groups import ParallelGroups
 
 
 class CurrentStep:
     """What the replaced modules of one served model read; the modules share one object.
+
+    Args:
+        groups: the ranks that the model is split over; None for one rank.
 
     Attributes:
         inputs: the step. `kernels`: the functions to compute it with. Both exist inside `running` only.
@@ -21,6 +25,23 @@ class CurrentStep:
     inputs: StepInputs
     kernels: KernelSet
     waiting: Tensor | None = None
+
+    def __init__(self, groups: ParallelGroups | None = None) -> None:
+        self.groups = groups or ParallelGroups()
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum of what the ranks computed, in the dtype of `partial`, which is overwritten.
+
+        The ranks add in float32 or wider.
+        """
+        if self.groups.tensor_size == 1:
+            return partial
+        wide = partial.to(self.kernels.compute_dtype(partial.dtype))
+        return self.groups.sum_partials(wide).to(partial.dtype)
+
+    def summing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`forward`, whose results the ranks add up."""
+        return lambda *args, **kwargs: self.summed(forward(*args, **kwargs))
 
     @contextmanager
     def running(self, inputs: StepInputs, kernels: KernelSet) -> Iterator[None]:

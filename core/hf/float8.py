@@ -14,6 +14,7 @@ import torch
 
 from ..checkpoint_files import CONFIG, CheckpointError, read_optional_object, section
 from .checkpoint import Checkpoint
+from .split.weight_part import WeightPart
 
 _SCALE = "_scale_inv"
 _ACTIVATION_SCALES = (".activation_scale", ".input_scale")
@@ -98,12 +99,15 @@ class Float8Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32 if name in self._scaled else self._checkpoint.dtype(name)
 
-    def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def read(
+        self, name: str, device: torch.device, dtype: torch.dtype, part: WeightPart | None = None
+    ) -> torch.Tensor:
         if name not in self._scaled:
-            return self._checkpoint.read(name, device, dtype)
+            return self._checkpoint.read(name, device, dtype, part)
         weight = self._checkpoint.read(name, device, None)
         scale = self._checkpoint.read(name + _SCALE, device, None)
-        return dequantize(weight, scale, self._blocks, dtype)
+        whole = dequantize(weight, scale, self._blocks, dtype)
+        return whole if part is None else part.take(whole)
 
     def _check_scale(self, name: str) -> None:
         weight = name.removesuffix(_SCALE)

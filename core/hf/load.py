@@ -9,10 +9,12 @@ from .. import tensor_validation
 from ..checkpoint_files import CONFIG, CheckpointError, read_object
 from ..parallel_groups import ParallelGroups
 from ..validation import instance
+from . import architectures
 from .architectures import restore_buffers, skeleton
 from .float8 import block_size
 from .hub import checkpoint_folder
 from .served_model import ServedModel
+from .split.model_split import ModelSplit
 from .weights import load_weights
 
 
@@ -33,19 +35,19 @@ def load(
         device: where the weights go.
         dtype: of the weights; None for the dtype that the checkpoint names. Block-scaled FP8 weights become
             this dtype.
-        groups: the ranks that the model is split over; None for one rank.
+        groups: the ranks that the model is split over; None for one rank. Each of them reads its part of the
+            weights.
 
     Raises:
         CheckpointError: a ValueError that names the file or the weight that is missing, superfluous,
             truncated, of another shape or quantised in a way that is not served.
         ConnectionError: the name has not been downloaded, and the hub cannot be reached.
         OSError: files of the hub cannot be written.
-        ValueError: the architecture is not served, or an argument is none that is accepted.
+        ValueError: the architecture is not served, a size cannot be split over `groups`, or an argument is
+            none that is accepted.
     """
     target = tensor_validation.device("device", device)
     groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
-    if groups.is_split:
-        raise ValueError(f"groups has {groups.size} ranks; accepted for a model of transformers: one rank")
     if dtype is not None:
         tensor_validation.float_dtype("dtype", dtype)
     folder = checkpoint_folder(path_or_name)
@@ -59,9 +61,10 @@ def load(
         raise
     except Exception as error:  # transformers' modules, built of sizes that do not fit
         raise CheckpointError(f"{folder / CONFIG} describes no model: {error}") from error
-    load_weights(model, folder, blocks, target)
+    parts = ModelSplit(model, architectures.text_config(config), groups).parts
+    load_weights(model, folder, blocks, target, parts)
     restore_buffers(model, target)
-    return ServedModel(model)
+    return ServedModel(model, groups)
 
 
 def _transformers_config(folder: Path) -> PretrainedConfig:

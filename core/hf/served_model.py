@@ -7,13 +7,17 @@ from torch import Tensor, nn
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
+from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
+from ..validation import instance
 from . import architectures
 from .attention import ATTENTION_NAME, PagedAttention, register_attention
 from .current_step import CurrentStep
 from .experts import EXPERTS_NAME, register_experts
+from .fused.install import FUSIONS
 from .fused.install import install as install_fused
 from .fused.joint import join_weights
+from .split.model_split import ModelSplit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,22 +37,29 @@ class ServedModel:
     Args:
         model: a model of `architectures.ARCHITECTURES`, with its weights or on the meta device. It is of no
             use outside the served model afterwards.
+        groups: the ranks that the model is split over; None for one rank. Each rank passes the same whole
+            model, or one whose weights `load` read in parts, and keeps its part: heads, columns of MLPs,
+            experts, rows of the head.
 
     Attributes:
         model: the model.
-        config: the config of the text model.
+        config: the config of the whole text model.
+        groups: the ranks.
 
     Raises:
-        ValueError: the architecture, a mixer, or something that the config asks for, is not served.
+        ValueError: the architecture, a mixer, or something that the config asks for, is not served, or
+            cannot be split over `groups`.
     """
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel", groups: ParallelGroups | None = None) -> None:
+        self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
         self.config = architectures.text_config(model.config)
         accepted = architectures.architecture_of(self.config).causal_lm
         if type(model).__name__ != accepted:
             raise ValueError(f"model is a {type(model).__name__}; accepted: a {accepted}")
         self.model = model.eval().requires_grad_(False)
-        self._step = CurrentStep()
+        ModelSplit.of(self.model, self.config, self.groups).apply()
+        self._step = CurrentStep(self.groups)
         self._replace_mixers()
         self._install_attention()
         self._stack = install_fused(self.model, self.config, self._step)
@@ -77,7 +88,9 @@ class ServedModel:
             ValueError: the device's kernels cannot compute these states.
         """
         kernels = kernel_set(self.device, self.dtype)
-        spec = architectures.state_spec(self.config, self.dtype, self.device, kernels.SEPARATE_STATES)
+        spec = architectures.state_spec(
+            self.config, self.dtype, self.device, kernels.SEPARATE_STATES, self.groups
+        )
         kernels.check_states(spec)
         join_weights(self.model)
         return spec
@@ -119,6 +132,7 @@ class ServedModel:
     def _replace_mixers(self) -> None:
         architecture = architectures.architecture_of(self.config)
         mixers = self._modules_of(architecture.mixer)
+        adds_up_here = FUSIONS[self.config.model_type].layer is None
         for module in self.model.modules():
             is_convolved = any(isinstance(child, nn.Conv1d) for child in module.children())
             if is_convolved and type(module).__name__ != architecture.mixer:
@@ -128,7 +142,8 @@ class ServedModel:
                 )
         self._check_count(architecture.mixer, mixers, architecture.mixer_layers)
         for layer, mixer in enumerate(mixers):
-            mixer.forward = architecture.forward(mixer, layer, self._step)
+            forward = architecture.forward(mixer, layer, self._step)
+            mixer.forward = self._step.summing(forward) if adds_up_here else forward
 
     def _install_attention(self) -> None:
         architecture = architectures.architecture_of(self.config)

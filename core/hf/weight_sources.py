@@ -1,10 +1,11 @@
 """Which tensors of a checkpoint make which weights of a transformers model, by transformers' own rules."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ from transformers.core_model_loading import (
 
 from ..checkpoint_files import CheckpointError
 from .checkpoint import Tensors
+from .split.weight_part import WeightPart
+
+Parts = Mapping[str, WeightPart | None]
+"""What a rank keeps of the weights that ranks split, by their names; None: nothing."""
 
 _META = torch.device("meta")
 _MAX_SHOWN = 20
@@ -44,29 +49,54 @@ class WeightSource:
     patterns: list[str] = field(default_factory=list)
 
     def weights(
-        self, model: PreTrainedModel, checkpoint: Tensors, device: torch.device, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        checkpoint: Tensors,
+        device: torch.device,
+        dtype: torch.dtype,
+        parts: Parts = MappingProxyType({}),
     ) -> dict[str, Tensor]:
-        """The model's weights, name to new tensor; on the device "meta" nothing is read."""
+        """The model's weights, name to new tensor; on the device "meta" nothing is read.
+
+        `parts`: what is kept of weights that ranks split; nothing of a weight whose part is None.
+        """
 
         def read(name: str) -> Tensor:
             if device == _META:
                 return torch.empty(checkpoint.shape(name), dtype=dtype, device=device)
             return checkpoint.read(name, device, dtype)
 
+        part = parts.get(self.target)
         if self.converter is None:
-            return {self.target: read(self.names[0])}
-        if device != _META and (merged := self._merged(model, checkpoint, device, dtype)) is not None:
+            if self.target in parts and part is None:
+                return {}
+            whole = part is None or device == _META
+            tensor = read(self.names[0]) if whole else checkpoint.read(self.names[0], device, dtype, part)
+            return {self.target: tensor}
+        merged = None if device == _META else self._merged(model, checkpoint, device, dtype, part)
+        if merged is not None:
             return {self.target: merged}
         converter = deepcopy(self.converter)
         for name, pattern in zip(self.names, self.patterns, strict=True):
             converter.add_tensor(self.target, name, pattern, partial(read, name))
         made = converter.convert(self.target, model=model, config=model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        weights = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        return {
+            name: weight if name not in parts else part.take(weight)
+            for name, weight in weights.items()
+            if (part := parts.get(name)) is not None or name not in parts
+        }
 
     def _merged(
-        self, model: PreTrainedModel, checkpoint: Tensors, device: torch.device, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        checkpoint: Tensors,
+        device: torch.device,
+        dtype: torch.dtype,
+        part: WeightPart | None,
     ) -> Tensor | None:
-        """The weight, filled tensor by tensor; None where a conversion does more than stack and concatenate.
+        """The weight, filled tensor by tensor; None where a conversion does more than stack and concatenate,
+        or where ranks split it otherwise than by what is stacked.
 
         transformers' own operations hold all tensors and what they make of them at once.
         """
@@ -75,18 +105,25 @@ class WeightSource:
         join = operations.pop(0) if operations and isinstance(operations[0], Concatenate) else None
         if self.converter is None or operations or (join is None and merge is None):
             return None
-        weight = torch.empty(model.get_parameter(self.target).shape, dtype=dtype, device=device)
+        shape = model.get_parameter(self.target).shape
+        if part is not None:
+            if merge is None or merge.dim != part.dim:
+                return None
+            shape = part.shape(shape)
+        weight = torch.empty(shape, dtype=dtype, device=device)
         begin = 0
         for pattern in self.converter.source_patterns:
             names = [name for name, its in zip(self.names, self.patterns, strict=True) if its == pattern]
+            if part is not None:
+                names = [names[index] for span in part.ranges for index in span]
             for group in [names] if merge else [[name] for name in names]:
-                shape = list(checkpoint.shape(group[0]))
+                sizes = list(checkpoint.shape(group[0]))
                 if merge:
-                    shape.insert(merge.dim, len(group))
-                part = weight.narrow(join.dim, begin, shape[join.dim]) if join else weight
-                for place, name in zip(part.unbind(merge.dim) if merge else [part], group, strict=True):
-                    place.copy_(checkpoint.read(name, device, dtype))
-                begin += shape[join.dim] if join else 0
+                    sizes.insert(merge.dim, len(group))
+                place = weight.narrow(join.dim, begin, sizes[join.dim]) if join else weight
+                for one, name in zip(place.unbind(merge.dim) if merge else [place], group, strict=True):
+                    one.copy_(checkpoint.read(name, device, dtype))
+                begin += sizes[join.dim] if join else 0
         return weight
 
 

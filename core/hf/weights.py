@@ -10,13 +10,17 @@ from transformers import PreTrainedModel
 
 from .checkpoint import Checkpoint, Tensors
 from .float8 import Float8Checkpoint
-from .weight_sources import WeightSources, listed
+from .weight_sources import Parts, WeightSources, listed
 
 logger = logging.getLogger(__name__)
 
 
 def load_weights(
-    model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device
+    model: PreTrainedModel,
+    folder: Path,
+    blocks: tuple[int, int] | None,
+    device: torch.device,
+    parts: Parts | None = None,
 ) -> None:
     """Give `model` the weights of the checkpoint in `folder`.
 
@@ -30,6 +34,8 @@ def load_weights(
         folder: the checkpoint's.
         blocks: what `float8.block_size` says of the checkpoint.
         device: where the weights go.
+        parts: what this rank keeps of the weights that ranks split, by their names; None for a weight of
+            another rank, which stays on the device "meta".
 
     Raises:
         CheckpointError: the files are not what `model` needs; the message names the file or the weight.
@@ -45,7 +51,7 @@ def load_weights(
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for source in sources.sources:
-            weights = source.weights(model, checkpoint, device, dtypes[source.target])
+            weights = source.weights(model, checkpoint, device, dtypes[source.target], parts or {})
             for name in tuple(weights):
                 _place(model, name, weights.pop(name))
         stored_bytes = stored.num_bytes

@@ -7,7 +7,7 @@ from typing import Protocol
 from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..request import RequestResult
+from ..request import PromptFigures, RequestResult
 from ..sampling_params import SamplingParams
 
 
@@ -65,6 +65,10 @@ class AnswerStream(Protocol):
     def result(self) -> RequestResult | None:
         """The request's result; None until the answer has ended, and where an error ended it."""
 
+    @property
+    def prompt_figures(self) -> PromptFigures | None:
+        """What became of the prompt; None until a token, or the result, is there."""
+
     def cancel(self) -> None:
         """Cancel the request, unless it has ended. Returns at once."""
 
@@ -114,7 +118,7 @@ class ServedEngine(Protocol):
         sampling_params: SamplingParams,
         *,
         cache_salt: bytes | None,
-        checkpoint_plan: CheckpointPlan,
+        checkpoint_plan: CheckpointPlan | None,
         tenant: str | None,
     ) -> AnswerStream:
         """Queue a prompt. Returns once somebody has the request.
@@ -123,7 +127,7 @@ class ServedEngine(Protocol):
             prompt: token ids.
             sampling_params: how tokens are chosen.
             cache_salt: as for `DynamicInferenceEngine.add_request`.
-            checkpoint_plan: which states are taken.
+            checkpoint_plan: which states are taken; None for the plan of the facts.
             tenant: whom figures count requests with this salt for.
 
         Raises:

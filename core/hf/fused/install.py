@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..current_step import CurrentStep
@@ -111,7 +112,7 @@ def install(model: nn.Module, config: Any, step: CurrentStep) -> LayerStack | No
         for layer in _modules(model, fusion.prefix + fusion.layer):
             branches = [(norms[getattr(layer, name)], branch) for name, branch in fusion.branches(layer)]
             layer.forward = LayerForward(branches, step, fusion.final_norm is None, fusion.returned)
-    _install_head(model, step)
+    _install_head(model, config, step)
     if fusion.final_norm is None:
         return None
     base: Any = model.base_model
@@ -122,11 +123,25 @@ def install(model: nn.Module, config: Any, step: CurrentStep) -> LayerStack | No
     return LayerStack(base, [layer.forward for layer in base.layers], norms[final])
 
 
-def _install_head(model: nn.Module, step: CurrentStep) -> None:
-    """Logits in float32 from the product itself, where the head is a product and nothing else."""
+def _install_head(model: nn.Module, config: Any, step: CurrentStep) -> None:
+    """Logits in float32 from the product itself, where the head is a product and nothing else.
+
+    Ranks that split the model give each other their tokens' logits.
+    """
     head: Any = model.lm_head
-    if type(head) is nn.Linear and head.bias is None:
-        head.forward = lambda hidden: step.kernels.head_product(hidden, head.weight)
+    if type(head) is not nn.Linear or head.bias is not None:
+        return
+
+    def forward(hidden: Tensor) -> Tensor:
+        logits = step.kernels.head_product(hidden, head.weight)
+        size = step.groups.tensor_size
+        if size > 1:
+            most = -(-config.vocab_size // size)
+            own = F.pad(logits, (0, most - logits.shape[-1]))
+            logits = step.groups.gather_columns(own)[..., : config.vocab_size].contiguous()
+        return logits
+
+    head.forward = forward
 
 
 def _modules(model: nn.Module, name: str) -> list[nn.Module]:

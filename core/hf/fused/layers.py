@@ -19,7 +19,7 @@ class LayerForward:
     """The forward of a decoder layer.
 
     The output of the last branch waits in the step, and the next norm adds it to the residual stream: a sum
-    and the norm behind it are one launch.
+    and the norm behind it are one launch. Ranks that split the model add up what their branches give.
 
     Args:
         branches: the norms, and what is computed from each.
@@ -47,7 +47,7 @@ class LayerForward:
         """The residual stream behind the layer, or in front of what waits in the step."""
         for norm, branch in self._branches:
             hidden_states, normed = norm.after_waiting(hidden_states)
-            self._step.waiting = branch(normed, **kwargs)
+            self._step.waiting = self._step.summed(branch(normed, **kwargs))
         if self._adds and self._step.waiting is not None:
             hidden_states, self._step.waiting = hidden_states + self._step.waiting, None
         return hidden_states

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.layer_steps import convolve, scan_ssd
+from ...models.norm_over_ranks import gated_rms_norm_over_ranks
 from ..current_step import CurrentStep
 
 
@@ -27,6 +28,7 @@ class Mamba2Forward:
         self._step = step
         limit: Any = mixer.time_step_limit
         self._shortest, self._longest = map(float, limit or (0.0, "inf"))
+        self._group_width = self._norm_width()
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
@@ -65,8 +67,23 @@ class Mamba2Forward:
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
         """The gated norm of y, both [T, intermediate]."""
         norm = self._mixer.norm
-        groups = y.shape[1] // norm.group_size
+        if self._group_width > y.shape[1]:
+            return self._norm_over_ranks(y, gate)
+        groups = y.shape[1] // self._group_width
         return self._step.kernels.gated_rms_norm(y, gate, norm.weight, groups, norm.variance_epsilon)
+
+    def _norm_width(self) -> int:
+        """Channels of the whole model that are normalised together; 0 without a norm."""
+        return int(self._mixer.norm.group_size)
+
+    def _norm_over_ranks(self, y: Tensor, gate: Tensor, *, gates_first: bool = True) -> Tensor:
+        groups, norm = self._step.groups, self._mixer.norm
+        num_groups = y.shape[1] * groups.tensor_size // self._group_width
+        compute_dtype = self._step.kernels.compute_dtype(y.dtype)
+        weight, eps = norm.weight, norm.variance_epsilon
+        return gated_rms_norm_over_ranks(
+            y, gate, weight, eps, num_groups, groups, compute_dtype, gates_first=gates_first
+        )
 
 
 class FalconMamba2Forward(Mamba2Forward):
@@ -81,8 +98,15 @@ class FalconMamba2Forward(Mamba2Forward):
         if not self._mixer.mamba_rms_norm:
             return self._step.kernels.silu_mul(gate, y)
         kernels, norm = self._step.kernels, self._mixer.norm
-        weight, groups, eps = norm.weight, norm.n_groups, norm.variance_epsilon
+        if self._group_width > y.shape[1]:
+            return self._norm_over_ranks(y, gate, gates_first=not norm.norm_before_gate)
+        weight, groups, eps = norm.weight, y.shape[1] // self._group_width, norm.variance_epsilon
         if not norm.norm_before_gate:
             return kernels.gated_rms_norm(y, gate, weight, groups, eps)
         y, gate, weight = (torch.unflatten(tensor, -1, (groups, -1)) for tensor in (y, gate, weight))
         return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
+
+    def _norm_width(self) -> int:
+        mixer: Any = self._mixer
+        channels: int = mixer.intermediate_size * self._step.groups.tensor_size
+        return channels // mixer.norm.n_groups if mixer.mamba_rms_norm else 0

@@ -36,6 +36,7 @@ from .arguments import (
     Prompt,
     Salt,
     ScoredSequence,
+    check_given,
     check_length,
     checked_drafter,
     checked_plan,
@@ -197,7 +198,8 @@ class DynamicInferenceEngine:
         sampling = checked_sampling(sampling_params, self.context.spec.vocab_size)
         plan = checked_plan(checkpoint_plan, self.config)
         salt = salt_bytes("cache_salt", cache_salt)
-        check_length(len(tokens), sampling, self.config, self._num_pool_tokens)
+        check_given(tokens, sampling)
+        check_length(len(tokens) - sampling.num_generated, sampling, self.config, self._num_pool_tokens)
         return self._request_of(tokens, sampling, plan, salt, next(ids), owned)
 
     @property
@@ -215,9 +217,10 @@ class DynamicInferenceEngine:
         owned: bool,
         next_token: int | None = None,
     ) -> DynamicInferenceRequest:
+        num_prompt_tokens = len(tokens) - sampling.num_generated
         request = DynamicInferenceRequest(
             request_id=request_id,
-            prompt_tokens=tokens,
+            prompt_tokens=tokens[:num_prompt_tokens],
             sampling=sampling,
             plan=plan,
             hashes=self._new_chain(salt),
@@ -225,6 +228,7 @@ class DynamicInferenceEngine:
             seed=request_seed(sampling, self.config.seed, request_id),
             owned=owned,
             next_token=next_token,
+            given_tokens=tokens[num_prompt_tokens:],
         )
         if self.config.enable_prefix_caching:
             request.hashes.extend_to(tokens)  # here, so that a crowd that arrives holds up no step

@@ -12,6 +12,7 @@ from ...model_shard import Part
 from ..hybrid_config import HybridConfig
 from ..layer_steps import convolve, scan_ssd
 from ..model_weights import ModelWeights, channels
+from ..norm_over_ranks import gated_rms_norm_over_ranks
 
 
 class MambaMixer(nn.Module):
@@ -60,21 +61,12 @@ class MambaMixer(nn.Module):
         B, C = self._BC(xBC)
         y = scan_ssd(self._x(xBC), dt, A, B, C, self.D, layer, inputs, kernels).flatten(1)
         if self.groups.tensor_size > self.head_groups.total:
-            normed = self._norm_over_ranks(y, gate)
+            normed = gated_rms_norm_over_ranks(
+                y, gate, self.norm, config.norm_eps, self.head_groups.total, self.groups, config.compute_dtype
+            )
         else:
             normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
         return F.linear(normed, self.out_proj)
-
-    def _norm_over_ranks(self, y: Tensor, gate: Tensor) -> Tensor:
-        """`gated_rms_norm` where a group's heads lie on several ranks: the ranks add up their squares."""
-        config, group = self.config, self.head_groups
-        gated = y.to(config.compute_dtype) * F.silu(gate.to(config.compute_dtype))
-        squares = gated.new_zeros(len(gated), group.total)
-        squares[:, group.start] = gated.square().sum(-1)
-        mean = self.groups.sum_partials(squares)[:, group.start, None]
-        ranks = self.groups.tensor_size // group.total
-        scale = torch.rsqrt(mean / (config.inner_dim * ranks) + config.norm_eps)
-        return (gated * scale * self.norm.to(config.compute_dtype)).to(config.dtype)
 
     def _x(self, xBC: Tensor) -> Tensor:
         """[..., conv_dim] -> x [..., H, P], a view."""
