@@ -5,6 +5,9 @@ from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
 from .lockstep.following import follow
 from .lockstep.leading_engine import LeadingEngine
+from .prefill_decode.disaggregated_engine import DisaggregatedEngine, PrefillCounts
+from .prefill_decode.prefill_client import RemotePrefill
+from .prefill_decode.prefill_worker import PrefillWorker
 from .routing.event_bytes import decode_events, encode_events
 from .routing.router import ReplicaLoad, Router, RouteRequest
 from .routing.routers import ROUTERS
@@ -32,5 +35,8 @@ __all__ = [
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
     "receive_prefixes", "TransferChannel", "recent_states", "encode_prefixes", "decode_prefixes",
+    # prefill apart from decode
+    "PrefillWorker", "DisaggregatedEngine", "RemotePrefill", "PrefillCounts",
+    # what they return and raise
     "PrefixShard", "PrefixCounts", "ImportReport", "SaveReport", "SendReport", "TransferError", "CopyError",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from ...validation import integer
-from .router import ReplicaLoad, RouteRequest
+from .router import ReplicaLoad, RouteRequest, check_loads
 from .state_events import StateEvents
 
 
@@ -33,6 +33,7 @@ class RandomRouter(BlindRouter):
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
         """See `Router.choose`."""
+        check_loads(loads)
         return self._draws.sample([load.replica for load in loads], len(loads))
 
 
@@ -46,6 +47,7 @@ class RoundRobinRouter(BlindRouter):
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
         """See `Router.choose`."""
+        check_loads(loads)
         names = sorted(load.replica for load in loads)
         first = next((i for i, name in enumerate(names) if name > self._last), 0)
         self._last = names[first]
@@ -57,6 +59,7 @@ class PowerOfTwoRouter(BlindRouter):
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
         """See `Router.choose`."""
+        check_loads(loads)
         drawn = self._draws.sample(list(loads), len(loads))
         drawn[:2] = sorted(drawn[:2], key=lambda load: load.num_requests)
         return [load.replica for load in drawn]

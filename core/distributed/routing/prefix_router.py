@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from ...validation import integer
-from .router import ReplicaLoad, RouteRequest
+from .router import ReplicaLoad, RouteRequest, check_loads
 from .state_events import StateEvents
 
 
@@ -17,12 +17,13 @@ class PrefixRouter:
     - Where less than a tenth of the prompt was sent to any replica, the replicas that were sent the fewest
       distinct blocks are candidates.
     - Else the candidates are the replicas that were sent the longest known part of the prompt.
-    - Of the candidates, two are drawn, and the one with the shorter queue is taken.
-    - Queues count only where they differ by more than `imbalanced_threshold` requests, which is infinite by
-      default: then the candidates are all replicas.
+    - Of the candidates, the one with the shortest queue is taken, and of equals the first.
+    - Where queues differ by more than `imbalanced_threshold` requests, the candidates are two that are drawn.
+      The threshold is infinite by default.
     - Nothing is forgotten.
 
-    Ray's tree splits where texts part; blocks need no splits, and the result is the same.
+    Ray's tree of texts splits its nodes where texts part. Hashes of blocks need no tree, because each stands
+    for all before it.
     """
 
     reads_events = False
@@ -36,7 +37,7 @@ class PrefixRouter:
     ) -> None:
         """
         Args:
-            seed: of the two that are drawn.
+            seed: of what is drawn where queues differ too much.
             imbalanced_threshold: requests by which queues may differ.
             match_rate_threshold: the part of a prompt that must be known.
         """
@@ -47,13 +48,12 @@ class PrefixRouter:
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
         """See `Router.choose`."""
+        check_loads(loads)
         for load in loads:
             self._sent.setdefault(load.replica, set())
         candidates = self._candidates(request, loads)
-        drawn = self._draws.sample(candidates, len(candidates))
-        drawn[:2] = sorted(drawn[:2], key=lambda load: load.num_requests)
-        others = [load for load in loads if load not in candidates]
-        order = drawn + sorted(others, key=lambda load: load.num_requests)
+        # Sorting keeps the order of equals.
+        order = sorted(loads, key=lambda load: (load not in candidates, load.num_requests))
         self.note_routed(request, order[0].replica)
         return [load.replica for load in order]
 
@@ -72,7 +72,7 @@ class PrefixRouter:
     def _candidates(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
         queues = [load.num_requests for load in loads]
         if max(queues) - min(queues) > self._imbalanced_threshold:
-            return list(loads)
+            return self._draws.sample(list(loads), min(2, len(loads)))
         matching, num_blocks = list(loads), 0
         for key in request.keys:
             matched = [load for load in matching if key in self._sent[load.replica]]

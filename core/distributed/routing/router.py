@@ -79,3 +79,10 @@ class Router(Protocol):
     def forget(self, replica: str) -> None:
         """Note that a replica is gone, with all its states."""
         ...
+
+
+def check_loads(loads: Sequence[ReplicaLoad]) -> None:
+    """Raise a ValueError where there is no replica, or one twice."""
+    if not loads or len({load.replica for load in loads}) < len(loads):
+        names = [load.replica for load in loads]
+        raise ValueError(f"loads names {names}; accepted: one replica or more, each once")

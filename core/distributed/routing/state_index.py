@@ -134,16 +134,16 @@ class StateIndex:
             if key not in holders and len(holders) >= self.max_keys:
                 self.num_ignored += 1
                 continue
+            replica.keys.add(key)  # first: what an interrupt leaves, the next snapshot puts in order
             holders[key] = holders.get(key, 0) | bit
-            replica.keys.add(key)
 
     def _remove(self, replica: _Replica, keys: Sequence[int] | set[int]) -> None:
         holders, bit = self._holders, replica.bit
         for key in keys:
             if key in replica.keys:
-                replica.keys.discard(key)
-                left = holders[key] & ~bit
+                left = holders.get(key, 0) & ~bit
                 if left:
                     holders[key] = left
                 else:
-                    del holders[key]
+                    holders.pop(key, None)
+                replica.keys.discard(key)

@@ -1,24 +1,36 @@
-"""A router by the deepest state that a replica can resume from, weighed against its queue."""
+"""A router by the deepest state that a replica can resume from, weighed against how busy it is."""
 
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from ...validation import integer
-from .router import ReplicaLoad, RouteRequest
+from .prospects import Prospects
+from .recent_work import RecentWork
+from .router import ReplicaLoad, RouteRequest, check_loads
 from .state_events import StateEvents
 from .state_index import StateIndex
 
-PROSPECT_REQUESTS = 1024
-"""So many requests are routed before a state that has not come is expected no more."""
+TOLERATED_EXCESS = 0.1
+"""A replica may have had a tenth more work than the mean before it is spared. Without tolerance every small
+excess moves a conversation; with 0.2 some traces exceed 1.25 times the mean load."""
+LONGEST_ANSWER = 512
+"""Answers count for no more tokens. Callers often know a limit only, which few answers reach."""
 
 
 class StateRouter:
-    """The replica that is done with the request first: tokens that wait there, and tokens that it computes.
+    """The replica that costs the fewest tokens, counting those that make others wait.
 
-    A replica computes a prompt but for the tokens in front of its deepest state of the prompt. Where a
-    request was sent, its states are expected until `PROSPECT_REQUESTS` more requests were routed, so that
-    requests with a new prefix follow the first one.
+    A request costs at a replica the sum of
+
+    - the prompt tokens that the replica computes: those behind its deepest state of the prompt;
+    - the tokens of the replica's queue: its requests, each as much as requests were in the mean;
+    - the tokens that the replica was sent of late beyond 1 + `TOLERATED_EXCESS` times the mean of all.
+
+    So a conversation stays where its state is until the others have that much less to do as its history is
+    long, and a head that many prompts share spreads to as many replicas as its requests keep busy.
+
+    Until the states of a prompt are told, they are expected where the prompt was sent, so that a burst with
+    one new prefix is computed by one replica.
 
     Attributes:
         index: what the replicas told.
@@ -34,53 +46,54 @@ class StateRouter:
         """
         self.index = StateIndex() if index is None else index
         self._draws = random.Random(integer("seed", seed))
-        self._prospects: OrderedDict[int, tuple[str, int]] = OrderedDict()  # hash -> replica, when
-        self._num_routed = 0
-        self._mean_tokens = 0.0
+        self._prospects = Prospects()
+        self._recent = RecentWork()
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
-        """See `Router.choose`."""
-        keys = request.keys[: request.num_resumable_blocks]
-        depths = self.index.deepest(keys)
-        expected = self._expected(keys)
-        size = request.block_size_tokens
-        whole = request.num_tokens + request.num_answer_tokens
-        self._mean_tokens += (whole - self._mean_tokens) / min(self._num_routed + 1, 64)
+        """See `Router.choose`. O(blocks of the prompt + replicas)."""
+        check_loads(loads)
+        depths = self._depths(request)
+        recent = self._recent.of(load.replica for load in loads)
+        tolerated = (1 + TOLERATED_EXCESS) * sum(recent.values()) / len(recent)
+        mean_request, size = self._recent.mean_request, request.block_size_tokens
 
-        def cost(load: ReplicaLoad) -> tuple[float, int, float]:
-            depth = max(depths.get(load.replica, 0), expected.get(load.replica, 0))
-            waiting = load.num_tokens or load.num_requests * self._mean_tokens
-            return waiting + request.num_tokens - depth * size, load.num_requests, self._draws.random()
+        def cost(load: ReplicaLoad) -> tuple[float, float, float]:
+            tokens = recent[load.replica]
+            computed = request.num_tokens - depths.get(load.replica, 0) * size
+            queued = load.num_requests * mean_request
+            return computed + queued + max(0.0, tokens - tolerated), tokens, self._draws.random()
 
         order = [load.replica for load in sorted(loads, key=cost)]
-        self._num_routed += 1
-        self.note_routed(request, order[0])
+        self._note(request, order[0], depths.get(order[0], 0))
         return order
 
     def note_routed(self, request: RouteRequest, replica: str) -> None:
         """See `Router.note_routed`."""
-        for key in request.keys:
-            self._prospects.pop(key, None)
-            self._prospects[key] = replica, self._num_routed
-        while self._prospects:
-            key, (_, routed) = next(iter(self._prospects.items()))
-            if routed + PROSPECT_REQUESTS > self._num_routed:
-                break
-            del self._prospects[key]
+        self._note(request, replica, self._depths(request).get(replica, 0))
 
     def apply(self, events: StateEvents) -> bool:
         """See `Router.apply`."""
-        return self.index.apply(events)
+        is_complete = self.index.apply(events)
+        if is_complete:
+            self._prospects.settle(events.inserted, events.replica)
+            self._prospects.settle(events.removed, events.replica)
+        return is_complete
 
     def forget(self, replica: str) -> None:
         """See `Router.forget`."""
-        self.index.forget(replica)
-        for key in [key for key, (name, _) in self._prospects.items() if name == replica]:
-            del self._prospects[key]
+        for part in (self.index, self._prospects, self._recent):
+            part.forget(replica)
 
-    def _expected(self, keys: Sequence[int]) -> dict[str, int]:
-        """Behind how many blocks a replica is expected to be able to resume soon."""
-        for depth in range(len(keys), 0, -1):
-            if keys[depth - 1] in self._prospects:
-                return {self._prospects[keys[depth - 1]][0]: depth}
-        return {}
+    def _depths(self, request: RouteRequest) -> dict[str, int]:
+        """Replica -> the blocks behind which it can resume the prompt, or is expected to soon."""
+        keys = request.keys[: request.num_resumable_blocks]
+        depths = self.index.deepest(keys)
+        replica, depth = self._prospects.deepest(keys)
+        if depth > depths.get(replica, 0):
+            depths[replica] = depth
+        return depths
+
+    def _note(self, request: RouteRequest, replica: str, depth: int) -> None:
+        computed = request.num_tokens - depth * request.block_size_tokens
+        self._recent.add(replica, computed + min(request.num_answer_tokens, LONGEST_ANSWER))
+        self._prospects.add(request.keys, replica)

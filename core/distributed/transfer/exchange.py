@@ -27,7 +27,7 @@ from .export import PrefixName
 from .forest import PrefixForest
 from .format import PrefixFormat, TransferError
 from .import_ import CopyError, import_filled
-from .link import values_of
+from .link import check_not_refused, values_of
 from .nccl_pipe import nccl_facts
 from .offer import Offer, decode_offers
 from .parts import shard_of
@@ -154,7 +154,8 @@ class Exchange:
         logger.warning(
             "mambaslots: hand-over %r was not %s: %s", self._name, what, error, exc_info=unforeseen
         )
-        if not isinstance(cause, AbsentError):
+        connection = self.connection
+        if not isinstance(cause, AbsentError) or connection is None or not connection.is_made:
             self.drop(described(error))
 
     def _send(self, connection: Connection, access: CacheAccess, offer: Offer) -> SendReport:
@@ -199,6 +200,7 @@ class Exchange:
         for peer in connection.peers:
             with peer.named():
                 messages.append(peer.link.receive())
+                check_not_refused(messages[-1])
         form, forest = decode_offers(access, messages)
         return form, forest, ""
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...validation import shown
 from .format import TransferError
@@ -22,10 +23,13 @@ _MESSAGE_TAG, _PIECE_TAG = 0, 1
 CHUNK_BYTES = 64 << 20
 """The size of the chunks that a message goes in: a receiver allocates one chunk more than has arrived."""
 MAX_MESSAGE_BYTES = 1 << 32
+_MAX_REFUSAL_BYTES = 1 << 20
+_SEAL_BYTES = 32  # of the SHA-256 before the values of a message
 STORE_KEYS = ("here/0", "here/1", "0/0", "0/1")
 """The keys that a link leaves in its store: each side is there, and gloo's addresses."""
 _NUM_CONNECTION_ATTEMPTS = 5
 """How often gloo tries to connect; each attempt may take the whole timeout that gloo is given."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.01
 _GLANCE_S = 0.1
 """How often a side that waits for the other one looks whether the other one has begun anew."""
 
@@ -134,18 +138,28 @@ def values_of(message: bytes, keys: set[str]) -> dict[str, Any]:
         RefusedError: the message says why the peer has ended the hand-over: {"failure": reason}.
         TransferError: it is no such message, or not of exactly these keys.
     """
-    digest, text = message[:32], message[32:]
-    if hashlib.sha256(text).digest() != digest:
+    check_not_refused(message)
+    if not _is_sealed(message):
         raise TransferError("a message of the hand-over was altered on its way")
     try:
-        found = json.loads(text)
-        if isinstance(found, dict) and found.keys() == {"failure"}:
-            raise RefusedError(str(found["failure"]))
-        return dict(json_object("message", found, keys))
-    except RefusedError:
-        raise
+        return dict(json_object("message", json.loads(message[_SEAL_BYTES:]), keys))
     except (ValueError, RecursionError) as error:
         raise TransferError(f"a message of the hand-over is malformed: {shown(str(error))}") from error
+
+
+def check_not_refused(message: bytes) -> None:
+    """RefusedError where the message says why the peer has ended the hand-over."""
+    if len(message) > _MAX_REFUSAL_BYTES or not _is_sealed(message):
+        return
+    found = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(message[_SEAL_BYTES:])
+    if isinstance(found, dict) and found.keys() == {"failure"}:
+        raise RefusedError(str(found["failure"]))
+
+
+def _is_sealed(message: bytes) -> bool:
+    return hashlib.sha256(message[_SEAL_BYTES:]).digest() == message[:_SEAL_BYTES]
 
 
 def await_key(
@@ -153,16 +167,17 @@ def await_key(
 ) -> None:
     """Wait for a key; calls `check` every `_GLANCE_S`, which raises to end the wait.
 
-    Raises a RuntimeError of torch when the time is over, and DistNetworkError where the store is lost.
+    The store is asked again and again: torch writes warnings where a wait of the store's own ends in vain.
+
+    Raises a RuntimeError when the time is over, and DistNetworkError where the store is lost.
     """
-    while True:
+    pause_s, glanced = _SHORTEST_PAUSE_S, time.monotonic()
+    while not store.check([key]):
         left_s = remaining_s()
-        try:
-            store.wait([key], timedelta(seconds=max(0.001, min(left_s, _GLANCE_S))))
-            return
-        except DistNetworkError:
-            raise
-        except RuntimeError:
-            if left_s <= _GLANCE_S:
-                raise
-        check()
+        if left_s <= 0.001:
+            raise RuntimeError("the time is over")
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if time.monotonic() - glanced > _GLANCE_S:
+            check()
+            glanced = time.monotonic()

@@ -33,7 +33,7 @@ class AbsentError(TransferError):
     """A peer did not come; what connects the two sides is as good as before."""
 
 
-class RenewedError(RuntimeError):
+class RenewedError(Exception):
     """A peer has begun anew, so this side must, too."""
 
 
