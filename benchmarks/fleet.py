@@ -1,8 +1,8 @@
 """Which share of prompts replicas on Ray Serve resume, and how even their load is, by router.
 
-Conversations with a few system prompts come to replicas of a small model on this machine's CPU, over HTTP. Each
-router serves the same traffic with new replicas. Beside them stands one engine with the replicas' memory
-together: no router resumes more. Needs the extra `mambaslots[fleet]`."""
+Conversations with a few system prompts come to replicas of a small model on this machine's CPU, over HTTP.
+Each router serves the same traffic with new replicas. Beside them stands one engine with the memory of all
+replicas. Needs the extra `mambaslots[fleet]`."""
 
 import argparse
 import http.client
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 ROUTERS = ("state", "prefix", "ray-prefix", "power-of-two", "round-robin", "random")
+COMPUTED = ("mambaslots_computed_prompt_tokens_total", "mambaslots_generated_tokens_total")
 BLOCK = 32
 SALT_KEY = "the key of all replicas of a benchmark"
 
@@ -140,10 +141,7 @@ def loads(port: int) -> list[tuple[float, float]]:
                 continue
             if sample.name == "mambaslots_requests_added_total":
                 requests[name] = sample.value
-            if sample.name in (
-                "mambaslots_computed_prompt_tokens_total",
-                "mambaslots_generated_tokens_total",
-            ):
+            if sample.name in COMPUTED:
                 tokens[name] = tokens.get(name, 0.0) + sample.value
     return [(requests[name], tokens[name]) for name in sorted(requests)]
 
@@ -173,6 +171,15 @@ def measure(port: int, router: str, num_replicas: int, options: argparse.Namespa
         row[f"max_to_mean_{what}"] = max(values) * len(values) / sum(values)
     row["by_replica"] = by_replica
     return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    name = row["router"] if row["replicas"] > 1 else "one engine"
+    return (
+        f"{name:18} {row['requests']:8.0f} {row['resumed_share']:8.1%} {row['share_of_one']:8.1%} "
+        f"{row['max_to_mean_requests']:10.2f} {row['max_to_mean_tokens']:8.2f} {row['seconds']:6.1f}"
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -217,16 +224,14 @@ def main() -> None:
     port = check_address("127.0.0.1", 0)
     serve.start(proxy_location="HeadOnly", http_options={"port": port}, logging_config=QUIET)
     rows = []
-    print(f"{'router':>14} {'replicas':>8} {'requests':>8} {'resumed':>8} {'of one':>7} "
-          f"{'max/mean requests':>18} {'max/mean tokens':>16} {'s':>6}")  # fmt: skip
+    print(f"{'':18} {'':>8} {'resumed':>8} {'of one':>8}    max/mean of replicas")
+    print(f"{'router':18} {'requests':>8} {'share':>8} {'engine':>8} {'requests':>10} {'tokens':>8} {'s':>6}")
     try:
         for router, number in [("state", 1), *((name, options.replicas) for name in options.routers)]:
             row = measure(port, router, number, options)
             rows.append(row)
             row["share_of_one"] = row["resumed_share"] / rows[0]["resumed_share"]
-            print(f"{router if number > 1 else 'one engine':>14} {number:8d} {row['requests']:8.0f} "
-                  f"{row['resumed_share']:8.1%} {row['share_of_one']:7.1%} {row['max_to_mean_requests']:18.2f} "
-                  f"{row['max_to_mean_tokens']:16.2f} {row['seconds']:6.1f}", flush=True)  # fmt: skip
+            print(line(row), flush=True)
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -45,10 +45,8 @@ def fleet_application(
         max_constructor_retry_count=3,
         logging_config=QUIET,
     )
-    replicas = replica_deployment(make_engine, settings)
-    return ingress.bind(
-        replicas, load_text, key_bytes("salt_key", salt_key), server, _without_number(settings)
-    )
+    key, constant = key_bytes("salt_key", salt_key), _without_number(settings)
+    return ingress.bind(replica_deployment(make_engine, settings), load_text, key, server, constant)
 
 
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:

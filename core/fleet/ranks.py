@@ -22,8 +22,7 @@ from .fleet_settings import FleetSettings
 logger = logging.getLogger(__name__)
 
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
-"""Makes a rank's engine in the rank's process: that of rank 0 of a split model is a `LeadingEngine`. It can be
-pickled."""
+"""Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
 _MEETING_S = 600.0
 """Ranks load their weights before they meet."""
 

@@ -73,7 +73,7 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
     if donor is not None:
         seconds = time.monotonic() - begun_s
         logger.warning(
-            "mambaslots: replica %s took over %d states from %s in %.1f s",
+            "mambaslots: %s took over %d states from %s in %.1f s",
             replica,
             num_states,
             donor,

@@ -26,7 +26,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "mambaslots", *command.split(), "--api-keys", str(keys), "--trace"],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "stubs"), "OMP_NUM_THREADS": "1", "MAMBASLOTS_ADMIN_KEY": "admin"},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "stubs"), "MAMBASLOTS_ADMIN_KEY": "admin"},
     )  # fmt: skip
     assert process.stdout is not None
     try:
