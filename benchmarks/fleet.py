@@ -211,7 +211,7 @@ def main() -> None:
     from mambaslots.fleet.deployment import QUIET
     from ray import serve
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])

@@ -1,7 +1,6 @@
 """The deployments of an application of Ray Serve: replicas of an engine, and who asks them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -45,8 +44,8 @@ def fleet_application(
         max_constructor_retry_count=3,
         logging_config=QUIET,
     )
-    key, constant = key_bytes("salt_key", salt_key), _without_number(settings)
-    return ingress.bind(replica_deployment(make_engine, settings), load_text, key, server, constant)
+    replicas = replica_deployment(make_engine, settings)
+    return ingress.bind(replicas, load_text, key_bytes("salt_key", salt_key), server, settings)
 
 
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
@@ -78,12 +77,7 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
             initial_replicas=settings.min_replicas,
             target_ongoing_requests=max(1.0, 0.8 * settings.max_requests),
         )
-    return serve.deployment(EngineReplica, **options).bind(make_engine, _without_number(settings))
-
-
-def _without_number(settings: FleetSettings) -> FleetSettings:
-    """The settings that a process gets: Ray restarts all replicas whose arguments change."""
-    return replace(settings, min_replicas=1, max_replicas=1)
+    return serve.deployment(EngineReplica, **options).bind(make_engine, settings)
 
 
 def _router_config(settings: FleetSettings) -> RequestRouterConfig:

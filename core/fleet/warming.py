@@ -54,31 +54,36 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
     store = await asyncio.to_thread(
         TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
+    num_states, asked = 0, [""]
+    while asked[-1] is not None and not num_states and time.monotonic() < deadline:
+        order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
+        try:
+            asked.append(await actor.donor.remote(replica, order, asked))
+            if asked[-1] is not None:
+                num_states = await _receive_rounds(engine, store, order, deadline)
+                logger.warning(
+                    "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
+                    replica, num_states, asked[-1], time.monotonic() - begun_s,
+                )  # fmt: skip
+        except (RayError, RuntimeError, TimeoutError, OSError) as error:
+            logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
+            break
+        finally:
+            await _close(engine, order)
+    return num_states
+
+
+async def _receive_rounds(engine: AsyncEngine, store: TCPStore, order: HandOver, deadline: float) -> int:
+    """Take hand-over after hand-over until the source ends. Returns how many states came."""
     number = num_states = 0
-    donor: str | None = None
-    try:
-        donor = await actor.donor.remote(replica, order)
-        while donor is not None and await _told(store, f"source-{number}", deadline) == _ROUND:
-            await asyncio.to_thread(store.set, f"destination-{number}", _ROUND)
-            report = await engine.call(_on_all_ranks(_receive, order, min(deadline, _round_end())))
-            num_states += report.imported.states
-            if report.failure:
-                break
-            number += 1
-    except (RayError, RuntimeError, TimeoutError, OSError) as error:
-        logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
-    finally:
-        await _close(engine, order)
-    if donor is not None:
-        seconds = time.monotonic() - begun_s
-        logger.warning(
-            "mambaslots: %s took over %d states from %s in %.1f s",
-            replica,
-            num_states,
-            donor,
-            seconds,
-        )
+    meeting = min(deadline, time.monotonic() + _MEETING_S)
+    while await _told(store, f"{order.name}-source-{number}", deadline if number else meeting) == _ROUND:
+        await asyncio.to_thread(store.set, f"{order.name}-destination-{number}", _ROUND)
+        report = await engine.call(_on_all_ranks(_receive, order, min(deadline, _round_end())))
+        num_states += report.imported.states
+        if report.failure:
+            break
+        number += 1
     return num_states
 
 
@@ -92,15 +97,15 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
         keys = await engine.call(_on_all_ranks(recent_states))
         number = 0
         for first in range(0, len(keys), STATES_A_ROUND):
-            await asyncio.to_thread(store.set, f"source-{number}", _ROUND)
-            if await _told(store, f"destination-{number}", deadline) != _ROUND:
+            await asyncio.to_thread(store.set, f"{order.name}-source-{number}", _ROUND)
+            if await _told(store, f"{order.name}-destination-{number}", deadline) != _ROUND:
                 return
             some = keys[first : first + STATES_A_ROUND]
             report = await engine.call(_on_all_ranks(_send, order, some, min(deadline, _round_end())))
             if report.failure:
                 return
             number += 1
-        await asyncio.to_thread(store.set, f"source-{number}", _END)
+        await asyncio.to_thread(store.set, f"{order.name}-source-{number}", _END)
     except Exception as error:
         logger.warning("mambaslots: hand-over %s was not served to the end: %s", order.name, error)
     finally:

@@ -71,7 +71,7 @@ def expected_tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
 def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
     """Ray on this machine, which it takes to have `num_cpus`; workers find this tree."""
     paths = os.pathsep.join([str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     ray.init(
         address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 2**20,
         log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
