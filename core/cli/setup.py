@@ -5,6 +5,7 @@ import argparse
 import torch
 
 from ..config import InferenceConfig
+from ..distributed import LeadingEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, load, stored_dtype
 from ..parallel_groups import ParallelGroups
@@ -47,8 +48,9 @@ def make_engine(loaded: LoadedModel, options: argparse.Namespace) -> DynamicInfe
     """An engine of a command line with `options.add_engine`."""
     spec = loaded.model.state_spec()
     config = inference_config(spec, options, _memory_gb(spec.device, options))
+    leads = spec.groups.is_split and not spec.groups.rank
     try:
-        return DynamicInferenceEngine(loaded.model, config)
+        return (LeadingEngine if leads else DynamicInferenceEngine)(loaded.model, config)
     except (RuntimeError, MemoryError) as error:  # torch has no class of errors for a CPU's memory
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise
