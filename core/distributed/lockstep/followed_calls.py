@@ -43,13 +43,23 @@ class FollowedCalls:
         root: bytes,
         seed: int,
         next_token: int | None,
+        given_tokens: list[int],
     ) -> None:
         """Queue a request; the arguments are those of `asked_of`."""
         hashes = PrefixHashChain(self._engine.config.block_size_tokens, root)
         if self._engine.config.enable_prefix_caching:
-            hashes.extend_to(prompt)
+            hashes.extend_to([*prompt, *given_tokens])
         request = DynamicInferenceRequest(
-            request_id, prompt, sampling, plan, hashes, time.perf_counter(), seed, next_token, owned=True
+            request_id=request_id,
+            prompt_tokens=prompt,
+            sampling=sampling,
+            plan=plan,
+            hashes=hashes,
+            arrival_s=time.perf_counter(),
+            seed=seed,
+            next_token=next_token,
+            given_tokens=given_tokens,
+            owned=True,
         )
         self._books.enter(request)
 
