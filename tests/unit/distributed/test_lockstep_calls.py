@@ -60,7 +60,7 @@ def test_every_call_that_is_told_is_one_that_followers_make() -> None:
 
 
 def test_everything_that_a_request_was_asked_for_is_told() -> None:
-    """A new field of a request is sorted here: other ranks are told of it, or it is how far the request is."""
+    """A new field of a request is sorted here: other ranks are told of it, or it is of this rank."""
     told = {
         "request_id", "prompt_tokens", "sampling", "plan", "hashes", "seed", "next_token", "given_tokens",
     }  # fmt: skip
