@@ -39,7 +39,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     requests have `settings.drain_timeout_s` to end.
 
     Args:
-        engine: serves the model of `loaded`; not split over ranks.
+        engine: serves the model of `loaded`; where that is split over ranks, a `LeadingEngine`.
         loaded: text and defaults of the model.
         settings: whom the server serves, and how much it takes.
 
