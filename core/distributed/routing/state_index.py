@@ -35,7 +35,7 @@ class StateIndex:
     """
 
     def __init__(self, max_keys: int = 4_000_000) -> None:
-        """`max_keys`: see the class; a hash takes 150 to 250 bytes where one replica holds it."""
+        """`max_keys`: see the class. Each takes 130 to 250 bytes, and 80 for each further replica that has it."""
         self.max_keys = integer("max_keys", max_keys, 1, INT64_MAX)
         self.num_ignored = 0
         self._replicas: dict[str, _Replica] = {}
