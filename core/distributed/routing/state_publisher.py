@@ -8,7 +8,7 @@ from ...validation import shown
 from .state_events import StateEvents
 
 TAKES_BETWEEN_RESYNCS = 4096
-"""A comparison with all states costs about as much as this many takes without changes."""
+"""Nothing is known to need it. At a take every 30 ms it is one comparison in two minutes."""
 
 
 class StatePublisher:

@@ -23,7 +23,8 @@ class StateRouter:
     A request costs at a replica the sum of
 
     - the prompt tokens that the replica computes: those behind its deepest state of the prompt;
-    - the tokens of the replica's queue: its requests, each as much as requests were in the mean;
+    - the tokens of the replica's queue: its requests, each as much as requests were in the mean, because
+      `ReplicaLoad.num_tokens` has prompts whole that are resumed for the most part;
     - the tokens that the replica was sent of late beyond 1 + `TOLERATED_EXCESS` times the mean of all.
 
     So a conversation stays where its state is until the others have that much less to do as its history is
