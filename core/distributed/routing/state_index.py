@@ -6,20 +6,15 @@ from dataclasses import dataclass, field
 from ...validation import INT64_MAX, integer
 from .state_events import StateEvents
 
-_NUM_EPOCHS_REMEMBERED = 8
-"""A late message of an epoch that is over must not bring the epoch back. More restarts of one replica than
-this do not happen while a message is on its way."""
-
 
 @dataclass(slots=True)
 class _Replica:
     """What one replica has told."""
 
     bit: int
-    epoch: int | None = None
+    epoch: int = -1
     sequence: int = -1
     keys: set[int] = field(default_factory=set)
-    past_epochs: list[int | None] = field(default_factory=list)
 
 
 _UNKNOWN = _Replica(0)  # has told nothing, and is never changed
@@ -70,7 +65,7 @@ class StateIndex:
         known = self._replicas.get(events.replica, _UNKNOWN)
         same_epoch = events.epoch == known.epoch
         least = known.sequence if events.is_snapshot else known.sequence + 1
-        if events.epoch in known.past_epochs or (same_epoch and events.sequence < least):
+        if events.epoch < known.epoch or (same_epoch and events.sequence < least):
             return True
         begins = events.is_snapshot or (events.sequence == 0 and not same_epoch)
         if not begins and not (same_epoch and events.sequence == least):
@@ -80,8 +75,6 @@ class StateIndex:
         removed = known.keys.difference(events.inserted) if begins else events.removed
         self._remove(known, removed)
         self._insert(known, events.inserted)
-        if not same_epoch:
-            known.past_epochs = [*known.past_epochs, known.epoch][-_NUM_EPOCHS_REMEMBERED:]
         known.epoch, known.sequence = events.epoch, events.sequence
         return True
 

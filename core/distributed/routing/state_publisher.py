@@ -1,6 +1,6 @@
 """What a replica tells routers of its states."""
 
-import secrets
+import time
 from typing import Any
 
 from ...inference.contexts.state_journal import StateJournal
@@ -68,7 +68,8 @@ class StatePublisher:
         noted = list(journal.keys)
         journal.clear()
         if begins_anew:
-            self._epoch, self._sequence = 1 + secrets.randbelow(2**63 - 1), -1
+            # Also larger than those of a process before this one that had the replica's name.
+            self._epoch, self._sequence = max(self._epoch + 1, time.time_ns()), -1
             self._num_clears = journal.num_clears
         inserted: tuple[int, ...]
         removed: tuple[int, ...] = ()
