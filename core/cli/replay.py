@@ -49,8 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--budget-gb", type=listed(positive), metavar="LIST",
-        help="memory for cached states, in GB (default, unless --total-gb is given: 1,2,4,...,64, and 2,8 with "
-        "--replicas)",
+        help="memory for cached states, in GB (default, unless --total-gb is given: 1,2,4,...,64; with "
+        "--replicas 2,8)",
     )  # fmt: skip
     group.add_argument(
         "--kv-gb", type=positive, default=20.0, metavar="GB", help="for KV beside them (default: %(default)g)"
@@ -83,9 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=count(), default=1, metavar="N", help="processes that replay (default: 1)"
     )
     add_json(group, "all results")
-    group.add_argument(
-        "--plot", type=new_file, metavar="PATH", help="draw the table into this file"
-    )
+    group.add_argument("--plot", type=new_file, metavar="PATH", help="draw the table into this file")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -81,8 +81,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--replicas", type=count_or_range, metavar="N|MIN:MAX",
-        help="engines; with MIN:MAX as many as the requests need. They run on this machine, or on the cluster "
-        "that RAY_ADDRESS names (default: one engine, without Ray)",
+        help="engines; with MIN:MAX as many as the requests need. They run on this machine, or on the "
+        "cluster that RAY_ADDRESS names (default: one engine, without Ray)",
     )  # fmt: skip
     group.add_argument("--tp", type=count(), metavar="N", help="processes that split a replica's model")
     group.add_argument(
@@ -144,7 +144,8 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
 def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     """The options without secrets, for another process."""
     unwanted = {"run", "api_keys"}
-    return argparse.Namespace(**{name: value for name, value in vars(options).items() if name not in unwanted})
+    wanted = {name: value for name, value in vars(options).items() if name not in unwanted}
+    return argparse.Namespace(**wanted)
 
 
 def server_settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from ..distributed.routing.event_bytes import decode_events
 from ..distributed.routing.router import Router
@@ -63,19 +63,23 @@ class ChannelReader:
 
     async def run(self) -> None:
         """Read until the task is cancelled; raises nothing else."""
+        actor: Any = None  # who made the actor must not let go of it
         while True:
             try:
-                actor = self._open_actor(self._name)
+                actor = actor or self._open_actor(self._name)
                 while True:
                     self.take(await actor.read.remote(self._instance, self._version, _READ_S))
+            except ActorUnavailableError as error:
+                logger.warning("mambaslots: the channel of states begins anew: %s", _first_line(error))
             except RayError as error:
-                logger.warning("mambaslots: the channel of states is away: %s", _first_line(error))
+                logger.warning("mambaslots: the channel of states is lost: %s", _first_line(error))
+                actor = None
             except Exception:
                 logger.exception("mambaslots: the channel of states was not read")
             await asyncio.sleep(_RETRY_S)
 
     def take(self, news: News) -> None:
-        """Give the router what it has not heard, and let it forget replicas that the channel does not know."""
+        """Give the router what it has not heard, and let it forget replicas that the channel forgot."""
         self._instance, self._version = news.instance, news.version
         for encoded in news.events:
             if not self._router.apply(decode_events(encoded)):

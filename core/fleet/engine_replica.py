@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -15,6 +17,7 @@ from ..serve.local_engine import LocalEngine
 from ..serve.served_engine import EngineFacts
 from .engine_request import AnswerPart, EngineRequest
 from .fleet_settings import FleetSettings
+from .pulse import Pulse
 from .replica_answers import answer_parts
 from .replica_report import ReplicaReport
 from .request_router import BLOCK_SIZE
@@ -33,7 +36,9 @@ class EngineReplica:
     for its requests before it calls the destructor.
     """
 
-    async def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, make_engine: MakeEngine, settings: FleetSettings
+    ) -> None:
         """
         Args:
             make_engine: makes the engine.
@@ -61,7 +66,8 @@ class EngineReplica:
         """Answer a request; a caller that closes the stream cancels it."""
         self._feed.wake()
         try:
-            async with aclosing(answer_parts(self._engine, request, self._name)) as parts:
+            answer: Any = answer_parts(self._engine, request, self._name)
+            async with aclosing(answer) as parts:
                 async for part in parts:
                     yield part
         finally:
@@ -71,9 +77,9 @@ class EngineReplica:
         """What does not change."""
         return self._engine.facts
 
-    async def pulse(self) -> str:
-        """The replica's name."""
-        return self._name
+    async def pulse(self) -> Pulse:
+        """That the replica is there."""
+        return Pulse(self._name, socket.gethostname(), os.getpid(), self._engine.num_running)
 
     async def report(self) -> ReplicaReport:
         """The replica's figures now."""
@@ -85,7 +91,7 @@ class EngineReplica:
         return {BLOCK_SIZE: self._engine.facts.block_size_tokens}
 
     async def check_health(self) -> None:
-        """Raise what the engine's thread has given up for; Ray then puts another replica in this one's place."""
+        """Raise what the engine's thread has given up for; Ray then starts another replica instead."""
         failure = self._engine.failure
         if failure is not None:
             raise RuntimeError(f"the engine of replica {self._name} has given up") from failure

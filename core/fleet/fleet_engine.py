@@ -14,6 +14,7 @@ from ..inference.policies.prefix_hash import PrefixHashChain
 from ..inference.policies.salt_key import SaltKey
 from ..request import EarlyEnd
 from ..sampling_params import SamplingParams
+from ..serve.errors import cut
 from ..serve.served_engine import EngineFacts
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .engine_request import AnswerEnd, AnswerPart, EngineRequest, ReplicaLostError
@@ -23,6 +24,8 @@ from .replica_report import ReplicaReport
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_CAUSE = 200
+"""Characters of a loss's cause in the log."""
 _LONG_PROMPT = 8192
 """Prompts of more tokens are hashed beside the event loop."""
 _LONGEST_END_S = 10.0
@@ -279,7 +282,7 @@ class FleetEngine:
                 self._counts.num_lost += 1
                 logger.warning(
                     "request %s lost its replica after %d tokens, loss %d: %s",
-                    answer.request_id, len(answer.tokens), num_lost, error,
+                    answer.request_id, len(answer.tokens), num_lost, cut(str(error), _LONGEST_CAUSE),
                 )  # fmt: skip
                 if answer.early_end is not None or answer.complete():
                     return

@@ -24,7 +24,7 @@ class FleetSettings:
         router: which replica a request goes to, by a name of `ROUTER_NAMES`.
         cpus_per_rank, gpus_per_rank: what Ray reserves for each process; fractions are taken.
         max_requests: requests that run at once in a replica; as many more wait there.
-        warm_timeout_s: seconds that a replica that joins has to take over states from another one; 0 for none.
+        warm_timeout_s: seconds that a replica that joins has to take over states of another one; 0: none.
         drain_timeout_s: seconds that running requests have when a replica is to end.
         health_period_s: seconds between two looks at a replica's health.
     """

@@ -32,7 +32,7 @@ class Ingress:
     prompts, and asks a replica for the answer.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
         self,
         replicas: Any,
         load_text: Callable[[], LoadedText],
@@ -56,7 +56,7 @@ class Ingress:
         self._app: FastAPI | None = None
         self._num_replicas = 1
 
-    async def __serve_build_asgi_app__(self) -> FastAPI: 
+    async def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray calls this after the constructor."""
         facts = await self._calls.ask("facts")
         self._counting = asyncio.create_task(self._count_replicas())

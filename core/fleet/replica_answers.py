@@ -1,6 +1,6 @@
 """The replica's side: an engine's answer to a request, in parts that can be sent."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from ..errors import KVBlockCapacityError, QueueFullError
@@ -10,7 +10,7 @@ from .engine_request import AnswerEnd, AnswerPart, EngineRequest, ReplicaLostErr
 
 async def answer_parts(
     engine: ServedEngine, request: EngineRequest, replica: str = ""
-) -> AsyncIterator[AnswerPart]:
+) -> AsyncGenerator[AnswerPart]:
     """Serve a request and yield its answer. Who closes or cancels this generator cancels the request.
 
     Args:
@@ -43,7 +43,7 @@ async def answer_parts(
         stream.cancel()
 
 
-async def _parts(stream: AnswerStream) -> AsyncIterator[AnswerPart]:
+async def _parts(stream: AnswerStream) -> AsyncGenerator[AnswerPart]:
     was_sent = False
     try:
         async for tokens in stream:

@@ -32,8 +32,8 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
     hashes of its blocks. Ray tries the replicas in the order that this class returns: a replica whose queue
     is full gets no request. What the router knows of states may be old, which costs a miss.
 
-    Ray calls it in one event loop. It takes Ray's requests by their own order, not first in first out: what is
-    chosen for one request must not go to another.
+    Ray calls it in one event loop. It is not first in first out: what is chosen for one request must not
+    go to another.
     """
 
     def initialize_state(self, *, router: str, channel: str, seed: int = 0) -> None:
@@ -63,7 +63,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         }
         loads = self._loads.loads(replicas, queue_lengths)
         request = _route_request(pending_request, candidate_replicas[0])
-        if request is None:  # a question that any replica answers
+        if request is None or pending_request is None:  # a question that any replica answers
             loads.sort(key=lambda load: load.num_requests)
             return [[replicas[load.replica]] for load in loads]
         lost = set(pending_request.args[0].lost)
@@ -72,9 +72,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         self._loads.note_chosen(_request_id(pending_request), order[0], _num_tokens(request))
         return [[replicas[name]] for name in order]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has the request."""
         if self._loads.note_routed(_request_id(pending_request), replica_id.unique_id):
             request = _route_request(pending_request, self.curr_replicas.get(replica_id))

@@ -1,6 +1,5 @@
 """A process that serves replicas until it is told to stop."""
 
-import logging
 import os
 import signal
 import sys

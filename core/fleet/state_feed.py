@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
@@ -48,7 +48,7 @@ class StateFeed:
         channel: str,
         engine: AsyncEngine,
         publisher: Publisher | None,
-        serve_hand_over: Callable[[HandOver], Awaitable[None]],
+        serve_hand_over: Callable[[HandOver], Coroutine[Any, Any, None]],
     ) -> None:
         self._replica = replica
         self._channel = channel

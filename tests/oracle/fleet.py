@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ class Replicas:
     Attributes:
         engines: one a replica.
         losses: for the next calls, in their order: after how many tokens the replica is lost; None for none.
+        loss_of: the same for a request and the number of its call, where `losses` is empty.
         refusals: errors for the next calls, which refuse their requests.
         requests: what was called so far.
         num_serving: how many replicas there are for the fleet; None for all.
@@ -33,14 +34,16 @@ class Replicas:
 
     engines: Sequence[ms.DynamicInferenceEngine]
     losses: list[int | None] = field(default_factory=list)
+    loss_of: Callable[[EngineRequest, int], int | None] = lambda request, number: None
     refusals: list[Exception] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)
     num_serving: int | None = None
     is_cut: bool = True
+    model_name: str = "tiny"
     local: list[LocalEngine] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.local = [LocalEngine(engine, model_name="tiny") for engine in self.engines]
+        self.local = [LocalEngine(engine, model_name=self.model_name) for engine in self.engines]
 
     def fleet(self, **settings: Any) -> FleetEngine:
         """A fleet over these replicas."""
@@ -57,8 +60,8 @@ class Replicas:
     async def call(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Serve a request at the next replica, and lose it where `losses` says."""
         number = len(self.requests) % len(self.local)
+        loss = self.losses.pop(0) if self.losses else self.loss_of(request, len(self.requests))
         self.requests.append(request)
-        loss = self.losses.pop(0) if self.losses else None
         if self.refusals:
             yield _copied(AnswerPart(error=self.refusals.pop(0), replica=str(number)))
             return
@@ -74,7 +77,7 @@ class Replicas:
                 if loss is not None and num_sent == loss and part.tokens:
                     raise ReplicaLostError(f"replica {number} is gone")
         finally:
-            await parts.aclose()  # type: ignore[attr-defined]
+            await parts.aclose()
 
     async def reports(self) -> list[ReplicaReport]:
         metrics = [await local.metrics_text() for local in self.local]
@@ -83,8 +86,7 @@ class Replicas:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Replicas"]:
         """The engines, served. At the end nothing runs, and all books are in order."""
-        for local in self.local:
-            local.start()
+        self.start()
         try:
             yield self
             for _ in range(500):
@@ -92,9 +94,16 @@ class Replicas:
                     break
                 await asyncio.sleep(0.01)
         finally:
-            for local in self.local:
-                with suppress(RuntimeError):
-                    await local.close()
+            await self.close()
+
+    def start(self) -> None:
+        for local in self.local:
+            local.start()
+
+    async def close(self) -> None:
+        """End the engines, and check that nothing runs."""
+        for local in self.local:
+            await local.close()
         for engine in self.engines:
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting, stats.cache.num_held_kv_blocks) == (0, 0, 0)
