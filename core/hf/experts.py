@@ -1,6 +1,5 @@
 """Which of transformers' experts a served mixture-of-experts model runs."""
 
-
 import torch
 from torch import Tensor, nn
 
