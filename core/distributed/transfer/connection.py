@@ -107,15 +107,16 @@ class Connection:
             return
         self.rendezvous.arrive()
         pairs = self.rendezvous.pairs()
-        own = 0 if self._side == "source" else 1
-        mine = [(pair[1 - own], pair) for pair in pairs if pair[own] == self.rendezvous.rank]
+        own = int(self._side == "destination")
+        mine = [pair for pair in pairs if pair[own] == self.rendezvous.rank]
         has_nccl = self.rendezvous.has_nccl
         other = OTHER_SIDE[self._side]
-        for rank, (source, destination, _) in mine:
-            with _named(rank, other):
+        for source, destination, _ in mine:
+            with _named((source, destination)[1 - own], other):
                 self._links.append(self.rendezvous.link(source, destination))
             self._check_open()
-        for (rank, (_, _, part)), link in zip(mine, self._links, strict=True):
+        for (source, destination, part), link in zip(mine, self._links, strict=True):
+            rank = (source, destination)[1 - own]
             with _named(rank, other):
                 self._pipes.append(self._pipe(link, own, has_nccl))
             self._check_open()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -229,7 +230,7 @@ class Rendezvous:
         peer = destination if self._side == "source" else source
         self._link_keys += [f"{source}-{destination}/{ids}/{key}" for key in STORE_KEYS]
         return PairLink(
-            store, int(self._side == "destination"), self.remaining_s, lambda: self._check_same(peer)
+            store, int(self._side == "destination"), self.remaining_s, partial(self._check_same, peer)
         )
 
     def forget_links(self) -> None:
@@ -249,9 +250,7 @@ class Rendezvous:
             self._store.set(self._turn(self._hello), "")
             for peer in peers:
                 hello = self._hellos[OTHER_SIDE[self._side]][peer]
-                await_key(
-                    self._store, self._turn(hello), self.remaining_s, lambda peer=peer: self._check_same(peer)
-                )
+                await_key(self._store, self._turn(hello), self.remaining_s, partial(self._check_same, peer))
         except RenewedError:
             raise
         except DistNetworkError as error:

@@ -60,7 +60,8 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._checksums: dict[int, RowChecksum] = {}
         self.buffers: list[Tensor] = []
 
@@ -87,7 +88,7 @@ class Staging:
         """When everything launched so far is done; None on a CPU."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
