@@ -77,18 +77,19 @@ class Connection:
         self._pipes: list[Pipe] = []
         self.is_made = False
 
-    def meet(self) -> None:
+    def meet(self, for_turn: bool = True) -> None:
         """Connect with all peers, unless that is done, and wait until they are there for this hand-over.
 
-        Where a peer has begun anew, this side does, too.
+        `for_turn` is False where there is no hand-over now. Where a peer has begun anew, this side does, too.
 
         Raises:
             TransferError: a peer did not come, is lost, or has another model.
         """
         while True:
             try:
-                self.make()
-                self.rendezvous.await_turn([peer.rank for peer in self.peers])
+                self._make()
+                if for_turn:
+                    self.rendezvous.await_turn([peer.rank for peer in self.peers])
                 return
             except RenewedError as error:
                 self._close_all()
@@ -96,13 +97,7 @@ class Connection:
                 if self.rendezvous.remaining_s() <= 0.001:
                     raise AbsentError(f"{error}; not in {self.rendezvous.timeout_s:g} s") from error
 
-    def make(self) -> None:
-        """Connect with all peers, unless that is done; blocks until they are there.
-
-        Raises:
-            RenewedError: a peer has begun anew.
-            TransferError: a peer did not come, is lost, or has another model.
-        """
+    def _make(self) -> None:
         if self.is_made:
             return
         self.rendezvous.arrive()

@@ -65,8 +65,9 @@ class Staging:
         self._checksums: dict[int, RowChecksum] = {}
         self.buffers: list[Tensor] = []
 
+    @torch.inference_mode(False)
     def reserve(self, layout: PieceLayout) -> RowChecksum:
-        """Make room for the pieces of a layout; what sums them."""
+        """Make room for the pieces of a layout, on the current stream; what sums them."""
         size = max(layout.sizes, default=0)
         if not self.buffers or self.buffers[0].numel() < size:
             self.buffers = []
@@ -107,10 +108,10 @@ def send_pieces(
     pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
 ) -> list[int]:
     """Gather all pieces of a part and send them; their checksums."""
-    checksum = staging.reserve(layout)
     sums: list[Tensor] = []
     under_way: deque[Passage] = deque()
     with staging.on_stream():
+        checksum = staging.reserve(layout)
         for index, (piece, size) in enumerate(zip(layout.pieces, layout.sizes, strict=True)):
             if len(under_way) == NUM_BUFFERS:
                 wait(under_way.popleft().is_done)
@@ -131,11 +132,11 @@ def receive_pieces(
     pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
 ) -> list[int]:
     """Receive all pieces of a part and scatter them into the pools; their checksums."""
-    checksum = staging.reserve(layout)
     sums: list[Tensor] = []
-    free: list[Any] = [staging.mark()] * NUM_BUFFERS
     under_way: list[Passage] = []
     with staging.on_stream():
+        checksum = staging.reserve(layout)
+        free: list[Any] = [staging.mark()] * NUM_BUFFERS
         for index, piece in enumerate(layout.pieces):
             for posted in range(len(under_way), min(index + NUM_BUFFERS, len(layout.pieces))):
                 place = posted % NUM_BUFFERS
