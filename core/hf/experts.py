@@ -1,5 +1,7 @@
 """Which of transformers' experts a served mixture-of-experts model runs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
