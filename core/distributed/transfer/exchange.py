@@ -171,7 +171,7 @@ class Exchange:
                 begin = time.perf_counter()
                 num_bytes += self._send_part(connection, access, peer, *offer.rows_of(answer))
                 seconds += time.perf_counter() - begin
-        connection.rendezvous.end_turn()
+        connection.end_turn()
         forest = offer.forest
         return SendReport(len(forest.leaves), len(forest.states), len(connection.peers), num_bytes, seconds)
 
@@ -232,4 +232,4 @@ class Exchange:
                         "were altered on their way"
                     )
                 peer.link.send_values({"arrived": len(sums)})
-        connection.rendezvous.end_turn()
+        connection.end_turn()
