@@ -15,8 +15,8 @@ from .format import TransferError
 from .pieces import PartCopies, PieceLayout
 from .pipe import Passage, Pipe
 
-NUM_BUFFERS = 3
-"""One piece is packed or unpacked while another is on its way and the next is posted."""
+NUM_BUFFERS = 2
+"""One piece is packed or unpacked while another is on its way."""
 Wait = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises where it will not in time."""
 
