@@ -204,17 +204,17 @@ class Exchange:
 
     def _fill(self, connection: Connection, access: CacheAccess, placement: Placement) -> None:
         blocks, slots = placement.new_blocks, placement.new_slots
-        for peer in connection.peers:
-            with peer.named():
-                peer.link.send_values({"blocks": list(blocks), "states": list(slots)})
+        form = PrefixFormat.of(access)
         with connection.staging.on_stream():
             rows = list(blocks.values()), list(slots.values())
             copies = [PartCopies(access, peer.part, *rows) for peer in connection.peers]
-        form = PrefixFormat.of(access)
-        for peer, copy in zip(connection.peers, copies, strict=True):
+        inboxes = [peer.link.receive_later() for peer in connection.peers]
+        for peer in connection.peers:
+            with peer.named():
+                peer.link.send_values({"blocks": list(blocks), "states": list(slots)})
+        for peer, copy, inbox in zip(connection.peers, copies, inboxes, strict=True):
             layout = PieceLayout(form, peer.part, len(blocks), len(slots))
             with peer.named():
-                inbox = peer.link.receive_later()
                 wait = connection.waiter(inbox, _SUMS)
                 sums = receive_pieces(peer.pipe, layout, copy, connection.staging, connection.gate, wait)
                 told = values_of(inbox.result(), _SUMS)
