@@ -8,6 +8,7 @@ torchrun these tests deselect themselves. On a machine with a GPU for each rank 
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
@@ -73,6 +74,14 @@ def world() -> Iterator[World]:
     dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=TIMEOUT)
     yield World(device)
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def folder(world: World) -> Iterator[Path]:
+    """One directory for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(world.gathered(own)[0])
+        world.gathered(None)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,8 +1,6 @@
 """Prefixes between replicas of one model that are split in different ways: by files, and by hand-over."""
 
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -45,14 +43,6 @@ Split = tuple[int, int]
 SYSTEM = random_tokens(21, 0)
 PROMPTS = [SYSTEM + random_tokens(30, 1), SYSTEM + random_tokens(17, 2), random_tokens(40, 3)]
 ANSWER = 5
-
-
-@pytest.fixture
-def folder(world: World) -> Iterator[Path]:
-    """One directory for all ranks."""
-    with tempfile.TemporaryDirectory() as own:
-        yield Path(world.gathered(own)[0])
-        world.gathered(None)
 
 
 def engine_at(world: World, split: Split, **overrides: Any) -> ms.DynamicInferenceEngine:
