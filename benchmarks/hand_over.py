@@ -1,20 +1,23 @@
-"""What a hand-over of a cached prefix costs, beside computing the prefix again.
+"""What a hand-over of a cached prefix costs, beside computing the prefix again and beside the bare link.
 
 Two processes each have the whole model (two GPUs, or the CPU). The first computes a prefix, with states at
-its half and at its end, and sends it. The second receives it into an empty cache. Then the first process
-measures the parts of a hand-over by itself, without the transport, and SHA-256 over as many bytes. Both sides
-compute SHA-256 once, so it is a lower bound for each.
+its half and at its end, and sends the prefix to the second one, whose cache is empty, in three ways:
+
+    nccl    over a `TransferChannel`: what the receiver lacks, with the deepest state, from GPU to GPU
+    gloo    the same channel through host memory
+    bytes   all states, exported, encoded with SHA-256, sent over gloo, decoded and imported
 
     python benchmarks/hand_over.py --json out.json                          (two GPUs; bfloat16)
     python benchmarks/hand_over.py --shape tiny --device cpu                (does it run?)
 
-All figures are medians. "computed" is one `warm` on an empty cache. "received" is the whole
-`receive_prefixes`; the sender works meanwhile, and its work is part of the figure.
+All figures are medians. "computed" is one `warm` of the prefix on an empty cache. "received" is the whole
+call of the receiver, with the sender's work. "on the way" is the part from the first piece that is packed to
+the sender's word that all pieces have arrived and are imported. The link is what NCCL sends and receives of
+one buffer of 1 GiB, and what one process copies from GPU to GPU. Connecting a channel is a cost of its own.
 """
 
 import argparse
 import datetime
-import hashlib
 import json
 import multiprocessing
 import os
@@ -22,8 +25,9 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import mambaslots as ms
@@ -31,10 +35,13 @@ import mambaslots.distributed as msd
 import torch
 import torch.distributed as dist
 from command_line import add_count, add_device, make_parser
+from mambaslots.distributed.transfer.link import PairLink
+from mambaslots.distributed.transfer.nccl_pipe import NcclPipe
 from serving_models import HYBRID_SHAPES, PATTERN
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}
 BLOCKS = {"8b": 256, "tiny": 32}
+TRANSPORTS = ("nccl", "gloo", "bytes")
 TIMEOUT = timedelta(seconds=300)
 
 
@@ -65,6 +72,7 @@ class Side:
         model = ms.models.HybridLM(config, seed=0, device=device)
         self.engine = ms.DynamicInferenceEngine(model, settings)
         self.engine.set_weights_version("seed 0")
+        self.shape = args.shape
         self.vocabulary, self.on_gpu = config.vocab_size, args.device == "cuda"
 
     def meet(self) -> None:
@@ -84,46 +92,119 @@ class Side:
         draw = random.Random(length)
         return [draw.randrange(self.vocabulary) for _ in range(length)]
 
-    def send(self, length: int, name: str) -> dict[str, float]:
+    def fill(self, length: int) -> float:
+        """Have the prefix cached, with states at its half and at its end; what computing it at once costs."""
         engine, tokens = self.engine, self.tokens(length)
         engine.reset_prefix_cache()
-        engine.warm(tokens[: length // 2])
-        _, half = self.time_ms(lambda: engine.reset_prefix_cache() or engine.warm(tokens[: length // 2]))
-        _, rest = self.time_ms(lambda: engine.warm(tokens))
-        self.meet()
-        report, sent = self.time_ms(lambda: msd.send_prefixes(engine, self.store, name))
-        assert not report.failure, report.failure
-        export, exported = self.time_ms(lambda: msd.export_prefixes(engine))
-        data, encoded = self.time_ms(lambda: msd.encode_prefixes(export))
-        _, hashed = self.time_ms(lambda: hashlib.sha256(data).digest())
-        shard, decoded = self.time_ms(lambda: msd.decode_prefixes(data))
+        _, computed = self.time_ms(lambda: engine.warm(tokens))
         engine.reset_prefix_cache()
-        _, imported = self.time_ms(lambda: msd.import_prefixes(engine, shard))
-        return {
-            "computed": half + rest, "sent": sent, "export": exported, "encode": encoded, "decode": decoded,
-            "import": imported, "sha256": hashed, "MiB": len(data) / 2**20, "states": report.states,
-        }  # fmt: skip
+        engine.warm(tokens[: length // 2])
+        engine.warm(tokens)
+        return computed
 
-    def receive(self, length: int, name: str) -> dict[str, float]:
+    def check(self, length: int) -> None:
+        """The second process resumes where the prefix ends."""
+        (result,) = self.engine.generate([[*self.tokens(length), 1]])
+        assert result.num_resumed_tokens == length, result.num_resumed_tokens
+
+    def over_channel(self, channel: Any, length: int) -> dict[str, float]:
+        if self.number == 0:
+            computed = self.fill(length)
+            self.meet()
+            report, sent = self.time_ms(lambda: channel.send([(self.tokens(length), None)]))
+            assert not report.failure, report.failure
+            return {
+                "computed": computed, "sent": sent, "on the way": 1e3 * report.seconds,
+                "MiB": report.bytes / 2**20,
+            }  # fmt: skip
         self.engine.reset_prefix_cache()
         self.meet()
-        report, received = self.time_ms(lambda: msd.receive_prefixes(self.engine, self.store, name))
+        report, received = self.time_ms(channel.receive)
         assert not report.failure, report.failure
-        (result,) = self.engine.generate([[*self.tokens(length), 1]])
-        assert result.num_resumed_tokens == length
+        self.check(length)
         return {"received": received}
+
+    def as_bytes(self, link: Any, length: int) -> dict[str, float]:
+        if self.number == 0:
+            computed = self.fill(length)
+            self.meet()
+
+            def send() -> int:
+                data = msd.encode_prefixes(msd.export_prefixes(self.engine))
+                link.send(data)
+                return len(data)
+
+            size, sent = self.time_ms(send)
+            return {"computed": computed, "sent": sent, "MiB": size / 2**20}
+        self.engine.reset_prefix_cache()
+        self.meet()
+        _, received = self.time_ms(lambda: msd.import_prefixes(self.engine, link.receive()))
+        self.check(length)
+        return {"received": received}
+
+    def measure(self, transport: str, repeats: int) -> dict[str, Any]:
+        """Of each length the medians of this process's figures, and what connecting took."""
+        rows: dict[str, Any] = {}
+        if transport == "bytes":
+            store = dist.PrefixStore("bytes", self.store)
+            link, connecting = self.time_ms(lambda: PairLink(store, self.number, lambda: 300.0))
+            call = partial(self.as_bytes, link)
+        else:
+            side = "destination" if self.number else "source"
+            channel = msd.TransferChannel(self.engine, self.store, transport, side, transport=transport)
+            failure, connecting = self.time_ms(channel.connect)
+            assert not failure, failure
+            assert channel.transport == transport, channel.transport
+            call = partial(self.over_channel, channel)
+        for length in LENGTHS[self.shape]:
+            figures = [call(length) for _ in range(repeats + 1)][1:]
+            rows[str(length)] = {name: statistics.median(row[name] for row in figures) for name in figures[0]}
+        if transport != "bytes":
+            channel.close()
+        return {"connecting": connecting, "rows": rows}
+
+    def link_gb_s(self, num_bytes: int = 1 << 30, repeats: int = 7) -> float:
+        """What NCCL sends from one GPU to the other, in 1e9 bytes a second."""
+        device = torch.device("cuda", self.number)
+        link = PairLink(dist.PrefixStore("bare link", self.store), self.number, lambda: 300.0)
+        pipe = NcclPipe(device, self.number, link, lambda: 300.0)
+        buffer, times = torch.zeros(num_bytes, dtype=torch.uint8, device=device), []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            self.meet()
+            started = time.perf_counter()
+            passage = (pipe.receive if self.number else pipe.send)(buffer, None)
+            while not passage.is_done():
+                pass
+            times.append(time.perf_counter() - started)
+        self.meet()
+        pipe.close()
+        link.close()
+        return num_bytes / statistics.median(times[2:]) / 1e9
+
+    def copy_gb_s(self, num_bytes: int = 1 << 30, repeats: int = 7) -> float:
+        """What this process copies from its GPU to the other one."""
+        here = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
+        there, times = torch.empty_like(here, device="cuda:1"), []
+        for _ in range(repeats):
+            _, took = self.time_ms(lambda: there.copy_(here))
+            times.append(took)
+        return num_bytes / statistics.median(times[2:]) / 1e6
 
 
 def run_side(number: int, port: int, args: argparse.Namespace) -> None:
     side = Side(number, port, args)
-    for length in LENGTHS[args.shape]:
-        part = side.receive if number else side.send
-        figures = [part(length, f"{length}, {turn}") for turn in range(args.repeats + 1)][1:]
-        medians = {name: statistics.median(row[name] for row in figures) for name in figures[0]}
-        side.store.set(f"figures {length}, {number}", json.dumps(medians))
+    found: dict[str, Any] = {transport: side.measure(transport, args.repeats) for transport in args.transport}
+    if "nccl" in args.transport:
+        found["link"] = {"NCCL": side.link_gb_s()}
+        if number == 0:
+            found["link"]["copy"] = side.copy_gb_s()
+    side.store.set(f"figures {number}", json.dumps(found))
+    side.meet()
 
 
-def measured(args: argparse.Namespace) -> dict[int, dict[str, float]]:
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of both processes, by transport."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     spawn = multiprocessing.get_context("spawn")
     sides = [spawn.Process(target=run_side, args=(number, store.port, args)) for number in range(2)]
@@ -133,23 +214,34 @@ def measured(args: argparse.Namespace) -> dict[int, dict[str, float]]:
         side.join()
     if any(side.exitcode for side in sides):
         raise SystemExit("a side failed")
-    return {
-        length: json.loads(store.get(f"figures {length}, 0")) | json.loads(store.get(f"figures {length}, 1"))
-        for length in LENGTHS[args.shape]
-    }
+    source, target = (json.loads(store.get(f"figures {number}")) for number in range(2))
+    found: dict[str, Any] = {"link": source.get("link", {})}
+    for transport in args.transport:
+        rows = source[transport]["rows"]
+        for length, row in rows.items():
+            row |= target[transport]["rows"][length]
+        found[transport] = {"connecting": target[transport]["connecting"], "rows": rows}
+    return found
 
 
-def show(rows: dict[int, dict[str, float]]) -> None:
-    parts = ("export", "encode", "decode", "import")
-    print(
-        f"{'tokens':>7} {'MiB':>7} {'computed':>10} {'received':>10} {'times':>6}  of which, without the way:"
-    )
-    for length, row in rows.items():
-        times = ", ".join(f"{name} {row[name]:.1f}" for name in parts)
-        print(
-            f"{length:7,} {row['MiB']:7.1f} {row['computed']:7.1f} ms {row['received']:7.1f} ms "
-            f"{row['computed'] / row['received']:5.1f}x  {times}; SHA-256 once {row['sha256']:.1f}"
-        )
+def show(found: dict[str, Any], transports: Sequence[str]) -> None:
+    link = found["link"].get("NCCL")
+    for name, speed in found["link"].items():
+        print(f"1 GiB from GPU to GPU, {name}: {speed:.0f} GB/s")
+    print(f"\n{'':5} {'tokens':>7} {'MiB':>7} {'computed':>11} {'received':>11} {'times':>6}  on the way")
+    for transport in transports:
+        for length, row in found[transport]["rows"].items():
+            way = ""
+            if "on the way" in row:
+                speed = row["MiB"] * 2**20 / row["on the way"] / 1e6
+                share = f", {speed / link:.0%} of the link" if link and transport == "nccl" else ""
+                way = f"{row['on the way']:.2f} ms, {speed:.1f} GB/s{share}"
+            print(
+                f"{transport:5} {int(length):7,} {row['MiB']:7.1f} {row['computed']:8.1f} ms "
+                f"{row['received']:8.1f} ms {row['computed'] / row['received']:5.1f}x  {way}"
+            )
+    for transport in transports:
+        print(f"connecting once, {transport}: {found[transport]['connecting']:.0f} ms")
 
 
 def main() -> None:
@@ -160,15 +252,20 @@ def main() -> None:
     )
     add_count(parser, "--layers", len(PATTERN), "only the first layers")
     add_count(parser, "--repeats", 5, "timed hand-overs of each length")
+    parser.add_argument(
+        "--transport", nargs="+", choices=TRANSPORTS, default=None,
+        help="the ways to measure (default: all that the device has)",
+    )  # fmt: skip
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < 2:
         print("nothing measured: this needs two GPUs (or --shape tiny --device cpu)")
         return
+    args.transport = args.transport or TRANSPORTS[args.device == "cpu" :]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = measured(args)
+    found = measured(args)
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     print(f"{gpu or platform.processor() or platform.machine()}, torch {torch.__version__}, {args.shape}\n")
-    show(rows)
+    show(found, args.transport)
     if args.json:
         figures = {
             "date": datetime.date.today().isoformat(),
@@ -176,7 +273,7 @@ def main() -> None:
             "torch": torch.__version__,
             "shape": args.shape,
             "layers": args.layers,
-            "rows": rows,
+            **found,
         }
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

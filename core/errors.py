@@ -66,3 +66,7 @@ class QueueFullError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The thread of an `AsyncEngine` has given up; the error's cause says why."""
+
+
+class NoReplicaError(RuntimeError):
+    """No replica serves now, or replica after replica was lost while it answered. Ask again later."""

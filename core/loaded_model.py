@@ -19,6 +19,27 @@ _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
+class LoadedText:
+    """What a checkpoint says without its weights: enough for a server whose engines run elsewhere.
+
+    Attributes:
+        text, generation, folder: as in `LoadedModel`.
+    """
+
+    text: TextCodec | None
+    generation: GenerationDefaults
+    folder: Path
+
+    def __repr__(self) -> str:
+        """One line: from where, and whether there is text."""
+        return f"<LoadedText: {self.folder}, {_described(self.text)}>"
+
+    def sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
+        return self.generation.sampling_params(**overrides)
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """What a checkpoint holds.
 
@@ -36,13 +57,7 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         """One line: what was loaded, from where, and whether it has text."""
-        text, chat = self.text, self.text is not None and self.text.chat_template is not None
-        parts = (
-            "no tokenizer"
-            if text is None
-            else f"tokenizer, {'chat template' if chat else 'no chat template'}"
-        )
-        return f"<LoadedModel: {type(self.model).__name__} from {self.folder}, {parts}>"
+        return f"<LoadedModel: {type(self.model).__name__} from {self.folder}, {_described(self.text)}>"
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
@@ -109,18 +124,30 @@ def load(
         ImportError: the folder is one of transformers, which is not installed.
     """
     folder = _folder_of(folder_or_name)
-    config = read_object(folder / CONFIG)
-    generation = GenerationDefaults.read(folder, config)
+    loaded = load_text(folder)
     model: Model
-    if config.get("model_type") == MODEL_TYPE:
-        text = _byte_text(folder)
+    if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
         model = HybridLM.from_pretrained(folder, device=device, dtype=dtype, groups=groups)
     else:
         from . import hf
 
-        text = hf.load_text(folder)
         model = hf.load(folder, device, dtype, groups=groups)
-    return LoadedModel(model, text, generation, folder)
+    return LoadedModel(model, loaded.text, loaded.generation, folder)
+
+
+def load_text(folder_or_name: str | Path) -> LoadedText:
+    """Load what `load` loads beside the weights: tokenizer, chat template and defaults.
+
+    Raises what `load` raises; weights are not looked at.
+    """
+    folder = _folder_of(folder_or_name)
+    config = read_object(folder / CONFIG)
+    generation = GenerationDefaults.read(folder, config)
+    if config.get("model_type") == MODEL_TYPE:
+        return LoadedText(_byte_text(folder), generation, folder)
+    from . import hf
+
+    return LoadedText(hf.load_text(folder), generation, folder)
 
 
 def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
@@ -131,6 +158,12 @@ def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
     from . import hf
 
     return hf.stored_dtype(folder)
+
+
+def _described(text: TextCodec | None) -> str:
+    if text is None:
+        return "no tokenizer"
+    return f"tokenizer, {'no chat template' if text.chat_template is None else 'chat template'}"
 
 
 def _folder_of(folder_or_name: str | Path) -> Path:

@@ -14,6 +14,22 @@ EarlyEnd = Literal["cancelled", "stop"]
 """The finish reasons that a caller may end a request with."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptFigures:
+    """What became of a request's prompt; known once the answer has a token.
+
+    Attributes:
+        num_resumed_tokens, computed_by_reason, prompt_log_probs: as in `RequestResult`.
+    """
+
+    num_resumed_tokens: int
+    computed_by_reason: Mapping[ComputeReason, int]
+    prompt_log_probs: list[float] | None = None
+
+    def __repr__(self) -> str:
+        return brief_repr(self)
+
+
 @dataclass(frozen=True)
 class RequestResult:
     """A finished request.

@@ -29,6 +29,10 @@ class SamplingParams:
             N-1. The tokens from `prompt_log_probs_start` - 1 on are then computed: the request resumes from
             no deeper state.
         prompt_log_probs_start: position of the first prompt token whose log-prob is returned, >= 1.
+        num_generated: how many of the last tokens that are passed as the prompt belong to the answer, because
+            another engine has generated them; fewer than `num_tokens_to_generate`. They count for that
+            number and for the numbers of random numbers, so that the answer goes on as it would have gone on
+            there. Results have the tokens behind them.
     """
 
     num_tokens_to_generate: int = 16
@@ -42,6 +46,7 @@ class SamplingParams:
     num_top_log_probs: int = 0
     skip_prompt_log_probs: bool = True
     prompt_log_probs_start: int = 1
+    num_generated: int = 0
 
     def __post_init__(self) -> None:
         length = integer("num_tokens_to_generate", self.num_tokens_to_generate, 1, INT32_MAX)
@@ -61,6 +66,8 @@ class SamplingParams:
         boolean("skip_prompt_log_probs", self.skip_prompt_log_probs)
         first = integer("prompt_log_probs_start", self.prompt_log_probs_start, 1, INT32_MAX)
         set_field(self, "prompt_log_probs_start", first)
+        given = integer("num_generated", self.num_generated, 0, length - 1)
+        set_field(self, "num_generated", given)
 
     @property
     def greedy(self) -> bool:

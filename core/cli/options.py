@@ -35,15 +35,52 @@ def count(at_least: int = 1, at_most: int | None = None) -> Callable[[str], int]
     return integer
 
 
+def count_or_range(text: str) -> tuple[int, int]:
+    """A type of arguments: an integer >= 1, or two of them as "1:4", the smaller one first."""
+    fewest, colon, most = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (fewest, most if colon else fewest)]
+    if not 0 < numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= 1, or two of them, as in 1:4")
+    return numbers[0], numbers[1]
+
+
 def positive(text: str) -> float:
     """A type of arguments: numbers above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number > 0")
     return value
+
+
+def not_negative(text: str) -> float:
+    """A type of arguments: numbers from 0 on."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number >= 0")
+    return value
+
+
+def _number(text: str) -> float:
+    """The number that is written in `text`, or NaN."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def listed[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T]]:
+    """A type of arguments: entries divided by commas."""
+
+    def entries(text: str) -> list[T]:
+        found: list[T] = []
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            one = entry(part)
+            found += one if isinstance(one, list) else [one]
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r}; accepted: one or more, divided by commas")
+        return found
+
+    return entries
 
 
 def text_file(text: str) -> Path:

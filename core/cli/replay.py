@@ -2,12 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..replay.answer import answers
-from ..replay.cells import Cell, TraceSource, replay_cells
+from ..replay.cells import Cell, TraceSource, replay_cell, replay_cells
 from ..replay.model_shapes import MODELS, STATE_DTYPES, model_shape
 from ..replay.ours import UNLIMITED
 from ..replay.progress_line import ReplayProgress
@@ -15,7 +14,9 @@ from ..replay.report import as_json, plain_setting, table, unlimited_shares
 from ..replay.rows import GROUPS, ROWS, rows_named
 from ..replay.setting import ModelShape, ReplaySetting
 from ..replay.traces import KINDS
-from .options import add_json, count, new_file, positive
+from . import replay_replicas
+from .options import add_json, count, listed, new_file, positive
+from .replay_replicas import OWN_ROW
 
 TEXT = """Replay traces of requests without a model, and say how much memory the cache should get.
 
@@ -23,13 +24,12 @@ The scheduler, the cache and its policies are those of the engine; the clock cou
 which share of all prompt tokens each row resumes with each budget. The last lines answer "How much memory do
 I give it?". Other rows emulate other caches, or know the trace in advance."""
 BUDGETS_GB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-OWN_ROW = "ours"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("traffic")
     group.add_argument(
-        "--trace", type=_listed(_origin), default=["chat"], metavar="LIST",
+        "--trace", type=listed(_origin), default=["chat"], metavar="LIST",
         help=f"generated traces ({', '.join(KINDS)}), all of these by the name all, or files: JSON lines of "
         "your own traffic or in Mooncake's format; divided by commas (default: chat)",
     )  # fmt: skip
@@ -48,14 +48,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group = parser.add_argument_group("memory")
     group.add_argument(
-        "--budget-gb", type=_listed(positive), metavar="LIST",
-        help="memory for cached states, in GB (default: 1,2,4,...,64 unless --total-gb is given)",
+        "--budget-gb", type=listed(positive), metavar="LIST",
+        help="memory for cached states, in GB (default, unless --total-gb is given: 1,2,4,...,64; with "
+        "--replicas 2,8)",
     )  # fmt: skip
     group.add_argument(
         "--kv-gb", type=positive, default=20.0, metavar="GB", help="for KV beside them (default: %(default)g)"
     )
     group.add_argument(
-        "--total-gb", type=_listed(positive), metavar="LIST",
+        "--total-gb", type=listed(positive), metavar="LIST",
         help="memory for live states, cached states and KV together, which each row divides itself",
     )  # fmt: skip
     group.add_argument(
@@ -71,9 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--block-size-tokens", type=count(), default=256, metavar="N",
         help="tokens of a KV block (default: %(default)s)",
     )  # fmt: skip
+    replay_replicas.add_options(parser)
     group = parser.add_argument_group("table")
     group.add_argument(
-        "--rows", type=_listed(_row), default=[OWN_ROW], metavar="LIST",
+        "--rows", type=listed(_row), default=[OWN_ROW], metavar="LIST",
         help=f"rows and groups of rows ({', '.join((*GROUPS, *ROWS))}), divided by commas "
         f"(default: {OWN_ROW})",
     )  # fmt: skip
@@ -81,9 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=count(), default=1, metavar="N", help="processes that replay (default: 1)"
     )
     add_json(group, "all results")
-    group.add_argument(
-        "--plot", type=new_file, metavar="PATH", help="draw the shares against the budgets into this file"
-    )
+    group.add_argument("--plot", type=new_file, metavar="PATH", help="draw the table into this file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,11 +93,14 @@ def run(options: argparse.Namespace) -> int:
         from ..replay.plot import draw, require_matplotlib
 
         require_matplotlib()
+    replay_replicas.check(options)
     shape = model_shape(options.model, options.state_dtype)
     settings = _settings(options, shape)
+    if options.replicas:
+        return replay_replicas.run(options, _sources(options), settings, _given(options))
     cells = _cells(options, settings)
     progress = ReplayProgress(len(cells))
-    results = list(replay_cells(cells, options.jobs, progress.show))
+    results = list(replay_cells(cells, options.jobs, replay_cell, progress.show))
     progress.end()
     said = list(dict.fromkeys(answers(results, unlimited_shares(results), OWN_ROW)))
     print(table(results))
@@ -114,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace, shape: ModelShape) -> list[ReplaySetting]:
     """One for each budget, those for states first."""
-    budgets = options.budget_gb or ([] if options.total_gb else BUDGETS_GB)
+    default = replay_replicas.BUDGETS_GB if options.replicas else BUDGETS_GB
+    budgets = options.budget_gb or ([] if options.total_gb else default)
     common: dict[str, Any] = {
         "max_requests": options.concurrency,
         "block_size_tokens": options.block_size_tokens,
@@ -135,32 +139,23 @@ def _cells(options: argparse.Namespace, settings: list[ReplaySetting]) -> list[C
     """Trace by trace, budget by budget, row by row; the unlimited pool once a trace."""
     rows = [row for row in rows_named(options.rows) if row != UNLIMITED.name]
     cells = []
-    for origin in dict.fromkeys(options.trace):
-        source = TraceSource(origin, options.seed, options.shards, options.shard, options.requests)
+    for source in _sources(options):
         cells += [Cell(source, row, setting) for setting in settings for row in rows]
         cells.append(Cell(source, UNLIMITED.name, settings[0]))
     return cells
+
+
+def _sources(options: argparse.Namespace) -> list[TraceSource]:
+    return [
+        TraceSource(origin, options.seed, options.shards, options.shard, options.requests)
+        for origin in dict.fromkeys(options.trace)
+    ]
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, as plain values."""
     names = ("trace", "seed", "shards", "shard", "requests", "rows", "model", "state_dtype")
     return {name: getattr(options, name) for name in names}
-
-
-def _listed[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T]]:
-    """A type of arguments: entries divided by commas."""
-
-    def entries(text: str) -> list[T]:
-        found: list[T] = []
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            one = entry(part)
-            found += one if isinstance(one, list) else [one]
-        if not found:
-            raise argparse.ArgumentTypeError(f"{text!r}; accepted: one or more, divided by commas")
-        return found
-
-    return entries
 
 
 def _origin(text: str) -> list[str]:

@@ -2,12 +2,19 @@
 
 import argparse
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .options import add_engine, add_model, count, positive, text_file, unused_path
+from ..fleet.fleet_settings import ROUTER_NAMES
+from ..inference.policies.salt_key import ENVIRONMENT_NAME
+from .options import add_engine, add_model, count, count_or_range, positive, text_file, unused_path
+from .replica import ReplicaEngine, ReplicaText
 from .setup import load_model, make_engine
+
+if TYPE_CHECKING:
+    from ..serve import ServerSettings
 
 TEXT = """Serve a model behind an OpenAI-compatible HTTP API, with a page for operators at /.
 
@@ -15,7 +22,7 @@ TEXT = """Serve a model behind an OpenAI-compatible HTTP API, with a page for op
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Write a class."}], "stream": true}'
 
-Needs the extra `mambaslots[serve]`."""
+Needs the extra `mambaslots[serve]`; replicas need `mambaslots[fleet]`."""
 ADMIN_KEY = "MAMBASLOTS_ADMIN_KEY"
 
 
@@ -69,6 +76,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--record", type=unused_path, metavar="FILE",
         help="write a trace of the traffic for `mambaslots replay`: lengths and keyed hashes, no token",
     )  # fmt: skip
+    group = parser.add_argument_group(
+        "replicas", "several engines behind one address, each in a process of its own, on Ray Serve"
+    )
+    group.add_argument(
+        "--replicas", type=count_or_range, metavar="N|MIN:MAX",
+        help="engines; with MIN:MAX as many as the requests need. They run on this machine, or on the "
+        "cluster that RAY_ADDRESS names (default: one engine, without Ray)",
+    )  # fmt: skip
+    group.add_argument("--tp", type=count(), metavar="N", help="processes that split a replica's model")
+    group.add_argument(
+        "--router", choices=ROUTER_NAMES,
+        help="which replica a request goes to (default: state, the one that holds its deepest state)",
+    )  # fmt: skip
     parser.epilog = (
         f"With --api-keys, the page and /metrics need the key in the environment variable {ADMIN_KEY}."
     )
@@ -80,12 +100,52 @@ def run(options: argparse.Namespace) -> int:
 
     check_installed()
     settings = ServerSettings(**server_settings(options))
+    if options.replicas is not None or options.tp is not None:
+        return _run_replicas(options, settings)
+    if options.router is not None:
+        raise ValueError(f"--router is {options.router!r} without --replicas; accepted: both")
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     if options.record is None:
         return serve(engine, loaded, settings)
     with TraceRecorder(engine, options.record):
         return serve(engine, loaded, settings)
+
+
+def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> int:
+    from ..fleet import check_installed
+
+    check_installed()
+    from ..fleet.fleet_settings import FleetSettings
+    from ..fleet.server import serve_replicas
+
+    if options.record is not None:
+        raise ValueError(
+            "--record and --replicas are both given; accepted: one of them, because a trace is of one engine"
+        )
+    fewest, most = options.replicas or (1, 1)
+    fleet = FleetSettings(
+        model_name=settings.model_name,
+        trace=settings.trace,
+        min_replicas=fewest,
+        max_replicas=most,
+        ranks=options.tp or 1,
+        router=options.router or "state",
+        max_requests=options.max_requests,
+        drain_timeout_s=options.drain_timeout_s,
+    )
+    salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
+    text = ReplicaText(options.model)
+    text()  # what is wrong with the checkpoint is said here
+    make = ReplicaEngine(_only_data(options), salt_key)
+    return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
+
+
+def _only_data(options: argparse.Namespace) -> argparse.Namespace:
+    """The options without secrets, for another process."""
+    unwanted = {"run", "api_keys"}
+    wanted = {name: value for name, value in vars(options).items() if name not in unwanted}
+    return argparse.Namespace(**wanted)
 
 
 def server_settings(options: argparse.Namespace) -> dict[str, Any]:

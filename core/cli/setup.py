@@ -7,6 +7,7 @@ import torch
 from ..config import InferenceConfig
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, load, stored_dtype
+from ..parallel_groups import ParallelGroups
 from ..pool_sizes import GIGABYTE, PoolSizes
 from ..state_spec import HybridStateSpec
 
@@ -33,13 +34,13 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     return torch.device(options.device)
 
 
-def load_model(options: argparse.Namespace) -> LoadedModel:
-    """The model of a command line with `options.add_model`."""
+def load_model(options: argparse.Namespace, groups: ParallelGroups | None = None) -> LoadedModel:
+    """The model of a command line with `options.add_model`; with `groups`, this rank's part of it."""
     device = chosen_device(options)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if dtype is None and device.type == "cpu" and stored_dtype(options.model).itemsize == 2:
         dtype = torch.float32
-    return load(options.model, device, dtype)
+    return load(options.model, device, dtype, groups=groups)
 
 
 def make_engine(loaded: LoadedModel, options: argparse.Namespace) -> DynamicInferenceEngine:

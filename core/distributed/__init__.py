@@ -3,19 +3,40 @@
 from .agreement import Agreement
 from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
+from .lockstep.following import follow
+from .lockstep.leading_engine import LeadingEngine
+from .prefill_decode.disaggregated_engine import DisaggregatedEngine, PrefillCounts
+from .prefill_decode.prefill_client import RemotePrefill
+from .prefill_decode.prefill_worker import PrefillWorker
+from .routing.event_bytes import decode_events, encode_events
+from .routing.router import ReplicaLoad, Router, RouteRequest
+from .routing.routers import ROUTERS
+from .routing.state_events import StateEvents
+from .routing.state_index import StateIndex
+from .routing.state_publisher import StatePublisher
+from .transfer.channel import TransferChannel
 from .transfer.codec import decode_prefixes, encode_prefixes
+from .transfer.exchange import SendReport
 from .transfer.export import export_prefixes
 from .transfer.files import SaveReport, load_prefixes, save_prefixes
 from .transfer.format import TransferError
-from .transfer.hand_over import SendReport, receive_prefixes, send_prefixes
+from .transfer.hand_over import receive_prefixes, send_prefixes
 from .transfer.import_ import CopyError, import_prefixes
 from .transfer.placement import ImportReport, PrefixCounts
 from .transfer.shard import PrefixShard
 
 __all__ = [
     "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",
+    # routing to replicas
+    "ROUTERS", "Router", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
+    "encode_events", "decode_events",
+    # an engine of all ranks for one caller
+    "LeadingEngine", "follow",
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
-    "receive_prefixes", "encode_prefixes", "decode_prefixes",
+    "receive_prefixes", "TransferChannel", "encode_prefixes", "decode_prefixes",
+    # prefill apart from decode
+    "PrefillWorker", "DisaggregatedEngine", "RemotePrefill", "PrefillCounts",
+    # what they return and raise
     "PrefixShard", "PrefixCounts", "ImportReport", "SaveReport", "SendReport", "TransferError", "CopyError",
 ]  # fmt: skip

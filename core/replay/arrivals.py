@@ -43,6 +43,11 @@ class Arrivals:
         """When the next request comes; None where none comes before an answer ends."""
         return self._coming[0][0] if self._coming else None
 
+    @property
+    def horizon_ns(self) -> int | None:
+        """A time before which no request comes, as far as no answer ends; None for never."""
+        return self.next_ns
+
     def due(self, now_ns: int) -> list[int]:
         """Take the requests that have come by now: their numbers in the trace, in the order of coming."""
         found = []
@@ -51,6 +56,10 @@ class Arrivals:
             self._came_ns[index] = at_ns
             found.append(index)
         return found
+
+    def came_ns(self, index: int) -> int:
+        """When a request came that has not ended."""
+        return self._came_ns[index]
 
     def note_end(self, index: int, now_ns: int) -> None:
         """Note that the answer of a request that has come has ended."""

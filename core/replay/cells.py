@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from typing import Protocol
 
 from .rows import row_named
 from .savings import saved_share
@@ -95,24 +96,35 @@ def replay_cell(cell: Cell, progress: Progress = lambda num_served, num_all: Non
     return CellResult(cell, trace.name, number, replace(result, resumed_lengths=()), flops_saved=saved)
 
 
-def replay_cells(
-    cells: Sequence[Cell], num_jobs: int, show: Callable[[int, str], None] = lambda num_done, doing: None
-) -> Iterator[CellResult]:
+class NamedCell(Protocol):
+    """What is replayed on its own; `row` says it in words."""
+
+    @property
+    def row(self) -> str: ...
+
+
+def replay_cells[C: NamedCell, R](
+    cells: Sequence[C],
+    num_jobs: int,
+    replay: Callable[[C, Progress], R],
+    show: Callable[[int, str], None] = lambda num_done, doing: None,
+) -> Iterator[R]:
     """Replay cells, and yield their results in the order of the cells.
 
     Args:
         cells: what to replay.
         num_jobs: processes; 1 replays here.
+        replay: replays one cell; a function that other processes can import.
         show: called with the number of cells that are done, and with what is being done.
     """
     if num_jobs == 1:
         for index, cell in enumerate(cells):
             show(index, cell.row)
-            yield replay_cell(cell, lambda *counts, i=index, row=cell.row: show(i, _served(row, *counts)))
+            yield replay(cell, _shown(index, cell.row, show))
         return
     context = multiprocessing.get_context("spawn")  # a fork copies threads' locks
     with ProcessPoolExecutor(min(num_jobs, len(cells)), mp_context=context) as pool:
-        futures = [pool.submit(replay_cell, cell) for cell in cells]
+        futures = [pool.submit(replay, cell, _unseen) for cell in cells]
         try:
             for index, future in enumerate(futures):
                 show(index, cells[index].row)
@@ -121,5 +133,10 @@ def replay_cells(
             pool.shutdown(cancel_futures=True)
 
 
-def _served(row: str, num_served: int, num_all: int) -> str:
-    return f"{row}: {num_served:,} of {num_all:,} requests"
+def _shown(index: int, row: str, show: Callable[[int, str], None]) -> Progress:
+    """Shows how far the cell `index` is."""
+    return lambda num_served, num_all: show(index, f"{row}: {num_served:,} of {num_all:,} requests")
+
+
+def _unseen(num_served: int, num_all: int) -> None:
+    """The progress of a cell in another process, where nobody sees it."""

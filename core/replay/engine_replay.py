@@ -1,7 +1,8 @@
 """Serves a trace with the engine's scheduler and books, without a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Protocol
 
 from ..config import InferenceConfig
 from ..inference.contexts.books_only_context import BooksOnlyContext
@@ -20,6 +21,32 @@ TOO_LONG = "too_long"
 """Why the tokens of a request count as lost that fits into no KV pool: an engine refuses the request."""
 
 
+class RequestSource(Protocol):
+    """Where the requests of an engine come from. Times are nanoseconds since the trace began."""
+
+    @property
+    def next_ns(self) -> int | None:
+        """When the next request comes; None where none is known to come."""
+        ...
+
+    @property
+    def horizon_ns(self) -> int | None:
+        """A time before which no request comes, as far as no answer of this engine ends; None for never."""
+        ...
+
+    def due(self, now_ns: int) -> Sequence[int]:
+        """Take the requests that have come by now: their numbers in the trace, in the order of coming."""
+        ...
+
+    def came_ns(self, index: int) -> int:
+        """When a request came that has not ended."""
+        ...
+
+    def note_end(self, index: int, now_ns: int) -> None:
+        """Note that the answer of a request that has come has ended."""
+        ...
+
+
 class EngineReplay:
     """One trace, served by the `Scheduler` over a `BooksOnlyContext`, on a clock that counts steps.
 
@@ -31,6 +58,7 @@ class EngineReplay:
         context: rows and prefix cache.
         scheduler: the queue.
         now_ns: the time; it begins with the trace.
+        first_token_ns: of each request of the trace, from its coming to its first token; None until then.
     """
 
     def __init__(
@@ -41,14 +69,19 @@ class EngineReplay:
         cost: StepCost,
         *,
         token_by_token: bool = False,
+        source: RequestSource | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
-            trace: the requests.
+            trace: all requests that can come.
             spec: of the model; its tensors are not made.
             config: sizes and switches; with one row, requests come one after another.
             cost: how long steps take.
             token_by_token: whether each decode is a step of its own.
+            source: says which requests of the trace come, and when; by default all, as `Arrivals` has it.
+            after_step: called when time has passed, at the end of a step. Of decodes that are made many at
+                once, the last one is a step of its own.
         """
         self.now_ns = 0
         self.context = BooksOnlyContext(spec, config, clock=lambda: self.now_ns)
@@ -57,9 +90,11 @@ class EngineReplay:
         self._cost = cost
         self._token_by_token = token_by_token
         self._chains = chains_of(trace, config.block_size_tokens)
-        self._arrivals = Arrivals(trace, one_after_another=config.max_requests == 1)
+        self._source: RequestSource = source or Arrivals(trace, one_after_another=config.max_requests == 1)
+        self._after_step = after_step
         self._answers: dict[int, list[int]] = {}  # of requests that have not ended, the tokens still to come
         self._resumed = [0] * len(trace.requests)
+        self.first_token_ns: list[int | None] = [None] * len(trace.requests)
         self._num_ended = 0
         self._num_refused_tokens = 0
 
@@ -74,7 +109,7 @@ class EngineReplay:
         self._add_requests()
         steps = self.scheduler.schedule()
         while not steps:
-            next_ns = self._arrivals.next_ns
+            next_ns = self._source.next_ns
             if next_ns is None:
                 return False
             self.now_ns = max(self.now_ns, next_ns)
@@ -105,7 +140,7 @@ class EngineReplay:
     # ---- requests
 
     def _add_requests(self) -> None:
-        while numbers := self._arrivals.due(self.now_ns):
+        while numbers := self._source.due(self.now_ns):
             for number in numbers:
                 self._add(number)
 
@@ -131,6 +166,9 @@ class EngineReplay:
     def _generate(self, request: DynamicInferenceRequest, num_tokens: int) -> None:
         """Append the next tokens of the request's answer; end the request behind the last one."""
         first = request.num_generated
+        if not first:
+            came_ns = self._source.came_ns(request.request_id)
+            self.first_token_ns[request.request_id] = self.now_ns - came_ns
         request.tokens += self._answers[request.request_id][first : first + num_tokens]
         if len(request.tokens) >= request.max_length:
             self._resumed[request.request_id] = request.ledger.resumed
@@ -140,7 +178,7 @@ class EngineReplay:
 
     def _end(self, number: int) -> None:
         self._num_ended += 1
-        self._arrivals.note_end(number, self.now_ns)
+        self._source.note_end(number, self.now_ns)
 
     # ---- steps
 
@@ -153,6 +191,8 @@ class EngineReplay:
         for step in steps:
             if step.completes:
                 self._generate(step.request, 1)
+        if self._after_step:
+            self._after_step()
 
     def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:
         return round(self._cost.seconds(num_prefill_tokens, num_decodes) * NANOSECONDS)
@@ -160,11 +200,8 @@ class EngineReplay:
     @property
     def _may_admit(self) -> bool:
         """Whether a request waits and a row is free."""
-        return bool(self.scheduler.waiting) and self._has_free_rows
-
-    @property
-    def _has_free_rows(self) -> bool:
-        return len(self.scheduler.running) < self.context.config.max_requests
+        has_free_rows = len(self.scheduler.running) < self.context.config.max_requests
+        return bool(self.scheduler.waiting) and has_free_rows
 
     def _changes_nothing(self, steps: Sequence[RequestStep]) -> bool:
         """Whether the next steps meet the same books, so that who waits now waits on."""
@@ -184,13 +221,22 @@ class EngineReplay:
             number = min(number, self.context.num_quiet_decodes(request))
             if not number:
                 return
-        if self._has_free_rows and self._arrivals.next_ns is not None:
-            number = min(number, -(-(self._arrivals.next_ns - self.now_ns) // max(step_ns, 1)))
-        if number > 0:
+        horizon_ns = self._source.horizon_ns
+        if horizon_ns is not None:
+            number = min(number, -(-(horizon_ns - self.now_ns) // max(step_ns, 1)))
+        parts = (number,) if self._after_step is None else (number - 1, 1)
+        for num_decodes in parts if number > 0 else ():
+            self._pass_decodes(num_decodes, step_ns)
+
+    def _pass_decodes(self, number: int, step_ns: int) -> None:
+        if number:
+            running = list(self.scheduler.running)
             self.context.pass_decodes(running, number)
             self.now_ns += number * step_ns
-            for request in list(running):
+            for request in running:
                 self._generate(request, number)
+            if self._after_step:
+                self._after_step()
 
 
 @lru_cache(maxsize=4096)

@@ -49,7 +49,7 @@ def _lines(results: Sequence[CellResult]) -> Iterable[str]:
         + (" (of the ceiling)" if any(one.cell.row in _CEILING for one in cells) else "")
     )
     settings = list(dict.fromkeys(one.cell.setting for one in cells))
-    heads = [_head(setting) for setting in settings]
+    heads = [budget_head(setting) for setting in settings]
     rows = list(dict.fromkeys(one.cell.row for one in cells))
     left = max(map(len, [*rows, _UNLIMITED])) + 2
     widths = [max(len(head), 12) + 2 for head in heads]
@@ -65,10 +65,11 @@ def _lines(results: Sequence[CellResult]) -> Iterable[str]:
         yield from _losses(row, [one for one in cells if one.cell.row == row])
     for one in cells:
         if one.refusal:
-            yield f"{one.cell.row} at {_head(one.cell.setting)}: {one.refusal}"
+            yield f"{one.cell.row} at {budget_head(one.cell.setting)}: {one.refusal}"
 
 
-def _head(setting: ReplaySetting) -> str:
+def budget_head(setting: ReplaySetting) -> str:
+    """The memory of a setting, as tables name it."""
     if setting.total_gb is not None:
         return f"{setting.total_gb:g} GB in all"
     return f"{setting.state_gb:g}+{setting.kv_gb:g} GB"

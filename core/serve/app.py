@@ -1,5 +1,6 @@
 """The application: endpoints, and what lies around them."""
 
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,15 +12,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..loaded_model import LoadedModel
-from ..validation import instance
+from ..loaded_model import LoadedModel, LoadedText
+from ..validation import instance, shown
 from . import page_routes
 from .answers import ChatForm, CompletionForm
 from .errors import RequestError
 from .gate import Gate
 from .keys import Keys
-from .metrics import metrics_text
+from .local_engine import LocalEngine
 from .responses import JSONAnswer, error_response
+from .served_engine import ServedEngine
 from .service import Service
 from .settings import ServerSettings
 
@@ -49,7 +51,38 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     """
     instance("loaded", loaded, LoadedModel)
     instance("settings", settings, ServerSettings)
-    service = Service(engine, loaded, settings)
+    local = LocalEngine(
+        engine,
+        model_name=settings.model_name,
+        max_waiting_requests=settings.max_waiting_requests,
+        trace=_print_line if settings.trace else None,
+    )
+    app = make_app_over(local, loaded, settings)
+    app.state.engine, app.state.monitor = local.engine, local.monitor
+    return app
+
+
+def make_app_over(
+    served: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
+) -> FastAPI:
+    """The server as an ASGI application over whatever generates answers, replicas say.
+
+    Args:
+        served: started with the application, and closed with it.
+        loaded: text and defaults of the model.
+        settings: whom the server serves, and how much it takes. Without `trace`: `served` traces.
+
+    Returns:
+        The application. Its `state` has `engine`, which is `served`, `service`, `settings`, and a `monitor`
+            of None: without a monitor there is no page.
+
+    Raises:
+        ValueError: an argument is of another kind.
+    """
+    if not isinstance(loaded, LoadedModel | LoadedText):
+        raise ValueError(f"loaded is {shown(loaded)}; accepted: a LoadedModel or a LoadedText")
+    instance("settings", settings, ServerSettings)
+    service = Service(served, loaded, settings)
     app = FastAPI(
         title="mambaslots",
         docs_url=None,  # its scripts would come from another host
@@ -60,9 +93,9 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
         middleware=_middleware(settings),
         exception_handlers={RequestError: _answer_error, HTTPException: _answer_http_error},
     )
-    app.state.service, app.state.engine, app.state.settings = service, service.engine, settings
+    app.state.service, app.state.engine, app.state.settings = service, served, settings
     app.state.created = int(time.time())
-    app.state.monitor = service.monitor
+    app.state.monitor = None
     app.include_router(router)
     app.include_router(page_routes.router)
     return app
@@ -128,10 +161,13 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/metrics")
-def metrics(request: Request) -> Response:
-    """Not async, so that the event loop does not wait for it."""
-    content, media_type = metrics_text(_service(request).monitor)
+async def metrics(request: Request) -> Response:
+    content, media_type = await _service(request).engine.metrics_text()
     return Response(content, media_type=media_type)
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _service(request: Request) -> Service:

@@ -3,15 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from ..errors import EngineDeadError, KVBlockCapacityError, QueueFullError
-from ..inference.engines.async_engine import AsyncEngine
-from ..inference.engines.async_stream import AsyncStream
+from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
 from ..request import RequestResult
 from ..text import TextCodec
 from .answer_text import AnswerText, Piece
 from .answers import Usage
 from .errors import RequestError, unavailable
 from .preparation import Choice, Job
+from .served_engine import AnswerStream, ServedEngine
 
 Emit = Callable[[int, Piece, str | None], Awaitable[None]]
 """Takes the number of an answer, a piece of it and, with the last piece, why the answer ends."""
@@ -27,15 +26,22 @@ class Generation:
         text: makes text of tokens; None for a model without a tokenizer.
         job: what is wanted.
         cache_salt: the engine's salt.
+        tenant: whose requests these are.
     """
 
     def __init__(
-        self, engine: AsyncEngine, text: TextCodec | None, job: Job, cache_salt: bytes | None
+        self,
+        engine: ServedEngine,
+        text: TextCodec | None,
+        job: Job,
+        cache_salt: bytes | None,
+        tenant: str,
     ) -> None:
         self._engine = engine
         self._text = text
         self._job = job
         self._cache_salt = cache_salt
+        self._tenant = tenant
         self._num_cached = 0
         self._num_answer_tokens = 0
 
@@ -52,7 +58,7 @@ class Generation:
         Raises:
             RequestError: the engine takes no request, or could not end one.
         """
-        streams: list[AsyncStream] = []
+        streams: list[AnswerStream] = []
         try:
             async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
                 opening = [tasks.create_task(self._open(each, streams)) for each in self._job.choices]
@@ -65,11 +71,15 @@ class Generation:
             for stream in streams:
                 stream.cancel()
 
-    async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
+    async def _open(self, choice: Choice, streams: list[AnswerStream]) -> AnswerStream:
         """Queue one prompt. Its stream is added to `streams`."""
         try:
             stream = await self._engine.stream(
-                choice.tokens, choice.sampling, cache_salt=self._cache_salt, checkpoint_plan=choice.plan
+                choice.tokens,
+                choice.sampling,
+                cache_salt=self._cache_salt,
+                checkpoint_plan=choice.plan,
+                tenant=self._tenant,
             )
             streams.append(stream)
             return stream
@@ -77,12 +87,16 @@ class Generation:
             raise queue_full() from None
         except EngineDeadError:
             raise dead() from None
+        except NoReplicaError:
+            raise no_replica() from None
+        except KVBlockCapacityError:
+            raise no_capacity() from None
         except ValueError as error:
             raise RequestError(400, str(error)) from None
         except RuntimeError:
             raise draining() from None
 
-    async def _answer(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
+    async def _answer(self, choice: Choice, stream: AnswerStream, emit: Emit) -> None:
         options = self._job.options
         keeps_tokens = options.returns_token_ids or options.num_top_log_probs is not None
         text = AnswerText(self._text, options.stops, choice.tokens[-1], keeps_tokens)
@@ -97,10 +111,10 @@ class Generation:
                     await emit(choice.index, piece, None)
         except EngineDeadError:
             raise dead() from None
+        except NoReplicaError:
+            raise no_replica() from None
         except KVBlockCapacityError:
-            raise unavailable(
-                "pinned prefixes leave too little memory for this request", "capacity"
-            ) from None
+            raise no_capacity() from None
         result = stream.result
         assert result is not None
         piece = text.finish()
@@ -122,6 +136,14 @@ def draining() -> RequestError:
 
 def dead() -> RequestError:
     return unavailable("the engine has stopped; the server must be started again", "engine_dead")
+
+
+def no_replica() -> RequestError:
+    return unavailable("no replica of the model can answer now; try again later", "no_replica")
+
+
+def no_capacity() -> RequestError:
+    return unavailable("pinned prefixes leave too little memory for this request", "capacity")
 
 
 def _finish_reason(result: RequestResult) -> str:

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..loaded_model import LoadedModel
+from ..loaded_model import LoadedModel, LoadedText
 from ..sampling_params import SamplingParams
 from ..text import PromptTooLongError, TextCodec
 from ..validation import INT64_MAX
 from .errors import RequestError, bad_field
 from .options import MAX_CHOICES, Options
 from .requests import ChatRequest, CompletionRequest
+from .served_engine import EngineFacts
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 
@@ -64,11 +64,8 @@ class Lengths:
     step: int | None
 
     @classmethod
-    def of(cls, engine: DynamicInferenceEngine) -> "Lengths":
-        config = engine.config
-        blocks = engine.context.prefix_cache.kv_blocks.total_count
-        step = None if config.enable_chunked_prefill else config.max_tokens + 1
-        return cls(config.max_sequence_length, blocks * config.block_size_tokens, step)
+    def of(cls, facts: EngineFacts) -> "Lengths":
+        return cls(facts.max_sequence_length, facts.pool_tokens, facts.step_tokens)
 
     @property
     def longest(self) -> int:
@@ -113,14 +110,14 @@ class Preparation:
     It works on text, which takes time; call it outside the event loop, in any threads.
 
     Args:
-        engine: gives the limits and the plan; it is not called.
+        facts: the engine's limits and plan.
         loaded: the model's text and defaults.
         max_choices: answers to one request.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, loaded: LoadedModel, max_choices: int) -> None:
-        self.lengths = Lengths.of(engine)
-        self._plan = engine.config.checkpoint_plan
+    def __init__(self, facts: EngineFacts, loaded: LoadedModel | LoadedText, max_choices: int) -> None:
+        self.lengths = Lengths.of(facts)
+        self._plan = facts.checkpoint_plan
         self._loaded = loaded
         self._max_choices = max_choices
 

@@ -20,6 +20,7 @@ _CAUSES = {
     "timeout": "the timeout",
     "cancelled": "the shutdown",
     "engine_dead": "the engine's failure",
+    "no_replica": "the loss of replicas",
     "capacity": "too little memory",
 }
 _STREAM_HEADERS = [

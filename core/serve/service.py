@@ -1,8 +1,6 @@
 """What the endpoints share: the engine, the work on text, and what the server takes."""
 
 import asyncio
-import contextlib
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,19 +8,18 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from ..inference.engines.async_engine import AsyncEngine
-from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..loaded_model import LoadedModel
-from ..monitor import Monitor
+from ..errors import NoReplicaError
+from ..loaded_model import LoadedModel, LoadedText
 from .answers import Form
 from .errors import RequestError, bad_field
-from .generation import Generation, dead, draining, queue_full
+from .generation import Generation, dead, draining, no_replica, queue_full
 from .json_body import body_too_slow, parsed_object, read_body
 from .keys import engine_salt
 from .options import MAX_CHOICES
 from .preparation import Job, Preparation
 from .requests import Reader
 from .responses import GeneratedAnswer, StreamedAnswer, before
+from .served_engine import ServedEngine
 from .settings import ServerSettings
 from .tools_check import ToolsCheck
 
@@ -33,7 +30,7 @@ _LONG_BODY_BYTES = 2**18
 
 
 class Service:
-    """Takes requests for one engine.
+    """Takes requests for whatever generates answers.
 
     Bodies are parsed, and prompts encoded, in threads beside the event loop. Long bodies have a thread of
     their own, so that short ones do not wait for them. Python's parser of JSON lets no other thread run, not
@@ -41,7 +38,6 @@ class Service:
 
     Attributes:
         engine: serves the prompts.
-        monitor: counts what the engine does.
         loaded, settings: what the server was made with.
         max_body_bytes: longest body of a request.
         reader: reads bodies.
@@ -49,20 +45,20 @@ class Service:
         is_draining: whether new requests are refused.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> None:
-        self.engine = AsyncEngine(engine, max_waiting_requests=settings.max_waiting_requests)
-        trace = _print_line if settings.trace else None
-        self.monitor = Monitor(engine, model_name=settings.model_name, trace=trace)
+    def __init__(
+        self, engine: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
+    ) -> None:
+        self.engine = engine
         self.loaded = loaded
         self.settings = settings
-        self.max_body_bytes = settings.max_body_bytes or _longest_body(engine.config.max_sequence_length)
+        facts = engine.facts
+        self.max_body_bytes = settings.max_body_bytes or _longest_body(facts.max_sequence_length)
         max_choices = min(MAX_CHOICES, settings.max_waiting_requests)
-        self.reader = Reader(settings.model_name, engine.context.spec.vocab_size, max_choices)
-        self.preparation = Preparation(engine, loaded, max_choices)
+        self.reader = Reader(settings.model_name, facts.vocab_size, max_choices)
+        self.preparation = Preparation(facts, loaded, max_choices)
         self.is_draining = False
         self._tools_check = ToolsCheck(loaded.text)
         self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
-        self._max_open = settings.max_waiting_requests + engine.config.max_requests
         self._num_open = 0
         self._none_open = asyncio.Event()
 
@@ -75,7 +71,7 @@ class Service:
         """
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout_s
-        if self.engine.failure is not None:
+        if not isinstance(self.engine.failure, NoReplicaError | None):
             return False
         complete = await self.engine.drain(self.settings.drain_timeout_s)
         try:
@@ -91,17 +87,23 @@ class Service:
         """Cancel what runs, and end the threads. A step that hangs is left alone after some seconds."""
         self.is_draining = True
         await self.engine.close(_LONGEST_STEP_S)
-        with contextlib.suppress(ValueError):  # it has failed, and the engine dropped it
-            self.monitor.close()
         for thread in self._text_threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def trouble(self) -> RequestError | None:
         """Why no request is taken; None where requests are taken."""
-        if self.engine.failure is not None:
+        failure = self.engine.failure
+        if failure is not None and not isinstance(failure, NoReplicaError):
             return dead()
-        return draining() if self.is_draining else None
+        if self.is_draining:
+            return draining()
+        return None if failure is None else no_replica()
+
+    @property
+    def _max_open(self) -> int:
+        """Answers that may be open: those that run, and those that wait."""
+        return self.settings.max_waiting_requests + self.engine.max_running
 
     # ---- requests
 
@@ -142,9 +144,7 @@ class Service:
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
             salt = engine_salt(tenant, job.options.cache_salt, bool(self.settings.api_keys))
-            if salt is not None:
-                self.monitor.name_salt(salt, tenant)
-            generation = Generation(self.engine, self.loaded.text, job, salt)
+            generation = Generation(self.engine, self.loaded.text, job, salt, tenant)
             kind = StreamedAnswer if job.options.streams else GeneratedAnswer
             form = form_of(self.settings.model_name, job)
             end = partial(self._end_answers, num_answers)
@@ -180,10 +180,6 @@ class Service:
 def _longest_body(max_sequence_length: int) -> int:
     """Bytes for a prompt of so many tokens, as token ids or as text, and for what stands beside it."""
     return max(2 * 2**20, 2**20 + 16 * max_sequence_length)
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _header_salt(request: Request) -> str | None:

@@ -16,8 +16,11 @@ from typing import Any, TypeVar
 import mambaslots as ms
 import torch
 import uvicorn
+from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings, make_app
+from mambaslots.serve.app import make_app_over
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
+from oracle.fleet import Replicas
 
 T = TypeVar("T")
 TINY_CODE = Path(__file__).parents[2] / "models/tiny-code"
@@ -163,6 +166,40 @@ def serving(
     config = config or small_config()
     engine = ms.DynamicInferenceEngine(loaded.model, config)
     app = make_app(engine, loaded, ServerSettings(**({"model_name": "tiny"} | settings)))
+    with serving_app(app, loaded, config) as served:
+        yield served
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.cache.num_held_kv_blocks) == (0, 0, 0)
+    engine.check_integrity()
+
+
+@contextmanager
+def serving_replicas(
+    replicas: Replicas, loaded: ms.LoadedModel, config: ms.InferenceConfig, **settings: Any
+) -> Iterator[Served]:
+    """As `serving`, over replicas. The server has the model's text alone."""
+    text = LoadedText(loaded.text, loaded.generation, loaded.folder)
+    fleet = replicas.fleet()
+    app = make_app_over(fleet, text, ServerSettings(**({"model_name": "tiny"} | settings)))
+    with serving_app(app, loaded, config) as served:
+        served.do(_calling(replicas.start))
+        try:
+            yield served
+        finally:
+            served.do(fleet.close)
+            served.do(replicas.close)
+
+
+def _calling(function: Callable[[], None]) -> Callable[[], Any]:
+    async def called() -> None:
+        function()
+
+    return called
+
+
+@contextmanager
+def serving_app(app: Any, loaded: ms.LoadedModel, config: ms.InferenceConfig) -> Iterator[Served]:
+    """A server of `app` in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
     logging.getLogger("uvicorn.access").disabled = True
@@ -176,9 +213,6 @@ def serving(
         thread.join(60)
         assert not thread.is_alive()
         listener.close()
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.cache.num_held_kv_blocks) == (0, 0, 0)
-    engine.check_integrity()
 
 
 def _run(served: Served, listener: socket.socket) -> None:

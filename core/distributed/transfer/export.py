@@ -48,11 +48,8 @@ def export_from(access: CacheAccess, prefixes: Iterable[PrefixName] | None) -> P
     """`export_prefixes` of a cache that is open already."""
     form = PrefixFormat.of(access)
     shard = shard_of(access.spec)
-    state_slots = access.state_slots()
-    if prefixes is not None:
-        named_blocks = _blocks_of(access, prefixes)
-        state_slots = {block: slot for block, slot in state_slots.items() if block in named_blocks}
-    blocks, forest = _forest(access, list(state_slots))
+    state_slots = chosen_states(access, prefixes, "all")
+    blocks, forest = forest_of(access, list(state_slots))
     slots = list(state_slots.values())
     return PrefixShard(
         format=form,
@@ -65,11 +62,29 @@ def export_from(access: CacheAccess, prefixes: Iterable[PrefixName] | None) -> P
     )
 
 
-def _blocks_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> set[int]:
-    """The cached blocks of these prefixes."""
+def chosen_states(access: CacheAccess, prefixes: Iterable[PrefixName] | None, states: str) -> dict[int, int]:
+    """Block -> slot of the states to export, the most recently used first.
+
+    Args:
+        access: the cache.
+        prefixes: as in `export_prefixes`; None for every state.
+        states: of each of `prefixes`, "all" states or the "deepest" one.
+    """
+    state_slots = access.state_slots()
+    if prefixes is None:
+        return state_slots
+    chosen: set[int] = set()
+    for path in _paths_of(access, prefixes):
+        found = [block for block in path if block in state_slots]
+        chosen.update(found if states == "all" else found[-1:])
+    return {block: slot for block, slot in state_slots.items() if block in chosen}
+
+
+def _paths_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> list[list[int]]:
+    """The cached blocks of each of these prefixes, from its first one on."""
     if not isinstance(prefixes, Iterable):
         raise ValueError(f"prefixes is {shown(prefixes)}; accepted: a list of (tokens, salt), or None")
-    blocks: set[int] = set()
+    paths: list[list[int]] = []
     for index, prefix in enumerate(prefixes):
         if not isinstance(prefix, tuple) or len(prefix) != 2:
             raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt)")
@@ -77,11 +92,11 @@ def _blocks_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> set[int]:
         root = access.salt_key.root(salt_bytes(f"prefixes[{index}][1]", salt))
         chain = PrefixHashChain(access.block_size_tokens, root)
         chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
-        blocks.update(access.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens))
-    return blocks
+        paths.append(list(access.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens)))
+    return paths
 
 
-def _forest(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:
+def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:
     """The block of each node, and the forest of all paths down to `state_blocks`."""
     node_of: dict[int, int] = {}
     roots: dict[bytes, int] = {}

@@ -10,6 +10,7 @@ from ...validation import shown
 from ..all_ranks import Notes
 from .cache_access import CacheAccess
 from .codec import decode_prefixes
+from .forest import PrefixForest
 from .format import PrefixFormat, TransferError
 from .parts import shard_of
 from .placement import ImportReport, Placement
@@ -108,11 +109,46 @@ def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], Rece
         access: the cache to import into.
         prepare: checks the caller's arguments, and returns what receives this rank's part.
 
+    Raises, on every rank alike and with nothing imported: as `import_filled`; and TransferError where a rank
+        received a part of another export.
+    """
+    shards: list[PrefixShard] = []
+
+    def prepared() -> Callable[[], tuple[PrefixFormat, PrefixForest, str]]:
+        receive_part = prepare()
+
+        def receive() -> tuple[PrefixFormat, PrefixForest, str]:
+            received = receive_part()
+            shard, own_shard = received.shard, shard_of(access.spec)
+            shard.check()
+            if shard.shard != own_shard:
+                raise TransferError(f"shard is {shard.shard}; accepted: this rank's, {own_shard}")
+            shards.append(shard)
+            return shard.format, shard.forest, received.source
+
+        return receive
+
+    return import_filled(access, prepared, lambda placement: placement.write(shards[0].tensors))
+
+
+def import_filled(
+    access: CacheAccess,
+    prepare: Callable[[], Callable[[], tuple[PrefixFormat, PrefixForest, str]]],
+    fill: Callable[[Placement], None],
+) -> ImportReport:
+    """Import prefixes once every rank of the replica knows them; then each rank fills its blocks and slots.
+
+    Args:
+        access: the cache to import into.
+        prepare: checks the caller's arguments, and returns what tells the prefixes: the format, the forest,
+            and the `ReceivedShard.source`.
+        fill: copies into the new blocks and slots of a placement.
+
     Raises, on every rank alike and with nothing imported:
         ValueError: `prepare` refused an argument on any rank; a rank with a wrong argument raises its own
             error.
-        TransferError: a rank could not receive its part, or received a part of another export.
-        CopyError: a rank could not copy its part. Hits may be lost.
+        TransferError: a rank was not told its prefixes, or was told others than another rank.
+        CopyError: a rank could not fill its part. Hits may be lost.
 
     Any other error means that this replica itself failed, for instance lost a rank. Ranks may then differ.
     """
@@ -123,18 +159,14 @@ def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], Rece
         )
     ranks = access.ranks
 
-    def receive(notes: Notes) -> PrefixShard:
-        own, own_shard = PrefixFormat.of(access), shard_of(access.spec)
-        receive_part = prepare()
+    def receive(notes: Notes) -> PrefixForest:
+        own = PrefixFormat.of(access)
+        tell = prepare()
         notes["prepared"] = True
-        received = receive_part()
-        shard = received.shard
-        shard.format.check_fits(own)
-        shard.check()
-        if shard.shard != own_shard:
-            raise TransferError(f"shard is {shard.shard}; accepted: this rank's, {own_shard}")
-        notes["prefixes"], notes["exports"] = shard.forest.digest, received.source
-        return shard
+        form, forest, source = tell()
+        form.check_fits(own)
+        notes["prefixes"], notes["exports"] = forest.digest, source
+        return forest
 
     attempt = ranks.attempt(receive, same=("prefixes", "exports"))
     unprepared = [rank for rank, notes in enumerate(attempt.notes) if "prepared" not in notes]
@@ -142,18 +174,18 @@ def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], Rece
         raise attempt.error
     if unprepared:
         raise ValueError(attempt.failure)
-    shard = attempt.result(TransferError)
+    forest = attempt.result(TransferError)
     with access.changing(CopyError, _DifferentImportsError):
-        return _copy_in(access, shard)
+        return _copy_in(access, forest, fill)
 
 
-def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
-    placement = Placement(access, shard)
+def _copy_in(access: CacheAccess, forest: PrefixForest, fill: Callable[[Placement], None]) -> ImportReport:
+    placement = Placement(access, forest)
 
     def copy(notes: Notes) -> None:
         try:
             placement.place()
-            placement.write()
+            fill(placement)
         finally:
             notes["caches"] = placement.digest()
 
@@ -175,7 +207,7 @@ def _copy_in(access: CacheAccess, shard: PrefixShard) -> ImportReport:
             "mambaslots: %d prefixes are left out of an import: their salts are hashed under the key %s, and "
             "those of this engine under %s",
             report.other_key.prefixes,
-            shard.forest.salt_key_id,
+            forest.salt_key_id,
             access.salt_key.key_id,
         )
     return report

@@ -1,8 +1,13 @@
-"""Bytes between one rank of a replica and one rank of another: a process group of these two ranks."""
+"""Messages between one rank of a replica and one rank of another: a gloo group of these two ranks."""
 
+import hashlib
+import json
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -10,61 +15,103 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ...validation import shown
 from .format import TransferError
+from .parts import json_object
 
-_DATA_TAG, _RECEIPT_TAG = 0, 1
-PIECE_BYTES = 64 << 20
-"""The size of the pieces that bytes go in: a receiver allocates one piece more than has arrived."""
+_MESSAGE_TAG, _PIECE_TAG = 0, 1
+CHUNK_BYTES = 64 << 20
+"""The size of the chunks that a message goes in: a receiver allocates one chunk more than has arrived."""
+MAX_MESSAGE_BYTES = 1 << 32
+_MAX_REFUSAL_BYTES = 1 << 20
+_SEAL_BYTES = 32  # of the SHA-256 before the values of a message
 STORE_KEYS = ("here/0", "here/1", "0/0", "0/1")
 """The keys that a link leaves in its store: each side is there, and gloo's addresses."""
 _NUM_CONNECTION_ATTEMPTS = 5
 """How often gloo tries to connect; each attempt may take the whole timeout that gloo is given."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.01
+_GLANCE_S = 0.1
+"""How often a side that waits for the other one looks whether the other one has begun anew."""
+
+
+class RefusedError(TransferError):
+    """The peer has ended the hand-over, and says why."""
 
 
 class PairLink:
-    """Sends bytes from a rank of the source to a rank of the destination, in host memory, over gloo.
+    """Sends messages, and pieces in host memory, between a rank of the source and a rank of the destination.
 
-    Not over nccl, also where the pools are on a GPU. Both sides make the bytes, and compute their checksum,
-    in host memory. And torch's watchdog ends a process whose nccl peer is lost, but a lost hand-over must be
-    a miss.
-
-    Every method raises a RuntimeError of torch when the peer is lost or the time is over.
+    Every method raises a RuntimeError of torch when the peer is lost or the time is over. Afterwards the link
+    is of no use.
     """
 
-    def __init__(self, store: Store, side: int, remaining_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        side: int,
+        remaining_s: Callable[[], float],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Blocks until the other side is there and connected.
 
         Args:
             store: of this link alone.
             side: 0 at the source, 1 at the destination.
             remaining_s: returns the seconds that the link may still take in all.
+            check: called now and then while the other side has not come; raises to end the wait.
         """
         self._side = side
         self._remaining_s = remaining_s
         # Each attempt of gloo gets only a share of the time, so the other side must be there by then.
         store.set(f"here/{side}", "")
-        store.wait([f"here/{1 - side}"], self._timeout())
+        await_key(store, f"here/{1 - side}", remaining_s, check)
         self._group: Any = dist.ProcessGroupGloo(store, side, 2, self._timeout(_NUM_CONNECTION_ATTEMPTS))
 
-    def send(self, data: bytes) -> None:
-        """Send `data`; returns once the other side has all of it."""
-        self._send(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), _DATA_TAG)
-        for first in range(0, len(data), PIECE_BYTES):
-            piece = bytearray(data[first : first + PIECE_BYTES])
-            self._send(torch.frombuffer(piece, dtype=torch.uint8), _DATA_TAG)
-        self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), _RECEIPT_TAG)
+    def send(self, message: bytes) -> None:
+        """Send a message; it may be on its way still when the call returns."""
+        self._send(torch.tensor([len(message)], dtype=torch.int64, device="cpu"), _MESSAGE_TAG)
+        for first in range(0, len(message), CHUNK_BYTES):
+            chunk = bytearray(message[first : first + CHUNK_BYTES])
+            self._send(torch.frombuffer(chunk, dtype=torch.uint8), _MESSAGE_TAG)
 
     def receive(self) -> bytes:
-        """The bytes that the other side sends; TransferError where it announces none."""
-        announced = self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), _DATA_TAG)
-        length, pieces = int(announced), []
-        if length < 1:
-            raise TransferError(f"an export of {length} bytes is announced; accepted: at least 1")
-        for first in range(0, length, PIECE_BYTES):
-            piece = torch.empty(min(PIECE_BYTES, length - first), dtype=torch.uint8, device="cpu")
-            pieces.append(self._receive(piece, _DATA_TAG).numpy())
-        self._send(announced, _RECEIPT_TAG)
-        return b"".join(pieces)
+        """The message that the other side sends; TransferError where it announces none."""
+        announced = self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), _MESSAGE_TAG)
+        length, chunks = int(announced), []
+        if not 1 <= length <= MAX_MESSAGE_BYTES:
+            raise TransferError(
+                f"a message of {length} bytes is announced; accepted: from 1 to {MAX_MESSAGE_BYTES}"
+            )
+        for first in range(0, length, CHUNK_BYTES):
+            chunk = torch.empty(min(CHUNK_BYTES, length - first), dtype=torch.uint8, device="cpu")
+            chunks.append(self._receive(chunk, _MESSAGE_TAG).numpy())
+        return b"".join(chunks)
+
+    def receive_later(self) -> "Future[bytes]":
+        """The message that the other side will send, or the error that ends the wait for it."""
+        future: Future[bytes] = Future()
+
+        def target() -> None:
+            try:
+                future.set_result(self.receive())
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=target, name="hand-over, message", daemon=True).start()
+        return future
+
+    def send_values(self, values: dict[str, Any]) -> None:
+        """Send values that JSON knows, under a checksum."""
+        text = json.dumps(values).encode()
+        self.send(hashlib.sha256(text).digest() + text)
+
+    def send_piece(self, piece: Tensor) -> None:
+        """Send [bytes] uint8 in host memory, without a length."""
+        self._send(piece, _PIECE_TAG)
+
+    def receive_piece(self, piece: Tensor) -> None:
+        """Fill [bytes] uint8 in host memory with what `send_piece` sends, which is as long."""
+        self._receive(piece, _PIECE_TAG)
 
     def close(self) -> None:
         """End the group; a peer that still waits loses it at once. `STORE_KEYS` stay in the store."""
@@ -82,3 +129,55 @@ class PairLink:
     def _timeout(self, num_waits: int = 1) -> timedelta:
         """Remaining time / number of waits; never 0, which torch takes for "no timeout"."""
         return timedelta(seconds=max(0.001, self._remaining_s() / num_waits))
+
+
+def values_of(message: bytes, keys: set[str]) -> dict[str, Any]:
+    """The values that `PairLink.send_values` sent.
+
+    Raises:
+        RefusedError: the message says why the peer has ended the hand-over: {"failure": reason}.
+        TransferError: it is no such message, or not of exactly these keys.
+    """
+    check_not_refused(message)
+    if not _is_sealed(message):
+        raise TransferError("a message of the hand-over was altered on its way")
+    try:
+        return dict(json_object("message", json.loads(message[_SEAL_BYTES:]), keys))
+    except (ValueError, RecursionError) as error:
+        raise TransferError(f"a message of the hand-over is malformed: {shown(str(error))}") from error
+
+
+def check_not_refused(message: bytes) -> None:
+    """RefusedError where the message says why the peer has ended the hand-over."""
+    if len(message) > _MAX_REFUSAL_BYTES or not _is_sealed(message):
+        return
+    found = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(message[_SEAL_BYTES:])
+    if isinstance(found, dict) and found.keys() == {"failure"}:
+        raise RefusedError(str(found["failure"]))
+
+
+def _is_sealed(message: bytes) -> bool:
+    return hashlib.sha256(message[_SEAL_BYTES:]).digest() == message[:_SEAL_BYTES]
+
+
+def await_key(
+    store: Store, key: str, remaining_s: Callable[[], float], check: Callable[[], None] = lambda: None
+) -> None:
+    """Wait for a key; calls `check` every `_GLANCE_S`, which raises to end the wait.
+
+    The store is asked again and again: torch writes warnings where a wait of the store's own ends in vain.
+
+    Raises a RuntimeError when the time is over, and DistNetworkError where the store is lost.
+    """
+    pause_s, glanced = _SHORTEST_PAUSE_S, time.monotonic()
+    while not store.check([key]):
+        left_s = remaining_s()
+        if left_s <= 0.001:
+            raise RuntimeError("the time is over")
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if time.monotonic() - glanced > _GLANCE_S:
+            check()
+            glanced = time.monotonic()

@@ -1,15 +1,16 @@
 """Where an export's blocks and states go in the pools of one rank, and what became of them."""
 
 import hashlib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .cache_access import CacheAccess
+from .forest import PrefixForest
 from .parts import KV
 from .pool_rows import write_rows
-from .shard import PrefixShard
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class ImportReport:
 class Placement:
     """The place of each block and state of one import in the pools of this rank.
 
-    Call `place`, `write` and `publish`, each once and in this order, and `release` whatever happened. No
-    request can find anything new before `publish`.
+    Call `place` and `publish`, each once and in this order, and `release` whatever happened. In between, fill
+    the new blocks and slots: `write` does it from tensors on the CPU. No request can find anything new before
+    `publish`.
 
     The *path* of a state is the blocks that the state needs and that no earlier path holds: from below the
     nearest node of an earlier path, or from the root, down to the state's node. First come blocks that are
@@ -65,19 +67,18 @@ class Placement:
     still find room.
     """
 
-    def __init__(self, access: CacheAccess, shard: PrefixShard) -> None:
+    def __init__(self, access: CacheAccess, forest: PrefixForest) -> None:
         """
         Args:
             access: the cache that receives the prefixes.
-            shard: this rank's part of the export.
+            forest: the prefixes.
         """
         self._access = access
         self._kv_blocks = access.kv_blocks
         self._slots = access.slots
-        self._shard = shard
-        self._forest = shard.forest
-        self._other_key = shard.forest.under_other_key(access.salt_key.key_id)
-        self._states = [node for node in shard.forest.states if node not in self._other_key]
+        self._forest = forest
+        self._other_key = forest.under_other_key(access.salt_key.key_id)
+        self._states = [node for node in forest.states if node not in self._other_key]
         self._paths: list[
             list[int]
         ] = []  # per state to import: the blocks of its path, with one reference each
@@ -152,16 +153,29 @@ class Placement:
         parent = self._forest.parents[node]
         return self._block_of[parent] if parent >= 0 else self._forest.roots[-1 - parent]
 
-    def write(self) -> None:
-        """Copy KV and states into the new blocks and slots, on the current stream."""
-        nodes = [node for path in self._new_paths for node in path]
-        blocks = [self._block_of[node] for node in nodes]
+    @property
+    def new_blocks(self) -> dict[int, int]:
+        """Node -> block, of each block to fill."""
+        return {node: self._block_of[node] for path in self._new_paths for node in path}
+
+    @property
+    def new_slots(self) -> dict[int, int]:
+        """Node -> slot, of each state to fill."""
+        return dict(self._new_slots)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy KV and states into the new blocks and slots, on the current stream.
+
+        Args:
+            tensors: of this rank's part of the export; see `PrefixShard`.
+        """
+        blocks, slots = self.new_blocks, self.new_slots
         row_of = {node: row for row, node in enumerate(self._forest.states)}
-        rows, slots = [row_of[node] for node in self._new_slots], list(self._new_slots.values())
+        rows = [row_of[node] for node in slots]
         with torch.inference_mode():
             for name, pool in self._access.pools.items():
-                places = (blocks, nodes) if name == KV else (slots, rows)
-                write_rows(pool, 1, places[0], self._shard.tensors[name], places[1])
+                places = (list(blocks.values()), list(blocks)) if name == KV else (list(slots.values()), rows)
+                write_rows(pool, 1, places[0], tensors[name], places[1])
 
     def digest(self) -> str:
         """Equal on ranks whose `place` decided alike."""

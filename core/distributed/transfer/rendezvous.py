@@ -1,13 +1,12 @@
-"""Where the ranks of two replicas meet for a hand-over: who is there, and who sends what to whom."""
+"""Where the ranks of two replicas meet for hand-overs: who is there, and who sends what to whom."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from threading import Thread
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -17,16 +16,25 @@ from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from .cache_access import CacheAccess
 from .format import PrefixFormat, TransferError
-from .link import STORE_KEYS, PairLink
+from .link import STORE_KEYS, PairLink, await_key
+from .nccl_pipe import NcclFacts
 from .parts import Shard, json_object, shard_from_json, shard_of, shard_to_json
 from .shard import sources_for
 
 Side = Literal["source", "destination"]
-_OTHER: dict[Side, Side] = {"source": "destination", "destination": "source"}
+OTHER_SIDE: dict[Side, Side] = {"source": "destination", "destination": "source"}
 _MAX_RANKS = 1 << 20
 GRACE_S = 1.0
 """How long after the deadline a rank still waits for its thread, which can say why nothing came."""
-_GONE = "gone"  # what the store returns for a hello that was taken back; no hello
+_GONE = "gone"  # what the store returns for a key that is not there; no hello
+
+
+class AbsentError(TransferError):
+    """A peer did not come; what connects the two sides is as good as before."""
+
+
+class RenewedError(Exception):
+    """A peer has begun anew, so this side must, too."""
 
 
 @dataclass(frozen=True)
@@ -34,44 +42,65 @@ class Hello:
     """What a rank tells the other replica about itself.
 
     Attributes:
+        id: names this beginning of this rank; a rank that begins anew has another.
         num_ranks: how many ranks its replica has.
         format: the format of its cache.
         shard: the part of the model that it holds.
+        nccl: what NCCL can use there; None for nothing.
     """
 
+    id: str
     num_ranks: int
     format: PrefixFormat
     shard: Shard
+    nccl: NcclFacts | None = None
 
     def to_bytes(self) -> bytes:
         """The hello as JSON; `from_bytes` reads it."""
         values = {
+            "id": self.id,
             "ranks": self.num_ranks,
             "format": self.format.to_json(),
             "shard": shard_to_json(self.shard),
+            "nccl": self.nccl,
         }
         return json.dumps(values).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Hello":
         """The hello that `to_bytes` encoded; ValueError or RecursionError for anything else."""
-        found = json_object("hello", json.loads(data), {"ranks", "format", "shard"})
-        form, shard = PrefixFormat.from_json(found["format"]), shard_from_json(found["shard"])
+        found = json_object("hello", json.loads(data), {"id", "ranks", "format", "shard", "nccl"})
+        form, shard, nccl = (
+            PrefixFormat.from_json(found["format"]),
+            shard_from_json(found["shard"]),
+            found["nccl"],
+        )
         form.check_shard(shard)
-        return cls(integer("ranks", found["ranks"], 1, _MAX_RANKS), form, shard)
+        name = found["id"]
+        if not isinstance(name, str) or len(name) != 32 or not name.isalnum():
+            raise ValueError(f"id is {shown(name)}; accepted: 32 letters and digits")
+        if nccl is not None and (
+            not isinstance(nccl, list) or len(nccl) != 2 or not all(isinstance(fact, str) for fact in nccl)
+        ):
+            raise ValueError(f"nccl is {shown(nccl)}; accepted: a version and a GPU, or null")
+        return cls(
+            name,
+            integer("ranks", found["ranks"], 1, _MAX_RANKS),
+            form,
+            shard,
+            None if nccl is None else NcclFacts(*nccl),
+        )
 
 
 class Rendezvous:
-    """One rank's part in a hand-over between two replicas, which meet under a name in a store.
-
-    `run` does the work in a thread, within the rendezvous as a context. The thread is needed because a store
-    that stops answering does not keep to its timeout, and connecting with gloo does not either.
+    """One rank's part in hand-overs between two replicas, which meet under a name in a store.
 
     Keys in the store, under the name:
 
         source/i, destination/i   the hello of rank i of that side
+        turn/<id>/n               the rank with the hello <id> is there for its n-th hand-over
         left                      how many ranks have left
-        i-j/...                   the link from source rank i to destination rank j
+        i-j/<ids>/...             the link from source rank i to destination rank j
 
     A rank that has read all hellos counts itself in `left` when it leaves, and the last one deletes all keys.
     A rank that has not read all hellos deletes its own hello.
@@ -79,17 +108,27 @@ class Rendezvous:
     Attributes:
         rank: of this rank in its replica.
         shard: the part of the model that this rank holds.
+        form: the format of this replica's cache.
     """
 
-    def __init__(self, access: CacheAccess, store: Store, name: str, side: Side, timeout_s: float) -> None:
+    def __init__(
+        self,
+        access: CacheAccess,
+        store: Store,
+        name: str,
+        side: Side,
+        timeout_s: float,
+        nccl: NcclFacts | None = None,
+    ) -> None:
         """Starts the clock; tells nobody anything yet.
 
         Args:
             access: the cache of this rank.
             store: a client of a store that both replicas reach.
-            name: of this hand-over alone.
+            name: of these hand-overs alone.
             side: which side this replica is.
-            timeout_s: the time for the whole hand-over, in seconds.
+            timeout_s: the time for the first hand-over, in seconds.
+            nccl: what NCCL can use on this rank; None to do without.
 
         Raises:
             ValueError: a bad argument, or a `timeout_s` that the replica's own groups do not outlast.
@@ -100,58 +139,51 @@ class Rendezvous:
             name.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"name is {shown(name)}; accepted: a str that UTF-8 can encode") from error
-        self._timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._store = PrefixStore(f"mambaslots/handover/{name}", instance("store", store, Store))
         self._side: Side = side
-        parallel = access.parallel
-        _check_groups_outlast(parallel, self._timeout_s)
-        self.rank = parallel.rank
+        self.start_clock(access.parallel, timeout_s)
+        self.rank = access.parallel.rank
         self.shard = shard_of(access.spec)
-        self._hello = Hello(parallel.size, PrefixFormat.of(access), self.shard)
+        self.form = PrefixFormat.of(access)
+        self._hello = Hello(uuid.uuid4().hex, access.parallel.size, self.form, self.shard, nccl)
         self._hellos: dict[Side, list[Hello]] = {}
         self._link_keys: list[str] = []
-        self._deadline = time.monotonic() + self._timeout_s
+        self._num_turns = 0
 
-    def run[T](self, work: Callable[[], T]) -> T:
-        """Do `work` in a thread of its own, within this context; return or raise what `work` does.
+    def start_clock(self, parallel: ParallelGroups, timeout_s: float) -> None:
+        """Give the next hand-over `timeout_s` seconds; ValueError as in the constructor."""
+        self.timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
+        _check_groups_outlast(parallel, self.timeout_s)
+        self._deadline = time.monotonic() + self.timeout_s
 
-        The call ends at most `GRACE_S` after the deadline. A thread that is not done by then is left behind,
-        and ends when the store and the peer let it. So `work` must change nothing but what it returns.
+    def remaining_s(self) -> float:
+        """The time to the deadline; never 0, which torch takes for "no timeout"."""
+        return max(0.001, self._deadline - time.monotonic())
 
-        Raises:
-            TransferError: `work` is not done in time.
-        """
-        outcome: Future[T] = Future()
-
-        def target() -> None:
-            try:
-                with self:
-                    result = work()
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(result)
-
-        Thread(target=target, name=f"hand-over, {self._side}", daemon=True).start()
-        wait([outcome], self._remaining_s() + GRACE_S)
-        if not outcome.done():
-            raise TransferError(f"the store or a peer stopped answering; gave up after {self._timeout_s:g} s")
-        return outcome.result()
-
-    def __enter__(self) -> "Rendezvous":
+    def arrive(self) -> None:
+        """Tell the other ranks that this rank is there; TransferError where the store is lost."""
         try:
             self._store.set(f"{self._side}/{self.rank}", self._hello.to_bytes().decode())
         except RuntimeError as error:
             raise TransferError(f"the store was lost: {error}") from error
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def renew(self) -> None:
+        """Begin anew: no rank of the other side has met this rank yet."""
+        self.forget_links()
+        self._delete_turn()
+        self._hello = replace(self._hello, id=uuid.uuid4().hex)
+        self._num_turns = 0
+
+    def leave(self) -> None:
+        """There will be no other hand-over under this name."""
+        self.forget_links()
+        self._delete_turn()
         with suppress(RuntimeError):  # a store that is lost has no keys to delete
             keys = [f"{side}/{rank}" for side, hellos in self._hellos.items() for rank in range(len(hellos))]
             if len(self._hellos) < 2:
                 self._store.delete_key(f"{self._side}/{self.rank}")
             elif self._store.add("left", 1) == len(keys):
-                for key in [*keys, *self._link_keys, "left"]:
+                for key in [*keys, "left"]:
                     self._store.delete_key(key)
 
     def pairs(self) -> list[tuple[int, int, Shard]]:
@@ -164,20 +196,90 @@ class Rendezvous:
         Raises:
             TransferError: a rank did not come in time, or the two replicas have different models.
         """
-        hellos = {side: self._await_hellos(side) for side in (self._side, _OTHER[self._side])}
+        hellos = {side: self._await_hellos(side) for side in (self._side, OTHER_SIDE[self._side])}
         self._hellos = hellos
         for hello in hellos["source"]:
             hello.format.check_fits(hellos["destination"][0].format)
         for hello in hellos["destination"]:
             hello.format.check_fits(hellos["source"][0].format)
         holders = [hello.shard for hello in hellos["source"]]
-        pairs = [
+        return [
             (source, destination, part)
             for destination, hello in enumerate(hellos["destination"])
             for source, part in sources_for(holders, hello.shard).items()
         ]
-        self._link_keys = [f"{pair[0]}-{pair[1]}/{key}" for pair in pairs for key in STORE_KEYS]
-        return pairs
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether all ranks of both sides can use NCCL with each other; the same on all, after `pairs`."""
+        hellos = [hello for side in self._hellos.values() for hello in side]
+        facts = [hello.nccl for hello in hellos if hello.nccl is not None]
+        gpus, versions = {fact.gpu for fact in facts}, {fact.version for fact in facts}
+        return len(facts) == len(hellos) == len(gpus) and len(versions) == 1
+
+    def link(self, source: int, destination: int) -> PairLink:
+        """A link between two ranks, one of them this rank.
+
+        Raises:
+            RenewedError: the peer has begun anew since `pairs`.
+            RuntimeError: the peer is lost or the time is over.
+        """
+        ids = f"{self._hellos['source'][source].id}.{self._hellos['destination'][destination].id}"
+        store = PrefixStore(f"{source}-{destination}/{ids}", self._store)
+        peer = destination if self._side == "source" else source
+        self._link_keys += [f"{source}-{destination}/{ids}/{key}" for key in STORE_KEYS]
+        return PairLink(
+            store, int(self._side == "destination"), self.remaining_s, lambda: self._check_same(peer)
+        )
+
+    def forget_links(self) -> None:
+        """Delete what links have left in the store; all of them are connected, or of no use."""
+        with suppress(RuntimeError):
+            while self._link_keys:
+                self._store.delete_key(self._link_keys.pop())
+
+    def await_turn(self, peers: list[int]) -> None:
+        """Say that this rank is there for the next hand-over, and wait until `peers` are.
+
+        Raises:
+            RenewedError: a peer has begun anew since `pairs`.
+            TransferError: a peer did not come in time, or the store is lost.
+        """
+        try:
+            self._store.set(self._turn(self._hello), "")
+            for peer in peers:
+                hello = self._hellos[OTHER_SIDE[self._side]][peer]
+                await_key(
+                    self._store, self._turn(hello), self.remaining_s, lambda peer=peer: self._check_same(peer)
+                )
+        except RenewedError:
+            raise
+        except DistNetworkError as error:
+            raise TransferError(f"the store was lost: {error}") from error
+        except RuntimeError as error:
+            self._delete_turn()
+            text = f"rank {peer} of the {OTHER_SIDE[self._side]} did not come in {self.timeout_s:g} s"
+            raise AbsentError(text) from error
+
+    def end_turn(self) -> None:
+        """The hand-over has been made; the next one is another turn."""
+        self._delete_turn()
+        self._num_turns += 1
+
+    def _delete_turn(self) -> None:
+        with suppress(RuntimeError):
+            self._store.delete_key(self._turn(self._hello))
+
+    def _turn(self, hello: Hello) -> str:
+        return f"turn/{hello.id}/{self._num_turns}"
+
+    def _check_same(self, peer: int) -> None:
+        """RenewedError where a rank of the other side is not the one that `pairs` has found."""
+        side = OTHER_SIDE[self._side]
+        # `get` would wait for the store's own timeout where there is no such key.
+        now = self._store.compare_set(f"{side}/{peer}", _GONE, _GONE)
+        if now != _GONE.encode() and now != self._hellos[side][peer].to_bytes():
+            raise RenewedError(f"rank {peer} of the {side} has begun anew")
 
     def _await_hellos(self, side: Side) -> list[Hello]:
         first = self._await_hello(side, 0)
@@ -186,42 +288,18 @@ class Rendezvous:
     def _await_hello(self, side: Side, rank: int) -> Hello:
         key = f"{side}/{rank}"
         try:
-            self._store.wait([key], timedelta(seconds=self._remaining_s()))
-            # `get` would wait for the store's own timeout if the hello has just been deleted.
+            self._store.wait([key], timedelta(seconds=self.remaining_s()))
             return Hello.from_bytes(self._store.compare_set(key, _GONE, _GONE))
         except DistNetworkError as error:
             raise TransferError(f"the store was lost: {error}") from error
         except RecursionError as error:
             raise TransferError(f"rank {rank} of the {side} is no rank of a hand-over") from error
         except RuntimeError as error:
-            raise TransferError(f"rank {rank} of the {side} did not come in {self._timeout_s:g} s") from error
+            raise TransferError(f"rank {rank} of the {side} did not come in {self.timeout_s:g} s") from error
         except TransferError:
             raise
         except ValueError as error:
             raise TransferError(f"rank {rank} of the {side} is no rank of a hand-over: {error}") from error
-
-    def _remaining_s(self) -> float:
-        """The time to the deadline; never 0, which torch takes for "no timeout"."""
-        return max(0.001, self._deadline - time.monotonic())
-
-    @contextmanager
-    def link(self, source: int, destination: int) -> Iterator[PairLink]:
-        """A link between two ranks, one of them this rank; closed at the end of the context.
-
-        Raises:
-            TransferError: the peer is lost or the time is over, here or inside the context.
-        """
-        store = PrefixStore(f"{source}-{destination}", self._store)
-        link = None
-        try:
-            link = PairLink(store, int(self._side == "destination"), self._remaining_s)
-            yield link
-        except RuntimeError as error:
-            peer = destination if self._side == "source" else source
-            raise TransferError(f"rank {peer} of the {_OTHER[self._side]} was lost: {error}") from error
-        finally:
-            if link is not None:
-                link.close()
 
 
 def _check_groups_outlast(parallel: ParallelGroups, timeout_s: float) -> None:

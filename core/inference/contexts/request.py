@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...request import FinishReason, RequestResult, TopLogProbs
+from ...request import FinishReason, PromptFigures, RequestResult, TopLogProbs
 from ...sampling_params import SamplingParams
 from ..policies.checkpoint_plan import CheckpointPlan
 from ..policies.compute_reasons import TokenLedger
@@ -39,10 +39,12 @@ class DynamicInferenceRequest:
         seed: seed of the request's random numbers.
         next_token: the token behind the prompt, of a request that scores. Such a request generates nothing:
             it ends with the log-prob of this token.
+        given_tokens: the answer's first tokens, which another engine has generated. The request goes on as
+            one that was preempted behind them, and returns the tokens behind them.
         hashes: hashes of the whole blocks of `tokens`; the chain is extended when a hash is needed.
         tokens: the prompt, then the answer.
-        log_probs: log-probs of the generated tokens; empty unless asked for.
-        top_log_probs: the most likely tokens at the generated tokens' positions; empty unless asked for.
+        log_probs: log-probs of the generated tokens behind `given_tokens`; empty unless asked for.
+        top_log_probs: the most likely tokens at these tokens' positions; empty unless asked for.
         prompt_log_probs: the log-probs that the logits at `scored_positions` give, as far as they are known.
         ttft_s: seconds from the arrival to the first token; None until then.
         holding: None while the request waits.
@@ -65,6 +67,7 @@ class DynamicInferenceRequest:
     arrival_s: float
     seed: int = 0
     next_token: int | None = None
+    given_tokens: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
@@ -82,7 +85,7 @@ class DynamicInferenceRequest:
     _token_view: TokenView | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt_tokens)
+        self.tokens = [*self.prompt_tokens, *self.given_tokens]
 
     def __repr__(self) -> str:
         """One line, without tokens: they are the user's."""
@@ -103,10 +106,12 @@ class DynamicInferenceRequest:
 
     @property
     def generated(self) -> list[int]:
-        return self.tokens[len(self.prompt_tokens) :]
+        """The answer behind `given_tokens`."""
+        return self.tokens[len(self.prompt_tokens) + len(self.given_tokens) :]
 
     @property
     def num_generated(self) -> int:
+        """Tokens of the answer, `given_tokens` included."""
         return len(self.tokens) - len(self.prompt_tokens)
 
     @property
@@ -137,11 +142,20 @@ class DynamicInferenceRequest:
         return "length" if len(self.tokens) >= self.max_length else None
 
     def generated_from(self, first: int) -> list[GeneratedToken]:
-        """The generated tokens from number `first` on."""
-        tokens = self.tokens[len(self.prompt_tokens) + first :]
+        """The generated tokens behind `given_tokens`, from number `first` on."""
+        tokens = self.generated[first:]
         log_probs: Sequence[float | None] = self.log_probs[first:] or [None] * len(tokens)
         tops: Sequence[TopLogProbs | None] = self.top_log_probs[first:] or [None] * len(tokens)
         return list(map(GeneratedToken, tokens, log_probs, tops))
+
+    @property
+    def prompt_figures(self) -> PromptFigures:
+        """What has become of the prompt so far."""
+        return PromptFigures(
+            self.ledger.resumed,
+            self.ledger.by_reason(),
+            list(self.prompt_log_probs) if self.sampling.returns_prompt_log_probs else None,
+        )
 
     def result_for(self, reason: FinishReason) -> RequestResult:
         """The result of a request that ends for `reason`."""
@@ -189,8 +203,9 @@ class DynamicInferenceRequest:
         """Cut the request to its first `num_tokens` tokens; the step that generated the others failed."""
         if num_tokens < len(self.tokens):
             self.tokens = self.tokens[:num_tokens]  # another list: views of the old one stay what they are
-        del self.log_probs[self.num_generated :]
-        del self.top_log_probs[self.num_generated :]
+        num_new = self.num_generated - len(self.given_tokens)
+        del self.log_probs[num_new:]
+        del self.top_log_probs[num_new:]
         self.hashes.cut_to(num_tokens)
-        if not self.num_generated:
+        if not num_new:
             self.ttft_s = None

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence, ValuesView
 
 from ..policies.departures import STATE_LEAVE_CAUSES, Departures, StateLeaveCause
 
+Watcher = Callable[[Iterable[int] | None], None]
+
 
 class SlotMap:
     """The maps of committed slots. Handles integers only, and trusts its arguments.
@@ -12,12 +14,14 @@ class SlotMap:
         hash_to_block_id: prefix hash -> the block whose slot holds the state after that prefix.
         slot_by_block: block -> the slot of its state; only this class writes it.
         departures: how many states were committed, and how many left, by cause and age.
+        watchers: called with hashes before they begin to find a state, or cease to; None for all hashes.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.hash_to_block_id: dict[int, int] = {}
         self.slot_by_block: dict[int, int] = {}
         self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES, remembers=True)
+        self.watchers: tuple[Watcher, ...] = ()
         # For each slot its last block, and the hash that finds the state, or 0. Stale once the state has
         # left.
         self._last_block = [-1] * num_slots
@@ -78,6 +82,8 @@ class SlotMap:
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, last_key = self.hash_to_block_id, self._last_key
+        for watcher in self.watchers:
+            watcher((*keys, *self.keys_of(slots)))
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             if block_named.setdefault(key, block) == block:
                 former = last_key[slot]
@@ -89,12 +95,16 @@ class SlotMap:
         """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
         slot_by_block, block_named, last_key = self.slot_by_block, self.hash_to_block_id, self._last_key
         leaving = [block for block in blocks if block in slot_by_block]
+        for watcher in self.watchers:
+            watcher(self.keys_of(map(slot_by_block.__getitem__, leaving)))
         for block in leaving:  # the hash goes first, because it is what makes a state findable
             if key := last_key[slot_by_block[block]]:
                 block_named.pop(key, None)
         return [slot for block in leaving if (slot := slot_by_block.pop(block, -1)) >= 0]
 
     def clear(self) -> None:
+        for watcher in self.watchers:
+            watcher(None)
         self.hash_to_block_id.clear()
         self.slot_by_block.clear()
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from ..policies.departures import TIER_LEAVE_CAUSES, TierLeaveCause
+from .slot_map import Watcher
 
 
 class TierSlots:
@@ -16,12 +17,14 @@ class TierSlots:
         num_slots: slots of the tier.
         num_entered: how many copies were ever published.
         left_by_cause: cause -> how many copies left.
+        watchers: called with hashes before their copies come or leave; None for all hashes.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_entered = 0
         self.left_by_cause: dict[TierLeaveCause, int] = dict.fromkeys(TIER_LEAVE_CAUSES, 0)
+        self.watchers: tuple[Watcher, ...] = ()
         self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
         self._free = list(range(num_slots))
         self._serials = [0] * num_slots
@@ -64,6 +67,8 @@ class TierSlots:
         victim = next((key for key in self._slots if key != self._pinned), 0)
         if not victim:
             return -1, 0
+        for watcher in self.watchers:
+            watcher([victim])
         slot = self._slots.pop(victim)
         self.left_by_cause["new_state"] += 1
         return slot, victim
@@ -73,12 +78,18 @@ class TierSlots:
 
         `serial`: a number that no copy of another state has, also not one that was there before.
         """
+        for watcher in self.watchers:
+            watcher([key])
         self._serials[slot] = serial
         self._slots[key] = slot
         self.num_entered += 1
 
     def forget(self, keys: Iterable[int], cause: TierLeaveCause) -> list[int]:
         """Free the slots of those hashes that have one; returns these slots."""
+        if self.watchers:
+            keys = [key for key in keys if key in self._slots]
+            for watcher in self.watchers:
+                watcher(keys)
         slots = []
         for key in keys:
             slot = self._slots.pop(key, -1)
@@ -90,6 +101,8 @@ class TierSlots:
 
     def clear(self, totals: bool = False) -> None:
         """Forget every copy; with `totals` also the counts."""
+        for watcher in self.watchers:
+            watcher(None)
         self.left_by_cause["reset"] += len(self._slots)
         self._slots.clear()
         self._pinned = None

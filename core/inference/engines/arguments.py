@@ -75,12 +75,28 @@ def checked_prompt(name: str, prompt: Prompt | _NamedPrompt, vocab_size: int) ->
     return integers(name, prompt, 0, vocab_size - 1)
 
 
+def check_given(tokens: Sequence[int], sampling: SamplingParams) -> None:
+    """Raise a ValueError where the answer's first tokens, which the prompt ends with, are a whole answer."""
+    given = sampling.num_generated
+    if given and given >= len(tokens):
+        raise ValueError(
+            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one token "
+            "before those that were generated"
+        )
+    if given and tokens[-1] in sampling.stops:
+        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
+
+
 def check_length(
     num_prompt_tokens: int, sampling: SamplingParams, config: InferenceConfig, pool: int
 ) -> None:
     """Raise a ValueError for a request that can never run.
 
-    `pool`: how many tokens the whole KV pool holds.
+    Args:
+        num_prompt_tokens: tokens of the prompt, without those of the answer.
+        sampling: has the answer's length.
+        config: the engine's.
+        pool: how many tokens the whole KV pool holds.
     """
     if not num_prompt_tokens:
         raise ValueError("prompt is empty; accepted: at least one token")

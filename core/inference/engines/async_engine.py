@@ -50,20 +50,21 @@ class AsyncEngine:
     ) -> None:
         """
         Args:
-            engine: the engine of a model that is not split over ranks.
+            engine: of a model that one process serves, or the `LeadingEngine` of a model that is split over
+                ranks. `close` leaves it open.
             max_waiting_requests: requests that may wait beside those that have a row, >= 1: `stream` raises
                 once the engine has as many and `max_requests`.
             max_step_failures: after so many failed steps in a row, >= 1, all requests end with the error.
 
         Raises:
-            ValueError: an argument is of another kind, or the model is split: its ranks must make the same
-                calls in the same order.
+            ValueError: an argument is of another kind, or the model is split and this is no `LeadingEngine`:
+                then all ranks must make the same calls in the same order.
         """
         self._engine = instance("engine", engine, DynamicInferenceEngine)
-        if engine.context.spec.groups.is_split:
+        if not engine.has_one_caller:
             raise ValueError(
-                "engine serves a model that is split over ranks; accepted: a model that one process serves, "
-                "because all ranks of a split model make the same calls in the same order"
+                "engine serves a model that is split over ranks, each of which makes all calls; accepted: a "
+                "mambaslots.distributed.LeadingEngine, or a model that one process serves"
             )
         self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
         self._max_step_failures = integer("max_step_failures", max_step_failures, 1)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
-from ...request import EarlyEnd, RequestResult
+from ...request import EarlyEnd, PromptFigures, RequestResult
 from ..contexts.request import GeneratedToken
 
 
@@ -36,6 +36,7 @@ class Answer:
     Attributes:
         request_id: None until the engine has the request.
         result, error: how the answer ended, one of them; both None until then.
+        prompt_figures: what became of the prompt; written before the first token.
         ended: whether no token comes any more.
         announced: whether `wake` is posted and has not run yet.
     """
@@ -43,6 +44,7 @@ class Answer:
     def __init__(self, open_answers: OpenAnswers) -> None:
         self.request_id: int | None = None
         self.result: RequestResult | None = None
+        self.prompt_figures: PromptFigures | None = None
         self.error: BaseException | None = None
         self.ended = False
         self.announced = False
@@ -129,6 +131,14 @@ class AsyncStream(AsyncIterator[tuple[GeneratedToken, ...]]):
     def result(self) -> RequestResult | None:
         """The request's result; None until the answer has ended, and where an error ended it."""
         return self._answer.result if self._answer is not None else None
+
+    @property
+    def prompt_figures(self) -> PromptFigures | None:
+        """What became of the prompt; None until a token, or the result, is there."""
+        answer, result = self._answer, self.result
+        if result is None or (answer is not None and answer.prompt_figures is not None):
+            return answer.prompt_figures if answer is not None else None
+        return PromptFigures(result.num_resumed_tokens, result.computed_by_reason, result.prompt_log_probs)
 
     def cancel(self) -> None:
         """Cancel the request, unless it has ended. Returns at once; the request leaves within a step.

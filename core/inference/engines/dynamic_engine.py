@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, get_args
 
@@ -35,6 +36,7 @@ from .arguments import (
     Prompt,
     Salt,
     ScoredSequence,
+    check_given,
     check_length,
     checked_drafter,
     checked_plan,
@@ -47,6 +49,7 @@ from .arguments import (
 from .drafter import Drafter
 from .engine_books import EngineBooks, LaunchedStep, StepUndo
 from .engine_observer import EngineObserver
+from .followed_calls import FollowedCalls
 from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
@@ -121,6 +124,18 @@ class DynamicInferenceEngine:
         return f"<DynamicInferenceEngine: {served}; {queue}; {self.context.prefix_cache.stats()}>"
 
     @property
+    def has_one_caller(self) -> bool:
+        """Whether calls in one process suffice; else each rank of a split model makes all calls itself."""
+        return not self._is_split or self._books.calls.reach_all_ranks
+
+    def followed_calls(self) -> FollowedCalls:
+        """From now on, what another rank of this split model calls is made here through these calls alone.
+
+        `mambaslots.distributed.follow` calls this. The `close` of what is returned ends it.
+        """
+        return FollowedCalls(self, self._books, self._step_here)
+
+    @property
     def _forward(self) -> Model:
         """What a step runs: the model, perhaps with other products."""
         if self._invariance is None:
@@ -191,7 +206,8 @@ class DynamicInferenceEngine:
         sampling = checked_sampling(sampling_params, self.context.spec.vocab_size)
         plan = checked_plan(checkpoint_plan, self.config)
         salt = salt_bytes("cache_salt", cache_salt)
-        check_length(len(tokens), sampling, self.config, self._num_pool_tokens)
+        check_given(tokens, sampling)
+        check_length(len(tokens) - sampling.num_generated, sampling, self.config, self._num_pool_tokens)
         return self._request_of(tokens, sampling, plan, salt, next(ids), owned)
 
     @property
@@ -209,9 +225,10 @@ class DynamicInferenceEngine:
         owned: bool,
         next_token: int | None = None,
     ) -> DynamicInferenceRequest:
+        num_prompt_tokens = len(tokens) - sampling.num_generated
         request = DynamicInferenceRequest(
             request_id=request_id,
-            prompt_tokens=tokens,
+            prompt_tokens=tokens[:num_prompt_tokens],
             sampling=sampling,
             plan=plan,
             hashes=self._new_chain(salt),
@@ -219,6 +236,7 @@ class DynamicInferenceEngine:
             seed=request_seed(sampling, self.config.seed, request_id),
             owned=owned,
             next_token=next_token,
+            given_tokens=tokens[num_prompt_tokens:],
         )
         if self.config.enable_prefix_caching:
             request.hashes.extend_to(tokens)  # here, so that a crowd that arrives holds up no step
@@ -239,8 +257,7 @@ class DynamicInferenceEngine:
             raise ValueError(f"reason is {shown(reason)}; accepted: {', '.join(get_args(EarlyEnd))}")
         self.check_usable("cancel")
         request = self._request(request_id)
-        with self._books.changing():
-            result = self._books.finish(request, reason)
+        result = self._books.end(request, reason)
         unclaimed = self._books.unclaimed
         try:
             self._books.observers.tell_ended()
@@ -302,7 +319,6 @@ class DynamicInferenceEngine:
             self._books.state.note_interrupt(error)
             raise
 
-    @torch.inference_mode()
     def _make_step(self, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step.
 
@@ -310,6 +326,12 @@ class DynamicInferenceEngine:
             reports: whether the results of requests without an owner are reported.
             claims_results: whether `take_result` has no result that is reported.
         """
+        self._books.calls.make("step", partial(self._step_here, reports, claims_results))
+        self._books.drain()
+
+    @torch.inference_mode()
+    def _step_here(self, reports: bool = False, claims_results: bool = True) -> None:
+        """This rank's part of a step."""
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         books = self._books
@@ -327,7 +349,6 @@ class DynamicInferenceEngine:
         admitted, books.scheduler.admitted = books.scheduler.admitted, {}
         if books.observers:
             books.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
-        books.drain()
 
     def _run_step(self, undo: StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
         step = self._books.take_unread()  # the step that the last call launched ahead
@@ -528,7 +549,7 @@ class DynamicInferenceEngine:
 
         `shown_as`: the call's name on a line that shows how far it is; None shows none.
         """
-        lease = Lease(self._books.abandoned, not self._is_split)
+        lease = Lease(self._books.abandoned, self.has_one_caller)
         results: list[RequestResult] = []
         try:
             requests = []
@@ -570,10 +591,11 @@ class DynamicInferenceEngine:
 
         Asking for a token advances all requests until this one has a token. Closing a stream before its end
         cancels the request. Dropping the last reference to a stream, in any thread, also cancels the request,
-        at the engine's next call; not on a split model.
+        at the engine's next call; not on a split model without a `LeadingEngine`.
         """
-        # Ranks collect garbage at different times: a split model's requests end only where `close` is called.
-        lease = Lease(self._books.abandoned, not self._is_split)
+        # Ranks that make their calls themselves collect garbage at different times: there a request ends only
+        # where `close` is called.
+        lease = Lease(self._books.abandoned, self.has_one_caller)
         try:
             request = self._new_request(
                 prompt, sampling_params, cache_salt, checkpoint_plan, self._new_ids, owned=True
@@ -637,8 +659,11 @@ class DynamicInferenceEngine:
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             return cache.pin(chain)  # raises, and changes nothing
+        return self._books.calls.make("pin", partial(self._pin, chain), chain.root, chain.tokens)
+
+    def _pin(self, chain: PrefixHashChain) -> PinnedPrefix:
         with self._books.changing(MambaSlotCapacityError):
-            return cache.pin(chain)
+            return self.context.prefix_cache.pin(chain)
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
@@ -652,8 +677,12 @@ class DynamicInferenceEngine:
         if not any(prefix is pinned for pinned in cache.pins):
             cache.pins.unpin(prefix)  # raises, and changes nothing
         else:
-            with self._books.changing():
-                cache.pins.unpin(prefix)
+            number = [pinned is prefix for pinned in cache.pins].index(True)
+            self._books.calls.make("unpin", partial(self._unpin, prefix), number)
+
+    def _unpin(self, prefix: PinnedPrefix) -> None:
+        with self._books.changing():
+            self.context.prefix_cache.pins.unpin(prefix)
 
     def _check_allocated(self, call: str) -> None:
         self.check_usable(call)
@@ -672,6 +701,9 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
+        self._books.calls.make("reset_prefix_cache", self._reset_prefix_cache)
+
+    def _reset_prefix_cache(self) -> None:
         with self._books.forgetting():
             self._forget_prefixes()
 
@@ -699,10 +731,13 @@ class DynamicInferenceEngine:
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
-            with self._books.forgetting():
-                self._forget_prefixes()
-                self._runner.drop_graphs()
-                self._weights_version = version
+            self._books.calls.make("set_weights_version", partial(self._name_weights, version), version)
+
+    def _name_weights(self, version: object) -> None:
+        with self._books.forgetting():
+            self._forget_prefixes()
+            self._runner.drop_graphs()
+            self._weights_version = version
 
     # ---- the whole
 
@@ -798,16 +833,19 @@ class DynamicInferenceEngine:
         """
         self.check_usable("suspend")
         if self.context.memory.allocated:
-            with self._books.forgetting():
-                self._books.scheduler.restart(self._books.scheduler.running)
-                self._books.unread = None  # its requests are queued again, and compute its tokens again
-                self._runner.drop_graphs()
-                self.context.suspend()
+            self._books.calls.make("suspend", self._suspend)
+
+    def _suspend(self) -> None:
+        with self._books.forgetting():
+            self._books.scheduler.restart(self._books.scheduler.running)
+            self._books.unread = None  # its requests are queued again, and compute its tokens again
+            self._runner.drop_graphs()
+            self.context.suspend()
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
         self.check_usable("resume")
-        self.context.resume()
+        self._books.calls.make("resume", self.context.resume)
 
     def reset(self) -> None:
         """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken.
@@ -816,7 +854,8 @@ class DynamicInferenceEngine:
         """
         if self._books.state.stepping:
             self._books.state.check_usable("reset")
-        self._books.reset()
+        told = self._weights_version, self.context.memory.allocated
+        self._books.calls.make("reset", self._books.reset, *told)
         if self._is_split:  # ranks that failed at different requests go on with the same ids
             self._num_resets += 1
             self._new_ids = count(self._num_resets << 32)

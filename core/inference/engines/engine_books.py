@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 from ...cache_stats import SpeculationStats
@@ -12,6 +13,7 @@ from ...request import FinishReason, RequestResult
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
+from .call_maker import CallMaker, CallsHere
 from .drafter import Drafter
 from .engine_observer import EngineObservers
 from .recovery import EngineState
@@ -64,6 +66,7 @@ class EngineBooks:
         speculation: what drafts were worth.
         num_rebuilds: how often an interrupted call cost all cached prefixes.
         observers: who is told of requests and steps.
+        calls: makes what changes the books, on this rank alone or on all ranks of a split model.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class EngineBooks:
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self.observers = EngineObservers()
+        self.calls: CallMaker = CallsHere()
         self._context = context
         self._drafter = drafter
         self._drop_graphs = drop_graphs
@@ -87,11 +91,22 @@ class EngineBooks:
 
     def enter(self, request: DynamicInferenceRequest) -> None:
         """Queue a new request."""
+        self.calls.make("enter", partial(self._enter, request), *asked_of(request))
+
+    def _enter(self, request: DynamicInferenceRequest) -> None:
         with self.changing():
             self.requests[request.request_id] = request
             self.scheduler.add(request)
         if self.observers:
             self.observers.request_added(request)
+
+    def end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
+        """End a request between two steps."""
+        return self.calls.make("end", partial(self._end, request, reason), request.request_id, reason)
+
+    def _end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
+        with self.changing():
+            return self.finish(request, reason)
 
     def finish(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
         """End a request; call this inside `changing` or `in_step`."""
@@ -108,10 +123,12 @@ class EngineBooks:
 
         `in_order`: errors that leave the books in order.
         """
+        self.calls.check_changes()
         return self.state.changing(self._mend, *in_order)
 
     def forgetting(self) -> AbstractContextManager[None]:
         """Inside, all cached prefixes are forgotten; what stops that is completed."""
+        self.calls.check_changes()
         return self.state.changing(self._rebuild)
 
     def begin_step(self) -> StepUndo:
@@ -128,6 +145,7 @@ class EngineBooks:
 
     def in_step(self, frame: FrameType, undo: StepUndo) -> AbstractContextManager[None]:
         """Inside, a step is made, by the function with this frame; `undo` takes it back."""
+        self.calls.check_changes()
         return self.state.in_step(frame, lambda: self._undo(undo))
 
     # ---- what users left
@@ -149,12 +167,11 @@ class EngineBooks:
 
     def drain(self) -> None:
         """Cancel the requests whose leases have ended, and tell of all requests that have ended."""
-        while self.abandoned:
+        while self.abandoned and self.calls.may_end_requests:
             request_id = self.abandoned[0]
             request = self.requests.get(request_id)
             if request is not None:
-                with self.changing():
-                    self.finish(request, "cancelled")
+                self.end(request, "cancelled")
             self.unclaimed.pop(request_id, None)
             self.abandoned.popleft()
         self.observers.tell_ended()
@@ -243,3 +260,11 @@ class EngineBooks:
         if not self.state.stepping:
             self.scheduler.check_integrity(self.requests)
         self._context.check_integrity()
+
+
+def asked_of(request: DynamicInferenceRequest) -> tuple[object, ...]:
+    """What `FollowedCalls.enter` needs to make an equal request on another rank; the salt is not in it."""
+    return (
+        request.request_id, request.prompt_tokens, request.sampling, request.plan, request.hashes.root,
+        request.seed, request.next_token,
+    )  # fmt: skip

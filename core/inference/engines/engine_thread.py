@@ -230,6 +230,8 @@ class EngineThread(Thread):
             if request_id in self._streams:
                 answer, stream = self._streams[request_id]
                 tokens = stream.take()
+                if answer.prompt_figures is None:
+                    answer.prompt_figures = stream.prompt_figures
                 answer.extend(tokens)
                 if stream.result is not None:
                     del self._streams[request_id]

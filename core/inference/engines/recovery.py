@@ -26,11 +26,16 @@ class EngineState:
     A call that changes the books notes its repair first, and drops the note as its last act. Whatever stops
     the call in between, an error or an exception out of a signal handler, leaves the note: the repair runs
     at once, and if the repair is interrupted, too, at the next call. Repairs can be made any number of times.
+
+    Attributes:
+        interrupts_break: whether an interrupt between two steps breaks the engine of a split model: where its
+            ranks make their calls each by itself.
     """
 
     def __init__(self, is_split: bool) -> None:
         """`is_split`: whether other ranks make the same calls. Then a failed call breaks the engine."""
         self._is_split = is_split
+        self.interrupts_break = is_split
         self._repair: Repair | None = None
         self._step_frame: FrameType | None = None
         self._broken_by: BaseException | None = None
@@ -150,7 +155,7 @@ class EngineState:
 
         ValueError and RuntimeError come on every rank alike.
         """
-        if not isinstance(error, (ValueError, RuntimeError)):
+        if self.interrupts_break and not isinstance(error, (ValueError, RuntimeError)):
             self.note_failure(error)
 
     def note_failure(self, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from ...request import FinishReason, RequestResult
+from ...request import FinishReason, PromptFigures, RequestResult
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 
 
@@ -87,6 +87,12 @@ class TokenStream(Iterator[GeneratedToken]):
     def finish_reason(self) -> FinishReason | None:
         """Why the request ended; None until then."""
         return self._request.result.finish_reason if self._request.result is not None else None
+
+    @property
+    def prompt_figures(self) -> PromptFigures | None:
+        """What became of the prompt; None until a token, or the end, is there."""
+        request, ended = self._request, self._request.result is not None
+        return request.prompt_figures if self._arrived or ended else None
 
     def _waits(self) -> bool:
         """Whether the next token needs a step. Reads what has arrived."""

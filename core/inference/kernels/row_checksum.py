@@ -20,7 +20,12 @@ class RowChecksum:
 
     @torch.inference_mode(False)
     def __init__(self, row_bytes: int, device: torch.device) -> None:
-        """`row_bytes`: bytes of a row. Rows of 8-byte words are summed as words, others as bytes."""
+        """
+        Args:
+            row_bytes: the most bytes of a row. If they are a multiple of 8, rows are summed as 8-byte words,
+                else as bytes.
+            device: where the rows are.
+        """
         self._word = torch.int64 if row_bytes % 8 == 0 else torch.uint8
         self.num_words = row_bytes // self._word.itemsize
         self._num_rows = self.num_words // _COLUMNS
@@ -38,17 +43,19 @@ class RowChecksum:
         One stream at a time uses an object, because its scratch memory is one.
 
         Args:
-            row: [row_bytes] uint8, contiguous, at an address that is a multiple of 8.
+            row: [bytes] uint8, contiguous, at an address that is a multiple of 8. Rows with fewer bytes than
+                `row_bytes` must be of whole words.
             seed: less than 2**63; the same bytes under another seed have another checksum.
 
         Returns:
             [] int64. Does not synchronise.
         """
         words = row.view(self._word)
-        inner = words[: self._num_rows * _COLUMNS].view(-1, _COLUMNS)
-        rest = words[self._num_rows * _COLUMNS :]
+        num_rows = len(words) // _COLUMNS
+        inner = words[: num_rows * _COLUMNS].view(-1, _COLUMNS)
+        rest = words[num_rows * _COLUMNS :]
         total = (rest * self._columns[: len(rest)]).sum() ^ seed
-        for start in range(0, self._num_rows, self._rows_at_once):
+        for start in range(0, num_rows, self._rows_at_once):
             part = inner[start : start + self._rows_at_once]
             products = torch.mul(part, self._columns, out=self._scratch[: len(part)])
             total = total + (products.sum(1) * self._rows[start : start + len(part)]).sum()

@@ -7,7 +7,8 @@ import mambaslots as ms
 import openai
 import pytest
 import torch
-from oracle.served import TINY_CODE, Served, serving, small_config
+from oracle.fleet import Replicas
+from oracle.served import TINY_CODE, Served, serving, serving_replicas, small_config
 
 MODEL = "tiny-code"
 CHAT: Any = [
@@ -18,10 +19,20 @@ PROMPT = "def close(self):\n    "
 LENGTH = 16
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(ms.load(TINY_CODE, dtype=torch.float64), small_config(), model_name=MODEL) as served:
-        yield served
+@pytest.fixture(scope="module", params=["engine", pytest.param("replica", marks=pytest.mark.long)])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A server over one engine, or over a replica that is lost in the middle of every other answer."""
+    loaded, config = ms.load(TINY_CODE, dtype=torch.float64), small_config()
+    if request.param == "engine":
+        with serving(loaded, config, model_name=MODEL) as served:
+            yield served
+    else:
+        replicas = Replicas(
+            [ms.DynamicInferenceEngine(loaded.model, config)],
+            loss_of=lambda request, number: None if request.lost else number % 11,
+        )
+        with serving_replicas(replicas, loaded, config, model_name=MODEL) as served:
+            yield served
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,12 @@ from mambaslots.distributed import (
     receive_prefixes,
     send_prefixes,
 )
-from mambaslots.distributed.transfer import hand_over, link, placement
+from mambaslots.distributed.transfer import exchange, link, pieces, placement
 from mambaslots.distributed.transfer.cache_access import CacheAccess
 from mambaslots.distributed.transfer.link import PairLink
+from mambaslots.distributed.transfer.pieces import PartCopies
+from mambaslots.distributed.transfer.pipe import Done, GlooPipe
 from mambaslots.distributed.transfer.rendezvous import Rendezvous
-from mambaslots.model_shard import Part
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
@@ -108,72 +109,170 @@ def test_other_weights(
     assert left_over(host) == []
 
 
-def test_bytes_altered_on_the_way(
+def test_a_piece_altered_on_the_way(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = hand_over.encode_prefixes
+    real = GlooPipe.send
 
-    def altered(export: Any) -> bytes:
-        data = bytearray(real(export))
-        data[-100] ^= 4
-        return bytes(data)
+    def altered(self: GlooPipe, piece: torch.Tensor, packed: Any) -> Any:
+        sent = piece.clone()
+        sent[-100] ^= 4
+        return real(self, sent, packed)
 
-    monkeypatch.setattr(hand_over, "encode_prefixes", altered)
-    _, failure = missed(host, source, engine_of())
-    assert "truncated or altered" in failure
+    monkeypatch.setattr(GlooPipe, "send", altered)
+    failures = missed(host, source, engine_of())
+    assert all("they were altered on their way" in text for text in failures)
+    assert failures[0].startswith("rank 0 of the destination: ")
     assert left_over(host) == []
 
 
-def test_another_part_than_agreed(
+def test_pieces_in_another_order(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = hand_over.decode_prefixes
+    """The first two neighbours of one length change places."""
+    real, held, swapped = GlooPipe.send, [], []
 
-    def fewer(data: bytes) -> Any:
-        piece = real(data)
-        return piece.cut({**piece.shard, "kv": piece.shard["kv"]._replace(units=Part(0, 1, 2))})
+    def send(self: GlooPipe, piece: torch.Tensor, packed: Any) -> Any:
+        if swapped:
+            return real(self, piece, packed)
+        if held and len(held[0]) == len(piece):
+            swapped.append(real(self, piece, packed))
+        if held:
+            real(self, held.pop(), packed)
+        if not swapped:
+            held.append(piece.clone())
+        return Done()
 
-    monkeypatch.setattr(hand_over, "decode_prefixes", fewer)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(GlooPipe, "send", send)
     _, failure = missed(host, source, engine_of())
-    assert "as was agreed" in failure
+    assert swapped
+    assert "they were altered on their way" in failure
 
 
-@pytest.mark.parametrize("after", ["nothing", "the length", "half"])
+def altered_messages(monkeypatch: pytest.MonkeyPatch, key: str, change: Callable[[Any], Any]) -> None:
+    """Each side tells `change(value)` where it would tell a value of this key."""
+    real = PairLink.send_values
+
+    def send_values(self: PairLink, values: dict[str, Any]) -> None:
+        real(self, {name: change(value) if name == key else value for name, value in values.items()})
+
+    monkeypatch.setattr(PairLink, "send_values", send_values)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "text"),
+    [
+        ("bytes", lambda value: 1 << 60, "announces {'pieces': 1, 'bytes': 1152921504606846976}; accepted: "),
+        ("pieces", lambda value: value + 1, "announces {'pieces': 2, "),
+        ("checksums", lambda value: value[:-1], "have other checksums than it says"),
+        ("checksums", lambda value: None, "have other checksums than it says"),
+        ("blocks", lambda value: [*value, 5000], "asks for what was not offered: blocks[9] is 5000"),
+        ("blocks", lambda value: value + value, "asks for 18 blocks; accepted: each of 9 once"),
+        ("blocks", lambda value: "all", "asks for what was not offered: blocks is 'all'"),
+        ("states", lambda value: [0, *value[1:]], "asks for states of [0]; accepted: offered ones"),
+        ("states", lambda value: value[:-1], "announces "),
+    ],
+)
+def test_a_peer_that_lies(
+    host: Any,
+    source: ms.DynamicInferenceEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    change: Callable[[Any], Any],
+    text: str,
+) -> None:
+    """Nothing is allocated by its numbers."""
+    altered_messages(monkeypatch, key, change)
+    assert any(text in failure for failure in missed(host, source, engine_of()))
+    assert left_over(host) == []
+
+
+@pytest.mark.parametrize("message", [b"", b"{}", b"\0" * 32 + b"{}", b"[" * 5000])
+def test_a_peer_that_sends_garbage(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, message: bytes
+) -> None:
+    monkeypatch.setattr(PairLink, "send_values", lambda self, values: PairLink.send(self, message))
+    begin = time.monotonic()
+    failures = missed(host, source, engine_of(), timeout_s=5.0)
+    assert all(failures)
+    assert time.monotonic() - begin < 5
+
+
+def test_an_offer_that_is_garbled(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = exchange.Offer.to_bytes
+
+    def to_bytes(self: exchange.Offer, shard: Any) -> bytes:
+        data = bytearray(real(self, shard))
+        data[-7] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(exchange.Offer, "to_bytes", to_bytes)
+    assert all("truncated or altered" in failure for failure in missed(host, source, engine_of()))
+
+
+def killed(*_: object) -> None:
+    raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("after", ["nothing", "the offer", "the answer", "half", "all"])
 def test_a_source_that_ends_half_way(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    def send(self: PairLink, data: bytes) -> None:
-        if after != "nothing":
-            self._send(torch.tensor([len(data)]), 0)
-        if after == "half":
-            self._send(torch.zeros(len(data) // 2, dtype=torch.uint8), 0)
-        raise RuntimeError("killed")
-
-    monkeypatch.setattr(PairLink, "send", send)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
+    if after == "nothing":
+        monkeypatch.setattr(exchange.Offer, "to_bytes", killed)
+    elif after == "the offer":
+        monkeypatch.setattr(exchange.Offer, "rows_of", killed)
+    elif after == "the answer":
+        monkeypatch.setattr(GlooPipe, "send", killed)
+    else:
+        monkeypatch.setattr(
+            exchange, "send_pieces" if after == "all" else "PieceLayout", ending(monkeypatch, after)
+        )
     begin = time.monotonic()
     failures = missed(host, source, engine_of(), timeout_s=4.0)
-    assert "rank 0 of the destination was lost: killed" in failures[0]
-    assert "rank 0 of the source was lost" in failures[1] or "truncated" in failures[1]
+    assert "killed" in failures[0]
+    assert "killed" in failures[1] or "rank 0 of the source was lost" in failures[1]
     assert time.monotonic() - begin < 10
     assert left_over(host) == []
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, after: str) -> Any:
+    """What ends the source after half of its pieces, or after all of them."""
+    if after == "half":
+        real, count = GlooPipe.send, []
+
+        def send(self: GlooPipe, piece: torch.Tensor, packed: Any) -> Any:
+            count.append(None)
+            return killed() if len(count) > 3 else real(self, piece, packed)
+
+        monkeypatch.setattr(GlooPipe, "send", send)
+        return exchange.PieceLayout
+    real_pieces = exchange.send_pieces
+
+    def send_pieces(*arguments: Any) -> Any:
+        real_pieces(*arguments)
+        killed()
+
+    return send_pieces
 
 
 def test_a_receiver_that_ends_half_way(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def receive(self: PairLink) -> bytes:
-        self._receive(torch.empty(1, dtype=torch.int64), 0)
-        raise RuntimeError("killed")
-
-    monkeypatch.setattr(PairLink, "receive", receive)
+    monkeypatch.setattr(GlooPipe, "receive", killed)
     failures = missed(host, source, engine_of(), timeout_s=2.0)
-    assert "rank 0 of the destination was lost" in failures[0]
+    assert "rank 0 of the destination" in failures[0]
+    assert "killed" in failures[1]
 
 
 def test_a_source_that_is_silent(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PairLink, "send", lambda self, data: time.sleep(3.0))
+    monkeypatch.setattr(GlooPipe, "send", lambda *_: time.sleep(3.0))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
         sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=10.0)
@@ -189,6 +288,8 @@ sys.path[:0] = sys.argv[2:]
 import torch, torch.distributed as dist
 from mambaslots.distributed import send_prefixes
 from mambaslots.distributed.transfer.link import PairLink
+from mambaslots.distributed.transfer.pieces import PartCopies
+from mambaslots.distributed.transfer.pipe import GlooPipe
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
@@ -357,47 +458,29 @@ def test_a_hello_of_another_version(host: Any, source: ms.DynamicInferenceEngine
     assert failure == "format_version is 2; accepted: 3"
 
 
+@pytest.mark.parametrize("piece_bytes", [16, 1000, 5000])
 def test_what_is_sent_in_pieces_is_one(
-    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(link, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(link, "CHUNK_BYTES", 1000)
     target = engine_of()
     sent, received = both(host, source, target)
     assert (sent.failure, received.failure) == ("", "")
-    assert sent.bytes > 2000
-    assert sent.bytes % 1000
     assert received.imported.states == sent.states
+    serve_checked(target, PROMPTS)
 
 
+@pytest.mark.parametrize("length", [0, -1, 1 << 45])
 def test_an_announcement_alone_takes_no_memory(
-    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, real = [], PairLink._receive
-
-    def send(self: PairLink, data: bytes) -> None:
-        self._send(torch.tensor([1 << 45]), 0)
-        raise RuntimeError("killed")
-
-    def receive(self: PairLink, tensor: torch.Tensor, tag: int) -> torch.Tensor:
-        sizes.append(tensor.numel())
-        return real(self, tensor, tag)
-
-    monkeypatch.setattr(PairLink, "send", send)
-    monkeypatch.setattr(PairLink, "_receive", receive)
-    missed(host, source, engine_of(), timeout_s=4.0)
-    assert sizes == [1, link.PIECE_BYTES]
-
-
-@pytest.mark.parametrize("length", [0, -1])
-def test_an_export_of_no_bytes(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    def send(self: PairLink, data: bytes) -> None:
+    def send(self: PairLink, message: bytes) -> None:
         self._send(torch.tensor([length]), 0)
 
     monkeypatch.setattr(PairLink, "send", send)
     _, failure = missed(host, source, engine_of(), timeout_s=4.0)
-    assert f"an export of {length} bytes is announced; accepted: at least 1" in failure
+    assert f"a message of {length} bytes is announced; accepted: from 1 to 4294967296" in failure
 
 
 def test_a_copy_that_fails_is_a_miss(
@@ -406,8 +489,9 @@ def test_a_copy_that_fails_is_a_miss(
     def broken(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(placement, "write_rows", broken)
-    assert missed(host, source, engine_of()) == ("", "prefixes could not be imported: no room")
+    monkeypatch.setattr(PartCopies, "scatter", broken)
+    reason = "prefixes could not be imported: no room"
+    assert missed(host, source, engine_of()) == (f"rank 0 of the destination: {reason}", reason)
 
 
 @pytest.mark.parametrize("broken", ["the first gather", "the last gather", "publishing"])
@@ -434,7 +518,8 @@ def test_what_fails_within_the_replica_is_no_miss(
         sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=20.0)
         with pytest.raises(RuntimeError, match=r"^a rank was lost$"):
             receive_prefixes(target, client(host), "a to b", timeout_s=20.0)
-        assert sent.result().failure == ""
+        told = sent.result().failure
+    assert told == ("rank 0 of the destination: a rank was lost" if broken == "the first gather" else "")
     monkeypatch.undo()
     target.context.check_integrity()
     serve_checked(target, PROMPTS)
@@ -459,10 +544,10 @@ def test_bad_arguments(host: Any, source: ms.DynamicInferenceEngine) -> None:
 def test_the_last_to_leave_takes_the_keys(host: Any, source: ms.DynamicInferenceEngine) -> None:
     sides = [rendezvous_of(source, host, "m", side) for side in ("source", "destination")]
     for side in sides:
-        side.__enter__()
+        side.arrive()
     for side in sides:
         assert len(side.pairs()) == 1
-    sides[0].__exit__()
+    sides[0].leave()
     assert len(left_over(host)) == 3
-    sides[1].__exit__()
+    sides[1].leave()
     assert left_over(host) == []

@@ -451,9 +451,9 @@ def test_copies_take_no_more_than_they_may(
     export, write = export_prefixes(source), Placement.write
     limit = 3 * max(tensor[:, :1].nbytes for tensor in export.tensors.values())
 
-    def watched(self: Placement) -> None:
+    def watched(self: Placement, tensors: Any) -> None:
         with Sizes():
-            write(self)
+            write(self, tensors)
 
     monkeypatch.setattr(pool_rows, "STAGING_BYTES", limit)
     monkeypatch.setattr(Placement, "write", watched)

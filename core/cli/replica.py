@@ -1,0 +1,46 @@
+"""The engines of a command line, in processes of their own."""
+
+import argparse
+import os
+from dataclasses import dataclass
+
+from ..fleet.weights_version import weights_version
+from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..inference.policies.salt_key import ENVIRONMENT_NAME
+from ..loaded_model import LoadedText, load_text
+from ..parallel_groups import ParallelGroups
+from .setup import load_model, make_engine
+
+
+@dataclass(frozen=True)
+class ReplicaEngine:
+    """Makes the engine of a replica; can be pickled.
+
+    Attributes:
+        options: a command line with `options.add_model` and `options.add_engine`.
+        salt_key: the key of all replicas; never shown.
+    """
+
+    options: argparse.Namespace
+    salt_key: str
+
+    def __call__(self, groups: ParallelGroups | None = None) -> DynamicInferenceEngine:
+        """The engine, in the process that runs it."""
+        os.environ[ENVIRONMENT_NAME] = self.salt_key
+        loaded = load_model(self.options, groups)
+        engine = make_engine(loaded, self.options)
+        engine.set_weights_version(weights_version(loaded.folder))
+        return engine
+
+    def __repr__(self) -> str:
+        return f"<ReplicaEngine of {self.options.model}>"
+
+
+@dataclass(frozen=True)
+class ReplicaText:
+    """Loads the text of a model; can be pickled."""
+
+    model: str
+
+    def __call__(self) -> LoadedText:
+        return load_text(self.model)

@@ -1,0 +1,249 @@
+"""An engine that leaves long prompts to a prefill worker."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ...errors import QueueFullError
+from ...inference.engines.arguments import (
+    Prompt,
+    Salt,
+    check_length,
+    checked_plan,
+    checked_prompt,
+    checked_sampling,
+)
+from ...inference.engines.async_engine import AsyncEngine
+from ...inference.engines.async_stream import AsyncStream
+from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.policies.checkpoint_plan import CheckpointPlan
+from ...inference.policies.prefix_hash import PrefixHashChain
+from ...inference.policies.salt_key import salt_bytes
+from ...sampling_params import SamplingParams
+from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
+from .prefill_client import PrefillClient, RemotePrefill
+
+
+@dataclass(frozen=True)
+class PrefillCounts:
+    """Where prompts were computed, since the start.
+
+    Attributes:
+        short: prompts with too few tokens that were not cached: computed by the decode engine.
+        remote: prompts whose prefix came from the prefill worker.
+        missed: prompts whose prefix was to come and did not: computed by the decode engine.
+        imported_tokens: tokens of the KV blocks that came.
+        bytes: what the worker sent.
+    """
+
+    short: int = 0
+    remote: int = 0
+    missed: int = 0
+    imported_tokens: int = 0
+    bytes: int = 0
+
+
+class DisaggregatedEngine(AsyncEngine):
+    """A decode engine for asyncio: an `AsyncEngine` whose long prompts a `PrefillWorker` computes.
+
+    `stream` asks the worker for the prompt's prefix up to its last block boundary. Meanwhile the engine makes
+    steps. The prefix is imported between two steps; then the request resumes from it, computes the rest of
+    its prompt, less than a block, and decodes. What the engine has cached is not sent.
+
+    The engine computes a prompt itself where little of it is not cached, and where the worker is not
+    connected, is lost, or does not answer in time. So a worker that fails costs time and no answer. It is
+    looked for again; a worker that is started anew under the same name is found.
+
+        async with msd.DisaggregatedEngine(engine, store) as server:
+            async with await server.stream(prompt, params) as stream:
+                async for tokens in stream:
+                    ...
+
+    A prompt that is computed elsewhere has not reached the engine yet: `RequestResult.ttft_s` begins when
+    the engine gets it.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        store: Store,
+        name: str = "prefill",
+        *,
+        min_prefill_tokens: int = 512,
+        timeout_s: float = 30.0,
+        silence_s: float = 5.0,
+        hand_over_timeout_s: float = 5.0,
+        max_waiting_requests: int = 1024,
+        max_step_failures: int = 3,
+    ) -> None:
+        """
+        Args:
+            engine: as for `AsyncEngine`; it caches prefixes, has the worker's blocks, weights version and
+                salt key, and another eviction policy than "ref_zero".
+            store: a client of the worker's store.
+            name: of the worker.
+            min_prefill_tokens: the worker is asked where it would compute at least so many tokens, >= 1.
+            timeout_s: the longest time that a prompt waits for the worker, in seconds.
+            silence_s: a worker that says nothing for so long is lost, with all that it was asked for. A
+                worker says twice a second that its engine goes on between two steps, so this is longer than
+                its longest step.
+            hand_over_timeout_s: the longest time that the import of one prefix may take. The engine makes no
+                step meanwhile; a worker that freezes while it sends holds it up for so long, once.
+            max_waiting_requests, max_step_failures: as for `AsyncEngine`; a prompt that waits for the worker
+                counts as waiting.
+
+        Raises:
+            ValueError: a bad argument, or an engine that cannot import prefixes.
+        """
+        super().__init__(
+            engine, max_waiting_requests=max_waiting_requests, max_step_failures=max_step_failures
+        )
+        if not engine.config.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
+        if engine.config.prefix_caching_eviction_policy == "ref_zero":
+            raise ValueError(
+                "prefix_caching_eviction_policy is 'ref_zero'; accepted: 'value' or 'lru', because under "
+                "'ref_zero' no imported prefix stays"
+            )
+        self._min_tokens = integer("min_prefill_tokens", min_prefill_tokens, 1)
+        self._prefill_timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
+        self._client = PrefillClient(
+            self.call,
+            instance("store", store, Store),
+            name,
+            silence_s=real("silence_s", silence_s, 1e-3, LONGEST_TIMEOUT_S),
+            hand_over_timeout_s=real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S),
+        )
+        self._connecting: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Task[RemotePrefill]] = set()
+        self._num_on_their_way = 0
+        self._none_on_their_way = asyncio.Event()
+        self._none_on_their_way.set()
+        self._refusing = False
+        self._prefills = PrefillCounts()
+
+    # ---- its life
+
+    def start(self) -> None:
+        """As `AsyncEngine.start`; the worker is looked for from now on."""
+        super().start()
+        self._connecting = asyncio.get_running_loop().create_task(self._client.run())
+
+    async def connected(self, timeout_s: float | None = None) -> bool:
+        """Wait for the worker; returns whether it is connected. None waits as long as it takes."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._client.connected.wait(), timeout_s)
+        return self._client.connected.is_set()
+
+    async def close(self, timeout_s: float | None = None) -> bool:
+        """As `AsyncEngine.close`."""
+        if self._connecting is not None and not self._connecting.get_loop().is_closed():
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        return await super().close(timeout_s)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """As `AsyncEngine.drain`. Prompts that wait for the worker are computed by the engine."""
+        self._refusing = True
+        for task in self._asking:
+            task.cancel()
+        await self._none_on_their_way.wait()
+        return await super().drain(timeout_s)
+
+    # ---- requests
+
+    @property
+    def prefills(self) -> PrefillCounts:
+        """Where prompts were computed."""
+        return self._prefills
+
+    def _num_unfinished(self) -> tuple[int, int]:
+        num_waiting, num_running = super()._num_unfinished()
+        return num_waiting + len(self._asking), num_running
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: Salt = None,
+        checkpoint_plan: CheckpointPlan | None = None,
+    ) -> AsyncStream:
+        """As `AsyncEngine.stream`, once the prefix of a long prompt is there or will not come."""
+        self._check_open("stream")
+        engine = self._engine
+        config, vocab_size = engine.config, engine.context.spec.vocab_size
+        tokens = checked_prompt("prompt", prompt, vocab_size)
+        sampling, plan = checked_sampling(sampling_params, vocab_size), checked_plan(checkpoint_plan, config)
+        pool = engine.context.prefix_cache.kv_blocks.total_count * config.block_size_tokens
+        check_length(len(tokens), sampling, config, pool)
+        salt = salt_bytes("cache_salt", cache_salt)
+        last = len(tokens) - 1  # the deepest position to resume from
+        if not sampling.skip_prompt_log_probs:
+            last = min(last, sampling.prompt_log_probs_start - 1)
+        self._num_on_their_way += 1
+        self._none_on_their_way.clear()
+        try:
+            await self._prefill(tokens[:last], salt)
+            return await super().stream(tokens, sampling, cache_salt=salt, checkpoint_plan=plan)
+        finally:
+            self._num_on_their_way -= 1
+            if not self._num_on_their_way:
+                self._none_on_their_way.set()
+
+    async def prefill(self, prompt: Prompt, *, cache_salt: Salt = None) -> RemotePrefill | None:
+        """Let the worker compute a prefix and import it, as `stream` does for its prompt.
+
+        Returns:
+            What became of it; None where so little is not cached that the worker was not asked.
+
+        Raises:
+            ValueError: a bad argument.
+            EngineDeadError, RuntimeError: as `AsyncEngine.stream`.
+        """
+        self._check_open("prefill")
+        tokens = checked_prompt("prompt", prompt, self._engine.context.spec.vocab_size)
+        return await self._prefill(tokens, salt_bytes("cache_salt", cache_salt))
+
+    def _check_open(self, call: str) -> None:
+        self._usable(call)
+        if self._draining or self._refusing:
+            raise RuntimeError("the DisaggregatedEngine is closing; it takes no more requests")
+        num_waiting = sum(self._num_unfinished()) - self._engine.config.max_requests
+        if num_waiting >= self._max_waiting:
+            raise QueueFullError(num_waiting, self._max_waiting)
+
+    async def _prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill | None:
+        """Import the whole blocks of a prefix from the worker, if that saves enough tokens."""
+        block_size = self._engine.config.block_size_tokens
+        whole = len(tokens) // block_size * block_size
+        if whole < self._min_tokens or whole - await self._cached_tokens(tokens, salt) < self._min_tokens:
+            self._count(short=1)
+            return None
+        task = asyncio.get_running_loop().create_task(self._client.prefill(tokens[:whole], salt))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        try:
+            await asyncio.wait([task], timeout=self._prefill_timeout_s)
+        finally:
+            task.cancel()  # does nothing where it is done
+        if task.done() and not task.cancelled():
+            answer = task.result()
+        else:
+            answer = RemotePrefill(failure="the prefill worker did not answer in time")
+        missed = bool(answer.failure)
+        self._count(
+            remote=not missed, missed=missed, imported_tokens=answer.imported.tokens, bytes=answer.bytes
+        )
+        return answer
+
+    async def _cached_tokens(self, tokens: list[int], salt: bytes | None) -> int:
+        chain = PrefixHashChain(self._engine.config.block_size_tokens, self._engine.salt_key.root(salt))
+        chain.extend_to(tokens)
+        return await self.call(lambda engine: engine.context.prefix_cache.resumable_tokens(chain))
+
+    def _count(self, **more: int) -> None:
+        counts = self._prefills
+        self._prefills = replace(counts, **{name: getattr(counts, name) + new for name, new in more.items()})

@@ -1,0 +1,85 @@
+"""A router by the longest prefix that was sent to a replica before, as Ray Serve has one for LLMs."""
+
+import random
+from collections.abc import Sequence
+
+from ...validation import integer
+from .router import ReplicaLoad, RouteRequest, check_loads
+from .state_events import StateEvents
+
+
+class PrefixRouter:
+    """The replica to which the longest part of the prompt was sent before, whatever became of it there.
+
+    It decides as `PrefixCacheAffinityRouter` of ray[serve] 2.60 does with its defaults, over hashes of blocks
+    in the place of characters:
+
+    - Where less than a tenth of the prompt was sent to any replica, the replicas that were sent the fewest
+      distinct blocks are candidates.
+    - Else the candidates are the replicas that were sent the longest known part of the prompt.
+    - Of the candidates, the one with the shortest queue is taken, and of equals the first.
+    - Where queues differ by more than `imbalanced_threshold` requests, the candidates are two that are drawn.
+      The threshold is infinite by default.
+    - Nothing is forgotten.
+
+    Ray's tree of texts splits its nodes where texts part. Hashes of blocks need no tree, because each stands
+    for all before it.
+    """
+
+    reads_events = False
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        imbalanced_threshold: float = float("inf"),
+        match_rate_threshold: float = 0.1,
+    ) -> None:
+        """
+        Args:
+            seed: of what is drawn where queues differ too much.
+            imbalanced_threshold: requests by which queues may differ.
+            match_rate_threshold: the part of a prompt that must be known.
+        """
+        self._draws = random.Random(integer("seed", seed))
+        self._imbalanced_threshold = imbalanced_threshold
+        self._match_rate_threshold = match_rate_threshold
+        self._sent: dict[str, set[int]] = {}  # replica -> hashes of the blocks that were sent there
+
+    def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
+        """See `Router.choose`."""
+        check_loads(loads)
+        for load in loads:
+            self._sent.setdefault(load.replica, set())
+        candidates = self._candidates(request, loads)
+        # Sorting keeps the order of equals.
+        order = sorted(loads, key=lambda load: (load not in candidates, load.num_requests))
+        self.note_routed(request, order[0].replica)
+        return [load.replica for load in order]
+
+    def note_routed(self, request: RouteRequest, replica: str) -> None:
+        """See `Router.note_routed`."""
+        self._sent.setdefault(replica, set()).update(request.keys)
+
+    def apply(self, events: StateEvents) -> bool:
+        """Does nothing; True."""
+        return True
+
+    def forget(self, replica: str) -> None:
+        """See `Router.forget`."""
+        self._sent.pop(replica, None)
+
+    def _candidates(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
+        queues = [load.num_requests for load in loads]
+        if max(queues) - min(queues) > self._imbalanced_threshold:
+            return self._draws.sample(list(loads), min(2, len(loads)))
+        matching, num_blocks = list(loads), 0
+        for key in request.keys:
+            matched = [load for load in matching if key in self._sent[load.replica]]
+            if not matched:
+                break
+            matching, num_blocks = matched, num_blocks + 1
+        if num_blocks * request.block_size_tokens < self._match_rate_threshold * request.num_tokens:
+            fewest = min(len(self._sent[load.replica]) for load in loads)
+            return [load for load in loads if len(self._sent[load.replica]) == fewest]
+        return matching

@@ -1,0 +1,149 @@
+"""What a router knows of the replicas' states."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...validation import INT64_MAX, integer
+from .state_events import StateEvents
+
+_NUM_EPOCHS_REMEMBERED = 8
+"""A late message of an epoch that is over must not bring the epoch back. More restarts of one replica than
+this do not happen while a message is on its way."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What one replica has told."""
+
+    bit: int
+    epoch: int = -1
+    sequence: int = -1
+    keys: set[int] = field(default_factory=set)
+    past_epochs: list[int] = field(default_factory=list)
+
+
+class StateIndex:
+    """Which replica can resume behind which blocks, as the replicas have told.
+
+    What the index holds of a replica is what the replica held at one moment: after the last message without
+    a gap before it. A lookup costs O(blocks of the prompt), whatever the number of replicas: each hash has
+    one integer, with a bit for each replica that holds it.
+
+    Attributes:
+        max_keys: so many hashes are held at most. Further ones are ignored, which costs misses.
+        num_ignored: how many hashes were ignored.
+    """
+
+    def __init__(self, max_keys: int = 4_000_000) -> None:
+        """`max_keys`: see the class; a hash takes 150 to 250 bytes where one replica holds it."""
+        self.max_keys = integer("max_keys", max_keys, 1, INT64_MAX)
+        self.num_ignored = 0
+        self._replicas: dict[str, _Replica] = {}
+        self._holders: dict[int, int] = {}  # hash -> the bits of the replicas that hold it
+        self._name_of_bit: dict[int, str] = {}
+        self._all_bits = 0
+
+    def __len__(self) -> int:
+        """How many hashes are held."""
+        return len(self._holders)
+
+    @property
+    def replicas(self) -> list[str]:
+        """The replicas that have told something."""
+        return list(self._replicas)
+
+    def keys_of(self, replica: str) -> frozenset[int]:
+        """The hashes that a replica holds; none for an unknown one."""
+        known = self._replicas.get(replica)
+        return frozenset(known.keys if known else ())
+
+    def apply(self, events: StateEvents) -> bool:
+        """Take up a message. Old ones and repeated ones change nothing.
+
+        Returns:
+            False where messages before this one are missing. Then nothing is changed, and the caller should
+                ask the replica for a snapshot.
+        """
+        known = self._replicas.get(events.replica)
+        if known is not None and events.epoch != known.epoch:
+            if events.epoch in known.past_epochs:
+                return True
+        elif (
+            known is not None
+            and events.sequence <= known.sequence
+            and not (events.is_snapshot and events.sequence == known.sequence)
+        ):
+            return True
+        same_epoch = known is not None and events.epoch == known.epoch
+        begins = events.is_snapshot or (events.sequence == 0 and not same_epoch)
+        if not begins and not (same_epoch and known is not None and events.sequence == known.sequence + 1):
+            return False
+        known = known or self._new_replica(events.replica)
+        if begins:
+            if not same_epoch:
+                known.past_epochs = [*known.past_epochs, known.epoch][-_NUM_EPOCHS_REMEMBERED:]
+            inserted = set(events.inserted)
+            self._remove(known, known.keys - inserted)
+            self._insert(known, events.inserted)
+        else:
+            self._remove(known, events.removed)
+            self._insert(known, events.inserted)
+        known.epoch, known.sequence = events.epoch, events.sequence
+        return True
+
+    def forget(self, replica: str) -> None:
+        """Forget what a replica has told; nothing happens for an unknown one."""
+        known = self._replicas.pop(replica, None)
+        if known is not None:
+            self._remove(known, list(known.keys))
+            del self._name_of_bit[known.bit]
+            self._all_bits &= ~known.bit
+
+    def deepest(self, keys: Sequence[int]) -> dict[str, int]:
+        """Behind how many blocks of a prompt each replica can resume, the deepest first; O(blocks).
+
+        Args:
+            keys: the hashes of the blocks that count.
+
+        Returns:
+            The replicas that hold a state of the prompt.
+        """
+        found: dict[str, int] = {}
+        missing, holders = self._all_bits, self._holders
+        for depth in range(len(keys), 0, -1):
+            here = holders.get(keys[depth - 1], 0) & missing
+            while here:
+                bit = here & -here
+                found[self._name_of_bit[bit]] = depth
+                here ^= bit
+                missing ^= bit
+            if not missing:
+                break
+        return found
+
+    def _new_replica(self, name: str) -> _Replica:
+        bit = ~self._all_bits & (self._all_bits + 1)  # the lowest bit that nobody has
+        self._name_of_bit[bit] = name
+        self._all_bits |= bit
+        self._replicas[name] = known = _Replica(bit)
+        return known
+
+    def _insert(self, replica: _Replica, keys: Sequence[int]) -> None:
+        holders, bit = self._holders, replica.bit
+        for key in keys:
+            if key not in holders and len(holders) >= self.max_keys:
+                self.num_ignored += 1
+                continue
+            replica.keys.add(key)  # first: what an interrupt leaves, the next snapshot puts in order
+            holders[key] = holders.get(key, 0) | bit
+
+    def _remove(self, replica: _Replica, keys: Sequence[int] | set[int]) -> None:
+        holders, bit = self._holders, replica.bit
+        for key in keys:
+            if key in replica.keys:
+                left = holders.get(key, 0) & ~bit
+                if left:
+                    holders[key] = left
+                else:
+                    holders.pop(key, None)
+                replica.keys.discard(key)

@@ -1,0 +1,154 @@
+"""The memory that a hand-over's pieces pass through, and the loops that pack, check and unpack them."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from threading import Lock
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...inference.kernels.row_checksum import RowChecksum
+from .format import TransferError
+from .pieces import PartCopies, PieceLayout
+from .pipe import Passage, Pipe
+
+NUM_BUFFERS = 3
+"""One piece is packed or unpacked while another is on its way and the next is posted."""
+Wait = Callable[[Callable[[], bool]], None]
+"""Returns when a condition holds; raises where it will not in time."""
+
+
+class PoolGate:
+    """A context in which a thread may read and write the pools, until `close`.
+
+    A thread that its caller has given up on never touches a pool again: the engine goes on with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.closed = False
+
+    def close(self) -> None:
+        """Wait for a thread in the gate, and let no other in."""
+        with self._lock:
+            self.closed = True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self.closed:
+            self._lock.release()
+            raise TransferError("the hand-over was given up")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+class Staging:
+    """Buffers for pieces on the device of the pools.
+
+    A pipe reads and writes buffers only. What copies between buffers and pools runs on a stream that never
+    waits for a pipe: a copy is launched when a piece is known to be there.
+
+    Attributes:
+        buffers: `NUM_BUFFERS` of [bytes] uint8.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._checksums: dict[int, RowChecksum] = {}
+        self.buffers: list[Tensor] = []
+
+    def reserve(self, layout: PieceLayout) -> RowChecksum:
+        """Make room for the pieces of a layout; what sums them."""
+        size = max(layout.sizes, default=0)
+        if not self.buffers or self.buffers[0].numel() < size:
+            self.buffers = []
+            self.buffers = [
+                torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)
+            ]
+        if layout.buffer_bytes not in self._checksums:
+            self._checksums[layout.buffer_bytes] = RowChecksum(layout.buffer_bytes, self._device)
+        return self._checksums[layout.buffer_bytes]
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Copies and sums inside run on the stream of this object."""
+        on_gpu = self._stream is not None
+        with torch.cuda.stream(self._stream) if on_gpu else nullcontext(), torch.inference_mode():
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """When everything launched so far is done; None on a CPU."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def follow_engine(self) -> None:
+        """What is launched from now on waits for the current stream of the calling thread."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def lead_engine(self) -> None:
+        """The current stream of the calling thread waits for what has been launched here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def send_pieces(
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
+) -> list[int]:
+    """Gather all pieces of a part and send them; their checksums."""
+    checksum = staging.reserve(layout)
+    sums: list[Tensor] = []
+    under_way: deque[Passage] = deque()
+    with staging.on_stream():
+        for index, (piece, size) in enumerate(zip(layout.pieces, layout.sizes, strict=True)):
+            if len(under_way) == NUM_BUFFERS:
+                wait(under_way.popleft().is_done)
+            buffer = staging.buffers[index % NUM_BUFFERS][:size]
+            with gate:
+                copies.gather(piece, buffer)
+            sums.append(checksum(buffer, index))
+            packed = staging.mark()
+            if under_way:
+                wait(under_way[-1].is_launched)
+            under_way.append(pipe.send(buffer, packed))
+        for passage in under_way:
+            wait(passage.is_done)
+        return _listed(sums)
+
+
+def receive_pieces(
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
+) -> list[int]:
+    """Receive all pieces of a part and scatter them into the pools; their checksums."""
+    checksum = staging.reserve(layout)
+    sums: list[Tensor] = []
+    free: list[Any] = [staging.mark()] * NUM_BUFFERS
+    under_way: list[Passage] = []
+    with staging.on_stream():
+        for index, piece in enumerate(layout.pieces):
+            for posted in range(len(under_way), min(index + NUM_BUFFERS, len(layout.pieces))):
+                place = posted % NUM_BUFFERS
+                if under_way:
+                    wait(under_way[-1].is_launched)
+                under_way.append(pipe.receive(staging.buffers[place][: layout.sizes[posted]], free[place]))
+            wait(under_way[index].is_done)
+            buffer = staging.buffers[index % NUM_BUFFERS][: layout.sizes[index]]
+            sums.append(checksum(buffer, index))
+            with gate:
+                copies.scatter(piece, buffer)
+            free[index % NUM_BUFFERS] = staging.mark()
+        return _listed(sums)
+
+
+def _listed(sums: list[Tensor]) -> list[int]:
+    return [int(value) for value in torch.stack(sums).tolist()] if sums else []

@@ -1,0 +1,334 @@
+"""One engine to a server, replicas behind it."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+
+from ..errors import NoReplicaError, QueueFullError
+from ..inference.policies.checkpoint_plan import CheckpointPlan
+from ..inference.policies.prefix_hash import PrefixHashChain
+from ..inference.policies.salt_key import SaltKey
+from ..request import EarlyEnd
+from ..sampling_params import SamplingParams
+from ..serve.errors import cut
+from ..serve.served_engine import EngineFacts
+from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
+from .engine_request import AnswerEnd, AnswerPart, EngineRequest, ReplicaLostError
+from .fleet_metrics import FleetCounts, fleet_metrics_text
+from .fleet_stream import FleetAnswer, FleetStream
+from .replica_report import ReplicaReport
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_CAUSE = 200
+"""Characters of a loss's cause in the log."""
+_LONG_PROMPT = 8192
+"""Prompts of more tokens are hashed beside the event loop."""
+_LONGEST_END_S = 10.0
+"""How long `drain` waits for calls that it cancelled."""
+
+Call = Callable[[EngineRequest], AsyncIterator[AnswerPart]]
+"""Sends a request to a replica and yields the parts of its answer."""
+
+
+class FleetEngine:
+    """Sends each request to a replica, and on to another one where that is lost: a `ServedEngine`.
+
+    A request whose replica is lost goes on behind the tokens that have come. The other replica computes
+    prompt and answer so far as one prompt, or resumes from what it has cached of them. Token i of an answer
+    has the random number of the request's seed and i wherever it is computed, so the answer has the tokens
+    that it would have had, as far as a prefill and a decode have the same bits: see docs/bits.md.
+
+    All calls are made in the event loop in which `start` was called.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        salt_key: SaltKey,
+        call: Call,
+        *,
+        num_replicas: Callable[[], int] | None = None,
+        reports: Callable[[], Awaitable[Sequence[ReplicaReport]]] | None = None,
+        max_waiting_requests: int = 1024,
+        max_retries: int = 2,
+        retry_delay_s: float = 0.1,
+    ) -> None:
+        """
+        Args:
+            facts: of each replica's engine.
+            salt_key: of each replica's engine; hashes the blocks of prompts.
+            call: chooses a replica and yields its `answer_parts`. It raises ReplicaLostError where the
+                replica is lost, and NoReplicaError where there is none. It is closed, or its task cancelled,
+                where the request is.
+            num_replicas: how many replicas serve now; returns at once. None: always one.
+            reports: what the replicas report of themselves. None: nothing.
+            max_waiting_requests: requests that may wait beside those that all replicas can run at once.
+            max_retries: how many lost replicas a request survives.
+            retry_delay_s: wait so long before a second retry, twice as long before a third one.
+
+        Raises:
+            ValueError: an argument is of another kind, or the replicas have another salt key.
+        """
+        self._facts = instance("facts", facts, EngineFacts)
+        self._salt_key = instance("salt_key", salt_key, SaltKey)
+        if salt_key.key_id != facts.salt_key_id:
+            raise ValueError(
+                f"salt_key has the id {salt_key.key_id}, and that of the replicas {facts.salt_key_id}; "
+                "accepted: the key of the replicas"
+            )
+        self._call = call
+        self._num_replicas = num_replicas or (lambda: 1)
+        self._reports = reports
+        self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
+        self._max_retries = integer("max_retries", max_retries, 0)
+        self._retry_delay_s = real("retry_delay_s", retry_delay_s, 0.0, LONGEST_TIMEOUT_S)
+        self._new_ids = count()
+        self._name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
+        self._counts = FleetCounts()
+        self._open: dict[FleetAnswer, asyncio.Task[None]] = {}
+        self._none_open: asyncio.Event | None = None
+        self._is_draining = False
+
+    # ---- what it is
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    @property
+    def max_running(self) -> int:
+        """Requests that all replicas together can run at once now."""
+        return self._facts.max_requests * max(1, self._num_replicas())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no replica has confirmed."""
+        return sum(not answer.opened.is_set() for answer in self._open)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that replicas have; they may wait there."""
+        return len(self._open) - self.num_waiting
+
+    @property
+    def failure(self) -> BaseException | None:
+        """A `NoReplicaError` while no replica serves."""
+        return None if self._num_replicas() else NoReplicaError("no replica serves now")
+
+    # ---- its life
+
+    def start(self) -> None:
+        """Begin, in the event loop that runs now.
+
+        Raises:
+            RuntimeError: no event loop runs, or this was called before.
+        """
+        asyncio.get_running_loop()
+        if self._none_open is not None:
+            raise RuntimeError("the FleetEngine was started before; make another one")
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests, and wait for the others.
+
+        Args:
+            timeout_s: after so many seconds the others are cancelled; None waits for all.
+
+        Returns:
+            Whether all requests came to their own end.
+        """
+        if timeout_s is not None:
+            timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
+        self._is_draining = True
+        if await self._all_end(timeout_s):
+            return True
+        self._cancel_all()
+        await self._all_end(_LONGEST_END_S)
+        return False
+
+    async def close(self, timeout_s: float | None = None) -> bool:
+        """Cancel all requests. The replicas go on.
+
+        Returns:
+            Whether all calls have ended within `timeout_s`; None waits for them.
+        """
+        if timeout_s is not None:
+            timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
+        self._is_draining = True
+        self._cancel_all()
+        return await self._all_end(timeout_s)
+
+    async def _all_end(self, timeout_s: float | None) -> bool:
+        if self._open and self._none_open is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._none_open.wait(), timeout_s)
+        return not self._open
+
+    def _cancel_all(self) -> None:
+        for answer in list(self._open):
+            self._end(answer, "cancelled")
+
+    # ---- requests
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        cache_salt: bytes | None = None,
+        checkpoint_plan: CheckpointPlan | None = None,
+        tenant: str | None = None,
+    ) -> FleetStream:
+        """Send a prompt to a replica. Returns once one has the request.
+
+        Args:
+            prompt: token ids.
+            sampling_params: how tokens are chosen. Without a seed it gets a random one.
+            cache_salt: as for `DynamicInferenceEngine.add_request`.
+            checkpoint_plan: which states are taken; None for the replicas' plan.
+            tenant: whom figures of replicas count requests with this salt for.
+
+        Raises:
+            ValueError: the request can never run.
+            QueueFullError: too many requests wait, here or at the replica.
+            KVBlockCapacityError: pinned prefixes of the replica leave the request too little memory.
+            NoReplicaError: no replica serves, or more than `max_retries` were lost.
+            RuntimeError: `drain` or `close` was called, or `start` was not.
+        """
+        if self._none_open is None:
+            raise RuntimeError("stream is called before the FleetEngine is started")
+        if self._is_draining:
+            raise RuntimeError("the FleetEngine is closing; it takes no more requests")
+        if self.failure is not None:
+            raise self.failure
+        num_waiting = len(self._open) - self.max_running
+        if num_waiting >= self._max_waiting:
+            raise QueueFullError(num_waiting, self._max_waiting)
+        answer = self._new_answer(prompt, sampling_params, cache_salt, checkpoint_plan, tenant)
+        self._none_open.clear()
+        self._open[answer] = asyncio.create_task(self._serve(answer))
+        self._counts.num_requests += 1
+        try:
+            await answer.opened.wait()
+        except BaseException:
+            self._end(answer, "cancelled")
+            raise
+        if answer.error is not None and not answer.tokens:
+            raise answer.error
+        return FleetStream(answer, self._end)
+
+    def _new_answer(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        cache_salt: bytes | None,
+        plan: CheckpointPlan | None,
+        tenant: str | None,
+    ) -> FleetAnswer:
+        instance("sampling_params", sampling, SamplingParams)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        chain = None
+        if self._facts.caches_prefixes:
+            chain = PrefixHashChain(self._facts.block_size_tokens, self._salt_key.root(cache_salt))
+        number = next(self._new_ids)
+        return FleetAnswer(
+            number,
+            f"{self._name}-{number}",
+            tuple(prompt),
+            sampling,
+            chain,
+            cache_salt=cache_salt,
+            plan=plan,
+            tenant=tenant if cache_salt is not None else None,
+        )
+
+    def _end(self, answer: FleetAnswer, reason: EarlyEnd) -> None:
+        """End a request early, unless it has ended or is ending."""
+        task = self._open.get(answer)
+        if task is not None and not answer.ended and answer.early_end is None:
+            answer.early_end = reason
+            task.cancel()
+
+    async def _serve(self, answer: FleetAnswer) -> None:
+        """Call replicas until the answer has ended. Raises nothing."""
+        try:
+            await self._call_replicas(answer)
+        except Exception as error:
+            if answer.early_end is None:
+                answer.fail(error)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            answer.end(AnswerEnd(answer.early_end or "cancelled"))  # unless it has ended
+            self._open.pop(answer, None)
+            if not self._open and self._none_open is not None:
+                self._none_open.set()
+
+    async def _call_replicas(self, answer: FleetAnswer) -> None:
+        num_lost = 0
+        while True:
+            try:
+                await self._call_replica(answer, is_retry=num_lost > 0)
+                return
+            except ReplicaLostError as error:
+                num_lost += 1
+                self._counts.num_lost += 1
+                logger.warning(
+                    "request %s lost its replica after %d tokens, loss %d: %s",
+                    answer.request_id, len(answer.tokens), num_lost, cut(str(error), _LONGEST_CAUSE),
+                )  # fmt: skip
+                if answer.early_end is not None or answer.complete():
+                    return
+                if num_lost > self._max_retries:
+                    self._counts.num_given_up += 1
+                    raise NoReplicaError(f"{num_lost} replicas were lost, one after the other") from error
+            self._counts.num_retries += 1
+            await asyncio.sleep(self._retry_delay_s * (num_lost - 1))
+
+    async def _call_replica(self, answer: FleetAnswer, is_retry: bool) -> None:
+        """Send the rest of an answer to one replica, and take what it answers to the end."""
+        request = await self._next_request(answer)
+        parts, name = self._call(request), ""
+        try:
+            async for part in parts:
+                name = name or part.replica
+                if part.error is not None:
+                    _raise_refusal(part.error, is_retry)
+                answer.add(part)
+                if answer.ended:
+                    return
+            raise ReplicaLostError("the replica's answer has no end")
+        except ReplicaLostError:
+            answer.lost += (name,) * bool(name)
+            raise
+        finally:
+            close = getattr(parts, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _next_request(self, answer: FleetAnswer) -> EngineRequest:
+        if answer.num_tokens > _LONG_PROMPT:
+            return await asyncio.to_thread(answer.next_request)
+        return answer.next_request()
+
+    # ---- what an operator reads
+
+    async def metrics_text(self) -> tuple[bytes, str]:
+        """The replicas' metrics, each with the label `replica`, and the fleet's own ones."""
+        reports = () if self._reports is None else await self._reports()
+        counts = replace(self._counts, num_waiting=self.num_waiting, num_running=self.num_running)
+        return await asyncio.to_thread(fleet_metrics_text, counts, self._num_replicas(), reports)
+
+
+def _raise_refusal(error: Exception, is_retry: bool) -> None:
+    """Raise why a replica refuses a request; a full queue stops no answer that has begun elsewhere."""
+    if is_retry and isinstance(error, QueueFullError):
+        raise ReplicaLostError(str(error))
+    raise error

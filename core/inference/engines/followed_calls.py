@@ -1,0 +1,135 @@
+"""The calls that all ranks of a split model make, as a rank makes them that another rank leads."""
+
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING
+
+from ...request import FinishReason
+from ...sampling_params import SamplingParams
+from ..contexts.request import DynamicInferenceRequest
+from ..policies.checkpoint_plan import CheckpointPlan
+from ..policies.prefix_hash import PrefixHashChain
+from .call_maker import CallsHere
+from .engine_books import EngineBooks
+
+if TYPE_CHECKING:
+    from .dynamic_engine import DynamicInferenceEngine
+
+
+class FollowedCalls:
+    """Makes on this rank what a leading rank calls. Each public method is a name for `CallMaker.make`.
+
+    The leading rank has checked the arguments and has put its books in order. Nobody waits for results here:
+    all requests are as if they had an owner, and no step is reported.
+    """
+
+    def __init__(
+        self, engine: "DynamicInferenceEngine", books: EngineBooks, step_here: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            engine, books: of this rank. Requests end here only where the leading rank ends them.
+            step_here: makes this rank's part of a step.
+        """
+        self._engine = engine
+        self._books = books
+        self._step_here = step_here
+        self._calls_before = books.calls
+        books.calls = CallsHere(may_end_requests=False)
+
+    def close(self) -> None:
+        """Let this rank make its calls itself again."""
+        self._books.calls = self._calls_before
+
+    def enter(
+        self,
+        request_id: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        plan: CheckpointPlan,
+        root: bytes,
+        seed: int,
+        next_token: int | None,
+    ) -> None:
+        """Queue a request; the arguments are those of `asked_of`."""
+        hashes = PrefixHashChain(self._engine.config.block_size_tokens, root)
+        if self._engine.config.enable_prefix_caching:
+            hashes.extend_to(prompt)
+        request = DynamicInferenceRequest(
+            request_id, prompt, sampling, plan, hashes, time.perf_counter(), seed, next_token, owned=True
+        )
+        self._books.enter(request)
+
+    def end(self, request_id: int, reason: FinishReason) -> None:
+        """End a request between two steps."""
+        self._books.end(self._books.requests[request_id], reason)
+        self._books.observers.tell_ended()
+
+    def step(self) -> None:
+        """Make a step."""
+        self._books.state.check_usable("step")
+        self._step_here()
+        self._books.drain()
+
+    def pin(self, root: bytes, blocks: list[bytes]) -> None:
+        """Pin the prefix of these blocks; `root` and `blocks` are those of its `PrefixHashChain`."""
+        chain = PrefixHashChain(self._engine.config.block_size_tokens, root)
+        for content in blocks:
+            chain.append(content)
+        self._engine._pin(chain)
+
+    def unpin(self, number: int) -> None:
+        """Unpin the prefix of this number in the order of `DynamicInferenceEngine.pins`."""
+        self._engine.unpin(self._engine.pins()[number])
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix and pin."""
+        self._engine.reset_prefix_cache()
+
+    def set_weights_version(self, version: object) -> None:
+        """Name the weights, and forget every cached prefix, whatever the name was before."""
+        self._engine._name_weights(version)
+
+    def suspend(self) -> None:
+        """Free the memory of all pools."""
+        self._engine.suspend()
+
+    def resume(self) -> None:
+        """Allocate the pools again."""
+        self._engine.resume()
+
+    def reset(self, weights_version: object, allocated: bool) -> None:
+        """Reset the engine, and make right in what a call that only one rank made may have differed.
+
+        Args:
+            weights_version, allocated: those of the leading rank's engine.
+        """
+        engine = self._engine
+        engine.reset()
+        engine._weights_version = weights_version
+        if allocated:
+            engine.resume()
+        else:
+            engine.suspend()
+
+    def run(
+        self, function: Callable[..., object], arguments: tuple[object, ...], ids: tuple[int, int]
+    ) -> None:
+        """Call `function(engine, *arguments)`.
+
+        `ids`: the next ids of requests, of those with a seed and of those without.
+        """
+        books, engine = self._books, self._engine
+        engine._new_ids, engine._ids_without_seed = count(ids[0]), count(ids[1], -1)
+        try:
+            function(engine, *arguments)
+        finally:
+            books.abandoned.clear()  # the leading rank ends what its leases have left
+            books.unclaimed.clear()
+            books.reports.clear()
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call has failed here, so that only `reset` is of use."""
+        return self._books.state.broken

@@ -1,0 +1,1 @@
+"""A trace, served by several replicas behind a router on one clock."""

@@ -1,0 +1,22 @@
+"""Tests with Ray: `make test-fleet` runs them one after the other, in one cluster."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    from oracle.ray_fleet import ray_cluster
+
+    with ray_cluster():
+        yield

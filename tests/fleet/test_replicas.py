@@ -1,0 +1,118 @@
+"""Two replicas behind one address: right answers, second turns where their states are, lost replicas."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+if TYPE_CHECKING:
+    from oracle.ray_fleet import Fleet
+
+GREEDY = {"temperature": 0, "max_tokens": 24}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 24}
+
+
+def prompt_of(number: int, length: int = 100) -> list[int]:
+    return [(7 * number + 3 + i * (number + 1)) % 250 for i in range(length)]
+
+
+def expected(prompt: list[int], **sampling: Any) -> list[int]:
+    from oracle.ray_fleet import expected_tokens
+
+    names = {"max_tokens": "num_tokens_to_generate"}
+    return expected_tokens(prompt, **{names.get(name, name): value for name, value in sampling.items()})
+
+
+@pytest.fixture(scope="module")
+def two(cluster: None) -> "Iterator[Fleet]":
+    from oracle.ray_fleet import fleet
+
+    with fleet({"min_replicas": 2, "max_replicas": 2, "router": "state"}) as made:
+        yield made
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_answers_are_those_of_one_engine_without_a_cache(two: "Fleet", sampling: dict[str, Any]) -> None:
+    prompts = [prompt_of(number) for number in range(6)]
+    with ThreadPoolExecutor(3) as clients:
+        answers = list(clients.map(lambda prompt: two.complete(prompt, **sampling)[0], prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == expected(prompt, **sampling)
+        assert [token for part in two.stream(prompt, **sampling) for token in part] == answer
+
+
+def test_a_second_turn_goes_to_the_replica_that_holds_its_state(two: "Fleet") -> None:
+    conversations = [prompt_of(number, 90) for number in range(20, 26)]
+    for turn in range(3):
+        for number, tokens in enumerate(conversations):
+            answer, resumed = two.complete(tokens, **GREEDY)
+            assert answer == expected(tokens, **GREEDY)
+            if turn:
+                assert resumed >= len(tokens) - 24 - 5 - 32 - 32, (turn, number)
+            tokens += [*answer, 1, 2, 3, 4, 5]
+    metrics = two.metrics()
+    assert metrics["mambaslots_fleet_replicas"] == 2
+    assert metrics["mambaslots_fleet_replicas_lost_total"] == 0
+
+
+def test_bad_requests_are_refused_as_one_engine_refuses_them(two: "Fleet") -> None:
+    with pytest.raises(openai.BadRequestError, match="max_sequence_length"):
+        two.complete([1] * 5000)
+    with pytest.raises(openai.NotFoundError):
+        two.client.completions.create(model="another", prompt=[1, 2])
+
+
+def test_a_client_that_leaves_ends_its_request(two: "Fleet") -> None:
+    parts = two.client.completions.create(
+        model="tiny", prompt=prompt_of(40), stream=True, max_tokens=1500, temperature=0
+    )
+    next(iter(parts))
+    assert two.holder().num_running == 1
+    parts.close()
+    two.wait_until(lambda: not any(pulse.num_running for pulse in two.pulses()), "the request has left")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_replica_killed_in_mid_stream_costs_a_retry_and_no_token(
+    two: "Fleet", sampling: dict[str, Any]
+) -> None:
+    two.wait_for_replicas(2)
+    before = two.metrics()
+    wanted = dict(sampling, max_tokens=120)
+    prompt, tokens, killed = prompt_of(50), [], None
+    for part in two.stream(prompt, **wanted):
+        tokens += part
+        if killed is None and len(tokens) >= 10:
+            killed = two.holder()
+            two.kill(killed)
+    assert tokens == expected(prompt, **wanted)
+    metrics = two.metrics()
+    for name in ("mambaslots_fleet_replicas_lost_total", "mambaslots_fleet_retries_total"):
+        assert metrics[name] - before[name] == 1
+    two.wait_for_replicas(2)  # Ray puts another one in its place
+    assert killed is not None
+    assert killed.process not in [pulse.process for pulse in two.pulses()]
+
+
+def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -> None:
+    import ray
+    from mambaslots.distributed.routing.event_bytes import decode_events
+    from mambaslots.fleet.channel_reader import find_channel
+
+    def held() -> dict[str, int]:
+        news = ray.get(find_channel(two.settings.channel).read.remote("", 0, 0.0), timeout=30)
+        return {events.replica: len(events.inserted) for events in map(decode_events, news.events)}
+
+    tokens = prompt_of(60, 90)
+    answer, _ = two.complete(tokens, **GREEDY)
+    two.wait_for_replicas(2)
+    two.wait_until(lambda: set(held()) == {pulse.replica for pulse in two.pulses()}, "both are heard")
+    before = held()
+    ray.kill(find_channel(two.settings.channel), no_restart=False)
+    tokens += [*answer, 1, 2, 3, 4, 5]
+    answer, resumed = two.complete(tokens, **GREEDY)  # the router still knows what it knew
+    assert (answer, resumed) == (expected(tokens, **GREEDY), 96)
+    two.wait_until(lambda: set(held()) == set(before), "the channel is filled again", 30)
+    assert sum(held().values()) >= sum(before.values())

@@ -1,0 +1,112 @@
+"""A prefill worker and a decode engine in one process, over a store of their own."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import mambaslots as ms
+import mambaslots.distributed as msd
+from mambaslots.distributed.prefill_decode.message_stream import MessageStream, PeerLostError
+from oracle.serving import assert_answers
+from torch.distributed import TCPStore
+
+PATIENCE_S = 60.0
+MIN_TOKENS = 16
+ASKED = ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+ADDRESS = "mambaslots/prefill/prefill"
+
+
+class Place:
+    """A store, and clients of it."""
+
+    def __init__(self) -> None:
+        self.host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def client(self) -> TCPStore:
+        return TCPStore("127.0.0.1", self.host.port, is_master=False)
+
+    @asynccontextmanager
+    async def worker(self, engine: ms.DynamicInferenceEngine, **settings: Any) -> AsyncIterator[None]:
+        """A prefill worker that serves inside; nothing may be left in its engine afterwards."""
+        task = asyncio.create_task(msd.PrefillWorker(engine, self.client(), **settings).serve())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            assert not engine.pins()
+            assert not engine.has_unfinished_requests()
+            engine.check_integrity()
+
+    @asynccontextmanager
+    async def server(
+        self, engine: ms.DynamicInferenceEngine, connects: bool = True, **settings: Any
+    ) -> AsyncIterator[msd.DisaggregatedEngine]:
+        """A decode engine; nothing may be left in it afterwards."""
+        settings = {"min_prefill_tokens": MIN_TOKENS} | settings
+        async with msd.DisaggregatedEngine(engine, self.client(), **settings) as server:
+            assert await server.connected(PATIENCE_S if connects else 0.0) == connects
+            yield server
+        assert not engine.pins()
+        assert not engine.has_unfinished_requests()
+        engine.check_integrity()
+
+    @asynccontextmanager
+    async def impostor(
+        self, behave: Callable[[MessageStream], Coroutine[Any, Any, None]]
+    ) -> AsyncIterator[None]:
+        """In a worker's place: greets as a worker does, then does as `behave` says and leaves."""
+
+        tasks: list[asyncio.Task[None]] = []
+
+        async def serve(stream: MessageStream) -> None:
+            try:
+                await stream.receive(PATIENCE_S)
+                await stream.send({"channel": "nobody sends"}, PATIENCE_S)
+                await behave(stream)
+            except PeerLostError:
+                pass
+            finally:
+                stream.close()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tasks.append(asyncio.create_task(serve(MessageStream(reader, writer))))
+
+        listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        self.host.set(ADDRESS, json.dumps({"host": "127.0.0.1", "port": port, "secret": ""}))
+        try:
+            yield
+        finally:
+            listener.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def answers(
+    server: ms.AsyncEngine, prompts: Sequence[Sequence[int]], salts: Sequence[bytes | str | None] = ()
+) -> list[ms.RequestResult]:
+    """The results of prompts that are asked at once, each checked against the recurrence."""
+    salts = salts or [None] * len(prompts)
+    asking = (
+        server.generate(list(prompt), ASKED, cache_salt=salt)
+        for prompt, salt in zip(prompts, salts, strict=True)
+    )
+    results = await asyncio.gather(*asking)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result.tokens) == ASKED.num_tokens_to_generate
+        assert_answers(prompt, result)
+    return list(results)
+
+
+def run(body: Awaitable[None]) -> None:
+    """Run a test's body to its end, or fail."""
+
+    async def patient() -> None:
+        await asyncio.wait_for(body, PATIENCE_S)
+
+    asyncio.run(patient())

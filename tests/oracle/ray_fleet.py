@@ -1,0 +1,186 @@
+"""Replicas of a tiny model on Ray Serve, in a cluster of this process."""
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mambaslots as ms
+import openai
+import ray
+from mambaslots.fleet.cluster import check_address
+from mambaslots.fleet.deployment import QUIET, fleet_application
+from mambaslots.fleet.fleet_settings import FleetSettings
+from mambaslots.fleet.pulse import Pulse
+from mambaslots.loaded_model import LoadedText
+from mambaslots.serve import ServerSettings
+from mambaslots.text import GenerationDefaults
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from .served import small_config, tiny_loaded
+
+ROOT = Path(__file__).parents[2]
+SALT_KEY = "the key of all replicas of a test"
+VERSION = "the tiny model of bytes"
+BLOCK = small_config().block_size_tokens
+
+
+@dataclass(frozen=True)
+class TinyEngine:
+    """Makes an engine of the tiny model of bytes; can be pickled."""
+
+    config: Mapping[str, Any]
+
+    def __call__(self) -> ms.DynamicInferenceEngine:
+        config = small_config(**{"salt_key": SALT_KEY, **self.config})
+        engine = ms.DynamicInferenceEngine(tiny_loaded().model, config)
+        engine.set_weights_version(VERSION)
+        return engine
+
+
+def tiny_text() -> LoadedText:
+    loaded = tiny_loaded()
+    return LoadedText(loaded.text, GenerationDefaults(), loaded.folder)
+
+
+@cache
+def _uncached() -> ms.DynamicInferenceEngine:
+    return ms.DynamicInferenceEngine(tiny_loaded().model, small_config(enable_prefix_caching=False))
+
+
+def expected_tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
+    """What one engine without a cache answers."""
+    (result,) = _uncached().generate([list(prompt)], ms.SamplingParams(**sampling))
+    return result.tokens
+
+
+@contextmanager
+def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
+    """Ray on this machine, which it takes to have `num_cpus`; workers find this tree."""
+    paths = os.pathsep.join([str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 2**20,
+        log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@dataclass
+class Fleet:
+    """Replicas that serve over loopback."""
+
+    port: int
+    server: ServerSettings
+    settings: FleetSettings
+    config: Mapping[str, Any]
+
+    def deploy(self, **changes: Any) -> None:
+        """Begin, or change settings: Ray starts and ends replicas until there are as many as wanted."""
+        self.settings = replace(self.settings, **changes)
+        application = fleet_application(
+            TinyEngine(self.config), tiny_text, SALT_KEY, self.server, self.settings
+        )
+        serve.run(application, name=self.settings.name, route_prefix="/")
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return self.client_of("key")
+
+    def client_of(self, key: str) -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120)
+
+    def complete(self, prompt: Sequence[int], key: str = "key", **sampling: Any) -> tuple[list[int], int]:
+        """The tokens of an answer, and how many tokens of the prompt were resumed."""
+        answer = self.client_of(key).completions.create(
+            model="tiny", prompt=list(prompt), extra_body={"return_token_ids": True}, **sampling
+        )
+        usage = answer.usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        tokens = answer.choices[0].model_dump()["token_ids"]
+        return tokens, usage.prompt_tokens_details.cached_tokens or 0
+
+    def stream(self, prompt: Sequence[int], **sampling: Any) -> Iterator[list[int]]:
+        """The tokens of a streamed answer, as they come."""
+        parts = self.client.completions.create(
+            model="tiny", prompt=list(prompt), stream=True, extra_body={"return_token_ids": True}, **sampling
+        )
+        for part in parts:
+            for choice in part.choices:
+                yield choice.model_dump().get("token_ids") or []
+
+    # ---- what an operator does
+
+    @property
+    def replicas(self) -> Any:
+        return serve.get_deployment_handle("EngineReplica", self.settings.name)
+
+    def pulses(self) -> list[Pulse]:
+        answers = self.replicas.broadcast("pulse").results(timeout_s=30, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, Pulse)]
+
+    def kill(self, pulse: Pulse) -> None:
+        os.kill(pulse.process, signal.SIGKILL)
+
+    def holder(self) -> Pulse:
+        """The replica that runs something now."""
+        (busy,) = (pulse for pulse in self.pulses() if pulse.num_running)
+        return busy
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+            time.sleep(0.1)
+
+    def wait_for_replicas(self, number: int) -> None:
+        self.wait_until(lambda: len(self.pulses()) == number, f"{number} replicas")
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name and labels, and, by name alone, those of all labels added up."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
+            text = reply.read().decode()
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = json.dumps(sample.labels, sort_keys=True)
+                values[f"{sample.name} {labels}"] = sample.value
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return values
+
+
+@contextmanager
+def fleet(
+    settings: Mapping[str, Any], config: Mapping[str, Any] | None = None, **server: Any
+) -> Iterator[Fleet]:
+    """Replicas in the cluster of this process, which has no others."""
+    port = check_address("127.0.0.1", 0)
+    serve.start(
+        proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET
+    )
+    given = {"cpus_per_rank": 0.1, "max_requests": 8, "health_period_s": 1.0, "drain_timeout_s": 30.0}
+    made = Fleet(
+        port,
+        ServerSettings(model_name="tiny", port=port, **server),
+        FleetSettings(**(given | dict(settings))),
+        config or {},
+    )
+    made.deploy()
+    try:
+        yield made
+    finally:
+        serve.delete(made.settings.name)

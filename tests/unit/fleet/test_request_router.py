@@ -1,0 +1,183 @@
+"""The request router of Ray Serve that asks one of ours, with replicas that are not there."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import mambaslots as ms
+import pytest
+from mambaslots.distributed.routing.routers import ROUTERS
+from mambaslots.distributed.routing.state_events import StateEvents
+from mambaslots.fleet.engine_request import EngineRequest
+from mambaslots.fleet.replica_loads import ReplicaLoads
+
+BLOCK = 16
+
+
+@dataclass
+class FakeReplica:
+    """As much of Ray's `RunningReplica` as a request router uses."""
+
+    replica_id: Any
+    queue_length: int = 0
+    max_ongoing_requests: int = 4
+    node_id: str = "node"
+    availability_zone: str | None = None
+    multiplexed_model_ids: set[str] = field(default_factory=set)
+    replica_metadata: dict[str, Any] = field(default_factory=lambda: {"block_size_tokens": BLOCK})
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return self.queue_length
+
+
+class Rig:
+    """A request router over fake replicas, in an event loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, router: str = "state", num_replicas: int = 3) -> None:
+        from mambaslots.fleet import request_router
+        from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+
+        class NoReader:
+            def __init__(self, *arguments: object) -> None:
+                pass
+
+            async def run(self) -> None:
+                pass
+
+        monkeypatch.setattr(request_router, "ChannelReader", NoReader)
+        deployment = DeploymentID(name="EngineReplica", app_name="test")
+        self.router = request_router.FleetRequestRouter(
+            deployment_id=deployment,
+            handle_source=DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+        )
+        self.router.initialize_state(router=router, channel="states")
+        self.replicas = [FakeReplica(ReplicaID(name, deployment)) for name in "abc"[:num_replicas]]
+        self.router.update_replicas(self.replicas)
+        self._num_requests = 0
+
+    def request(self, keys: tuple[int, ...] = (), num_tokens: int = 100) -> Any:
+        from ray.serve._private.common import RequestMetadata
+        from ray.serve.request_router import PendingRequest
+
+        self._num_requests += 1
+        sampling = ms.SamplingParams(num_tokens_to_generate=10)
+        asked = EngineRequest(f"r{self._num_requests}", (1,) * num_tokens, 0, sampling, keys=keys)
+        metadata = RequestMetadata(
+            request_id=asked.request_id, internal_request_id=asked.request_id, is_streaming=True
+        )
+        return PendingRequest(args=[asked], kwargs={}, metadata=metadata)
+
+    async def order(self, pending: Any) -> str:
+        ranks = await self.router.choose_replicas(self.replicas, pending)
+        assert all(len(rank) == 1 for rank in ranks)
+        return "".join(rank[0].replica_id.unique_id for rank in ranks)
+
+    def holds(self, replica: str, *keys: int, sequence: int = 0) -> None:
+        assert self.router._router.apply(StateEvents(replica, 1, sequence, keys, (), is_snapshot=True))
+
+
+def test_a_request_goes_to_the_replica_with_its_deepest_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(monkeypatch)
+        rig.holds("a", 1)
+        rig.holds("b", 1, 2, 3)
+        rig.holds("c", 1, 2)
+        assert await rig.order(rig.request((1, 2, 3, 4, 5, 6))) == "bca"
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_replica_is_forgotten_and_a_full_one_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(monkeypatch)
+        a, b, _ = (replica.replica_id for replica in rig.replicas)
+        rig.holds("a", 1, 2)
+        rig.router.on_replica_actor_died(a)
+        assert rig.router._router.index.replicas == []
+        rig.replicas = rig.replicas[1:]
+        rig.holds("b", 1, 2, 3)
+        rig.router.on_new_queue_len_info(b, 4)
+        rig.replicas[0].queue_length = 4
+        pending = rig.request((1, 2, 3, 4))
+        replica = await asyncio.wait_for(rig.router._choose_replica_for_request(pending), 10)
+        assert replica.replica_id.unique_id == "c"
+        rig.router.on_request_routed(pending, replica.replica_id, None)
+        assert await rig.order(rig.request((1, 2, 3, 4, 5))) == "cb"  # its states are expected there now
+
+    asyncio.run(scenario())
+
+
+def test_each_request_gets_the_replica_that_was_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that was chosen for the request in front of it."""
+
+    async def scenario() -> None:
+        rig = Rig(monkeypatch)
+        for number, name in enumerate("abc"):
+            rig.holds(name, *range(10 * number + 1, 10 * number + 7))
+        for replica in rig.replicas:
+            rig.router.on_new_queue_len_info(replica.replica_id, 0)
+        wanted = "cabbca"
+        pending = [
+            rig.request(tuple(range(10 * "abc".index(name) + 1, 10 * "abc".index(name) + 7)))
+            for name in wanted
+        ]
+        chosen = await asyncio.gather(*(rig.router._choose_replica_for_request(one) for one in pending))
+        assert "".join(replica.replica_id.unique_id for replica in chosen) == wanted
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_burst_is_spread_though_ray_knows_of_none_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(monkeypatch, name)
+        firsts = [(await rig.order(rig.request(tuple(range(n, n + 6)))))[0] for n in range(1, 600, 10)]
+        counts = sorted(firsts.count(one) for one in "abc")
+        assert counts[0] >= 10, counts
+
+    asyncio.run(scenario())
+
+
+def test_questions_go_to_any_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(monkeypatch)
+        rig.router.on_new_queue_len_info(rig.replicas[0].replica_id, 3)
+        question = rig.request()
+        question.args = []
+        assert (await rig.order(question))[-1] == "a"
+        assert await rig.router.choose_replicas([], rig.request()) == []
+
+    asyncio.run(scenario())
+
+
+def test_loads_count_what_is_chosen_until_it_ends_or_was_never_sent() -> None:
+    now = [0.0]
+    loads = ReplicaLoads(clock=lambda: now[0])
+
+    def numbers(**queue_lengths: int) -> list[tuple[int, int]]:
+        return [(load.num_requests, load.num_tokens) for load in loads.loads("ab", queue_lengths)]
+
+    loads.note_chosen("one", "a", 10)
+    loads.note_chosen("two", "a", 20)
+    assert numbers() == [(2, 30), (0, 0)]
+    assert numbers(a=1, b=5) == [(2, 30), (5, 0)]
+    assert loads.note_routed("one", "b")
+    assert not loads.note_routed("two", "a")
+    loads.note_chosen("three", "a", 5)
+    now[0] = 31.0
+    assert numbers() == [(1, 20), (1, 10)]  # "three" was never sent
+    loads.note_ended("one", "a")  # the replica that has refused it
+    loads.note_ended("two", "a")
+    loads.note_ended("unknown", "a")
+    assert numbers() == [(0, 0), (1, 10)]
+    assert not loads.note_routed("unknown", "a")
+
+
+def test_what_is_no_engine_request_is_a_question() -> None:
+    from mambaslots.fleet.request_router import _route_request
+
+    replica = FakeReplica(SimpleNamespace())
+    assert _route_request(None, replica) is None
+    assert _route_request(SimpleNamespace(args=["prompt"]), replica) is None

@@ -1,0 +1,152 @@
+"""The channel of states: what routers hear, and what replicas are asked for."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.distributed.routing.event_bytes import decode_events, encode_events
+from mambaslots.distributed.routing.state_events import StateEvents
+from mambaslots.distributed.routing.state_router import StateRouter
+from mambaslots.fleet import state_channel
+from mambaslots.fleet.channel_reader import ChannelReader
+from mambaslots.fleet.state_channel import HandOver, StateChannel
+
+
+def run[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)
+
+
+class Replica:
+    """Tells a channel of its states, as a `StateFeed` does."""
+
+    def __init__(self, name: str, epoch: int = 1) -> None:
+        self.name, self.epoch, self.sequence = name, epoch, -1
+        self.keys: set[int] = set()
+
+    def change(self, inserted: set[int], removed: set[int]) -> bytes:
+        self.keys = (self.keys | inserted) - removed
+        self.sequence += 1
+        first = not self.sequence
+        told = (tuple(self.keys), ()) if first else (tuple(inserted), tuple(removed))
+        return encode_events(StateEvents(self.name, self.epoch, self.sequence, *told, is_snapshot=first))
+
+    def snapshot(self) -> bytes:
+        return encode_events(StateEvents(self.name, self.epoch, self.sequence, tuple(self.keys), (), True))
+
+    async def tell(self, channel: StateChannel, *events: bytes) -> None:
+        orders = await channel.publish(self.name, events)
+        if orders.wants_snapshot:
+            assert not (await channel.publish(self.name, (self.snapshot(),))).wants_snapshot
+
+
+def test_a_channel_that_knows_nothing_asks_for_a_snapshot_and_a_late_reader_gets_it() -> None:
+    async def scenario() -> None:
+        channel, replica = StateChannel(), Replica("a")
+        replica.change({1, 2}, set())
+        await replica.tell(channel, replica.change({3}, {1}))  # the channel has missed the first message
+        news = await channel.read("", 0, 0.0)
+        (events,) = (decode_events(data) for data in news.events)
+        assert (set(events.inserted), events.is_snapshot) == ({2, 3}, True)
+        assert news.replicas == ("a",)
+
+    run(scenario())
+
+
+def test_a_reader_waits_for_what_is_new_and_gets_it_once() -> None:
+    async def scenario() -> None:
+        channel, replica = StateChannel(), Replica("a")
+        await replica.tell(channel, replica.change({1}, set()))
+        news = await channel.read("", 0, 0.0)
+        waiting = asyncio.create_task(channel.read(news.instance, news.version, 60.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await replica.tell(channel, replica.change({2}, set()), replica.change(set(), {1}))
+        later = await waiting
+        assert [decode_events(data).sequence for data in later.events] == [1, 2]
+        assert (await channel.read(later.instance, later.version, 0.0)).events == ()
+
+    run(scenario())
+
+
+def test_a_reader_that_was_slow_or_knew_another_channel_gets_snapshots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state_channel, "_LOG_LENGTH", 4)
+
+    async def scenario() -> None:
+        channel, replica = StateChannel(), Replica("a")
+        await replica.tell(channel, *(replica.change({number}, set()) for number in range(1, 20)))
+        for instance, version in ((channel._instance, 3), ("another", 19), (channel._instance, 99)):
+            (data,) = (await channel.read(instance, version, 0.0)).events
+            assert set(decode_events(data).inserted) == replica.keys
+
+    run(scenario())
+
+
+def test_the_replica_with_most_states_hands_over_and_silent_ones_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(state_channel.time, "monotonic", lambda: now[0])
+
+    async def scenario() -> None:
+        channel, small, large = StateChannel(), Replica("small"), Replica("large")
+        order = HandOver("one", "127.0.0.1", 1)
+        assert await channel.donor("new", order) is None
+        await small.tell(channel, small.change({1}, set()))
+        assert await channel.donor("small", order) is None
+        await large.tell(channel, large.change({1, 2}, set()))
+        assert await channel.donor("new", order) == "large"
+        assert (await channel.publish("small")).hand_overs == ()
+        assert (await channel.publish("large")).hand_overs == (order,)
+        assert (await channel.publish("large")).hand_overs == ()
+        now[0] = 20.0
+        await channel.publish("small")
+        now[0] = 40.0
+        assert await channel.donor("new", order) == "small"
+        await channel.leave("small")
+        assert (await channel.read("", 0, 0.0)).replicas == ()
+
+    run(scenario())
+
+
+@given(data=st.data())
+def test_whatever_is_lost_a_router_ends_up_with_what_the_replicas_hold(data: st.DataObject) -> None:
+    """Messages and channels get lost, replicas begin anew, and readers fall behind."""
+
+    async def scenario() -> None:
+        channel = StateChannel()
+        replicas = {name: Replica(name) for name in ("a", "b")}
+        router = StateRouter(0)
+        reader = ChannelReader("states", router)
+
+        async def read() -> None:
+            for _ in range(2):  # a gap makes the next read one of snapshots
+                reader.take(await channel.read(reader._instance, reader._version, 0.0))
+
+        for _ in range(data.draw(st.integers(1, 12))):
+            replica = replicas[data.draw(st.sampled_from("ab"))]
+            event = data.draw(st.sampled_from(["tell", "lose", "restart", "new channel", "read"]))
+            keys = st.sets(st.integers(1, 6), max_size=3)
+            if event in ("tell", "lose"):
+                inserted = data.draw(keys) - replica.keys
+                removed = data.draw(keys) & replica.keys
+                message = replica.change(inserted, removed)
+                if event == "tell":
+                    await replica.tell(channel, message)
+            elif event == "restart":
+                replicas[replica.name] = Replica(replica.name, replica.epoch + 1)
+            elif event == "new channel":
+                channel = StateChannel()
+            else:
+                await read()
+        for replica in replicas.values():
+            await replica.tell(channel, replica.change(set(), set()))
+        await read()
+        for replica in replicas.values():
+            assert router.index.keys_of(replica.name) == replica.keys
+
+    run(scenario())
