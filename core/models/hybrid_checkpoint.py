@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,7 +102,7 @@ class SavedWeights:
         try:
             with self._path.open("rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
-            self._file: Any = safe_open(self._path, framework="pt", backend="pread")
+            self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
             self._left = set(self._file.keys())
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder} has no {WEIGHTS}") from error
