@@ -158,7 +158,10 @@ def test_files_from_any_split_to_any_other(world: World, folder: Path, source: S
         pytest.param(MIX, (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
         *(pytest.param(kind, (2, 1), (1, 1), marks=pytest.mark.ranks(2)) for kind in OF_TRANSFORMERS),
         *(pytest.param(kind, (2, 1), (4, 1), marks=pytest.mark.ranks(4)) for kind in OF_TRANSFORMERS),
-        *(pytest.param(kind, (4, 1), (1, 1), marks=pytest.mark.ranks(4)) for kind in OF_TRANSFORMERS),
+        *(
+            pytest.param(kind, (4, 1), (1, 1), marks=[pytest.mark.ranks(4), pytest.mark.long])
+            for kind in OF_TRANSFORMERS
+        ),
     ],
 )
 def test_files_of_other_kinds_of_state(
