@@ -23,7 +23,7 @@ BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py
   serving_conversations.py serving_trace.py serving_report.py serving_plot.py bits_answers.py bits_bench.py bits_conditions.py \
   bits_costs.py bits_drafters.py bits_traffic.py bits_table.py),$(wildcard benchmarks/*.py))
 
-.PHONY: demo serve test test-ranks test-long test-host test-gpus lint bench clean
+.PHONY: demo serve test test-ranks test-long test-fleet test-host test-gpus lint bench clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
@@ -41,7 +41,12 @@ test-ranks: $(FOR_DEV)
 
 test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
-	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long $(ARGS)
+	$(if $(ARGS),,$(MAKE) test-fleet)
+	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long --ignore tests/fleet $(ARGS)
+
+# One process after the other: Ray's own processes take what the machine has.
+test-fleet: $(FOR_DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) tests/fleet $(ARGS)
 
 test-host: $(FOR_DEV)
 	@test -n "$(MEGATRON)" || { \

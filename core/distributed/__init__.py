@@ -17,7 +17,7 @@ from .routing.state_publisher import StatePublisher
 from .transfer.channel import TransferChannel
 from .transfer.codec import decode_prefixes, encode_prefixes
 from .transfer.exchange import SendReport
-from .transfer.export import export_prefixes
+from .transfer.export import export_prefixes, recent_states
 from .transfer.files import SaveReport, load_prefixes, save_prefixes
 from .transfer.format import TransferError
 from .transfer.hand_over import receive_prefixes, send_prefixes
@@ -34,7 +34,7 @@ __all__ = [
     "LeadingEngine", "follow",
     # moving prefixes
     "export_prefixes", "import_prefixes", "save_prefixes", "load_prefixes", "send_prefixes",
-    "receive_prefixes", "TransferChannel", "encode_prefixes", "decode_prefixes",
+    "receive_prefixes", "TransferChannel", "recent_states", "encode_prefixes", "decode_prefixes",
     # prefill apart from decode
     "PrefillWorker", "DisaggregatedEngine", "RemotePrefill", "PrefillCounts",
     # what they return and raise

@@ -17,6 +17,10 @@ ADDRESS = "RAY_ADDRESS"
 """The environment variable that names the cluster to join."""
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Answers are too small for Ray's object store."""
+_OWN_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent
+    "RAY_worker_niceness": "0",  # Ray's is 15: any other process of the machine would go first
+}
 _LOGGERS = ("ray", "ray.serve")
 
 
@@ -34,7 +38,8 @@ def cluster(num_cpus: float | None = None) -> Iterator[bool]:
         Whether the cluster was there before.
     """
     address = os.environ.get(ADDRESS)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in _OWN_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
     if address:
         options["address"] = address

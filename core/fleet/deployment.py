@@ -10,12 +10,13 @@ from ray.serve.schema import LoggingConfig
 from ..inference.policies.salt_key import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.settings import ServerSettings
-from .engine_replica import EngineReplica, MakeEngine
+from .engine_replica import EngineReplica
 from .fleet_settings import RAY_PREFIX, FleetSettings
 from .ingress import Ingress
+from .ranks import MakeEngine
 from .request_router import FleetRequestRouter
 
-_RAY_PREFIX_ROUTER = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
+_RAY_PREFIX_ROUTER = f"{__package__}.ray_prefix_router:RayPrefixRouter"
 
 
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # it would show what stands in a query
@@ -49,10 +50,10 @@ def fleet_application(
 
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
     """The replicas of an engine, bound to what makes them."""
-    ranks: dict[str, Any] = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
+    needs = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
     options: dict[str, Any] = {
         "name": "EngineReplica",
-        "ray_actor_options": ranks,
+        "ray_actor_options": needs,
         "max_ongoing_requests": 2 * settings.max_requests,
         "request_router_config": _router_config(settings),
         "graceful_shutdown_timeout_s": settings.drain_timeout_s,
@@ -61,6 +62,12 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
         "max_constructor_retry_count": 3,
         "logging_config": QUIET,
     }
+    if settings.ranks > 1:  # each rank has a bundle, all of them on one machine where there is room
+        bundle = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
+        options["placement_group_bundles"] = [
+            {name: number for name, number in bundle.items() if number}
+        ] * settings.ranks
+        options["placement_group_strategy"] = "PACK"
     if settings.min_replicas == settings.max_replicas:
         options["num_replicas"] = settings.min_replicas
     else:

@@ -5,28 +5,27 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from ray import serve
 
 from ..distributed.routing.state_publisher import StatePublisher
-from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..serve.local_engine import LocalEngine
 from ..serve.served_engine import EngineFacts
-from .engine_request import AnswerPart, EngineRequest
+from .engine_request import AnswerPart, EngineRequest, ReplicaLostError
 from .fleet_settings import FleetSettings
 from .pulse import Pulse
+from .ranks import MakeEngine, Ranks
 from .replica_answers import answer_parts
-from .replica_report import ReplicaReport
+from .replica_report import ReplicaReport, replica_report
 from .request_router import BLOCK_SIZE
+from .state_channel import HandOver
 from .state_feed import StateFeed
+from .warming import serve_hand_over, take_over
 
 logger = logging.getLogger(__name__)
-
-MakeEngine = Callable[[], DynamicInferenceEngine]
-"""Makes a replica's engine in the replica's process. It can be pickled."""
 
 
 class EngineReplica:
@@ -41,11 +40,12 @@ class EngineReplica:
     ) -> None:
         """
         Args:
-            make_engine: makes the engine.
+            make_engine: makes the engine of each rank.
             settings: how many requests there may be, and where states are told.
         """
         self._name: str = serve.get_replica_context().replica_id.unique_id
-        engine = make_engine()
+        self._ranks = Ranks(make_engine, settings)
+        engine = self._ranks.engine
         self._engine = LocalEngine(
             engine,
             model_name=settings.model_name,
@@ -61,6 +61,10 @@ class EngineReplica:
             self._serve_hand_over,
         )
         self._telling = asyncio.create_task(self._feed.run())
+        self._watching = asyncio.create_task(self._end_when_lost())
+        self._warm_timeout_s = settings.warm_timeout_s
+        if settings.warm_timeout_s and engine.config.enable_prefix_caching:
+            await take_over(self._name, settings.channel, self._engine.engine, settings.warm_timeout_s)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
@@ -70,6 +74,10 @@ class EngineReplica:
             async with aclosing(answer) as parts:
                 async for part in parts:
                     yield part
+        except ReplicaLostError as error:
+            if self._engine.failure is not None or (self._ranks.are_others and error.__cause__ is not None):
+                self._end_process(error)  # a split engine that failed is broken
+            raise
         finally:
             self._feed.wake()
 
@@ -79,12 +87,12 @@ class EngineReplica:
 
     async def pulse(self) -> Pulse:
         """That the replica is there."""
-        return Pulse(self._name, socket.gethostname(), os.getpid(), self._engine.num_running)
+        processes = (os.getpid(), *await self._ranks.processes())
+        return Pulse(self._name, socket.gethostname(), processes, self._engine.num_running)
 
     async def report(self) -> ReplicaReport:
         """The replica's figures now."""
-        text, _ = await self._engine.metrics_text()
-        return ReplicaReport(self._name, text)
+        return await replica_report(self._engine, self._name)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers need to know of the replica; Ray gives it to them."""
@@ -96,14 +104,29 @@ class EngineReplica:
         if failure is not None:
             raise RuntimeError(f"the engine of replica {self._name} has given up") from failure
 
+    async def _end_when_lost(self) -> None:
+        """End this process where the engine has given up, or a rank is lost."""
+        lost = asyncio.create_task(self._ranks.lost()) if self._ranks.are_others else None
+        while self._engine.failure is None and (lost is None or not lost.done()):
+            await asyncio.sleep(0.1)
+        self._end_process(self._engine.failure if lost is None or not lost.done() else lost.result())
+
+    def _end_process(self, reason: BaseException | None) -> None:
+        """End at once. Ray sees that, sends no more requests here, and whoever waits for an answer asks
+        another replica. A replica that raised errors would get more requests, because its queue is short.
+        """
+        logger.error("mambaslots: replica %s is lost: %s", self._name, reason)
+        logging.shutdown()
+        os._exit(1)
+
     def __del__(self) -> None:
         """Ray has waited for the requests; the engine's thread ends with the process."""
         feed = getattr(self, "_feed", None)
         if feed is not None:
             feed.leave()
 
-    async def _serve_hand_over(self, hand_over: Any) -> None:
-        pass
+    async def _serve_hand_over(self, order: HandOver) -> None:
+        await serve_hand_over(self._engine.engine, order, self._warm_timeout_s)
 
 
 def _print_line(line: str) -> None:

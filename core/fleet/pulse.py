@@ -10,11 +10,11 @@ class Pulse:
     Attributes:
         replica: its name.
         host: the machine's name.
-        process: the id of the process that has the engine, or its first rank.
+        processes: the ids of the processes of its ranks; the first has the engine that is called.
         num_running: requests that have a row.
     """
 
     replica: str
     host: str
-    process: int
+    processes: tuple[int, ...]
     num_running: int

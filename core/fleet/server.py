@@ -18,8 +18,8 @@ from ..loaded_model import LoadedText
 from ..serve.settings import ServerSettings
 from .cluster import check_address, cluster, placed
 from .deployment import QUIET, fleet_application
-from .engine_replica import MakeEngine
 from .fleet_settings import FleetSettings
+from .ranks import MakeEngine
 
 _LOOK_S = 0.2
 _LOOK_AT_RAY_S = 5.0

@@ -13,6 +13,8 @@ from ..distributed.routing.state_events import StateEvents
 
 _LOG_LENGTH = 4096
 _FORGET_AFTER_S = 30.0
+_LIVELY_S = 3.0
+"""Replicas give a sign of life every second."""
 
 
 class Orders(NamedTuple):
@@ -103,17 +105,27 @@ class StateChannel:
         self._held.pop(replica, None)
         self._orders.pop(replica, None)
 
-    async def donor(self, joining: str, hand_over: HandOver) -> str | None:
-        """Order a hand-over from the replica that holds most states; None where no other holds any.
+    async def donor(self, joining: str, hand_over: HandOver, asked: Sequence[str] = ()) -> str | None:
+        """Order a hand-over from the replica that holds most states, of those that were heard just now.
+
+        Args:
+            joining: the replica that wants states.
+            hand_over: the order.
+            asked: replicas that did not serve one.
 
         Returns:
-            The replica that gets the order.
+            The replica that gets the order; None where no other holds any state.
         """
         self._forget_silent()
-        others = [(len(held.keys), name) for name, held in self._held.items() if name != joining]
-        num_states, name = max(others, default=(0, ""))
-        if not num_states:
+        lively_s = time.monotonic() - _LIVELY_S
+        others = [
+            (held.heard_s >= lively_s, len(held.keys), name)
+            for name, held in self._held.items()
+            if held.keys and name != joining and name not in asked
+        ]
+        if not others:
             return None
+        _, _, name = max(others)
         self._orders.setdefault(name, []).append(hand_over)
         return name
 

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 if TYPE_CHECKING:
+    from mambaslots.fleet.pulse import Pulse
     from oracle.ray_fleet import Fleet
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -91,18 +92,21 @@ def test_a_replica_killed_in_mid_stream_costs_a_retry_and_no_token(
     metrics = two.metrics()
     for name in ("mambaslots_fleet_replicas_lost_total", "mambaslots_fleet_retries_total"):
         assert metrics[name] - before[name] == 1
-    two.wait_for_replicas(2)  # Ray puts another one in its place
     assert killed is not None
-    assert killed.process not in [pulse.process for pulse in two.pulses()]
+    two.wait_until(lambda: replaced(two, killed), "Ray has started another replica")
 
 
 def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -> None:
     import ray
     from mambaslots.distributed.routing.event_bytes import decode_events
     from mambaslots.fleet.channel_reader import find_channel
+    from ray.exceptions import RayError
 
     def held() -> dict[str, int]:
-        news = ray.get(find_channel(two.settings.channel).read.remote("", 0, 0.0), timeout=30)
+        try:
+            news = ray.get(find_channel(two.settings.channel).read.remote("", 0, 0.0), timeout=30)
+        except RayError:  # it is away
+            return {}
         return {events.replica: len(events.inserted) for events in map(decode_events, news.events)}
 
     tokens = prompt_of(60, 90)
@@ -116,3 +120,42 @@ def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -
     assert (answer, resumed) == (expected(tokens, **GREEDY), 96)
     two.wait_until(lambda: set(held()) == set(before), "the channel is filled again", 30)
     assert sum(held().values()) >= sum(before.values())
+
+
+def replaced(fleet: "Fleet", lost: "Pulse") -> bool:
+    names = [pulse.replica for pulse in fleet.pulses()]
+    return len(names) == 2 and lost.replica not in names
+
+
+def test_a_replica_that_joins_takes_over_states_and_resumes_from_them(two: "Fleet") -> None:
+    two.wait_for_replicas(2)
+    conversations = [prompt_of(number, 90) for number in range(70, 76)]
+    for tokens in conversations:
+        tokens += [*two.complete(tokens, **GREEDY)[0], 1, 2, 3, 4, 5]
+    before = two.pulses()
+    two.kill(before[0])
+    two.wait_until(lambda: replaced(two, before[0]), "Ray has started another replica")
+    (joined,) = (pulse for pulse in two.pulses() if pulse.replica not in [one.replica for one in before])
+    committed = two.metrics()[f'mambaslots_state_slots {{"replica": "{joined.replica}", "use": "committed"}}']
+    assert committed > 0
+    two.kill(before[1])  # what is left is what has joined
+    resumed = []
+    for tokens in conversations:
+        answer, number = two.complete(tokens, **GREEDY)
+        assert answer == expected(tokens, **GREEDY)
+        resumed.append(number)
+    assert sum(map(bool, resumed)) >= 2, resumed
+
+
+def test_replicas_that_are_replaced_end_what_they_run(two: "Fleet") -> None:
+    two.wait_for_replicas(2)
+    before = {pulse.replica for pulse in two.pulses()}
+    prompts, wanted = [prompt_of(number) for number in range(80, 84)], GREEDY | {"max_tokens": 150}
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(lambda prompt: list(two.stream(prompt, **wanted)), one) for one in prompts]
+        two.wait_until(lambda: sum(pulse.num_running for pulse in two.pulses()) == 4, "all of them run")
+        two.deploy(max_requests=7)  # the settings are others: Ray drains each replica, and starts another one
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [token for part in answer.result() for token in part]
+        assert tokens == expected(prompt, **wanted)
+    assert before.isdisjoint(pulse.replica for pulse in two.pulses())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
+import mambaslots.distributed as msd
 import openai
 import ray
 from mambaslots.fleet.cluster import check_address
@@ -39,9 +40,13 @@ class TinyEngine:
 
     config: Mapping[str, Any]
 
-    def __call__(self) -> ms.DynamicInferenceEngine:
+    def __call__(self, groups: ms.ParallelGroups | None) -> ms.DynamicInferenceEngine:
         config = small_config(**{"salt_key": SALT_KEY, **self.config})
-        engine = ms.DynamicInferenceEngine(tiny_loaded().model, config)
+        model = tiny_loaded().model
+        if groups is not None:
+            model = ms.models.HybridLM(model.config, groups=groups)
+        leads = groups is not None and not groups.rank
+        engine = (msd.LeadingEngine if leads else ms.DynamicInferenceEngine)(model, config)
         engine.set_weights_version(VERSION)
         return engine
 
@@ -66,7 +71,7 @@ def expected_tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
 def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
     """Ray on this machine, which it takes to have `num_cpus`; workers find this tree."""
     paths = os.pathsep.join([str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     ray.init(
         address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 2**20,
         log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
@@ -133,8 +138,8 @@ class Fleet:
         answers = self.replicas.broadcast("pulse").results(timeout_s=30, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, Pulse)]
 
-    def kill(self, pulse: Pulse) -> None:
-        os.kill(pulse.process, signal.SIGKILL)
+    def kill(self, pulse: Pulse, rank: int = 0) -> None:
+        os.kill(pulse.processes[rank], signal.SIGKILL)
 
     def holder(self) -> Pulse:
         """The replica that runs something now."""

@@ -6,10 +6,10 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.followed_calls import FollowedCalls
 from ...validation import instance
 from ..heartbeat import Heartbeat, RankDiedError, StoreLostError
 from .connection import Connection
+from .followed_calls import FollowedCalls
 from .meeting import meet_leader
 from .messages import CLOSE, Outcome, left_message, outcome_message, read_call
 
@@ -46,7 +46,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
             f"engine has {engine.num_unfinished_requests} requests that have not ended; accepted: a new one"
         )
     connection = meet_leader(groups, engine.context.spec.device, _MEETING_S)
-    calls = engine.followed_calls()
+    calls = FollowedCalls(engine)
     try:
         _Follower(connection, calls, heartbeat).follow()
     except RankDiedError:

@@ -7,6 +7,8 @@ from typing import cast
 
 import torch
 
+_LOOKING_S = 0.5
+
 
 class OwnThread:
     """Makes calls for the main thread, in which alone Python handles signals.
@@ -19,20 +21,23 @@ class OwnThread:
     def __init__(self, device: torch.device) -> None:
         """`device`: the current one of the thread."""
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_work, args=(self._jobs, device), name="mambaslots-lockstep", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def run[T](self, call: Callable[[], T]) -> T:
         """What the call returns or raises. In another thread than the main one the call is made there."""
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or not self._thread.is_alive():
             return call()
         job = _Job(call)
         interrupt: BaseException | None = None
         while True:
             try:
                 self._jobs.put(job)  # again after an interrupt; the thread makes a call once
-                job.ended.wait()
+                while not job.ended.wait(_LOOKING_S):
+                    if not self._thread.is_alive():  # it was closed
+                        job.make()
                 break
             except BaseException as error:
                 if interrupt is not None:

@@ -15,8 +15,9 @@ from .parts import KV, shard_of
 from .pool_rows import read_rows
 from .shard import PrefixShard
 
-PrefixName = tuple[Sequence[int] | Tensor, bytes | str | None]
-"""The tokens of a prefix, and the salt under which the prefix is cached."""
+PrefixName = tuple[Sequence[int] | Tensor, bytes | str | None] | int
+"""The tokens of a prefix, and the salt under which the prefix is cached; or the hash of its last block, which
+has a state. The hash says nothing about the salt."""
 
 
 def export_prefixes(
@@ -29,7 +30,8 @@ def export_prefixes(
 
     Args:
         engine: the engine to export from.
-        prefixes: the prefixes to export, as (tokens, salt); None for all that are cached. Of each prefix the
+        prefixes: the prefixes to export, each as (tokens, salt), or as the hash of a block that has a state
+            (a hash that is not cached names nothing); None for all that are cached. Of each prefix the
             export holds every cached state, and the blocks down to the deepest one. Blocks below the deepest
             state are left out. A block that several prefixes share is exported once.
 
@@ -86,14 +88,40 @@ def _paths_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> list[list[
         raise ValueError(f"prefixes is {shown(prefixes)}; accepted: a list of (tokens, salt), or None")
     paths: list[list[int]] = []
     for index, prefix in enumerate(prefixes):
+        if isinstance(prefix, int) and not isinstance(prefix, bool):
+            paths.append(_path_to(access, prefix))
+            continue
         if not isinstance(prefix, tuple) or len(prefix) != 2:
-            raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt)")
+            raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt), or a hash")
         tokens, salt = prefix
         root = access.salt_key.root(salt_bytes(f"prefixes[{index}][1]", salt))
         chain = PrefixHashChain(access.block_size_tokens, root)
         chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
         paths.append(list(access.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens)))
     return paths
+
+
+def _path_to(access: CacheAccess, key: int) -> list[int]:
+    """The blocks of a prefix, from its first one to the one whose state has this hash; [] without a state."""
+    path: list[int] = []
+    block: int | bytes | None = access.slots.map.hash_to_block_id.get(key)
+    while isinstance(block, int):
+        path.append(block)
+        block, _ = access.kv_blocks.tree.content_of(block)
+    return path[::-1]
+
+
+def recent_states(engine: DynamicInferenceEngine) -> list[int]:
+    """The hashes of the states that a prompt can find, the most recently used first.
+
+    Args:
+        engine: of this rank; nothing changes. All ranks of a split model return the same.
+
+    Raises:
+        ValueError, RuntimeError: as in `export_prefixes`.
+    """
+    access = CacheAccess.of(engine, "recent_states")
+    return [access.slots.map.key_of(block) for block in access.state_slots()]
 
 
 def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:

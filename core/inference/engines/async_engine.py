@@ -63,8 +63,8 @@ class AsyncEngine:
         self._engine = instance("engine", engine, DynamicInferenceEngine)
         if not engine.has_one_caller:
             raise ValueError(
-                "engine serves a model that is split over ranks, each of which makes all calls; accepted: a "
-                "mambaslots.distributed.LeadingEngine, or a model that one process serves"
+                "engine serves a model that is split over ranks; accepted: a model that one process serves, "
+                "or a mambaslots.distributed.LeadingEngine, which makes its calls on all ranks"
             )
         self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
         self._max_step_failures = integer("max_step_failures", max_step_failures, 1)

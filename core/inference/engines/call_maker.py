@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class CallMaker(Protocol):
-    """Makes the calls that change an engine's books or pools; each of them is one of `FollowedCalls`.
+    """Makes the calls that change an engine's books or pools; each has a name.
 
     Attributes:
         reach_all_ranks: whether the other ranks of a split model make each call, too.
@@ -22,9 +22,9 @@ class CallMaker(Protocol):
         """Make a call.
 
         Args:
-            name: which of the calls of `FollowedCalls` it is.
+            name: of the call; `mambaslots.distributed` has a method of this name for ranks that follow.
             change: this rank's part.
-            told: what the other ranks are told: the arguments of the call of this name.
+            told: the arguments of that method.
 
         Returns:
             What `change` returns.

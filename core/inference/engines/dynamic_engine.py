@@ -49,7 +49,6 @@ from .arguments import (
 from .drafter import Drafter
 from .engine_books import EngineBooks, LaunchedStep, StepUndo
 from .engine_observer import EngineObserver
-from .followed_calls import FollowedCalls
 from .graph_runner import GraphBuckets, GraphRunner
 from .memory_poison import MemoryPoison
 from .model import Model
@@ -126,14 +125,7 @@ class DynamicInferenceEngine:
     @property
     def has_one_caller(self) -> bool:
         """Whether calls in one process suffice; else each rank of a split model makes all calls itself."""
-        return not self._is_split or self._books.calls.reach_all_ranks
-
-    def followed_calls(self) -> FollowedCalls:
-        """From now on, what another rank of this split model calls is made here through these calls alone.
-
-        `mambaslots.distributed.follow` calls this. The `close` of what is returned ends it.
-        """
-        return FollowedCalls(self, self._books, self._step_here)
+        return self._books.calls.reach_all_ranks or not self.context.spec.groups.is_split
 
     @property
     def _forward(self) -> Model:

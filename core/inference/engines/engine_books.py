@@ -263,8 +263,8 @@ class EngineBooks:
 
 
 def asked_of(request: DynamicInferenceRequest) -> tuple[object, ...]:
-    """What `FollowedCalls.enter` needs to make an equal request on another rank; the salt is not in it."""
+    """What makes an equal request on another rank; the salt is not in it."""
     return (
         request.request_id, request.prompt_tokens, request.sampling, request.plan, request.hashes.root,
-        request.seed, request.next_token,
+        request.seed, request.next_token, request.given_tokens,
     )  # fmt: skip

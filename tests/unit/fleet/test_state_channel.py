@@ -99,12 +99,16 @@ def test_the_replica_with_most_states_hands_over_and_silent_ones_are_forgotten(
         await small.tell(channel, small.change({1}, set()))
         assert await channel.donor("small", order) is None
         await large.tell(channel, large.change({1, 2}, set()))
+        assert await channel.donor("new", order, ["large"]) == "small"
+        assert await channel.donor("new", order, ["large", "small"]) is None
+        assert (await channel.publish("small")).hand_overs == (order,)
         assert await channel.donor("new", order) == "large"
         assert (await channel.publish("small")).hand_overs == ()
         assert (await channel.publish("large")).hand_overs == (order,)
         assert (await channel.publish("large")).hand_overs == ()
         now[0] = 20.0
         await channel.publish("small")
+        assert await channel.donor("new", order) == "small"  # the other one may be dead
         now[0] = 40.0
         assert await channel.donor("new", order) == "small"
         await channel.leave("small")

@@ -1,20 +1,19 @@
-"""The calls that all ranks of a split model make, as a rank makes them that another rank leads."""
+"""The calls that all ranks of a split model make, as a rank makes them that another rank leads.
+
+Beside `LeadingEngine`, this is the one file outside `inference/engines/` that reaches into an engine's books.
+"""
 
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING
 
+from ...inference.contexts.request import DynamicInferenceRequest
+from ...inference.engines.call_maker import CallsHere
+from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.policies.checkpoint_plan import CheckpointPlan
+from ...inference.policies.prefix_hash import PrefixHashChain
 from ...request import FinishReason
 from ...sampling_params import SamplingParams
-from ..contexts.request import DynamicInferenceRequest
-from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.prefix_hash import PrefixHashChain
-from .call_maker import CallsHere
-from .engine_books import EngineBooks
-
-if TYPE_CHECKING:
-    from .dynamic_engine import DynamicInferenceEngine
 
 
 class FollowedCalls:
@@ -24,17 +23,10 @@ class FollowedCalls:
     all requests are as if they had an owner, and no step is reported.
     """
 
-    def __init__(
-        self, engine: "DynamicInferenceEngine", books: EngineBooks, step_here: Callable[[], None]
-    ) -> None:
-        """
-        Args:
-            engine, books: of this rank. Requests end here only where the leading rank ends them.
-            step_here: makes this rank's part of a step.
-        """
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        """`engine`: of this rank. Until `close`, requests end here only where the leading rank ends them."""
         self._engine = engine
-        self._books = books
-        self._step_here = step_here
+        self._books = books = engine._books
         self._calls_before = books.calls
         books.calls = CallsHere(may_end_requests=False)
 
@@ -51,13 +43,23 @@ class FollowedCalls:
         root: bytes,
         seed: int,
         next_token: int | None,
+        given_tokens: list[int],
     ) -> None:
         """Queue a request; the arguments are those of `asked_of`."""
         hashes = PrefixHashChain(self._engine.config.block_size_tokens, root)
         if self._engine.config.enable_prefix_caching:
-            hashes.extend_to(prompt)
+            hashes.extend_to([*prompt, *given_tokens])
         request = DynamicInferenceRequest(
-            request_id, prompt, sampling, plan, hashes, time.perf_counter(), seed, next_token, owned=True
+            request_id=request_id,
+            prompt_tokens=prompt,
+            sampling=sampling,
+            plan=plan,
+            hashes=hashes,
+            arrival_s=time.perf_counter(),
+            seed=seed,
+            next_token=next_token,
+            given_tokens=given_tokens,
+            owned=True,
         )
         self._books.enter(request)
 
@@ -69,7 +71,7 @@ class FollowedCalls:
     def step(self) -> None:
         """Make a step."""
         self._books.state.check_usable("step")
-        self._step_here()
+        self._engine._step_here()
         self._books.drain()
 
     def pin(self, root: bytes, blocks: list[bytes]) -> None:

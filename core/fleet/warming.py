@@ -1,0 +1,171 @@
+"""A replica that joins takes over states from one that has some."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from torch.distributed import TCPStore
+
+from ..distributed.transfer.channel import TransferChannel
+from ..distributed.transfer.export import recent_states
+from ..inference.engines.async_engine import AsyncEngine
+from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from .channel_reader import find_channel
+from .state_channel import HandOver
+
+logger = logging.getLogger(__name__)
+
+STATES_A_ROUND = 32
+"""States of one hand-over: no request of the source goes on during a hand-over."""
+_MEETING_S = 5.0
+_LONGEST_ROUND_S = 10.0
+_END = b"end"
+_ROUND = b"round"
+_channels: dict[str, TransferChannel] = {}
+"""The open channels of this rank, by name."""
+
+
+async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: float) -> int:
+    """Let a replica that has states hand over those that were used last; all calls of `engine` are short.
+
+    Whatever fails, a donor that does not come or dies, costs at most `timeout_s`, and this replica begins
+    with what it has got.
+
+    Args:
+        replica: the name of this replica.
+        channel: the name of the actor of the `StateChannel`, which chooses the donor.
+        engine: of this replica.
+        timeout_s: seconds for all.
+
+    Returns:
+        How many states came.
+    """
+    begun_s, deadline = time.monotonic(), time.monotonic() + timeout_s
+    actor = find_channel(channel)
+    if actor is None:
+        return 0
+    host = ray.util.get_node_ip_address()
+    store = await asyncio.to_thread(
+        TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    num_states, asked = 0, [""]
+    while asked[-1] is not None and not num_states and time.monotonic() < deadline:
+        order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
+        try:
+            asked.append(await actor.donor.remote(replica, order, asked))
+            if asked[-1] is not None:
+                num_states = await _receive_rounds(engine, store, order, deadline)
+                logger.warning(
+                    "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
+                    replica, num_states, asked[-1], time.monotonic() - begun_s,
+                )  # fmt: skip
+        except (RayError, RuntimeError, TimeoutError, OSError) as error:
+            logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
+            break
+        finally:
+            await _close(engine, order)
+    return num_states
+
+
+async def _receive_rounds(engine: AsyncEngine, store: TCPStore, order: HandOver, deadline: float) -> int:
+    """Take hand-over after hand-over until the source ends. Returns how many states came."""
+    number = num_states = 0
+    meeting = min(deadline, time.monotonic() + _MEETING_S)
+    while await _told(store, f"{order.name}-source-{number}", deadline if number else meeting) == _ROUND:
+        await asyncio.to_thread(store.set, f"{order.name}-destination-{number}", _ROUND)
+        report = await engine.call(_on_all_ranks(_receive, order, min(deadline, _round_end())))
+        num_states += report.imported.states
+        if report.failure:
+            break
+        number += 1
+    return num_states
+
+
+async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float) -> None:
+    """Hand the states that were used last to a replica that joins, a few at a time. Raises nothing."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        store = await asyncio.to_thread(
+            TCPStore, order.host, order.port, is_master=False, timeout=timedelta(seconds=_MEETING_S)
+        )
+        keys = await engine.call(_on_all_ranks(recent_states))
+        number = 0
+        for first in range(0, len(keys), STATES_A_ROUND):
+            await asyncio.to_thread(store.set, f"{order.name}-source-{number}", _ROUND)
+            if await _told(store, f"{order.name}-destination-{number}", deadline) != _ROUND:
+                return
+            some = keys[first : first + STATES_A_ROUND]
+            report = await engine.call(_on_all_ranks(_send, order, some, min(deadline, _round_end())))
+            if report.failure:
+                return
+            number += 1
+        await asyncio.to_thread(store.set, f"{order.name}-source-{number}", _END)
+    except Exception as error:
+        logger.warning("mambaslots: hand-over %s was not served to the end: %s", order.name, error)
+    finally:
+        await _close(engine, order)
+
+
+async def _told(store: TCPStore, key: str, deadline: float) -> bytes:
+    """What the other side has written under `key`; nothing where it has not in time."""
+    while not await asyncio.to_thread(store.check, [key]):
+        if time.monotonic() > deadline:
+            return b""
+        await asyncio.sleep(0.02)
+    return bytes(await asyncio.to_thread(store.get, key))
+
+
+def _round_end() -> float:
+    return time.monotonic() + _LONGEST_ROUND_S
+
+
+async def _close(engine: AsyncEngine, order: HandOver) -> None:
+    try:
+        await engine.call(_on_all_ranks(_close_channel, order))
+    except Exception as error:
+        logger.warning("mambaslots: the channel of hand-over %s was not closed: %s", order.name, error)
+
+
+# ---- in the engine's thread, on all ranks
+
+
+def _on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[DynamicInferenceEngine], Any]:
+    """A function for `AsyncEngine.call`."""
+
+    def call(engine: DynamicInferenceEngine) -> Any:
+        on_all = getattr(engine, "call_on_all", None)  # of the first rank of a split model
+        return function(engine, *arguments) if on_all is None else on_all(function, *arguments)
+
+    return call
+
+
+def _channel_of(engine: DynamicInferenceEngine, order: HandOver, side: Any) -> TransferChannel:
+    if order.name not in _channels:
+        store = TCPStore(order.host, order.port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
+        _channels[order.name] = TransferChannel(engine, store, order.name, side)
+    return _channels[order.name]
+
+
+def _send(engine: DynamicInferenceEngine, order: HandOver, keys: Sequence[int], deadline: float) -> Any:
+    channel = _channel_of(engine, order, "source")
+    return channel.send(list(keys), states="deepest", timeout_s=_left(deadline))
+
+
+def _receive(engine: DynamicInferenceEngine, order: HandOver, deadline: float) -> Any:
+    return _channel_of(engine, order, "destination").receive(timeout_s=_left(deadline))
+
+
+def _close_channel(engine: DynamicInferenceEngine, order: HandOver) -> None:
+    channel = _channels.pop(order.name, None)
+    if channel is not None:
+        channel.close()
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
