@@ -31,6 +31,8 @@ from .served import small_config, tiny_loaded
 ROOT = Path(__file__).parents[2]
 SALT_KEY = "the key of all replicas of a test"
 VERSION = "the tiny model of bytes"
+PORTS: list[int] = []
+"""The port of Ray Serve's proxy in the cluster of this process is the last one."""
 BLOCK = small_config().block_size_tokens
 
 
@@ -77,6 +79,9 @@ def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
         log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
     )  # fmt: skip
     try:
+        PORTS.append(check_address("127.0.0.1", 0))
+        http = {"host": "127.0.0.1", "port": PORTS[-1]}
+        serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         yield
     finally:
         serve.shutdown()
@@ -173,14 +178,10 @@ def fleet(
     settings: Mapping[str, Any], config: Mapping[str, Any] | None = None, **server: Any
 ) -> Iterator[Fleet]:
     """Replicas in the cluster of this process, which has no others."""
-    port = check_address("127.0.0.1", 0)
-    serve.start(
-        proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET
-    )
     given = {"cpus_per_rank": 0.1, "max_requests": 8, "health_period_s": 1.0, "drain_timeout_s": 30.0}
     made = Fleet(
-        port,
-        ServerSettings(model_name="tiny", port=port, **server),
+        PORTS[-1],
+        ServerSettings(model_name="tiny", port=PORTS[-1], **server),
         FleetSettings(**(given | dict(settings))),
         config or {},
     )
