@@ -115,9 +115,10 @@ class Fleet:
 
     def complete(self, prompt: Sequence[int], key: str = "key", **sampling: Any) -> tuple[list[int], int]:
         """The tokens of an answer, and how many tokens of the prompt were resumed."""
-        answer = self.client_of(key).completions.create(
-            model="tiny", prompt=list(prompt), extra_body={"return_token_ids": True}, **sampling
-        )
+        with self.client_of(key) as client:
+            answer = client.completions.create(
+                model="tiny", prompt=list(prompt), extra_body={"return_token_ids": True}, **sampling
+            )
         usage = answer.usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
@@ -126,12 +127,13 @@ class Fleet:
 
     def stream(self, prompt: Sequence[int], **sampling: Any) -> Iterator[list[int]]:
         """The tokens of a streamed answer, as they come."""
-        parts = self.client.completions.create(
-            model="tiny", prompt=list(prompt), stream=True, extra_body={"return_token_ids": True}, **sampling
-        )
-        for part in parts:
-            for choice in part.choices:
-                yield choice.model_dump().get("token_ids") or []
+        body = {"return_token_ids": True}
+        with self.client as client:
+            for part in client.completions.create(
+                model="tiny", prompt=list(prompt), stream=True, extra_body=body, **sampling
+            ):
+                for choice in part.choices:
+                    yield choice.model_dump().get("token_ids") or []
 
     # ---- what an operator does
 
