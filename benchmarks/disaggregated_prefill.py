@@ -40,10 +40,12 @@ TIMEOUT = timedelta(seconds=300)
 WAYS = {"1 + 1": 1, "2 mixed": 2, "1 mixed": 1}
 """How many engines share the requests."""
 ROWS = {  # (prompt, answer, long prompts)
-    "8b": ((1024, 64, 32), (4096, 64, 20), (4096, 256, 20), (16384, 64, 8)),
+    "8b": ((1024, 64, 32), (4096, 64, 20), (4096, 256, 16), (16384, 64, 6)),
     "tiny": ((128, 8, 6), (512, 8, 6)),
 }
 BLOCKS = {"8b": 256, "tiny": 32}
+ROWS_BESIDE = 16
+"""Long prompts that an engine serves at once, beside the requests that decode."""
 
 
 class Side:
@@ -68,7 +70,7 @@ class Side:
         self.model = ms.models.HybridLM(config, seed=0, device=device)
 
     def engine(self, tokens_per_step: int) -> ms.DynamicInferenceEngine:
-        block, rows = BLOCKS[self.args.shape], self.args.streams + 16
+        block, rows = BLOCKS[self.args.shape], self.args.streams + ROWS_BESIDE
         longest = max(prompt + answer for prompt, answer, _ in ROWS[self.args.shape]) + SHORT_PROMPT
         config = ms.InferenceConfig(
             block_size_tokens=block,
@@ -149,11 +151,21 @@ class Side:
     async def _serve(self, way: str, server: ms.AsyncEngine, rows: list[Row]) -> None:
         # With side 1 alone in "1 + 1", all requests are its own.
         share, num_shares = (0 if WAYS[way] == 1 else self.number), WAYS[way]
+        await self._capture(server)
         for number, row in enumerate((replace(rows[0], seed=1), *rows)):
             await asyncio.to_thread(self.meet)
             served = await Traffic(server, row, share, num_shares, self.vocabulary).serve()
             self.store.set(f"{way}, {number}, {share}", served.to_json())
             await asyncio.to_thread(self.meet)
+
+    async def _capture(self, server: ms.AsyncEngine) -> None:
+        """Decode once with each number of rows, so that no graph is captured while times are taken."""
+        if self.args.device == "cpu":
+            return
+        params = ms.SamplingParams(num_tokens_to_generate=8)
+        for rows in range(1, self.args.streams + ROWS_BESIDE + 1):
+            prompts = [torch.randint(self.vocabulary, (8,)).tolist() for _ in range(rows)]
+            await asyncio.gather(*(server.generate(prompt, params) for prompt in prompts))
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -43,6 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shard", type=count(0), default=0, metavar="N", help="which replica (default: 0)")
     group.add_argument("--requests", type=count(), metavar="N", help="the first requests of each trace only")
     group.add_argument(
+        "--speed", type=positive, default=1.0, metavar="N",
+        help="requests come N times as fast as the trace has them (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
         "--concurrency", type=count(), default=32, metavar="N",
         help="requests that run at once; 1 replays one after another (default: %(default)s)",
     )  # fmt: skip
@@ -147,14 +151,14 @@ def _cells(options: argparse.Namespace, settings: list[ReplaySetting]) -> list[C
 
 def _sources(options: argparse.Namespace) -> list[TraceSource]:
     return [
-        TraceSource(origin, options.seed, options.shards, options.shard, options.requests)
+        TraceSource(origin, options.seed, options.shards, options.shard, options.requests, options.speed)
         for origin in dict.fromkeys(options.trace)
     ]
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, as plain values."""
-    names = ("trace", "seed", "shards", "shard", "requests", "rows", "model", "state_dtype")
+    names = ("trace", "seed", "shards", "shard", "requests", "speed", "rows", "model", "state_dtype")
     return {name: getattr(options, name) for name in names}
 
 

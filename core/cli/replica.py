@@ -4,6 +4,7 @@ import argparse
 import os
 from dataclasses import dataclass
 
+from ..distributed import LeadingEngine
 from ..fleet.weights_version import weights_version
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.policies.salt_key import ENVIRONMENT_NAME
@@ -28,7 +29,8 @@ class ReplicaEngine:
         """The engine, in the process that runs it."""
         os.environ[ENVIRONMENT_NAME] = self.salt_key
         loaded = load_model(self.options, groups)
-        engine = make_engine(loaded, self.options)
+        leads = groups is not None and groups.is_split and not groups.rank
+        engine = make_engine(loaded, self.options, LeadingEngine if leads else DynamicInferenceEngine)
         engine.set_weights_version(weights_version(loaded.folder))
         return engine
 

@@ -11,6 +11,7 @@ from ..fleet.fleet_settings import ROUTER_NAMES
 from ..inference.policies.salt_key import ENVIRONMENT_NAME
 from .options import add_engine, add_model, count, count_or_range, positive, text_file, unused_path
 from .replica import ReplicaEngine, ReplicaText
+from .serve_split import is_under_torchrun, serve_split
 from .setup import load_model, make_engine
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ def run(options: argparse.Namespace) -> int:
 
     check_installed()
     settings = ServerSettings(**server_settings(options))
+    if is_under_torchrun():
+        if options.replicas is not None or options.tp is not None:
+            raise ValueError(
+                "--replicas or --tp is given under torchrun, which has started the ranks; accepted: neither"
+            )
+        return serve_split(options, settings)
     if options.replicas is not None or options.tp is not None:
         return _run_replicas(options, settings)
     if options.router is not None:

@@ -1,12 +1,13 @@
 """From options to a loaded model and an engine."""
 
 import argparse
+from collections.abc import Callable
 
 import torch
 
 from ..config import InferenceConfig
-from ..distributed import LeadingEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..inference.engines.model import Model
 from ..loaded_model import LoadedModel, load, stored_dtype
 from ..parallel_groups import ParallelGroups
 from ..pool_sizes import GIGABYTE, PoolSizes
@@ -44,13 +45,16 @@ def load_model(options: argparse.Namespace, groups: ParallelGroups | None = None
     return load(options.model, device, dtype, groups=groups)
 
 
-def make_engine(loaded: LoadedModel, options: argparse.Namespace) -> DynamicInferenceEngine:
-    """An engine of a command line with `options.add_engine`."""
+def make_engine(
+    loaded: LoadedModel,
+    options: argparse.Namespace,
+    kind: Callable[[Model, InferenceConfig], DynamicInferenceEngine] = DynamicInferenceEngine,
+) -> DynamicInferenceEngine:
+    """An engine of a command line with `options.add_engine`; `kind` makes it."""
     spec = loaded.model.state_spec()
     config = inference_config(spec, options, _memory_gb(spec.device, options))
-    leads = spec.groups.is_split and not spec.groups.rank
     try:
-        return (LeadingEngine if leads else DynamicInferenceEngine)(loaded.model, config)
+        return kind(loaded.model, config)
     except (RuntimeError, MemoryError) as error:  # torch has no class of errors for a CPU's memory
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise

@@ -19,7 +19,7 @@ from .fleet_settings import FleetSettings
 from .pulse import Pulse
 from .ranks import MakeEngine, Ranks
 from .replica_answers import answer_parts
-from .replica_report import ReplicaReport
+from .replica_report import ReplicaReport, replica_report
 from .request_router import BLOCK_SIZE
 from .state_channel import HandOver
 from .state_feed import StateFeed
@@ -92,8 +92,7 @@ class EngineReplica:
 
     async def report(self) -> ReplicaReport:
         """The replica's figures now."""
-        text, _ = await self._engine.metrics_text()
-        return ReplicaReport(self._name, text)
+        return await replica_report(self._engine, self._name)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers need to know of the replica; Ray gives it to them."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from ..errors import NoReplicaError, QueueFullError
 from ..inference.policies.checkpoint_plan import CheckpointPlan
@@ -20,12 +22,14 @@ from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .engine_request import AnswerEnd, AnswerPart, EngineRequest, ReplicaLostError
 from .fleet_metrics import FleetCounts, fleet_metrics_text
 from .fleet_stream import FleetAnswer, FleetStream
+from .merged_snapshot import merged_snapshot
 from .replica_report import ReplicaReport
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_CAUSE = 200
 """Characters of a loss's cause in the log."""
+_SNAPSHOT_S = 2.0
 _LONG_PROMPT = 8192
 """Prompts of more tokens are hashed beside the event loop."""
 _LONGEST_END_S = 10.0
@@ -93,6 +97,9 @@ class FleetEngine:
         self._open: dict[FleetAnswer, asyncio.Task[None]] = {}
         self._none_open: asyncio.Event | None = None
         self._is_draining = False
+        self._snapshot: dict[str, Any] | None = None
+        self._read_s = -math.inf
+        self._reading = asyncio.Lock()
 
     # ---- what it is
 
@@ -322,9 +329,27 @@ class FleetEngine:
 
     async def metrics_text(self) -> tuple[bytes, str]:
         """The replicas' metrics, each with the label `replica`, and the fleet's own ones."""
-        reports = () if self._reports is None else await self._reports()
+        reports = await self._new_reports()
         counts = replace(self._counts, num_waiting=self.num_waiting, num_running=self.num_running)
         return await asyncio.to_thread(fleet_metrics_text, counts, self._num_replicas(), reports)
+
+    async def snapshot(self) -> dict[str, Any] | None:
+        """The figures of all replicas together; None where none reports.
+
+        Made at most every 2 s, however many pages ask.
+        """
+        async with self._reading:
+            now = asyncio.get_running_loop().time()
+            if now - self._read_s >= _SNAPSHOT_S:
+                snapshots = {
+                    one.replica: one.snapshot for one in await self._new_reports() if one.snapshot is not None
+                }
+                self._snapshot = await asyncio.to_thread(merged_snapshot, snapshots) if snapshots else None
+                self._read_s = now
+            return self._snapshot
+
+    async def _new_reports(self) -> Sequence[ReplicaReport]:
+        return () if self._reports is None else await self._reports()
 
 
 def _raise_refusal(error: Exception, is_retry: bool) -> None:

@@ -1,7 +1,5 @@
 """Which of transformers' experts a served mixture-of-experts model runs."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 

@@ -24,6 +24,7 @@ class TraceSource:
         seed: of a generated trace.
         shards, shard: which part of a file's requests is served: shard `shard` of `shards`.
         num_requests: how many of the first requests are served; None for all.
+        speed: how many times as fast the requests come.
     """
 
     origin: str
@@ -31,6 +32,7 @@ class TraceSource:
     shards: int = 1
     shard: int = 0
     num_requests: int | None = None
+    speed: float = 1.0
 
     def load(self) -> Trace:
         """Make or read the trace; the last two are kept."""
@@ -45,6 +47,9 @@ def _load(source: TraceSource) -> Trace:
         trace = read_trace(source.origin, shards=source.shards, shard=source.shard)
     if source.num_requests is not None:
         trace = replace(trace, requests=list(islice(trace.requests, source.num_requests)))
+    if source.speed != 1:
+        faster = [replace(one, arrival_s=one.arrival_s / source.speed) for one in trace.requests]
+        trace = replace(trace, name=f"{trace.name}, {source.speed:g} x as fast", requests=faster)
     if not trace.requests:
         raise ValueError(f"{source.origin} has no requests; accepted: a trace with one or more")
     return trace

@@ -39,7 +39,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     requests have `settings.drain_timeout_s` to end.
 
     Args:
-        engine: serves the model of `loaded`; not split over ranks.
+        engine: serves the model of `loaded`; where that is split over ranks, a `LeadingEngine`.
         loaded: text and defaults of the model.
         settings: whom the server serves, and how much it takes.
 
@@ -74,7 +74,7 @@ def make_app_over(
 
     Returns:
         The application. Its `state` has `engine`, which is `served`, `service`, `settings`, and a `monitor`
-            of None: without a monitor there is no page.
+            of None: the page shows what `served.snapshot` returns.
 
     Raises:
         ValueError: an argument is of another kind.

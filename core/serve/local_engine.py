@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.async_stream import AsyncStream
@@ -93,3 +94,7 @@ class LocalEngine:
     async def metrics_text(self) -> tuple[bytes, str]:
         """In another thread, so that the event loop does not wait."""
         return await asyncio.to_thread(metrics_text, self.monitor)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """In another thread, so that the event loop does not wait."""
+        return await asyncio.to_thread(self.monitor.snapshot)

@@ -9,9 +9,9 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from .errors import json_bytes
 
@@ -59,7 +59,6 @@ def page_file(name: str) -> PageFile:
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def index(request: Request) -> Response:
-    _monitored(request)
     return _answer("index.html", request)
 
 
@@ -69,22 +68,26 @@ async def file(name: str, request: Request) -> Response:
 
 
 @router.get("/status.json")
-def status(request: Request) -> Response:
-    """`Monitor.snapshot()`. It is made in a thread: the event loop does not wait for it."""
-    content = json_bytes(_monitored(request).snapshot())
+async def status(request: Request) -> Response:
+    """`Monitor.snapshot()`, of one engine or of all replicas."""
+    monitor = request.app.state.monitor
+    if monitor is not None:
+        snapshot = await run_in_threadpool(monitor.snapshot)
+    else:
+        snapshot = await request.app.state.service.engine.snapshot()
+        if snapshot is None:
+            raise HTTPException(404, "no replica reports its figures")
+    return await run_in_threadpool(_status, request, snapshot)
+
+
+def _status(request: Request, snapshot: object) -> Response:
+    """Not async, so that the event loop does not wait for it."""
+    content = json_bytes(snapshot)
     headers = HEADERS | {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("Accept-Encoding", ""):
         content = gzip.compress(content, compresslevel=1)
         headers["Content-Encoding"] = "gzip"
     return Response(content, media_type="application/json", headers=headers)
-
-
-def _monitored(request: Request) -> Any:
-    """The monitor whose figures the page shows."""
-    monitor = request.app.state.monitor
-    if monitor is None:
-        raise HTTPException(404, "the page shows one engine, and here are replicas; see /metrics")
-    return monitor
 
 
 def _answer(name: str, request: Request) -> Response:

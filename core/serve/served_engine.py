@@ -1,8 +1,8 @@
 """What the server needs of whatever generates its answers: one engine, or replicas of it."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -140,3 +140,6 @@ class ServedEngine(Protocol):
 
     async def metrics_text(self) -> tuple[bytes, str]:
         """The body of a reply to Prometheus, and its content type."""
+
+    async def snapshot(self) -> Mapping[str, Any] | None:
+        """What the page shows, as `Monitor.snapshot` makes it; None where nobody reports."""

@@ -10,6 +10,7 @@ import mambaslots as ms
 import mambaslots.distributed as msd
 from mambaslots.distributed.prefill_decode.message_stream import MessageStream, PeerLostError
 from oracle.serving import assert_answers
+from oracle.transfers import engine_of
 from torch.distributed import TCPStore
 
 PATIENCE_S = 60.0
@@ -58,15 +59,20 @@ class Place:
     async def impostor(
         self, behave: Callable[[MessageStream], Coroutine[Any, Any, None]]
     ) -> AsyncIterator[None]:
-        """In a worker's place: greets as a worker does, then does as `behave` says and leaves."""
+        """In a worker's place: connects as a worker does, then does as `behave` says and leaves."""
 
         tasks: list[asyncio.Task[None]] = []
+        engine = engine_of()
 
         async def serve(stream: MessageStream) -> None:
             try:
                 await stream.receive(PATIENCE_S)
-                await stream.send({"channel": "nobody sends"}, PATIENCE_S)
-                await behave(stream)
+                name = f"channel {len(tasks)}"
+                await stream.send({"channel": name}, PATIENCE_S)
+                await stream.receive(PATIENCE_S)
+                with msd.TransferChannel(engine, self.client(), name, "source", timeout_s=5.0) as channel:
+                    await asyncio.to_thread(channel.connect)
+                    await behave(stream)
             except PeerLostError:
                 pass
             finally:

@@ -11,7 +11,7 @@ import mambaslots as ms
 from mambaslots.fleet.engine_request import AnswerPart, EngineRequest, ReplicaLostError
 from mambaslots.fleet.fleet_engine import FleetEngine
 from mambaslots.fleet.replica_answers import answer_parts
-from mambaslots.fleet.replica_report import ReplicaReport
+from mambaslots.fleet.replica_report import ReplicaReport, replica_report
 from mambaslots.serve.local_engine import LocalEngine
 from mambaslots.serve.served_engine import EngineFacts
 
@@ -80,8 +80,7 @@ class Replicas:
             await parts.aclose()
 
     async def reports(self) -> list[ReplicaReport]:
-        metrics = [await local.metrics_text() for local in self.local]
-        return [_copied(ReplicaReport(f"r{i}", text)) for i, (text, _) in enumerate(metrics)]
+        return [_copied(await replica_report(local, f"r{i}")) for i, local in enumerate(self.local)]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Replicas"]:

@@ -50,9 +50,17 @@ class FollowedCalls:
         if self._engine.config.enable_prefix_caching:
             hashes.extend_to([*prompt, *given_tokens])
         request = DynamicInferenceRequest(
-            request_id, prompt, sampling, plan, hashes, time.perf_counter(), seed, next_token,
-            given_tokens=given_tokens, owned=True,
-        )  # fmt: skip
+            request_id=request_id,
+            prompt_tokens=prompt,
+            sampling=sampling,
+            plan=plan,
+            hashes=hashes,
+            arrival_s=time.perf_counter(),
+            seed=seed,
+            next_token=next_token,
+            given_tokens=given_tokens,
+            owned=True,
+        )
         self._books.enter(request)
 
     def end(self, request_id: int, reason: FinishReason) -> None:

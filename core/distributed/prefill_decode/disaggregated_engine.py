@@ -23,6 +23,7 @@ from ...inference.policies.prefix_hash import PrefixHashChain
 from ...inference.policies.salt_key import salt_bytes
 from ...sampling_params import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
+from .engine_channel import check_engine
 from .prefill_client import PrefillClient, RemotePrefill
 
 
@@ -73,8 +74,8 @@ class DisaggregatedEngine(AsyncEngine):
         *,
         min_prefill_tokens: int = 512,
         timeout_s: float = 30.0,
-        silence_s: float = 5.0,
-        hand_over_timeout_s: float = 5.0,
+        silence_s: float = 10.0,
+        hand_over_timeout_s: float = 3.0,
         max_waiting_requests: int = 1024,
         max_step_failures: int = 3,
     ) -> None:
@@ -100,8 +101,7 @@ class DisaggregatedEngine(AsyncEngine):
         super().__init__(
             engine, max_waiting_requests=max_waiting_requests, max_step_failures=max_step_failures
         )
-        if not engine.config.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
+        check_engine(engine)
         if engine.config.prefix_caching_eviction_policy == "ref_zero":
             raise ValueError(
                 "prefix_caching_eviction_policy is 'ref_zero'; accepted: 'value' or 'lru', because under "
@@ -140,8 +140,9 @@ class DisaggregatedEngine(AsyncEngine):
     async def close(self, timeout_s: float | None = None) -> bool:
         """As `AsyncEngine.close`."""
         if self._connecting is not None and not self._connecting.get_loop().is_closed():
+            self._check_loop("close")
             self._connecting.cancel()
-            await asyncio.wait([self._connecting])
+            await asyncio.wait([self._connecting], timeout=timeout_s)
         return await super().close(timeout_s)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
@@ -222,6 +223,9 @@ class DisaggregatedEngine(AsyncEngine):
         if whole < self._min_tokens or whole - await self._cached_tokens(tokens, salt) < self._min_tokens:
             self._count(short=1)
             return None
+        if self._refusing:  # since the call was made
+            self._count(missed=1)
+            return RemotePrefill(failure="the engine drains")
         task = asyncio.get_running_loop().create_task(self._client.prefill(tokens[:whole], salt))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)

@@ -15,7 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...validation import instance, integer
 from ..transfer.channel import TransferChannel
 from ..transfer.placement import ImportReport, PrefixCounts
-from .engine_channel import EngineCall, engine_channel
+from .engine_channel import EngineCall, connect, engine_channel
 from .message_stream import MessageStream, PeerLostError
 from .prefill_worker import address_key
 
@@ -81,6 +81,7 @@ class PrefillClient:
         self._numbers = count()
         self._pending: dict[int, _Pending] = {}
         self._stream: MessageStream | None = None
+        self._absence = "it has not come yet"
         self._retry_s = FIRST_RETRY_S
 
     async def run(self) -> None:
@@ -115,13 +116,14 @@ class PrefillClient:
         stream = await MessageStream.connect(host, port, self._silence_s)
         try:
             await stream.send(hello, _SEND_TIMEOUT_S)
-            answer = await stream.receive(self._silence_s)
-            name = answer.get("channel")
+            name = (await self._next(stream)).get("channel")
             if not isinstance(name, str):
                 raise PeerLostError("it names no channel")
             async with engine_channel(
                 self._call, self._store, name, "destination", self._timeout_s
             ) as channel:
+                await stream.send({"connect": True}, _SEND_TIMEOUT_S)
+                await connect(self._call, channel)
                 self._stream = stream
                 self.connected.set()
                 yield stream, channel
@@ -130,17 +132,21 @@ class PrefillClient:
 
     def _forget(self, reason: str) -> None:
         """Answer every question with the failure, and let nobody ask."""
-        self._stream = None
+        self._stream, self._absence = None, reason
         self.connected.clear()
         pending, self._pending = self._pending, {}
         for one in pending.values():
             _resolve(one, RemotePrefill(failure=reason))
 
+    async def _next(self, stream: MessageStream) -> dict[str, Any]:
+        """The worker's next message that is no beat."""
+        while "beat" in (message := await stream.receive(self._silence_s)):
+            pass
+        return message
+
     async def _listen(self, stream: MessageStream, channel: TransferChannel) -> None:
         while True:
-            message = await stream.receive(self._silence_s)
-            if "beat" in message:
-                continue
+            message = await self._next(stream)
             try:
                 await self._hear(message, channel)
             except ValueError as error:
@@ -178,7 +184,7 @@ class PrefillClient:
         """
         stream, number = self._stream, next(self._numbers)
         if stream is None:
-            return RemotePrefill(failure="the prefill worker is not connected")
+            return RemotePrefill(failure=f"the prefill worker is not connected: {self._absence}")
         one = self._pending[number] = _Pending(asyncio.get_running_loop().create_future())
         try:
             digits = None if salt is None else salt.hex()

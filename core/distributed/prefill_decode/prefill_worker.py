@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
-from .engine_channel import engine_channel
+from .engine_channel import check_engine, connect, engine_channel
 from .message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
 from .prefill_session import SEND_TIMEOUT_S, PrefillSession
 from .prefix_computer import PrefixComputer
@@ -57,7 +57,7 @@ class PrefillWorker:
         name: str = "prefill",
         *,
         host: str = "127.0.0.1",
-        hand_over_timeout_s: float = 5.0,
+        hand_over_timeout_s: float = 3.0,
     ) -> None:
         """
         Args:
@@ -72,8 +72,7 @@ class PrefillWorker:
             ValueError: a bad argument, or an engine without prefix caching.
         """
         self._engine = instance("engine", engine, DynamicInferenceEngine)
-        if not engine.config.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
+        check_engine(engine)
         self._store = instance("store", store, Store)
         self._key = address_key(name)
         self._name = name
@@ -135,8 +134,11 @@ class PrefillWorker:
             if not secrets.compare_digest(str(hello.get("secret")).encode(), self._secret.encode()):
                 raise PeerLostError("it does not know the secret in the store")
             name = f"{self._name}/{self._secret}/{next(self._numbers)}"
-            await stream.send({"channel": name}, SEND_TIMEOUT_S)
             async with engine_channel(server.call, self._store, name, "source", self._timeout_s) as channel:
+                await stream.send({"channel": name}, SEND_TIMEOUT_S)
+                if "connect" not in await stream.receive(_HELLO_TIMEOUT_S):
+                    raise PeerLostError("it does not connect")
+                await connect(server.call, channel)
                 session = PrefillSession(server, computer, self._room, self._block_size, stream, channel)
                 await session.serve()
         except* PeerLostError as lost:

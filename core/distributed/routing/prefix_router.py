@@ -1,11 +1,15 @@
 """A router by the longest prefix that was sent to a replica before, as Ray Serve has one for LLMs."""
 
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from ...validation import integer
 from .router import ReplicaLoad, RouteRequest, check_loads
 from .state_events import StateEvents
+
+MAX_BLOCKS = 1 << 20
+"""Of each replica: 268 million tokens in blocks of 256, in about 150 MB."""
 
 
 class PrefixRouter:
@@ -20,7 +24,7 @@ class PrefixRouter:
     - Of the candidates, the one with the shortest queue is taken, and of equals the first.
     - Where queues differ by more than `imbalanced_threshold` requests, the candidates are two that are drawn.
       The threshold is infinite by default.
-    - Nothing is forgotten.
+    - Nothing is forgotten. This class forgets what was sent longest ago beyond `MAX_BLOCKS` of a replica.
 
     Ray's tree of texts splits its nodes where texts part. Hashes of blocks need no tree, because each stands
     for all before it.
@@ -44,13 +48,14 @@ class PrefixRouter:
         self._draws = random.Random(integer("seed", seed))
         self._imbalanced_threshold = imbalanced_threshold
         self._match_rate_threshold = match_rate_threshold
-        self._sent: dict[str, set[int]] = {}  # replica -> hashes of the blocks that were sent there
+        # Replica -> hashes of the blocks that were sent there, the last ones at the end.
+        self._sent: dict[str, OrderedDict[int, None]] = {}
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
         """See `Router.choose`."""
         check_loads(loads)
         for load in loads:
-            self._sent.setdefault(load.replica, set())
+            self._sent.setdefault(load.replica, OrderedDict())
         candidates = self._candidates(request, loads)
         # Sorting keeps the order of equals.
         order = sorted(loads, key=lambda load: (load not in candidates, load.num_requests))
@@ -59,7 +64,12 @@ class PrefixRouter:
 
     def note_routed(self, request: RouteRequest, replica: str) -> None:
         """See `Router.note_routed`."""
-        self._sent.setdefault(replica, set()).update(request.keys)
+        sent = self._sent.setdefault(replica, OrderedDict())
+        for key in reversed(request.keys):  # the deepest block is forgotten first
+            sent[key] = None
+            sent.move_to_end(key)
+        while len(sent) > MAX_BLOCKS:
+            sent.popitem(last=False)
 
     def apply(self, events: StateEvents) -> bool:
         """Does nothing; True."""

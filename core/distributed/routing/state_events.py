@@ -9,7 +9,7 @@ class StateEvents:
 
     Attributes:
         replica: its name.
-        epoch: drawn anew when its cache begins anew; numbers of other epochs mean nothing.
+        epoch: a larger one whenever its cache begins anew. What was told in a smaller one is over.
         sequence: 0, 1, 2, ... within an epoch. Who misses a number asks for a snapshot.
         inserted: hashes of blocks behind which a state can be resumed now.
         removed: hashes of blocks behind which none can be resumed any more.

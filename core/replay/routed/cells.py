@@ -120,10 +120,10 @@ def one_cache_replay(
 def sum_of(setting: ReplaySetting, num_replicas: int) -> ReplaySetting:
     """What `num_replicas` engines in `setting` have together, as one engine.
 
-    It has the sums of their memory, their rows and the tokens of their steps, and computes as many tokens a
-    second as they do together: a step that is `num_replicas` times as large takes as long as a step of one
-    of them. So requests come and wait as they do behind a router that spreads them evenly, and what it
-    resumes more is what routing costs.
+    It has the sums of their memory and their rows, and is `num_replicas` times as fast: each of its steps has
+    as many tokens as a step of theirs, and takes a part of the time. So prompts are cut where replicas cut
+    them, and offer the same states; and requests wait no longer than behind a router that spreads them
+    evenly. What it resumes more is what routing costs.
     """
     cost, number = setting.cost, num_replicas
 
@@ -137,6 +137,5 @@ def sum_of(setting: ReplaySetting, num_replicas: int) -> ReplaySetting:
         total_gb=times(setting.total_gb),
         host_gb=setting.host_gb * number,
         max_requests=setting.max_requests * number,
-        max_tokens=setting.max_tokens * number,
-        cost=StepCost(cost.base_s, cost.prefill_token_s / number, cost.decode_row_s / number),
+        cost=StepCost(cost.base_s / number, cost.prefill_token_s / number, cost.decode_row_s / number),
     )

@@ -74,7 +74,7 @@ def _texts(results: Sequence[RoutedCellResult], one: RoutedCellResult) -> Sequen
         f"{result.token_imbalance:.2f}", f"{result.request_imbalance:.2f}", first_token,
     ]  # fmt: skip
     if routing.is_one_cache:
-        return [*known[:4], "-", "-", first_token, "-", "-", "-"]
+        return [*known[:4], *["-"] * (len(_COLUMNS) - 4)]
     moved = f"{result.num_moved_sessions:,} of {result.num_sessions:,}"
     if not result.num_events:
         return [*known, moved, "-", "-"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mambaslots.cli.main import main
 from mambaslots.cli.replay import OWN_ROW
+from mambaslots.replay.cells import TraceSource
 from mambaslots.replay.rows import GROUPS, ROWS
 from mambaslots.replay.traces import KINDS
 
@@ -65,6 +66,15 @@ def test_the_table_the_sentence_and_the_files(
     assert [one["num_requests"] for one in results["results"]] == [60] * 4 + [6] * 4
     *_, unlimited = results["results"]
     assert unlimited["share"] == results["unlimited"]["own.jsonl"] == results["results"][4]["share"]
+
+
+def test_requests_can_come_faster() -> None:
+    slow, fast = TraceSource("chat", num_requests=50).load(), TraceSource("chat", 0, 1, 0, 50, speed=8).load()
+    assert fast.name == "chat, seed 0, 8 x as fast"
+    for one, other in zip(slow.requests, fast.requests, strict=True):
+        assert other.arrival_s == one.arrival_s / 8
+        assert other.session == one.session
+        assert other.prompt.tolist() == one.prompt.tolist()
 
 
 @pytest.mark.long

@@ -83,10 +83,16 @@ def test_a_budget_that_buys_nothing_is_refused_in_its_cell(capsys: pytest.Captur
     assert printed.count("state_gb is 0.01") == 1
 
 
-@pytest.mark.parametrize("given", [{"state_gb": 0.5, "kv_gb": 4.0}, {"total_gb": 6.0, "host_gb": 1.0}])
-def test_one_cache_of_one_replica_is_the_plain_row(given: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ReplaySetting(model_shape("nemotron-h-8b"), state_gb=0.5, kv_gb=4.0),
+        ReplaySetting(model_shape("nemotron-h-8b"), total_gb=6.0, host_gb=1.0),
+    ],
+    ids=["apart", "in all"],
+)
+def test_one_cache_of_one_replica_is_the_plain_row(setting: ReplaySetting) -> None:
     trace = generate("chat", 0, scale=0.05)
-    setting = ReplaySetting(model_shape("nemotron-h-8b"), **given)
     expected = row_named("ours").replay(trace, setting, lambda num_served, num_all: None)
     assert one_cache_replay(trace, setting, Routing(1, ONE_CACHE)).replicas[0].served == expected
     assert routed_replay(trace, setting, Routing(1, "prefix")).replicas[0].served == expected
@@ -96,8 +102,8 @@ def test_one_cache_has_what_all_replicas_have() -> None:
     setting = ReplaySetting(model_shape("nemotron-h-8b"), state_gb=2.0, kv_gb=20.0, host_gb=3.0)
     whole = sum_of(setting, 4)
     assert (whole.state_gb, whole.kv_gb, whole.total_gb, whole.host_gb) == (8, 80, None, 12)
-    assert (whole.max_requests, whole.max_tokens) == (4 * setting.max_requests, 4 * setting.max_tokens)
-    assert whole.cost.seconds(4 * 100, 4 * 7) == pytest.approx(setting.cost.seconds(100, 7))
+    assert (whole.max_requests, whole.max_tokens) == (4 * setting.max_requests, setting.max_tokens)
+    assert 4 * whole.cost.seconds(100, 7) == pytest.approx(setting.cost.seconds(100, 7))
 
 
 def test_with_one_row_requests_come_one_after_another_wherever_they_run() -> None:

@@ -5,13 +5,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = (Path(__file__).parents[3] / "docs/distributed.md").read_text()
 RANKS = 2
 
 
-def test_the_example_for_several_ranks_runs_under_torchrun(tmp_path: Path) -> None:
-    (example,) = re.findall(r"^```python torchrun\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    checks = "assert len(result.tokens) == 16\nassert result.finish_reason == 'length'\n"
+CHECKS = (
+    "assert len(result.tokens) == 16\nassert result.finish_reason == 'length'\n",
+    "assert 'results' not in globals() or [len(result.tokens) for result in results] == [16] * 3\n",
+)
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_the_examples_for_several_ranks_run_under_torchrun(tmp_path: Path, number: int) -> None:
+    examples = re.findall(r"^```python torchrun\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(examples) == len(CHECKS)
+    example, checks = examples[number], CHECKS[number]
     (tmp_path / "serve.py").write_text(f"{example}\n{checks}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = subprocess.run(

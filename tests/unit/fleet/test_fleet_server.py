@@ -119,7 +119,26 @@ def test_metrics_have_the_figures_of_each_replica(both: tuple[Served, Replicas])
     assert found["mambaslots_fleet_replicas_lost_total[]", ""] >= 1
 
 
-def test_the_page_says_why_it_is_not_there(both: tuple[Served, Replicas]) -> None:
-    served, _ = both
-    assert "here are replicas" in served.get("/").error["message"]
-    assert served.get("/status.json", authorization="Bearer admin").status == 404
+def test_the_page_shows_all_replicas(both: tuple[Served, Replicas]) -> None:
+    served, replicas = both
+    ask(served)
+    assert served.get("/").status == 200
+    assert served.get("/status.json").status == 401
+    shown = served.get("/status.json", authorization="Bearer admin").json
+    parts = [local.monitor.snapshot() for local in replicas.local]
+    assert shown.keys() == parts[0].keys()
+    assert shown["engine"]["max_requests"] == 4
+    for pool, name in (("states", "total"), ("states", "committed"), ("kv", "total"), ("kv", "cached")):
+        assert shown["pools"][pool][name] == sum(part["pools"][pool][name] for part in parts)
+    assert shown["pools"]["kv"]["block_size_tokens"] == 32
+    for name in ("prompt", "resumed", "generated"):
+        assert shown["tokens"][name] == sum(part["tokens"][name] for part in parts)
+    tenants = {one["name"]: one["requests"] for one in shown["tenants"]}
+    requests = [one for part in parts for one in part["tenants"] if one["name"] == "alice"]
+    assert tenants["alice"] == sum(one["requests"] for one in requests) > 0
+    slowest = max(part["latency"]["ttft_s"]["p90"] for part in parts)
+    assert shown["latency"]["ttft_s"]["p90"] == slowest
+    ids = [one["id"] for one in shown["requests"]]
+    assert len(set(ids)) == len(ids) == min(100, sum(len(part["requests"]) for part in parts))
+    arrivals = [one["arrived_s"] for one in shown["requests"]]
+    assert arrivals == sorted(arrivals, reverse=True)

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from unittest.mock import patch
 
 import mambaslots as ms
 import mambaslots.distributed as msd
 import pytest
+from mambaslots.parallel_groups import ParallelGroups
 from oracle.disaggregated import ASKED, MIN_TOKENS, PATIENCE_S, Place, answers, run
 from oracle.gated_model import GatedModel
 from oracle.serving import assert_answers, random_tokens
@@ -76,6 +78,10 @@ def test_what_is_short_or_cached_is_not_asked_for(place: Place) -> None:
             (result,) = await answers(server, [PROMPTS[0] + random_tokens(40, seed=3)])
             assert result.num_resumed_tokens == 88
             assert server.prefills.remote == 2
+            assert server.prefills.imported_tokens == 88  # the second time only what was not here
+            again = await server.prefill(PROMPTS[0] + random_tokens(70, seed=3))
+            assert again is not None
+            assert (again.imported.blocks, again.imported.states, again.failure) == (4, 1, "")
 
     run(body())
 
@@ -240,21 +246,27 @@ def test_prompts_at_the_worker_count_as_waiting(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "connects", "why"),
     [
-        ({"max_sequence_length": 64, "num_kv_blocks": 16}, "refuses: prompt and answer have"),
-        ({"weights_version": "others"}, "weights"),
-        ({"salt_key": b"another key, of others"}, "another key"),
-        ({"block_size_tokens": 16}, "block"),
+        ({"max_sequence_length": 64, "num_kv_blocks": 16}, True, "refuses: prompt and answer have"),
+        ({"salt_key": b"another key, of others"}, True, "another key"),
+        ({"weights_version": "others"}, False, "weights_version is"),
+        ({"block_size_tokens": 16}, False, "block_size_tokens is"),
     ],
 )
-def test_a_worker_that_does_not_fit_is_a_miss(place: Place, settings: dict[str, object], why: str) -> None:
+def test_a_worker_that_does_not_fit_is_a_miss(
+    place: Place, settings: dict[str, object], connects: bool, why: str
+) -> None:
     async def body() -> None:
         prefill = engine_of(**settings)
-        async with place.worker(prefill), place.server(engine_of()) as server:
-            missed = await server.prefill(PROMPTS[2], cache_salt=b"x")
-            assert missed is not None
-            assert why in missed.failure
+        async with place.worker(prefill), place.server(engine_of(), connects=connects) as server:
+            while True:
+                missed = await server.prefill(PROMPTS[2], cache_salt=b"x")
+                assert missed is not None
+                assert missed.failure
+                if why in missed.failure:
+                    break
+                await asyncio.sleep(0.05)
             assert (await answers(server, [PROMPTS[2]], [b"x"]))[0].num_resumed_tokens == 0
 
     run(body())
@@ -302,6 +314,24 @@ def test_engines_that_cannot_hand_over(place: Place) -> None:
             make(uncached, place.client())
     with pytest.raises(ValueError, match="ref_zero"):
         msd.DisaggregatedEngine(engine_of(prefix_caching_eviction_policy="ref_zero"), place.client())
+
+
+def test_a_split_model_is_refused(place: Place) -> None:
+    engine = engine_of()
+    with patch.object(ParallelGroups, "is_split", property(lambda groups: True)):
+        for make in (msd.PrefillWorker, msd.DisaggregatedEngine):
+            with pytest.raises(ValueError, match="split over ranks; accepted"):
+                make(engine, place.client())
+
+
+def test_another_loop_may_not_close_it(place: Place) -> None:
+    async def body() -> None:
+        async with place.server(engine_of(), connects=False) as server:
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await asyncio.to_thread(lambda: asyncio.run(server.close()))
+            await answers(server, [PROMPTS[0]])
+
+    run(body())
 
 
 def test_no_thread_is_left(place: Place) -> None:

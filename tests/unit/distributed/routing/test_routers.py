@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.distributed import ROUTERS, ReplicaLoad, Router, RouteRequest, StateEvents
-from mambaslots.distributed.routing import prospects, recent_work
+from mambaslots.distributed.routing import prefix_router, prospects, recent_work
 from mambaslots.distributed.routing.prefix_router import PrefixRouter
 from mambaslots.distributed.routing.prospects import Prospects
 from mambaslots.distributed.routing.recent_work import RecentWork
@@ -303,6 +304,15 @@ def test_the_prefix_router_looks_at_queues_where_they_differ_too_much() -> None:
     found = sent(router, [prompt(1, 2)] * 60, loads(**{first: 4}))
     assert found[first] == 0
     assert set(found) == set(others)
+
+
+def test_the_prefix_router_is_bounded() -> None:
+    router = PrefixRouter(0)
+    with patch.object(prefix_router, "MAX_BLOCKS", 5):
+        router.note_routed(prompt(1, 2, 3), "d")
+        router.note_routed(prompt(4, 5, 6, 7), "d")
+        assert router.choose(prompt(1, 8, 9), IDLE)[0] == "d", "its deepest blocks are forgotten"
+        assert router.choose(prompt(4, 5, 6, 7), IDLE)[0] == "d"
 
 
 @pytest.mark.long

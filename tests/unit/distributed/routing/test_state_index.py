@@ -49,7 +49,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.messages: list[StateEvents] = []
         # What each replica held when it sent what the index knows of it: the model.
         self.known: dict[str, tuple[int, int, frozenset[int]]] = {}
-        self.past: dict[str, set[int]] = {name: set() for name in NAMES}
 
     @rule(name=st.sampled_from(NAMES), keys=KEYS, is_snapshot=st.booleans())
     def tell(self, name: str, keys: list[int], is_snapshot: bool) -> None:
@@ -84,18 +83,15 @@ class IndexMachine(RuleBasedStateMachine):
     def forget(self, name: str) -> None:
         self.index.forget(name)
         self.known.pop(name, None)
-        self.past[name].clear()
         self.messages = [one for one in self.messages if one.replica != name]  # it is dead
 
     def _arrive(self, events: StateEvents) -> None:
         name = events.replica
         epoch, sequence, _ = self.known.get(name, (-1, -1, frozenset()))
-        is_old = events.epoch in self.past[name] or (events.epoch == epoch and events.sequence <= sequence)
+        is_old = events.epoch < epoch or (events.epoch == epoch and events.sequence <= sequence)
         follows = events.is_snapshot or (events.epoch == epoch and events.sequence == sequence + 1)
         assert self.index.apply(events) == (is_old or follows)
         if follows and not is_old:
-            if events.epoch != epoch:
-                self.past[name].add(epoch)
             held = set(events.inserted)
             if not events.is_snapshot:
                 held |= self.known[name][2] - set(events.removed)
@@ -203,6 +199,17 @@ def test_a_lookup_looks_at_each_block_once_however_many_replicas_there_are() -> 
     Counting.num_looks = 0
     assert index.deepest([7, *range(2000, 2097), 1003, 7])["replica 3"] == 100
     assert Counting.num_looks == 1, "all are found at the deepest block"
+
+
+def test_an_epoch_that_is_over_does_not_come_back_even_if_nothing_was_heard_of_it() -> None:
+    index = StateIndex()
+    assert index.apply(StateEvents("a", 2, 0, (1,), (), True))
+    assert index.apply(StateEvents("a", 1, 0, (2,), (), True))
+    assert index.apply(StateEvents("a", 1, 7, (3,), (1,)))
+    assert index.keys_of("a") == {1}
+    assert not index.apply(StateEvents("a", 3, 1, (3,)))
+    assert index.apply(StateEvents("a", 2, 1, (4,)))
+    assert index.keys_of("a") == {1, 4}
 
 
 def test_a_snapshot_of_the_same_number_is_taken_up() -> None:

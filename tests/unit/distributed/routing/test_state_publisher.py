@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -143,7 +144,7 @@ def test_a_cache_that_begins_anew_has_a_new_epoch(forget: object) -> None:
     after = publisher.take()
     assert after is not None
     assert (after.sequence, after.inserted, after.is_snapshot) == (0, (), True)
-    assert after.epoch != before.epoch
+    assert after.epoch > before.epoch
     assert index.apply(after)
     assert not index.keys_of("a")
     assert index.apply(before), "a late message of an old epoch"
@@ -180,6 +181,59 @@ def test_states_that_are_imported_are_told() -> None:
     events = publisher.take()
     assert events is not None
     assert set(events.inserted) == resumable_keys(target.context.prefix_cache) != set()
+
+
+# ---- interrupts
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("call", ["take", "snapshot", "resync", "commit", "drop", "clear"])
+def test_an_interrupt_at_any_line_costs_no_truth(call: str, monitor: Monitor) -> None:
+    """Of the cache's calls, those lines are interrupted that change the maps."""
+    number = 0
+    while True:
+        number += 1
+        cache, index = small_cache(), msd.StateIndex()
+        publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
+        keys = [commit(cache, name) for name in range(3)]
+        assert index.apply(taken(publisher))
+        commit(cache, 3)
+        states, block = cache.slots.map, cache.kv_blocks.tree.block_of_hash[keys[0]]
+        slot = states.slot_of(block)
+        calls = {
+            "take": publisher.take,
+            "snapshot": publisher.snapshot,
+            "resync": publisher.resync,
+            "commit": lambda: states.name([block], [slot], [keys[0]]),  # noqa: B023
+            "drop": lambda: states.leave([block]),  # noqa: B023
+            "clear": states.clear,
+        }
+        if call == "commit":
+            states.leave([block])
+            assert index.apply(taken(publisher))
+            states.enter([block], [slot])
+        lines = monitor.lines()
+        lines.actions[number] = interrupt
+        with suppress(KeyboardInterrupt), lines.watched():
+            calls[call]()
+        events = publisher.take()
+        if events is not None and not index.apply(events):
+            assert index.apply(publisher.snapshot())
+        if events is None and call in ("take", "snapshot"):  # the message is lost with the interrupt
+            assert index.apply(publisher.snapshot())
+        assert index.keys_of("a") == states.hash_to_block_id.keys(), f"line {number}"
+        if lines.num_passed < number:
+            break
+    assert number > 2
+
+
+def taken(publisher: msd.StatePublisher) -> msd.StateEvents:
+    events = publisher.take()
+    assert events is not None
+    return events
 
 
 # ---- bounds and mends
