@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from .fleet_settings import FleetSettings
 
@@ -90,6 +91,16 @@ def placed(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
         return replace(settings, gpus_per_rank=1.0, cpus_per_rank=0.0 if num_cpus < num_ranks else 1.0)
     share = 1.0 if joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
     return replace(settings, gpus_per_rank=0.0, cpus_per_rank=share)
+
+
+def check_http(host: str, port: int) -> None:
+    """Raise a ValueError where Ray Serve runs already and listens at another address."""
+    found = _get_global_client().http_config
+    if (found.host, found.port) != (host, port):
+        raise ValueError(
+            f"host and port are {host} and {port}, and Ray Serve of this cluster listens at {found.host} and "
+            f"{found.port}; accepted: these"
+        )
 
 
 def check_address(host: str, port: int) -> int:

@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 
 from ..loaded_model import LoadedText
 from ..serve.settings import ServerSettings
-from .cluster import check_address, cluster, placed
+from .cluster import check_address, check_http, cluster, placed
 from .deployment import QUIET, fleet_application
 from .fleet_settings import FleetSettings
 from .ranks import MakeEngine
@@ -64,6 +64,7 @@ def serve_replicas(
     with cluster() as joined:
         http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
+        check_http(server.host, server.port)
         settings = placed(settings, device, joined)
         application = fleet_application(make_engine, load_text, salt_key, server, settings)
         try:

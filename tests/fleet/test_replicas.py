@@ -61,17 +61,18 @@ def test_a_second_turn_goes_to_the_replica_that_holds_its_state(two: "Fleet") ->
 def test_bad_requests_are_refused_as_one_engine_refuses_them(two: "Fleet") -> None:
     with pytest.raises(openai.BadRequestError, match="max_sequence_length"):
         two.complete([1] * 5000)
-    with pytest.raises(openai.NotFoundError):
-        two.client.completions.create(model="another", prompt=[1, 2])
+    with two.client as client, pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt=[1, 2])
 
 
 def test_a_client_that_leaves_ends_its_request(two: "Fleet") -> None:
-    parts = two.client.completions.create(
-        model="tiny", prompt=prompt_of(40), stream=True, max_tokens=1500, temperature=0
-    )
-    next(iter(parts))
-    assert two.holder().num_running == 1
-    parts.close()
+    with two.client as client:
+        parts = client.completions.create(
+            model="tiny", prompt=prompt_of(40), stream=True, max_tokens=1500, temperature=0
+        )
+        next(iter(parts))
+        assert two.holder().num_running == 1
+        parts.close()
     two.wait_until(lambda: not any(pulse.num_running for pulse in two.pulses()), "the request has left")
 
 

@@ -31,6 +31,8 @@ from .served import small_config, tiny_loaded
 ROOT = Path(__file__).parents[2]
 SALT_KEY = "the key of all replicas of a test"
 VERSION = "the tiny model of bytes"
+PORTS: list[int] = []
+"""The port of Ray Serve's proxy in the cluster of this process is the last one."""
 BLOCK = small_config().block_size_tokens
 
 
@@ -77,6 +79,9 @@ def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
         log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
     )  # fmt: skip
     try:
+        PORTS.append(check_address("127.0.0.1", 0))
+        http = {"host": "127.0.0.1", "port": PORTS[-1]}
+        serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         yield
     finally:
         serve.shutdown()
@@ -110,9 +115,10 @@ class Fleet:
 
     def complete(self, prompt: Sequence[int], key: str = "key", **sampling: Any) -> tuple[list[int], int]:
         """The tokens of an answer, and how many tokens of the prompt were resumed."""
-        answer = self.client_of(key).completions.create(
-            model="tiny", prompt=list(prompt), extra_body={"return_token_ids": True}, **sampling
-        )
+        with self.client_of(key) as client:
+            answer = client.completions.create(
+                model="tiny", prompt=list(prompt), extra_body={"return_token_ids": True}, **sampling
+            )
         usage = answer.usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
@@ -121,12 +127,13 @@ class Fleet:
 
     def stream(self, prompt: Sequence[int], **sampling: Any) -> Iterator[list[int]]:
         """The tokens of a streamed answer, as they come."""
-        parts = self.client.completions.create(
-            model="tiny", prompt=list(prompt), stream=True, extra_body={"return_token_ids": True}, **sampling
-        )
-        for part in parts:
-            for choice in part.choices:
-                yield choice.model_dump().get("token_ids") or []
+        body = {"return_token_ids": True}
+        with self.client as client:
+            for part in client.completions.create(
+                model="tiny", prompt=list(prompt), stream=True, extra_body=body, **sampling
+            ):
+                for choice in part.choices:
+                    yield choice.model_dump().get("token_ids") or []
 
     # ---- what an operator does
 
@@ -173,14 +180,10 @@ def fleet(
     settings: Mapping[str, Any], config: Mapping[str, Any] | None = None, **server: Any
 ) -> Iterator[Fleet]:
     """Replicas in the cluster of this process, which has no others."""
-    port = check_address("127.0.0.1", 0)
-    serve.start(
-        proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET
-    )
     given = {"cpus_per_rank": 0.1, "max_requests": 8, "health_period_s": 1.0, "drain_timeout_s": 30.0}
     made = Fleet(
-        port,
-        ServerSettings(model_name="tiny", port=port, **server),
+        PORTS[-1],
+        ServerSettings(model_name="tiny", port=PORTS[-1], **server),
         FleetSettings(**(given | dict(settings))),
         config or {},
     )
