@@ -35,8 +35,12 @@ import mambaslots.distributed as msd
 import torch
 import torch.distributed as dist
 from command_line import add_count, add_device, make_parser
+from mambaslots.distributed.transfer import exchange, staging
 from mambaslots.distributed.transfer.link import PairLink
 from mambaslots.distributed.transfer.nccl_pipe import NcclPipe
+from mambaslots.distributed.transfer.placement import Placement
+from mambaslots.distributed.transfer.rendezvous import Rendezvous
+from mambaslots.inference.kernels.row_checksum import RowChecksum
 from serving_models import HYBRID_SHAPES, PATTERN
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}
@@ -111,18 +115,21 @@ class Side:
         if self.number == 0:
             computed = self.fill(length)
             self.meet()
+            PARTS.clear()
             report, sent = self.time_ms(lambda: channel.send([(self.tokens(length), None)]))
             assert not report.failure, report.failure
             return {
                 "computed": computed, "sent": sent, "on the way": 1e3 * report.seconds,
-                "MiB": report.bytes / 2**20,
+                "MiB": report.bytes / 2**20, **{f"s:{name}": value for name, value in PARTS.items()},
             }  # fmt: skip
         self.engine.reset_prefix_cache()
         self.meet()
+        PARTS.clear()
         report, received = self.time_ms(channel.receive)
         assert not report.failure, report.failure
+        parts = {f"d:{name}": value for name, value in PARTS.items()}
         self.check(length)
-        return {"received": received}
+        return {"received": received, **parts}
 
     def as_bytes(self, link: Any, length: int) -> dict[str, float]:
         if self.number == 0:
@@ -158,16 +165,24 @@ class Side:
             call = partial(self.over_channel, channel)
         for length in LENGTHS[self.shape]:
             figures = [call(length) for _ in range(repeats + 1)][1:]
+            if self.number == 0 and transport == "nccl":
+                self.store.set(f"bytes {length}", str(int(figures[0]["MiB"] * 2**20)))
             rows[str(length)] = {name: statistics.median(row[name] for row in figures) for name in figures[0]}
         if transport != "bytes":
             channel.close()
         return {"connecting": connecting, "rows": rows}
 
-    def link_gb_s(self, num_bytes: int = 1 << 30, repeats: int = 7) -> float:
-        """What NCCL sends from one GPU to the other, in 1e9 bytes a second."""
+    def link_gb_s(self, sizes: Sequence[int], repeats: int = 7) -> list[float]:
+        """What NCCL sends from one GPU to the other of buffers of these bytes, in 1e9 bytes a second."""
         device = torch.device("cuda", self.number)
         link = PairLink(dist.PrefixStore("bare link", self.store), self.number, lambda: 300.0)
         pipe = NcclPipe(device, self.number, link, lambda: 300.0)
+        speeds = [self._speed(pipe, device, num_bytes, repeats) for num_bytes in sizes]
+        pipe.close()
+        link.close()
+        return speeds
+
+    def _speed(self, pipe: NcclPipe, device: torch.device, num_bytes: int, repeats: int) -> float:
         buffer, times = torch.zeros(num_bytes, dtype=torch.uint8, device=device), []
         for _ in range(repeats):
             torch.cuda.synchronize()
@@ -178,8 +193,6 @@ class Side:
                 pass
             times.append(time.perf_counter() - started)
         self.meet()
-        pipe.close()
-        link.close()
         return num_bytes / statistics.median(times[2:]) / 1e9
 
     def copy_gb_s(self, num_bytes: int = 1 << 30, repeats: int = 7) -> float:
@@ -192,11 +205,46 @@ class Side:
         return num_bytes / statistics.median(times[2:]) / 1e6
 
 
+PARTS: dict[str, float] = {}
+"""Milliseconds of parts of the last hand-over; they overlap, and contain one another."""
+
+
+def time_parts() -> None:
+    """Have the functions that make up a hand-over add their time to `PARTS`."""
+    for owner, name in (
+        (exchange.Offer, "of"), (exchange.Offer, "to_bytes"), (exchange, "decode_offers"),
+        (exchange, "send_pieces"), (exchange, "receive_pieces"), (exchange.PartCopies, "__init__"),
+        (exchange.PartCopies, "gather"), (exchange.PartCopies, "scatter"), (RowChecksum, "__call__"),
+        (NcclPipe, "send"), (NcclPipe, "receive"), (Rendezvous, "await_turn"), (PairLink, "send_values"),
+        (PairLink, "receive"), (Placement, "place"), (Placement, "publish"), (staging, "_listed"),
+    ):  # fmt: skip
+        _time_part(owner, name)
+
+
+def _time_part(owner: Any, name: str) -> None:
+    real, label = getattr(owner, name), name if name != "__init__" and name != "__call__" else owner.__name__
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return real(*arguments, **named)
+        finally:
+            PARTS[label] = PARTS.get(label, 0.0) + 1e3 * (time.perf_counter() - begin)
+
+    setattr(owner, name, timed)
+
+
 def run_side(number: int, port: int, args: argparse.Namespace) -> None:
     side = Side(number, port, args)
+    if args.parts:
+        time_parts()
     found: dict[str, Any] = {transport: side.measure(transport, args.repeats) for transport in args.transport}
     if "nccl" in args.transport:
-        found["link"] = {"NCCL": side.link_gb_s()}
+        sizes = [int(side.store.get(f"bytes {length}")) for length in LENGTHS[args.shape]]
+        one_gib, *speeds = side.link_gb_s([1 << 30, *sizes])
+        found["link"] = {"NCCL": one_gib}
+        for length, speed in zip(LENGTHS[args.shape], speeds, strict=True):
+            found["nccl"]["rows"][str(length)]["bare"] = speed
         if number == 0:
             found["link"]["copy"] = side.copy_gb_s()
     side.store.set(f"figures {number}", json.dumps(found))
@@ -219,7 +267,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     for transport in args.transport:
         rows = source[transport]["rows"]
         for length, row in rows.items():
-            row |= target[transport]["rows"][length]
+            for name, value in target[transport]["rows"][length].items():
+                row.setdefault(name, value)
         found[transport] = {"connecting": target[transport]["connecting"], "rows": rows}
     return found
 
@@ -234,13 +283,18 @@ def show(found: dict[str, Any], transports: Sequence[str]) -> None:
             way = ""
             if "on the way" in row:
                 speed = row["MiB"] * 2**20 / row["on the way"] / 1e6
-                share = f", {speed / link:.0%} of the link" if link and transport == "nccl" else ""
+                share = ""
+                if link and transport == "nccl":
+                    share = f", {speed / link:.0%} of the link, {speed / row['bare']:.0%} of it at this size"
                 way = f"{row['on the way']:.2f} ms, {speed:.1f} GB/s{share}"
             print(
                 f"{transport:5} {int(length):7,} {row['MiB']:7.1f} {row['computed']:8.1f} ms "
                 f"{row['received']:8.1f} ms {row['computed'] / row['received']:5.1f}x  {way}"
             )
     for transport in transports:
+        for length, row in found[transport]["rows"].items():
+            parts = ", ".join(f"{name} {row[name]:.2f}" for name in row if name.startswith(("s:", "d:")))
+            print(f"{transport} {length}: {parts}" if parts else "", end="\n" if parts else "")
         print(f"connecting once, {transport}: {found[transport]['connecting']:.0f} ms")
 
 
@@ -256,6 +310,9 @@ def main() -> None:
         "--transport", nargs="+", choices=TRANSPORTS, default=None,
         help="the ways to measure (default: all that the device has)",
     )  # fmt: skip
+    parser.add_argument(
+        "--parts", action="store_true", help="show the time of parts, of source and destination"
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < 2:
         print("nothing measured: this needs two GPUs (or --shape tiny --device cpu)")

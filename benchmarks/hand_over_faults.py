@@ -2,8 +2,9 @@
 
 One engine stays alive, with one channel as a source and one as a destination. In each try another process is
 its peer: it never comes, or is killed (SIGKILL) or frozen (SIGSTOP) at some moment, or tells or sends
-something wrong. Each try must be a miss within its timeout. Then the engine serves prompts, and its answers
-must be those of before. In the end a good peer takes part in both hand-overs, which must succeed.
+something wrong. Each try must reach its fault, and must be a miss within its timeout. Then the engine serves
+prompts, and its answers must be those of before. In the end a good peer takes part in both hand-overs, which
+must succeed.
 
     python benchmarks/hand_over_faults.py --device cpu --tries 12
     python benchmarks/hand_over_faults.py --tries 100                       (two GPUs)
@@ -43,7 +44,7 @@ GRACE_S = 2.5  # what a miss may take beyond its timeout
 STARTING = timedelta(seconds=120)
 MOMENTS = ("arriving", "connecting", "first piece", "third piece", "all pieces")
 LIES = {
-    "source": ("piece", "order", "short piece", "checksums", "plan", "offer", "huge", "garbage"),
+    "source": ("piece", "order", "short piece", "checksums", "offer", "huge", "garbage"),
     "destination": ("blocks", "states", "huge", "garbage", "short piece"),
 }
 KINDS = ("killed", "frozen", "lies", "absent")
@@ -84,7 +85,8 @@ def client(port: int) -> Any:
 # ---- the peer
 
 
-def die(how: str) -> None:
+def die(how: str, reached: Callable[[], None]) -> None:
+    reached()
     os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
 
@@ -101,34 +103,35 @@ def before(owner: Any, method: str, act: Callable[[], None], calls: int = 1) -> 
     setattr(owner, method, called)
 
 
-def lose(order: dict[str, Any], pipe: Any) -> None:
+def lose(order: dict[str, Any], pipe: Any, reached: Callable[[], None]) -> None:
     """Be killed or frozen at a moment."""
     moment, moves = order["moment"], "send" if order["side"] == "source" else "receive"
 
     def act() -> None:
-        die(order["kind"])
+        die(order["kind"], reached)
 
     if moment == "arriving":
         before(Rendezvous, "arrive", act)
     elif moment == "connecting":
         before(Connection, "_pipe", act)
     elif moment == "all pieces":
-        before(PairLink, "send_values", act, 2)
+        before(PairLink, "send_values", act, 1 if order["side"] == "source" else 2)
     else:
         before(pipe, moves, act, 3 if moment == "third piece" else 1)
 
 
-def lie(lie_of: str, pipe: Any) -> None:
+def lie(lie_of: str, pipe: Any, reached: Callable[[], None]) -> None:
     """Tell or send something wrong."""
     real_values, real_send, real_receive = PairLink.send_values, pipe.send, pipe.receive
     wrong: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "checksums": ("checksums", lambda sums: [value ^ 1 for value in sums]),
-        "plan": ("bytes", lambda count: 1 << 60),
         "blocks": ("blocks", lambda nodes: [*nodes, 1 << 40]),
         "states": ("states", lambda nodes: nodes * 1000),
     }
 
     def send_values(link: PairLink, values: dict[str, Any]) -> None:
+        if lie_of in ("garbage", "huge") or wrong[lie_of][0] in values:
+            reached()
         if lie_of == "garbage":
             link.send(os.urandom(500))
         elif lie_of == "huge":
@@ -139,6 +142,7 @@ def lie(lie_of: str, pipe: Any) -> None:
             real_values(link, changed)
 
     def send(self: Any, piece: torch.Tensor, packed: Any) -> Any:
+        reached()
         if packed is not None:
             packed.synchronize()
         if lie_of == "short piece":
@@ -149,9 +153,11 @@ def lie(lie_of: str, pipe: Any) -> None:
         return real_send(self, piece, packed)
 
     def short(self: Any, piece: torch.Tensor, free: Any) -> Any:
+        reached()
         return real_receive(self, piece[: len(piece) // 2], free)
 
     def garbled(self: exchange.Offer, shard: Any) -> bytes:
+        reached()
         return os.urandom(5000)
 
     if lie_of in ("piece", "order", "short piece"):
@@ -172,10 +178,15 @@ def be_peer(args: argparse.Namespace) -> None:
     if order["side"] == "destination":
         engine.reset_prefix_cache()
     pipe = NcclPipe if order["nccl"] else GlooPipe
+    own = client(args.port)  # a thread uses it while another one waits with `store`
+
+    def reached() -> None:
+        own.set(f"reached {args.peer}", "")
+
     if order["kind"] == "lies":
-        lie(order["lie"], pipe)
+        lie(order["lie"], pipe, reached)
     elif order["kind"] != "good":
-        lose(order, pipe)
+        lose(order, pipe, reached)
     channel = msd.TransferChannel(engine, client(args.port), order["name"], order["side"])
     with channel:
         report: Any = channel.send() if order["side"] == "source" else channel.receive()
@@ -278,6 +289,8 @@ def survive(args: argparse.Namespace) -> dict[str, Any]:
             report, took = survivor.hand_over(side, args.timeout_s)
             what = f"try {number}, {side}, peer {kind} {detail}"
             said = [] if report.failure else ["it was no miss"]
+            reached = peer is None or host.check([f"reached {peer}"])
+            said += [] if reached else [f"the fault was not reached: {report.failure}"]
             said += [f"it took {took:.1f} s"] if took > args.timeout_s + GRACE_S else []
             said += [survivor.wrong()]
             faults += [f"{what}: {text}" for text in said if text]
@@ -306,7 +319,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_device(parser, "cuda")
     add_count(parser, "--tries", 100, "hand-overs with a peer that fails")
-    parser.add_argument("--timeout-s", type=float, default=3.0, help="of each try (default: %(default)s)")
+    parser.add_argument("--timeout-s", type=float, default=2.0, help="of each try (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="a line for each try")
     parser.add_argument("--peer", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=None, help=argparse.SUPPRESS)
@@ -322,8 +335,11 @@ def main() -> None:
     print(f"pieces went over {found['transport']}; the timeout of each try was {args.timeout_s:g} s")
     for what, count in sorted(found["tries"].items()):
         kind = what.split(",")[0]
-        print(f"  peer {what:22}: {found['as expected'].get(what, 0)} of {count} a miss in time, with right "
-              f"answers afterwards; slowest {kind}: {found['slowest'][kind]:.2f} s")  # fmt: skip
+        met = found["as expected"].get(what, 0)
+        print(
+            f"  peer {what:22}: {met} of {count} reached, and a miss in time with right answers afterwards; "
+            f"slowest {kind}: {found['slowest'][kind]:.2f} s"
+        )
     for side in ("source", "destination"):
         print(f"  good peer, {side}: {found['as expected'].get(f'good, {side}', 0)} of 1")
     for fault in found["faults"]:

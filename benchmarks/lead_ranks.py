@@ -3,8 +3,8 @@
     python benchmarks/lead_ranks.py --ranks 2
 
 Rank 0 leads, and calls from its main thread and from another one, as an AsyncEngine does. A step is told in
-one message to each follower, and rank 0 waits for the answers to the step before. The last row is an engine of
-one process: what a step without requests costs itself. The fastest round and the median; CPU, gloo.
+one message to each follower, and rank 0 waits for the answers to the step before. The last row is an engine
+of one process: what a step without requests costs itself. The fastest round and the median; CPU, gloo.
 """
 
 import argparse

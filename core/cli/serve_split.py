@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ..parallel_groups import ParallelGroups
 from .setup import chosen_device, load_model, make_engine
@@ -38,12 +39,12 @@ def serve_split(options: argparse.Namespace, settings: "ServerSettings") -> int:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         loaded = load_model(options, groups)
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             heartbeat = stack.enter_context(
                 Heartbeat(
-                    dist.PrefixStore(f"mambaslots serve {start}", store), rank, size,
+                    PrefixStore(f"mambaslots serve {start}", store), rank, size,
                     timeout_s=_SILENCE_S, exit_when_stuck=True,
                 )
             )  # fmt: skip

@@ -138,7 +138,7 @@ def _read_part(
         pieces = [view[index] for index in part.slices(len(view.get_shape()))]
         kept_dtype = dtype if dtype is not None and pieces[0].is_floating_point() else pieces[0].dtype
         result = torch.empty(part.shape(view.get_shape()), dtype=kept_dtype, device=device)
-        places = result.split([piece.shape[part.dim] for piece in pieces], dim=part.dim)
+        places = torch.split(result, list(map(len, part.ranges)), dim=part.dim)
         for place, piece in zip(places, pieces, strict=True):
             place.copy_(piece)
         del view, pieces, piece

@@ -81,11 +81,11 @@ class WeightSource:
             converter.add_tensor(self.target, name, pattern, partial(read, name))
         made = converter.convert(self.target, model=model, config=model.config)
         weights = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
-        return {
-            name: weight if name not in parts else part.take(weight)
-            for name, weight in weights.items()
-            if (part := parts.get(name)) is not None or name not in parts
-        }
+        for name in weights.keys() & parts.keys():
+            part, whole = parts[name], weights.pop(name)
+            if part is not None:
+                weights[name] = part.take(whole)
+        return weights
 
     def _merged(
         self,

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoint_files import CONFIG, CheckpointError, read_object
@@ -91,6 +91,8 @@ def is_wide(name: str) -> bool:
 class SavedWeights:
     """The parameters in `model.safetensors` of a folder; the source of a loaded model's weights.
 
+    Parameters are read one at a time: a rank that keeps a part of each never holds them all.
+
     Raises:
         CheckpointError: the file is missing, truncated or corrupt.
     """
@@ -98,13 +100,15 @@ class SavedWeights:
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS
         try:
-            content = self._path.read_bytes()
-            self._tensors = load(content)
+            with self._path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
+            self._left = set(self._file.keys())
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder} has no {WEIGHTS}") from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
-        self.name = f"weights {hashlib.sha256(content).hexdigest()[:16]}"
+        self.name = f"weights {digest[:16]}"
 
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         return self._take(name, shape)
@@ -114,14 +118,18 @@ class SavedWeights:
 
     def check_all_taken(self) -> None:
         """Raise a CheckpointError where the file has tensors that the model did not ask for."""
-        if self._tensors:
-            names = ", ".join(sorted(self._tensors))
+        if self._left:
+            names = ", ".join(sorted(self._left))
             raise CheckpointError(f"{self._path} has weights that the model has not: {names}")
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._tensors.pop(name, None)
-        if tensor is None:
+        if name not in self._left:
             raise CheckpointError(f"{self._path} has no {name}")
+        self._left.remove(name)
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{name} of {self._path} has the shape {list(tensor.shape)}; accepted: {list(shape)}"

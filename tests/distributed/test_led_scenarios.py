@@ -12,7 +12,7 @@ NOT_LED = {
     # a split model's engine is broken by a failed step, which other ranks may have made
     "test_a_failing_forward_costs_time_and_no_tokens",
     # reach into the books of rank 0, where no other rank can follow
-    "test_a_preempted_request_keeps_its_own_prefix",
+    "test_an_evicted_request_restarts_from_its_last_checkpoint",
 }
 pytestmark = [
     pytest.mark.in_turn("_led"),

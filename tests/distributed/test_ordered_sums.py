@@ -6,7 +6,7 @@ import torch
 from mambaslots.inference.engines import product_check
 from mambaslots.inference.engines.batch_invariance import BatchInvariance
 from oracle.distributed_world import SPLITS, World, splits
-from oracle.serving import random_tokens, small_config, small_engine
+from oracle.serving import random_tokens, serve_checked, small_config, small_engine, small_model_over
 
 
 @pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
@@ -33,14 +33,15 @@ def test_rows_keep_their_bits(world: World, split: str, dtype: torch.dtype) -> N
     assert all(torch.equal(whole.cpu(), other) for other in world.gathered(whole.cpu()))
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
 def test_a_split_model_answers_as_with_any_sum(world: World, split: str) -> None:
     group = world.groups(*SPLITS[split]).tensor
     answers = []
     for ordered in (False, True):
         groups = ms.ParallelGroups(group, ordered_sums=ordered)
-        model = ms.models.HybridLM(small_config(), 3, groups=groups).to(world.device)
-        answers.append(small_engine(model=model).generate([random_tokens(40, 1)])[0].tokens)
+        engine = small_engine(model=small_model_over(groups, world.device))
+        answers.append(serve_checked(engine, [random_tokens(40, 1)], 16)[0].tokens)
     assert answers[0] == answers[1]
 
 

@@ -1,8 +1,11 @@
 """A model split over GPUs: the fused kernels, nccl, and graphs that hold its collectives."""
 
+import copy
+
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.engines.model import Model
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens
@@ -24,10 +27,12 @@ def model_of(
     return model.to(device or world.device)
 
 
-def engine_of(model: ms.models.HybridLM, graphs: int | None = None) -> ms.DynamicInferenceEngine:
+def engine_of(
+    model: Model, graphs: int | None = None, block_size_tokens: int = 32
+) -> ms.DynamicInferenceEngine:
     config = ms.InferenceConfig(
-        block_size_tokens=32, max_requests=6, max_tokens=192, max_sequence_length=400, num_kv_blocks=100,
-        num_mamba_slots=50, num_cuda_graphs=graphs,
+        block_size_tokens=block_size_tokens, max_requests=6, max_tokens=192, max_sequence_length=400,
+        num_kv_blocks=100, num_mamba_slots=50, num_cuda_graphs=graphs,
     )  # fmt: skip
     return ms.DynamicInferenceEngine(model, config)
 
@@ -51,12 +56,53 @@ def test_tokens_are_the_cpus_by_the_rule_of_float32(world: World, split: str, gr
 
 @pytest.mark.parametrize("split", splits())
 def test_ranks_generate_the_same_tokens_in_bfloat16_with_graphs(world: World, split: str) -> None:
-    engine = engine_of(model_of(world, split, torch.bfloat16), graphs=64)
+    check_ranks(world, engine_of(model_of(world, split, torch.bfloat16), graphs=64), PROMPTS)
+
+
+def check_ranks(world: World, engine: ms.DynamicInferenceEngine, prompts: list[list[int]]) -> None:
+    """All ranks give the same greedy and sampled answers, through captured graphs."""
     params = [
         ms.SamplingParams(num_tokens_to_generate=40, temperature=None if seed % 2 else 1.0, seed=seed)
-        for seed in range(len(PROMPTS))
+        for seed in range(len(prompts))
     ]
-    answers = [[result.tokens for result in engine.generate(PROMPTS, params)] for _ in range(2)]
+    answers = [[result.tokens for result in engine.generate(prompts, params)] for _ in range(2)]
     told = world.gathered(answers)
     assert all(each == told[0] for each in told)
     assert len(engine._runner.shapes) > 3
+
+
+# ---- models of transformers
+
+CASES = ["granitemoehybrid MoE", "qwen3_next", "qwen3_5_moe", "lfm2"]
+"""Of each kind of state, and experts with each."""
+
+
+@pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_in_float32(world: World, split: str, case: str) -> None:
+    pytest.importorskip("transformers")
+    from mambaslots.hf import ServedModel
+    from oracle.hf_models import VOCABULARY, reference_logits, reference_model
+    from oracle.hf_steps import step_errors, texts
+
+    both = texts(VOCABULARY)
+    expected = tuple(reference_logits(case, text).to(world.device) for text in both)
+    model = ServedModel(copy.deepcopy(reference_model(case)).to(world.device), world.groups(*SPLITS[split]))
+    errors, without_state = step_errors(model, both, expected)
+    assert max(errors.values()) < 1e-4, errors
+    assert without_state > 1e-3
+    print(f"{case} over {split}: largest error {max(errors.values()):.1e}")
+
+
+@pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_of_a_model_of_transformers_agree(world: World, split: str, case: str) -> None:
+    """In bfloat16, with graphs that hold the sums of experts and layers."""
+    pytest.importorskip("transformers")
+    from mambaslots.hf import ServedModel
+    from oracle.hf_models import VOCABULARY, reference_model
+
+    whole = copy.deepcopy(reference_model(case, torch.bfloat16)).to(world.device)
+    model = ServedModel(whole, world.groups(*SPLITS[split]))
+    prompts = [[token % VOCABULARY for token in prompt] for prompt in PROMPTS]
+    check_ranks(world, engine_of(model, graphs=64, block_size_tokens=64), prompts)

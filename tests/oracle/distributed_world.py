@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mambaslots import ParallelGroups
-from oracle.serving import SEED, small_config
+from oracle.model_kinds import OF_TRANSFORMERS, present_kind
+from oracle.serving import SEED, small_config, small_model_over
 
 SPLITS = {"tp 2": (2, 1), "tp 4": (4, 1), "pp 2": (1, 2), "tp 2, pp 2": (2, 2)}
 """The sizes of the tensor group and of the pipeline group.
@@ -58,9 +59,16 @@ class World:
         split: str | None,
         pattern: str | None = None,
         dtype: torch.dtype = torch.float64,
-    ) -> ms.models.HybridLM:
+    ) -> Any:
         """`small_model`, or one of other layers, split over the ranks; None: all of it on each."""
+        if pattern is None and present_kind() in OF_TRANSFORMERS:
+            return self._small_model(split, present_kind())
         return self._model(split, small_config(dtype=dtype, pattern=pattern))
+
+    @cache  # noqa: B019
+    def _small_model(self, split: str | None, kind: str) -> Any:
+        assert kind == present_kind()
+        return small_model_over(None if split is None else self.groups(*SPLITS[split]), self.device)
 
     @cache  # noqa: B019
     def _model(self, split: str | None, config: ms.models.HybridConfig) -> ms.models.HybridLM:

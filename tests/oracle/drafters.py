@@ -4,19 +4,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import mambaslots as ms
 import numpy as np
 import torch
 from oracle import serving
-from oracle.recurrent_lm import RecurrentLM
 
 FAR = 24
 
 
 @cache
-def _continuation(model: ms.models.HybridLM, tokens: tuple[int, ...]) -> list[int]:
-    return RecurrentLM(model).generate_greedy(tokens, FAR)[0]
+def _continuation(model: Any, tokens: tuple[int, ...]) -> list[int]:
+    continuation: list[int] = serving.oracle_of(model).generate_greedy(tokens, FAR)[0]
+    return continuation
 
 
 class RightDrafter:

@@ -172,11 +172,11 @@ def without_kernel_packages() -> Iterator[None]:
 
 
 @cache
-def reference_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
+def reference_model(case: str, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY) -> Any:
     """transformers' own model of a case, on a CPU, with random weights and eager attention and experts."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(case).get_text_config()
+    config = tiny_config(case, vocab_size=vocabulary).get_text_config()
     with without_kernel_packages(), torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
@@ -192,9 +192,11 @@ def served_model(case: str, dtype: torch.dtype = torch.float32) -> ServedModel:
 
 
 @torch.no_grad()
-def reference_logits(case: str, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def reference_logits(
+    case: str, tokens: Sequence[int], dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY
+) -> Tensor:
     """Logits of every token of a text, computed by transformers at once without a cache: [T, vocabulary]."""
-    model = reference_model(case, dtype)
+    model = reference_model(case, dtype, vocabulary)
     ids = torch.tensor([list(tokens)])
     logits: Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     return logits

@@ -30,6 +30,13 @@ KINDS = {
     "windows alone": ModelKind("C-C"),
 }
 """Of short convolutions alone, a prefill's chunks are its KV blocks. Without attention, KV has no bytes."""
+OF_TRANSFORMERS = {
+    "transformers, Mamba-2": "granitemoehybrid MoE",
+    "transformers, delta net": "qwen3_next",
+    "transformers, short convolution": "lfm2",
+}
+"""Kinds of models of transformers, by the names of their cases in `oracle.hf_models`. Tests on ranks have
+them beside `KINDS`."""
 WITH_ATTENTION = [name for name, kind in KINDS.items() if "*" in kind.pattern]
 MIX = "mix of all"
 PLAIN = "Mamba-2"

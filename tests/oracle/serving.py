@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import mambaslots as ms
 import numpy as np
 import torch
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
-from oracle.model_kinds import KINDS, kind_of_model, present_kind
+from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, kind_of_model, present_kind
 from oracle.recurrent_lm import RecurrentLM
 from oracle.stored_states import stored_apart
 
@@ -18,12 +19,26 @@ TOLERANCE = 1e-9  # of log-probs, float64
 SEED = 3
 
 
-def small_model(chunk_size: int | None = None, dtype: torch.dtype = torch.float64) -> ms.models.HybridLM:
+def small_model(chunk_size: int | None = None, dtype: torch.dtype = torch.float64) -> Any:
     """A float64 model with short chunks, so that short prompts cross many boundaries.
 
-    The model is of the present kind. `chunk_size` takes the place of the kind's chunks of every scan.
+    The model is of the present kind, a `HybridLM` or a `TransformersLM`. `chunk_size` takes the place of the
+    kind's chunks of every scan.
     """
+    if present_kind() in OF_TRANSFORMERS:
+        from oracle.transformers_lm import whole_model
+
+        return whole_model(OF_TRANSFORMERS[present_kind()])
     return _model(present_kind(), chunk_size, dtype)
+
+
+def small_model_over(groups: ms.ParallelGroups | None, device: torch.device) -> Any:
+    """`small_model`, split over ranks."""
+    if present_kind() in OF_TRANSFORMERS:
+        from oracle.transformers_lm import TransformersLM
+
+        return TransformersLM(OF_TRANSFORMERS[present_kind()], groups)
+    return ms.models.HybridLM(small_config(), seed=SEED, groups=groups).to(device)
 
 
 @cache
@@ -36,7 +51,7 @@ def small_config(
     chunk_size: int | None = None, dtype: torch.dtype = torch.float64, pattern: str | None = None
 ) -> ms.models.HybridConfig:
     """The shape of `small_model`, or of one with other layers."""
-    kind = KINDS[present_kind()]
+    kind = KINDS.get(present_kind(), KINDS[PLAIN])
     return ms.models.HybridConfig.tiny(
         dtype=dtype, hidden_size=32, mamba_num_heads=4, mamba_num_groups=2, mamba_state_dim=8,
         mamba_head_dim=8, mlp_hidden_size=32, pattern=pattern or kind.pattern,
@@ -90,15 +105,22 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
 
 
 def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens and log-probs of the recurrence, token by token, in float64."""
+    """Greedy tokens and log-probs of the model's oracle, token by token, in float64."""
     return _expected_answer(small_model(), prompt, length)
 
 
+def oracle_of(model: Any) -> Any:
+    """What says the logits and greedy answers of `small_model`: nothing of ours, and no cache."""
+    if isinstance(model, ms.models.HybridLM):
+        return RecurrentLM(model)
+    from oracle.transformers_lm import TransformersOracle
+
+    return TransformersOracle(model.case)
+
+
 @cache
-def _expected_answer(
-    model: ms.models.HybridLM, prompt: tuple[int, ...], length: int
-) -> tuple[list[int], list[float]]:
-    tokens, log_probs = RecurrentLM(model).generate_greedy(list(prompt), length)
+def _expected_answer(model: Any, prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:
+    tokens, log_probs = oracle_of(model).generate_greedy(list(prompt), length)
     return list(map(int, tokens)), list(map(float, log_probs))
 
 

@@ -8,6 +8,8 @@ from ..heartbeat import RankDiedError
 from .connection import Connection
 from .messages import LEFT, Outcome, read_outcome
 
+_LEAVING_S = 5.0
+
 
 class Followers:
     """The connections to all followers, and what each of them answered to the calls that it was told of.
@@ -128,11 +130,19 @@ class Followers:
             raise RankDiedError(self.lost)
 
     def close(self, message: bytes) -> None:
-        """Send a last message, and close the connections."""
+        """Send a last message, and close the connections once all ranks have read it; waits 5 s at most.
+
+        A connection that is closed before may lose the message.
+        """
+        deadline = time.monotonic() + _LEAVING_S
+        self.await_answers(_LEAVING_S)
         for rank, connection in self._connections.items():
-            if rank not in self.lost:
-                try:
+            try:
+                if rank not in self.lost:
                     connection.send(message)
-                except ConnectionError as error:
-                    self._lose(rank, error)
+            except ConnectionError as error:
+                self._lose(rank, error)
+        for rank, connection in self._connections.items():
+            while rank not in self.lost and connection.is_readable(max(0.0, deadline - time.monotonic())):
+                self._read_one(rank)
             connection.close()

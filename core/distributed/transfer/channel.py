@@ -83,7 +83,7 @@ class TransferChannel:
         exchange, access = self._open("connect")
         connection = exchange.begin(access, self._timeout_s if timeout_s is None else timeout_s)
         try:
-            connection.in_time(connection.make)
+            connection.in_time(lambda: connection.meet(for_turn=False))
         except Exception as error:
             logger.warning("mambaslots: a channel was not connected: %s", error)
             exchange.drop(described(error))

@@ -23,23 +23,27 @@ _leaked: list[Any] = []
 """Staging that a pipe may still write to: it is never used again."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Peer:
     """A rank of the other side that this rank sends to or receives from.
 
     Attributes:
         rank: in its replica.
         side: the other side.
+        id: of its hello; a rank that has begun anew has another.
         part: what is sent.
         link: carries messages.
-        pipe: carries pieces.
+        pipe: carries pieces; None until it is made.
+        num_turns: hand-overs that were made over the link.
     """
 
     rank: int
     side: Side
+    id: str
     part: Shard
     link: PairLink
-    pipe: Pipe
+    pipe: Any = None
+    num_turns: int = 0
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -73,58 +77,59 @@ class Connection:
         self.device = access.spec.device
         self.staging = Staging(self.device)
         self._side: Side = side
-        self._links: list[PairLink] = []
-        self._pipes: list[Pipe] = []
         self.is_made = False
 
-    def meet(self) -> None:
+    def meet(self, for_turn: bool = True) -> None:
         """Connect with all peers, unless that is done, and wait until they are there for this hand-over.
 
-        Where a peer has begun anew, this side does, too.
+        `for_turn` is False where there is no hand-over now. Where a peer has begun anew, this side does, too.
 
         Raises:
             TransferError: a peer did not come, is lost, or has another model.
         """
         while True:
             try:
-                self.make()
-                self.rendezvous.await_turn([peer.rank for peer in self.peers])
+                self._make()
+                if for_turn:
+                    self.rendezvous.await_turn([(peer.rank, peer.num_turns) for peer in self.peers])
                 return
             except RenewedError as error:
-                self._close_all()
-                self.rendezvous.renew()
                 if self.rendezvous.remaining_s() <= 0.001:
                     raise AbsentError(f"{error}; not in {self.rendezvous.timeout_s:g} s") from error
+                self.is_made = False
 
-    def make(self) -> None:
-        """Connect with all peers, unless that is done; blocks until they are there.
-
-        Raises:
-            RenewedError: a peer has begun anew.
-            TransferError: a peer did not come, is lost, or has another model.
-        """
+    def _make(self) -> None:
         if self.is_made:
             return
         self.rendezvous.arrive()
-        pairs = self.rendezvous.pairs()
-        own = 0 if self._side == "source" else 1
-        mine = [(pair[1 - own], pair) for pair in pairs if pair[own] == self.rendezvous.rank]
-        has_nccl = self.rendezvous.has_nccl
-        other = OTHER_SIDE[self._side]
-        for rank, (source, destination, _) in mine:
-            with _named(rank, other):
-                self._links.append(self.rendezvous.link(source, destination))
-            self._check_open()
-        for (rank, (_, _, part)), link in zip(mine, self._links, strict=True):
-            with _named(rank, other):
-                self._pipes.append(self._pipe(link, own, has_nccl))
-            self._check_open()
-            self.peers.append(Peer(rank, other, part, link, self._pipes[-1]))
-        self.transport = "nccl" if has_nccl else "gloo"
+        own, other = int(self._side == "destination"), OTHER_SIDE[self._side]
+        pairs = [pair for pair in self.rendezvous.pairs() if pair[own] == self.rendezvous.rank]
+        known = {(peer.rank, peer.id): peer for peer in self.peers}
+        ranks = [(source, destination)[1 - own] for source, destination, _ in pairs]
+        ids = [self.rendezvous.id_of(rank) for rank in ranks]
+        lost = [peer for key, peer in known.items() if key not in set(zip(ranks, ids, strict=True))]
+        self.peers = [peer for peer in self.peers if peer not in lost]
+        self._end(lost)
+        found = []
+        for rank, peer_id, (source, destination, part) in zip(ranks, ids, pairs, strict=True):
+            if (rank, peer_id) not in known:
+                with _named(rank, other):
+                    link = self.rendezvous.link(source, destination)
+                self.peers.append(Peer(rank, other, peer_id, part, link))
+                self._check_open()
+                known[rank, peer_id] = self.peers[-1]
+            found.append(known[rank, peer_id])
+        self.peers = found
+        self.transport = "nccl" if self.rendezvous.has_nccl else "gloo"
+        for peer in self.peers:
+            if peer.pipe is None:
+                with peer.named():
+                    peer.pipe = self._pipe(peer.link, own)
+                self._check_open()
         self.is_made = True
 
-    def _pipe(self, link: PairLink, own: int, has_nccl: bool) -> Pipe:
-        if has_nccl:
+    def _pipe(self, link: PairLink, own: int) -> Pipe:
+        if self.transport == "nccl":
             return NcclPipe(self.device, own, link, self.rendezvous.remaining_s)
         return GlooPipe(link)
 
@@ -133,6 +138,11 @@ class Connection:
         if self.gate.closed:
             self._close_all()
             raise TransferError("the hand-over was given up")
+
+    def end_turn(self) -> None:
+        """The hand-over has been made; the next one is another turn."""
+        for peer in self.peers:
+            peer.num_turns += 1
 
     def waiter(self, inbox: "Future[bytes]", keys: set[str]) -> Wait:
         """What waits for a condition as long as the peer and the clock let it.
@@ -203,22 +213,24 @@ class Connection:
 
     def _close_all(self, reason: str = "") -> None:
         peers, self.peers = self.peers, []
-        pipes, self._pipes = self._pipes, []
-        links, self._links = self._links, []
         self.is_made = False
-        aborts = Thread(target=self._close_pipes, args=[pipes], name="hand-over, abort", daemon=True)
+        self._end(peers, reason)
+        self.rendezvous.forget_links()
+
+    def _end(self, peers: list[Peer], reason: str = "") -> None:
+        """End links and pipes."""
+        aborts = Thread(target=self._end_pipes, args=[peers], name="hand-over, abort", daemon=True)
         aborts.start()  # first: a message to a frozen peer may take its time
         for peer in peers if reason else ():
             with suppress(Exception):
                 peer.link.send_values({"failure": reason})
-        for link in links:
+        for peer in peers:
             with suppress(Exception):
-                link.close()
-        self.rendezvous.forget_links()
+                peer.link.close()
         aborts.join()
 
-    def _close_pipes(self, pipes: list[Pipe]) -> None:
-        for pipe in pipes:
+    def _end_pipes(self, peers: list[Peer]) -> None:
+        for pipe in [peer.pipe for peer in peers if peer.pipe is not None]:
             is_idle = False
             with suppress(Exception):
                 is_idle = pipe.close()
@@ -227,4 +239,4 @@ class Connection:
 
 
 def _named(rank: int, side: Side) -> Any:
-    return Peer(rank, side, {}, None, None).named()  # type: ignore[arg-type]
+    return Peer(rank, side, "", {}, None).named()  # type: ignore[arg-type]

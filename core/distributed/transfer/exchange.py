@@ -4,8 +4,7 @@ For each pair of ranks, in this order:
 
     source -> destination   the offer: prefixes that the source has
     destination -> source   the blocks and states that the destination lacks and has room for
-    source -> destination   how many pieces, and bytes, will come
-    source -> destination   the pieces, over a pipe
+    source -> destination   the pieces, over a pipe; both sides compute which these are
     source -> destination   the checksum of each piece
     destination -> source   that all pieces have arrived whole
 
@@ -37,7 +36,7 @@ from .rendezvous import GRACE_S, AbsentError, Rendezvous, Side
 from .staging import receive_pieces, send_pieces
 
 logger = logging.getLogger(__name__)
-_ANSWER, _PLAN, _SUMS, _VERDICT = {"blocks", "states"}, {"pieces", "bytes"}, {"checksums"}, {"arrived"}
+_ANSWER, _SUMS, _VERDICT = {"blocks", "states"}, {"checksums"}, {"arrived"}
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Exchange:
                 begin = time.perf_counter()
                 num_bytes += self._send_part(connection, access, peer, *offer.rows_of(answer))
                 seconds += time.perf_counter() - begin
-        connection.rendezvous.end_turn()
+        connection.end_turn()
         forest = offer.forest
         return SendReport(len(forest.leaves), len(forest.states), len(connection.peers), num_bytes, seconds)
 
@@ -181,7 +180,6 @@ class Exchange:
         layout = PieceLayout(PrefixFormat.of(access), peer.part, len(blocks), len(slots))
         with connection.staging.on_stream():
             copies = PartCopies(access, peer.part, blocks, slots)
-        peer.link.send_values({"pieces": len(layout.sizes), "bytes": layout.num_bytes})
         verdict = peer.link.receive_later()
         wait = connection.waiter(verdict, _VERDICT)
         try:
@@ -206,23 +204,17 @@ class Exchange:
 
     def _fill(self, connection: Connection, access: CacheAccess, placement: Placement) -> None:
         blocks, slots = placement.new_blocks, placement.new_slots
-        for peer in connection.peers:
-            with peer.named():
-                peer.link.send_values({"blocks": list(blocks), "states": list(slots)})
+        form = PrefixFormat.of(access)
         with connection.staging.on_stream():
             rows = list(blocks.values()), list(slots.values())
             copies = [PartCopies(access, peer.part, *rows) for peer in connection.peers]
-        form = PrefixFormat.of(access)
-        for peer, copy in zip(connection.peers, copies, strict=True):
+        inboxes = [peer.link.receive_later() for peer in connection.peers]
+        for peer in connection.peers:
+            with peer.named():
+                peer.link.send_values({"blocks": list(blocks), "states": list(slots)})
+        for peer, copy, inbox in zip(connection.peers, copies, inboxes, strict=True):
             layout = PieceLayout(form, peer.part, len(blocks), len(slots))
             with peer.named():
-                told = values_of(peer.link.receive(), _PLAN)
-                expected = {"pieces": len(layout.sizes), "bytes": layout.num_bytes}
-                if told != expected:
-                    raise TransferError(
-                        f"rank {peer.rank} of the source announces {told}; accepted: {expected}"
-                    )
-                inbox = peer.link.receive_later()
                 wait = connection.waiter(inbox, _SUMS)
                 sums = receive_pieces(peer.pipe, layout, copy, connection.staging, connection.gate, wait)
                 told = values_of(inbox.result(), _SUMS)
@@ -232,4 +224,4 @@ class Exchange:
                         "were altered on their way"
                     )
                 peer.link.send_values({"arrived": len(sums)})
-        connection.rendezvous.end_turn()
+        connection.end_turn()

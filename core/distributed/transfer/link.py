@@ -106,11 +106,18 @@ class PairLink:
         self.send(hashlib.sha256(text).digest() + text)
 
     def send_piece(self, piece: Tensor) -> None:
-        """Send [bytes] uint8 in host memory, without a length."""
+        """Send [bytes] uint8 in host memory, after its length."""
+        self._send(torch.tensor([len(piece)], dtype=torch.int64, device="cpu"), _PIECE_TAG)
         self._send(piece, _PIECE_TAG)
 
     def receive_piece(self, piece: Tensor) -> None:
-        """Fill [bytes] uint8 in host memory with what `send_piece` sends, which is as long."""
+        """Fill [bytes] uint8 in host memory; TransferError where the piece that comes is of another length.
+
+        gloo ends the process where more bytes come than are expected, so the length is asked for first.
+        """
+        length = int(self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), _PIECE_TAG))
+        if length != len(piece):
+            raise TransferError(f"a piece is of {length} bytes; accepted: {len(piece)}")
         self._receive(piece, _PIECE_TAG)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class NcclPipe:
         import nccl.core
 
         self._peer = 1 - side
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if side == 0:
             unique_id = nccl.core.get_unique_id()
             link.send(bytes(unique_id))
@@ -126,9 +126,9 @@ class _NcclPassage:
     def is_launched(self) -> bool:
         """Whether NCCL can be given the next piece."""
         if self._event is None and self._is_settled():
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
         return self._event is not None
 
     def is_done(self) -> bool:
-        return self.is_launched() and self._event is not None and self._event.query()
+        return self.is_launched() and self._event is not None and bool(self._event.query())  # type: ignore[no-untyped-call]

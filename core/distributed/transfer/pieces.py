@@ -12,7 +12,7 @@ from .cache_access import CacheAccess
 from .format import PrefixFormat, TensorFormat
 from .parts import KV, Shard, shard_of
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 128 << 20
 """The most bytes of a piece, unless the rows of one layer have more."""
 _ALIGNMENT = 16
 

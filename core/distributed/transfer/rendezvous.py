@@ -5,8 +5,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -98,7 +99,7 @@ class Rendezvous:
     Keys in the store, under the name:
 
         source/i, destination/i   the hello of rank i of that side
-        turn/<id>/n               the rank with the hello <id> is there for its n-th hand-over
+        turn/<ids>/n              one of two ranks is there for the n-th hand-over over their link
         left                      how many ranks have left
         i-j/<ids>/...             the link from source rank i to destination rank j
 
@@ -148,7 +149,7 @@ class Rendezvous:
         self._hello = Hello(uuid.uuid4().hex, access.parallel.size, self.form, self.shard, nccl)
         self._hellos: dict[Side, list[Hello]] = {}
         self._link_keys: list[str] = []
-        self._num_turns = 0
+        self._turn_keys: list[str] = []
 
     def start_clock(self, parallel: ParallelGroups, timeout_s: float) -> None:
         """Give the next hand-over `timeout_s` seconds; ValueError as in the constructor."""
@@ -167,17 +168,10 @@ class Rendezvous:
         except RuntimeError as error:
             raise TransferError(f"the store was lost: {error}") from error
 
-    def renew(self) -> None:
-        """Begin anew: no rank of the other side has met this rank yet."""
-        self.forget_links()
-        self._delete_turn()
-        self._hello = replace(self._hello, id=uuid.uuid4().hex)
-        self._num_turns = 0
-
     def leave(self) -> None:
         """There will be no other hand-over under this name."""
         self.forget_links()
-        self._delete_turn()
+        self._delete_turns()
         with suppress(RuntimeError):  # a store that is lost has no keys to delete
             keys = [f"{side}/{rank}" for side, hellos in self._hellos.items() for rank in range(len(hellos))]
             if len(self._hellos) < 2:
@@ -229,49 +223,51 @@ class Rendezvous:
         peer = destination if self._side == "source" else source
         self._link_keys += [f"{source}-{destination}/{ids}/{key}" for key in STORE_KEYS]
         return PairLink(
-            store, int(self._side == "destination"), self.remaining_s, lambda: self._check_same(peer)
+            store, int(self._side == "destination"), self.remaining_s, partial(self._check_same, peer)
         )
 
     def forget_links(self) -> None:
-        """Delete what links have left in the store; all of them are connected, or of no use."""
+        """Delete what links and turns have left in the store; the links are connected, or of no use."""
+        self._delete_turns()
         with suppress(RuntimeError):
             while self._link_keys:
                 self._store.delete_key(self._link_keys.pop())
 
-    def await_turn(self, peers: list[int]) -> None:
-        """Say that this rank is there for the next hand-over, and wait until `peers` are.
+    def id_of(self, rank: int) -> str:
+        """The id of the hello of a rank of the other side, as `pairs` found it."""
+        return self._hellos[OTHER_SIDE[self._side]][rank].id
+
+    def await_turn(self, peers: list[tuple[int, int]]) -> None:
+        """Say that this rank is there for the next hand-over, and wait until its peers are.
+
+        Args:
+            peers: (rank of the other side, how many hand-overs were made over the link to it).
 
         Raises:
             RenewedError: a peer has begun anew since `pairs`.
             TransferError: a peer did not come in time, or the store is lost.
         """
+        ids = [(self._hello.id, self.id_of(peer), turn) for peer, turn in peers]
+        self._delete_turns()
+        self._turn_keys = [f"turn/{own}.{other}/{turn}" for own, other, turn in ids]
+        peer = 0
         try:
-            self._store.set(self._turn(self._hello), "")
-            for peer in peers:
-                hello = self._hellos[OTHER_SIDE[self._side]][peer]
-                await_key(
-                    self._store, self._turn(hello), self.remaining_s, lambda peer=peer: self._check_same(peer)
-                )
-        except RenewedError:
-            raise
+            for key in self._turn_keys:
+                self._store.set(key, "")
+            for (peer, _), (own, other, turn) in zip(peers, ids, strict=True):
+                key = f"turn/{other}.{own}/{turn}"
+                await_key(self._store, key, self.remaining_s, partial(self._check_same, peer))
         except DistNetworkError as error:
             raise TransferError(f"the store was lost: {error}") from error
         except RuntimeError as error:
-            self._delete_turn()
+            self._delete_turns()
             text = f"rank {peer} of the {OTHER_SIDE[self._side]} did not come in {self.timeout_s:g} s"
             raise AbsentError(text) from error
 
-    def end_turn(self) -> None:
-        """The hand-over has been made; the next one is another turn."""
-        self._delete_turn()
-        self._num_turns += 1
-
-    def _delete_turn(self) -> None:
+    def _delete_turns(self) -> None:
         with suppress(RuntimeError):
-            self._store.delete_key(self._turn(self._hello))
-
-    def _turn(self, hello: Hello) -> str:
-        return f"turn/{hello.id}/{self._num_turns}"
+            while self._turn_keys:
+                self._store.delete_key(self._turn_keys.pop())
 
     def _check_same(self, peer: int) -> None:
         """RenewedError where a rank of the other side is not the one that `pairs` has found."""

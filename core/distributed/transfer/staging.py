@@ -15,8 +15,8 @@ from .format import TransferError
 from .pieces import PartCopies, PieceLayout
 from .pipe import Passage, Pipe
 
-NUM_BUFFERS = 3
-"""One piece is packed or unpacked while another is on its way and the next is posted."""
+NUM_BUFFERS = 2
+"""One piece is packed or unpacked while another is on its way."""
 Wait = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises where it will not in time."""
 
@@ -60,12 +60,14 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._checksums: dict[int, RowChecksum] = {}
         self.buffers: list[Tensor] = []
 
+    @torch.inference_mode(False)
     def reserve(self, layout: PieceLayout) -> RowChecksum:
-        """Make room for the pieces of a layout; what sums them."""
+        """Make room for the pieces of a layout, on the current stream; what sums them."""
         size = max(layout.sizes, default=0)
         if not self.buffers or self.buffers[0].numel() < size:
             self.buffers = []
@@ -87,7 +89,7 @@ class Staging:
         """When everything launched so far is done; None on a CPU."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
@@ -106,10 +108,10 @@ def send_pieces(
     pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
 ) -> list[int]:
     """Gather all pieces of a part and send them; their checksums."""
-    checksum = staging.reserve(layout)
     sums: list[Tensor] = []
     under_way: deque[Passage] = deque()
     with staging.on_stream():
+        checksum = staging.reserve(layout)
         for index, (piece, size) in enumerate(zip(layout.pieces, layout.sizes, strict=True)):
             if len(under_way) == NUM_BUFFERS:
                 wait(under_way.popleft().is_done)
@@ -130,11 +132,11 @@ def receive_pieces(
     pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
 ) -> list[int]:
     """Receive all pieces of a part and scatter them into the pools; their checksums."""
-    checksum = staging.reserve(layout)
     sums: list[Tensor] = []
-    free: list[Any] = [staging.mark()] * NUM_BUFFERS
     under_way: list[Passage] = []
     with staging.on_stream():
+        checksum = staging.reserve(layout)
+        free: list[Any] = [staging.mark()] * NUM_BUFFERS
         for index, piece in enumerate(layout.pieces):
             for posted in range(len(under_way), min(index + NUM_BUFFERS, len(layout.pieces))):
                 place = posted % NUM_BUFFERS

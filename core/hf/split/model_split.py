@@ -121,7 +121,7 @@ class ModelSplit:
                 module._parameters[leaf] = nn.Parameter(taken, requires_grad=False)
 
 
-def _split_modules(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module, Splitter]]:
+def _split_modules(model: nn.Module, config: Any) -> Iterator[tuple[str, Any, Splitter]]:
     """The path of each module that is split, the module, and how it is split."""
     prefix = FUSIONS[config.model_type].prefix
     for path, module in model.named_modules():

@@ -9,6 +9,7 @@ from oracle.serving import (
     TOLERANCE,
     assert_answers,
     expected_answer,
+    oracle_of,
     random_tokens,
     run_checked,
     serve_checked,
@@ -172,9 +173,8 @@ def test_prompt_log_probs_turn_resuming_off_for_that_request() -> None:
 
 
 def _oracle_logits(tokens: list[int]) -> torch.Tensor:
-    from oracle.recurrent_lm import RecurrentLM
-
-    return RecurrentLM(small_model()).logits(tokens)
+    logits: torch.Tensor = oracle_of(small_model()).logits(tokens)
+    return logits
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_cache() -> None:
