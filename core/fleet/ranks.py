@@ -113,7 +113,8 @@ async def _ended(run: Any) -> BaseException:
 def _join(host: str, port: int, rank: int, num_ranks: int) -> ParallelGroups:
     """Be a rank of torch.distributed; all ranks of the replica call this at once."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    store = TCPStore(host, port, num_ranks, is_master=not rank, timeout=timedelta(seconds=_MEETING_S))
+    timeout = timedelta(seconds=_MEETING_S)
+    store = TCPStore(host, port, num_ranks, is_master=not rank, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     return ParallelGroups(tensor=dist.group.WORLD)
 

@@ -25,8 +25,7 @@ STATES_A_ROUND = 32
 """States of one hand-over: no request of the source goes on during a hand-over."""
 _MEETING_S = 5.0
 _LONGEST_ROUND_S = 10.0
-_END = "end"
-_ROUND = "round"
+_END, _ROUND = "end", "round"
 _channels: dict[str, TransferChannel] = {}
 """The open channels of this rank, by name."""
 
@@ -118,7 +117,7 @@ async def _told(store: TCPStore, key: str, deadline: float) -> str:
         if time.monotonic() > deadline:
             return ""
         await asyncio.sleep(0.02)
-    return (await asyncio.to_thread(store.get, key)).decode()
+    return bytes(await asyncio.to_thread(store.get, key)).decode()
 
 
 def _round_end() -> float:
