@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..distributed.lockstep.following import follow
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -112,7 +113,8 @@ async def _ended(run: Any) -> BaseException:
 def _join(host: str, port: int, rank: int, num_ranks: int) -> ParallelGroups:
     """Be a rank of torch.distributed; all ranks of the replica call this at once."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    store = dist.TCPStore(host, port, num_ranks, is_master=not rank, timeout=timedelta(seconds=_MEETING_S))
+    timeout = timedelta(seconds=_MEETING_S)
+    store = TCPStore(host, port, num_ranks, is_master=not rank, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     return ParallelGroups(tensor=dist.group.WORLD)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..distributed.transfer.channel import TransferChannel
 from ..distributed.transfer.export import recent_states
@@ -25,8 +25,7 @@ STATES_A_ROUND = 32
 """States of one hand-over: no request of the source goes on during a hand-over."""
 _MEETING_S = 5.0
 _LONGEST_ROUND_S = 10.0
-_END = b"end"
-_ROUND = b"round"
+_END, _ROUND = "end", "round"
 _channels: dict[str, TransferChannel] = {}
 """The open channels of this rank, by name."""
 
@@ -112,13 +111,13 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
         await _close(engine, order)
 
 
-async def _told(store: TCPStore, key: str, deadline: float) -> bytes:
+async def _told(store: TCPStore, key: str, deadline: float) -> str:
     """What the other side has written under `key`; nothing where it has not in time."""
     while not await asyncio.to_thread(store.check, [key]):
         if time.monotonic() > deadline:
-            return b""
+            return ""
         await asyncio.sleep(0.02)
-    return bytes(await asyncio.to_thread(store.get, key))
+    return bytes(await asyncio.to_thread(store.get, key)).decode()
 
 
 def _round_end() -> float:
