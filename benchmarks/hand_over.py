@@ -228,7 +228,11 @@ class Spans:
 
     def watch(self) -> None:
         """Have each hand-over over NCCL leave its events here."""
-        send_pieces, receive_pieces, mark = exchange.send_pieces, exchange.receive_pieces, staging.Staging.mark
+        send_pieces, receive_pieces, mark = (
+            exchange.send_pieces,
+            exchange.receive_pieces,
+            staging.Staging.mark,
+        )
         send, receive = NcclPipe.send, NcclPipe.receive
 
         def sending(pipe: Any, layout: Any, copies: Any, buffers: Any, *others: Any) -> Any:
@@ -260,7 +264,7 @@ class Spans:
         return {} if event is None else {"gathered and sent": self.begin.elapsed_time(event)}
 
     def unpacked_ms(self) -> dict[str, float]:
-        """From the end of the last piece's kernel to the end of its checksum and scatter, at the destination."""
+        """From the end of the last piece's kernel to the end of its scatter, at the destination."""
         event = self.passages[-1]._event if self.passages else None
         return {} if event is None else {"unpacked": event.elapsed_time(self.end)}
 

@@ -145,15 +145,13 @@ class PartCopies:
                 copies.append(Copy(pool, dim, self._rows[each.name][slice(*each.rows)], values))
         return copies
 
-    @staticmethod
-    def gather(copies: Sequence[Copy]) -> None:
+    def gather(self, copies: Sequence[Copy]) -> None:
         """Copy from the pools into a buffer."""
         with torch.inference_mode():
             for copy in copies:
                 torch.index_select(copy.pool, copy.dim, copy.rows, out=copy.values)
 
-    @staticmethod
-    def scatter(copies: Sequence[Copy]) -> None:
+    def scatter(self, copies: Sequence[Copy]) -> None:
         """Copy from a buffer into the pools."""
         with torch.inference_mode():
             for copy in copies:
