@@ -29,7 +29,6 @@ from .import_ import CopyError, import_filled
 from .link import check_not_refused, values_of
 from .nccl_pipe import nccl_facts
 from .offer import Offer, decode_offers
-from .parts import shard_of
 from .pieces import PartCopies, PieceLayout
 from .placement import ImportReport, Placement
 from .rendezvous import GRACE_S, AbsentError, Rendezvous, Side
@@ -159,7 +158,7 @@ class Exchange:
 
     def _send(self, connection: Connection, access: CacheAccess, offer: Offer) -> SendReport:
         connection.meet()
-        message = offer.to_bytes(shard_of(access.spec))
+        message = offer.to_bytes()
         for peer in connection.peers:
             with peer.named():
                 peer.link.send(message)

@@ -124,10 +124,10 @@ def send_pieces(
             with gate:
                 copies.gather(copies.between(piece, buffer))
             packed = staging.mark()
+            sums.append(checksum(buffer, index))
             if under_way:
                 wait(under_way[-1].is_launched)
             under_way.append(pipe.send(buffer, packed))
-            sums.append(checksum(buffer, index))
         if under_way:
             wait(under_way[-1].is_launched)
         return _listed(sums), under_way
