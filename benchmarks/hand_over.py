@@ -279,7 +279,8 @@ def time_parts() -> None:
     for owner, name in (
         (exchange.Offer, "of"), (exchange.Offer, "to_bytes"), (exchange, "decode_offers"),
         (exchange, "send_pieces"), (exchange, "receive_pieces"), (exchange.PartCopies, "__init__"),
-        (exchange.PartCopies, "gather"), (exchange.PartCopies, "scatter"), (RowChecksum, "__call__"),
+        (exchange.PartCopies, "locate"), (exchange.PartCopies, "between"), (exchange.PartCopies, "gather"),
+        (exchange.PartCopies, "scatter"), (RowChecksum, "__call__"),
         (NcclPipe, "send"), (NcclPipe, "receive"), (Rendezvous, "await_turn"), (PairLink, "send_values"),
         (PairLink, "receive"), (Placement, "place"), (Placement, "publish"), (staging, "_listed"),
     ):  # fmt: skip
