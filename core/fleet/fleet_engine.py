@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -219,7 +220,8 @@ class FleetEngine:
             raise QueueFullError(num_waiting, self._max_waiting)
         answer = self._new_answer(prompt, sampling_params, cache_salt, checkpoint_plan, tenant)
         self._none_open.clear()
-        self._open[answer] = asyncio.create_task(self._serve(answer))
+        task = self._open[answer] = asyncio.create_task(self._serve(answer))
+        task.add_done_callback(partial(self._ended, answer))  # also where it is cancelled before it begins
         self._counts.num_requests += 1
         try:
             await answer.opened.wait()
@@ -272,11 +274,12 @@ class FleetEngine:
                 answer.fail(error)
         except asyncio.CancelledError:
             pass
-        finally:
-            answer.end(AnswerEnd(answer.early_end or "cancelled"))  # unless it has ended
-            self._open.pop(answer, None)
-            if not self._open and self._none_open is not None:
-                self._none_open.set()
+
+    def _ended(self, answer: FleetAnswer, task: asyncio.Task[None]) -> None:
+        answer.end(AnswerEnd(answer.early_end or "cancelled"))  # unless it has ended
+        del self._open[answer]
+        if not self._open and self._none_open is not None:
+            self._none_open.set()
 
     async def _call_replicas(self, answer: FleetAnswer) -> None:
         num_lost = 0

@@ -4,12 +4,31 @@ import contextvars
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError, WorkerCrashedError
-from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    WorkerCrashedError,
+)
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
 
+from ..errors import NoReplicaError
 from .engine_request import AnswerPart, EngineRequest, ReplicaLostError
 
-_LOST = (RayActorError, WorkerCrashedError, RaySystemError)
+_LOST = (
+    RayActorError,
+    WorkerCrashedError,
+    RaySystemError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    OutOfMemoryError,
+    ObjectLostError,  # a part of the answer, with the machine that had it
+    ReplicaUnavailableError,
+)
 """What Ray raises where the process of a replica, or the way to it, is gone."""
 
 
@@ -29,6 +48,7 @@ class ReplicaCalls:
 
         Raises:
             ReplicaLostError: the replica that served the request is gone, or gave up.
+            NoReplicaError: Ray Serve could not deploy any replica.
         """
         # In a context of its own, because Ray takes all calls of one HTTP request for one to be routed.
         parts = contextvars.Context().run(self._streams.remote, request)
@@ -38,9 +58,11 @@ class ReplicaCalls:
                 yield part
             ended = True
         except ReplicaLostError as error:  # of Ray's class, too: with the replica's traceback
-            raise ReplicaLostError(_first_line(error)) from None
+            raise ReplicaLostError(_last_line(error)) from None
         except _LOST as error:
-            raise ReplicaLostError(_first_line(error)) from error
+            raise ReplicaLostError(_last_line(error)) from error
+        except DeploymentUnavailableError as error:
+            raise NoReplicaError(_last_line(error)) from error
         finally:
             if not ended:
                 parts.cancel()
@@ -54,11 +76,11 @@ class ReplicaCalls:
         try:
             asked = self._handle.broadcast(method, *arguments)
             answers = await asked.results_async(timeout_s=timeout_s, return_exceptions=True)
-        except (DeploymentUnavailableError, RayServeException, GetTimeoutError, TimeoutError, RayError):
+        except (RayServeException, RayError, TimeoutError):
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-def _first_line(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

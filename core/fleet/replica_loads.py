@@ -1,7 +1,7 @@
 """How busy replicas are, as one router of requests knows."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..distributed.routing.router import ReplicaLoad
@@ -16,6 +16,7 @@ class _Sent:
     replica: str
     num_tokens: int
     since_s: float
+    order: tuple[str, ...]
     is_routed: bool = False
 
 
@@ -30,9 +31,20 @@ class ReplicaLoads:
         self._clock = clock
         self._sent: dict[str, _Sent] = {}
 
-    def note_chosen(self, request: str, replica: str, num_tokens: int) -> None:
-        """Note that a request is meant for a replica; a second choice replaces the first."""
-        self._sent[request] = _Sent(replica, num_tokens, self._clock())
+    def note_chosen(self, request: str, order: Sequence[str], num_tokens: int) -> None:
+        """Note that a request is to try replicas in this order; a second choice replaces the first."""
+        self._sent[request] = _Sent(order[0], num_tokens, self._clock(), tuple(order))
+
+    def order_of(self, request: str, replicas: Collection[str]) -> tuple[str, ...]:
+        """In which order a request that none of these replicas has taken yet is to try them.
+
+        Returns:
+            () where no order was chosen, or was chosen among others or more than 30 s ago.
+        """
+        sent = self._sent.get(request)
+        if sent is None or sent.is_routed or sent.since_s < self._clock() - _LONGEST_SENDING_S:
+            return ()
+        return sent.order if set(sent.order) == set(replicas) else ()
 
     def note_routed(self, request: str, replica: str) -> bool:
         """Note that a replica has a request. Returns whether another replica was chosen for it."""

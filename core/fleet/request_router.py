@@ -58,6 +58,9 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
             return []
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # one round tries all replicas
+            order = self._loads.order_of(_request_id(pending_request), replicas)
+            if order:  # all were full; a router that was asked again would count the request again
+                return [[replicas[name]] for name in order]
         queue_lengths = {
             name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()
         }
@@ -68,8 +71,9 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
             return [[replicas[load.replica]] for load in loads]
         lost = set(pending_request.args[0].lost)
         left = [load for load in loads if load.replica not in lost]
-        order = [*self._router.choose(request, left or loads), *(lost & replicas.keys() if left else ())]
-        self._loads.note_chosen(_request_id(pending_request), order[0], _num_tokens(request))
+        best = self._router.choose(request, left or loads)
+        order = (*best, *(lost & replicas.keys() if left else ()))
+        self._loads.note_chosen(_request_id(pending_request), order, _num_tokens(request))
         return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:

@@ -36,13 +36,11 @@ class HandOver:
     Attributes:
         name: of this hand-over alone.
         host, port: the store where both meet.
-        keys: hashes of blocks whose states are wanted, the most wanted first.
     """
 
     name: str
     host: str
     port: int
-    keys: tuple[int, ...] = ()
 
 
 class News(NamedTuple):

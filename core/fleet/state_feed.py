@@ -56,6 +56,7 @@ class StateFeed:
         self._publisher = publisher
         self._serve_hand_over = serve_hand_over
         self._actor: Any = None
+        self._owes_snapshot = False  # True while it is not known that the channel took a message
         self._woken = asyncio.Event()
         self._hand_overs: set[asyncio.Task[None]] = set()
 
@@ -84,7 +85,7 @@ class StateFeed:
             self._woken.clear()
 
     async def _tell(self) -> None:
-        """Tell what has changed; a message that was not taken is told again, or made up for by a snapshot."""
+        """Tell what has changed; a snapshot makes up for a message that was not taken."""
         if self._actor is None:
             self._actor = find_channel(self._channel)
             if self._actor is None:
@@ -94,10 +95,12 @@ class StateFeed:
             return
         events = await self._engine.call(lambda engine: publisher.take())
         sent = () if events is None else (encode_events(events),)
+        owes_snapshot, self._owes_snapshot = self._owes_snapshot, True
         orders: Orders = await self._actor.publish.remote(self._replica, sent)
-        if orders.wants_snapshot:
+        if orders.wants_snapshot or owes_snapshot:
             snapshot = await self._engine.call(lambda engine: publisher.snapshot())
             await self._actor.publish.remote(self._replica, (encode_events(snapshot),))
+        self._owes_snapshot = False
         for hand_over in orders.hand_overs:
             task = asyncio.create_task(self._serve_hand_over(hand_over))
             self._hand_overs.add(task)

@@ -85,7 +85,7 @@ def test_a_rank_reads_its_part_of_a_checkpoint(
 def test_experts_that_do_not_divide(world: World, split: str) -> None:
     """Ranks hold one expert more or less."""
     groups, config = world.groups(*SPLITS[split]), tiny_config("qwen3_next", num_experts=5)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"

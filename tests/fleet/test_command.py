@@ -60,6 +60,7 @@ def test_tenants_share_no_state_and_a_signal_drains(started: tuple[subprocess.Po
     body = {"prompt": "def count_words(path):\n    " * 6, "max_tokens": 8, "temperature": 0}
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(port, body, "no-key")
+    refused.value.close()
     assert refused.value.code == 401
     assert [cached(ask(port, body, f"key-of-{tenant}")) > 0 for tenant in "aabb"] == [
         False,

@@ -177,7 +177,7 @@ def reference_model(case: str, dtype: torch.dtype = torch.float32, vocabulary: i
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(case, vocab_size=vocabulary).get_text_config()
-    with without_kernel_packages(), torch.random.fork_rng():
+    with without_kernel_packages(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ...errors import MambaSlotCapacityError
 from ...inference.contexts.pinned_prefixes import PinnedPrefix
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.contexts.request_step import RequestStep
@@ -76,7 +77,8 @@ class PrefixComputer:
 
     def _begin(self, engine: DynamicInferenceEngine, prefix: _Prefix) -> None:
         engine.observe(self)
-        with suppress(ValueError):  # which is raised where nothing of it is cached
+        # Raised where nothing of it is cached, and where pins have all slots that they may have.
+        with suppress(ValueError, MambaSlotCapacityError):
             prefix.pin = engine.pin(prefix.tokens, cache_salt=prefix.salt)
             if prefix.pin.num_tokens == len(prefix.tokens):
                 _tell(prefix, prefix.pin.num_tokens)

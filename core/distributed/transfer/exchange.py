@@ -73,6 +73,7 @@ class Exchange:
         self._store, self._name, self._side, self._transport = store, name, side, transport
         self.connection: Connection | None = None
         self._rendezvous: Rendezvous | None = None
+        self._refused: set[str] = set()  # ids of hellos
         self._ends: list[Thread] = []
 
     def begin(self, access: CacheAccess, timeout_s: float) -> Connection:
@@ -88,7 +89,7 @@ class Exchange:
             self.drop()
         facts = None if self._transport == "gloo" else nccl_facts(access.spec.device)
         self._ends = [end for end in self._ends if end.is_alive()]
-        rendezvous = Rendezvous(access, self._store, self._name, self._side, timeout_s, facts)
+        rendezvous = Rendezvous(access, self._store, self._name, self._side, timeout_s, facts, self._refused)
         self._rendezvous = rendezvous
         self.connection = Connection(access, rendezvous, self._side)
         return self.connection

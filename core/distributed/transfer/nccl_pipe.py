@@ -3,7 +3,7 @@
 import importlib.util
 import time
 from collections.abc import Callable
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from .pipe import Passage
 
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _CLOSE_S = 5.0
+_CALL_S = 1.0
+"""A call of NCCL that takes longer, though none should block, keeps nobody from an abort."""
 
 
 class NcclFacts(NamedTuple):
@@ -36,6 +38,36 @@ def nccl_facts(device: torch.device) -> NcclFacts | None:
         return None
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return None if library is None else NcclFacts(str(library.version), gpu)
+
+
+class AbortableCommunicator:
+    """A communicator that one thread uses and another one may abort.
+
+    NCCL frees a communicator that is aborted. A call that is made later, or meanwhile, would read freed
+    memory.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        """`communicator`: of nccl4py; its calls do not block."""
+        self._communicator = communicator
+        self._lock = Lock()
+        self._aborted = False
+
+    def call[T](self, use: Callable[[Any], T]) -> T:
+        """`use(communicator)`; TransferError behind an abort."""
+        with self._lock:
+            if self._aborted:
+                raise TransferError("the hand-over was given up")
+            return use(self._communicator)
+
+    def abort(self) -> None:
+        """Abort the communicator, behind the call under way. A second call does nothing."""
+        is_free = self._lock.acquire(timeout=_CALL_S)
+        was_aborted, self._aborted = self._aborted, True
+        if is_free:
+            self._lock.release()
+        if not was_aborted:
+            self._communicator.abort()
 
 
 class NcclPipe:
@@ -65,8 +97,9 @@ class NcclPipe:
             link.send(bytes(unique_id))
         else:
             unique_id = nccl.core.UniqueId.from_bytes(link.receive())
-        self._comm: Any = nccl.core.Communicator()
-        self._comm.initialize(2, side, unique_id, nccl.core.NCCLConfig(blocking=False))
+        config = nccl.core.NCCLConfig(blocking=False)
+        self._comm = AbortableCommunicator(nccl.core.Communicator())
+        self._comm.call(lambda comm: comm.initialize(2, side, unique_id, config))
         try:
             while not self._is_settled():
                 if remaining_s() <= 0.001:
@@ -79,24 +112,21 @@ class NcclPipe:
     def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
         if packed is not None:
             self._stream.wait_event(packed)
-        self._comm.send(piece, self._peer, stream=self._stream.cuda_stream)
+        self._comm.call(lambda comm: comm.send(piece, self._peer, stream=self._stream.cuda_stream))
         return _NcclPassage(self._is_settled, self._stream)
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
         if free is not None:
             self._stream.wait_event(free)
-        self._comm.recv(piece, self._peer, stream=self._stream.cuda_stream)
+        self._comm.call(lambda comm: comm.recv(piece, self._peer, stream=self._stream.cuda_stream))
         return _NcclPassage(self._is_settled, self._stream)
 
     def close(self) -> bool:
         """Abort the communicator: an abort, unlike a destruction, needs no peer."""
-        aborted = Thread(target=self._abort, name="hand-over, abort", daemon=True)
+        aborted = Thread(target=self._comm.abort, name="hand-over, abort", daemon=True)
         aborted.start()
         aborted.join(_CLOSE_S)
         return not aborted.is_alive() and self._is_idle()
-
-    def _abort(self) -> None:
-        self._comm.abort()
 
     def _is_idle(self) -> bool:
         """Whether the stream is done, or will be in a second."""
@@ -109,9 +139,10 @@ class NcclPipe:
 
     def _is_settled(self) -> bool:
         """Whether NCCL has launched what it was given; a TransferError where it failed."""
-        result = int(self._comm.get_async_error())
+        result = self._comm.call(lambda comm: int(comm.get_async_error()))
         if result not in (_SUCCESS, _IN_PROGRESS):
-            raise TransferError(f"NCCL failed: {self._comm.get_last_error() or result}")
+            text = self._comm.call(lambda comm: comm.get_last_error())
+            raise TransferError(f"NCCL failed: {text or result}")
         return result == _SUCCESS
 
 

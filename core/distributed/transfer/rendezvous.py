@@ -27,6 +27,7 @@ OTHER_SIDE: dict[Side, Side] = {"source": "destination", "destination": "source"
 _MAX_RANKS = 1 << 20
 GRACE_S = 1.0
 """How long after the deadline a rank still waits for its thread, which can say why nothing came."""
+_PAUSE_S = 0.01
 _GONE = "gone"  # what the store returns for a key that is not there; no hello
 
 
@@ -120,6 +121,7 @@ class Rendezvous:
         side: Side,
         timeout_s: float,
         nccl: NcclFacts | None = None,
+        refused: set[str] | None = None,
     ) -> None:
         """Starts the clock; tells nobody anything yet.
 
@@ -130,6 +132,7 @@ class Rendezvous:
             side: which side this replica is.
             timeout_s: the time for the first hand-over, in seconds.
             nccl: what NCCL can use on this rank; None to do without.
+            refused: ids of the hellos that the last hand-over refused; `pairs` changes it.
 
         Raises:
             ValueError: a bad argument, or a `timeout_s` that the replica's own groups do not outlast.
@@ -150,6 +153,7 @@ class Rendezvous:
         self._hellos: dict[Side, list[Hello]] = {}
         self._link_keys: list[str] = []
         self._turn_keys: list[str] = []
+        self._refused: set[str] = set() if refused is None else refused
 
     def start_clock(self, parallel: ParallelGroups, timeout_s: float) -> None:
         """Give the next hand-over `timeout_s` seconds; ValueError as in the constructor."""
@@ -183,19 +187,15 @@ class Rendezvous:
     def pairs(self) -> list[tuple[int, int, Shard]]:
         """(Source rank, destination rank, the part to send) of every transfer.
 
-        Blocks until all ranks are there.
+        Blocks until all ranks are there. The hello of a rank that fitted no more in the last hand-over may
+        still be in the store: the rank gets the time to begin anew.
 
         All ranks get the same list and go through it in this order, so no two ranks wait for each other.
 
         Raises:
             TransferError: a rank did not come in time, or the two replicas have different models.
         """
-        hellos = {side: self._await_hellos(side) for side in (self._side, OTHER_SIDE[self._side])}
-        self._hellos = hellos
-        for hello in hellos["source"]:
-            hello.format.check_fits(hellos["destination"][0].format)
-        for hello in hellos["destination"]:
-            hello.format.check_fits(hellos["source"][0].format)
+        hellos = self._await_fitting_hellos()
         holders = [hello.shard for hello in hellos["source"]]
         return [
             (source, destination, part)
@@ -276,6 +276,24 @@ class Rendezvous:
         now = self._store.compare_set(f"{side}/{peer}", _GONE, _GONE)
         if now != _GONE.encode() and now != self._hellos[side][peer].to_bytes():
             raise RenewedError(f"rank {peer} of the {side} has begun anew")
+
+    def _await_fitting_hellos(self) -> dict[Side, list[Hello]]:
+        while True:
+            hellos = {side: self._await_hellos(side) for side in (self._side, OTHER_SIDE[self._side])}
+            self._hellos = hellos
+            try:
+                for hello in hellos["source"]:
+                    hello.format.check_fits(hellos["destination"][0].format)
+                for hello in hellos["destination"]:
+                    hello.format.check_fits(hellos["source"][0].format)
+                return hellos
+            except TransferError:
+                ids = {hello.id for side in hellos.values() for hello in side} - {self._hello.id}
+                if not ids & self._refused or self.remaining_s() <= 0.001:
+                    self._refused.clear()
+                    self._refused.update(ids)
+                    raise
+                time.sleep(min(_PAUSE_S, self.remaining_s()))
 
     def _await_hellos(self, side: Side) -> list[Hello]:
         first = self._await_hello(side, 0)

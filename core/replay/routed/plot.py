@@ -38,13 +38,14 @@ def draw_routing(results: Sequence[RoutedCellResult], path: Path) -> None:
             _draw_bars(shares, balance, cells, routers, numbers)
             shares.set_title(f"{trace}, {budget_head(setting)} a replica", fontsize=9)
             shares.set_ylim(0, 100)
-            balance.set_ylim(bottom=1)
             balance.set_xticks(range(len(numbers)), [f"{number:,}" for number in numbers])
             balance.tick_params(labelbottom=True)
             balance.set_xlabel("replicas", fontsize=9)
             if column == 0:
                 shares.set_ylabel("% of prompt tokens resumed", fontsize=9)
                 balance.set_ylabel("computed tokens,\nmost / mean", fontsize=9)
+    for balance in grid[1::2].flat:
+        balance.set_ylim(bottom=1)  # behind the last bar: axes of a row share their limits, which this fixes
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)

@@ -211,6 +211,7 @@ class TestComparisonWithTheCpu:
             "same": 6, "ties": 0, "faults": 0, "after_a_difference": 0, "gaps": [],
         }  # fmt: skip
 
+    @pytest.mark.sampled(place=(-1,))
     @pytest.mark.parametrize("place", [0, -1])
     def test_a_difference_is_a_fault_or_a_tie_by_what_the_model_prefers(self, served, place, monkeypatch):
         engine, run = served

@@ -314,3 +314,18 @@ def test_limits_follow_the_number_of_replicas() -> None:
             await fleet.stream(PROMPT, PARAMS["greedy"])
 
     in_fleet(group, main, max_waiting_requests=2)
+
+
+def test_a_close_in_the_moment_of_a_new_request_ends_it() -> None:
+    """The request's task is cancelled before it has begun."""
+    group = replicas(1)
+
+    async def main(fleet: FleetEngine) -> None:
+        asking = asyncio.create_task(fleet.stream(PROMPT, PARAMS["greedy"]))
+        closing = asyncio.create_task(fleet.close(5))
+        stream = await asyncio.wait_for(asking, 5)
+        assert (await _rest(stream)).finish_reason == "cancelled"
+        assert await closing
+
+    in_fleet(group, main)
+    assert not group.requests

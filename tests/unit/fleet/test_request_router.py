@@ -159,13 +159,13 @@ def test_loads_count_what_is_chosen_until_it_ends_or_was_never_sent() -> None:
     def numbers(**queue_lengths: int) -> list[tuple[int, int]]:
         return [(load.num_requests, load.num_tokens) for load in loads.loads("ab", queue_lengths)]
 
-    loads.note_chosen("one", "a", 10)
-    loads.note_chosen("two", "a", 20)
+    loads.note_chosen("one", "ab", 10)
+    loads.note_chosen("two", "ab", 20)
     assert numbers() == [(2, 30), (0, 0)]
     assert numbers(a=1, b=5) == [(2, 30), (5, 0)]
     assert loads.note_routed("one", "b")
     assert not loads.note_routed("two", "a")
-    loads.note_chosen("three", "a", 5)
+    loads.note_chosen("three", "ab", 5)
     now[0] = 31.0
     assert numbers() == [(1, 20), (1, 10)]  # "three" was never sent
     loads.note_ended("one", "a")  # the replica that has refused it
@@ -173,6 +173,27 @@ def test_loads_count_what_is_chosen_until_it_ends_or_was_never_sent() -> None:
     loads.note_ended("unknown", "a")
     assert numbers() == [(0, 0), (1, 10)]
     assert not loads.note_routed("unknown", "a")
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_request_that_waits_for_room_is_counted_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks again, several times a second, as long as all replicas are full."""
+
+    async def scenario() -> None:
+        rig, other = Rig(monkeypatch, name), Rig(monkeypatch, name)
+        waiting = [rig.request((1, 2, 3)), rig.request((1, 2, 3, 4))]
+        others = [other.request((1, 2, 3)), other.request((1, 2, 3, 4))]
+        orders = [await rig.order(pending) for pending in waiting]
+        assert [await other.order(pending) for pending in others] == orders
+        for _ in range(50):
+            assert [await rig.order(pending) for pending in waiting] == orders
+        for number in range(9):
+            keys = (1, 2, 3, 4, number + 9)
+            assert await rig.order(rig.request(keys)) == await other.order(other.request(keys))
+        rig.replicas = rig.replicas[:2]  # one has gone: the request is routed anew
+        assert len(await rig.order(waiting[0])) == 2
+
+    asyncio.run(scenario())
 
 
 def test_what_is_no_engine_request_is_a_question() -> None:

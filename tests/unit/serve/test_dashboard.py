@@ -13,6 +13,7 @@ from oracle.serving import small_engine
 
 pytest.importorskip("prometheus_client")
 
+from mambaslots.fleet.fleet_metrics import FleetCounts, fleet_metrics_text
 from mambaslots.monitor import Monitor
 from mambaslots.serve.metrics import metrics_text
 from prometheus_client.parser import text_string_to_metric_families
@@ -67,7 +68,10 @@ def test_legends_name_labels_that_the_expression_keeps() -> None:
 def test_the_dashboard_shows_and_the_page_explains_every_metric(labels_of: dict[str, set[str]]) -> None:
     names = names_of(set(labels_of))
     assert names_of(set(METRIC.findall(" ".join(expressions())))) == names
-    assert set(METRIC.findall(PAGE)) == names
+    fleet = {name for name in METRIC.findall(PAGE) if name.startswith("mambaslots_fleet_")}
+    assert set(METRIC.findall(PAGE)) == names | fleet
+    text = fleet_metrics_text(FleetCounts(), 1, [])[0].decode()
+    assert fleet == set(METRIC.findall(re.sub("(?m)^#.*", "", text)))
 
 
 def test_the_page_explains_every_reason_and_cause() -> None:

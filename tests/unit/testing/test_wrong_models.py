@@ -44,6 +44,12 @@ NEEDS_ALL = {
     "SkipsAttentionWithoutNewKV", "LeavesTheStateBeforeTheLastToken",
 }  # fmt: skip
 """Models whose mistake shows in another scenario, or looks there like another mistake."""
+DEAR = {
+    "CountsPositionsFromTheStep", "StoresTheFirstTokensKV", "StoresTheRowsLastStateBehindEveryChunk",
+    "StoresTheRowsLastWindowBehindEveryChunk", "SkipsAttentionWithoutNewKV", "WeighsMaskedValuesByZero",
+    "AddsToDestinations", "ClearsDestinationsBeforeReading", "RefusesPadding",
+}  # fmt: skip
+"""Models whose mistakes only `make test-long` looks for, because they take the most time."""
 
 
 @cache
@@ -56,6 +62,10 @@ def report_of(model: type) -> ModelReport:
             check_model(model())
     assert str(caught.value) == str(caught.value.report)
     return caught.value.report
+
+
+def is_long(model: type) -> bool:
+    return model in LONG or model.__name__ in DEAR
 
 
 def none_kept(ends: tuple[Tensor, Tensor], dropped: Tensor) -> tuple[Tensor, Tensor]:
@@ -622,7 +632,7 @@ class TakesPaddingForTheFirstRowsTokens(EmaLM):
 @pytest.mark.parametrize(
     ("model", "rules"),
     [
-        pytest.param(model, rules, id=model.__name__, marks=[pytest.mark.long] if model in LONG else [])
+        pytest.param(model, rules, id=model.__name__, marks=[pytest.mark.long] if is_long(model) else [])
         for model, rules in WRONG
     ],
 )
@@ -633,6 +643,7 @@ def test_a_wrong_model_is_told_exactly_what_is_wrong(model: type, rules: tuple[R
         assert finding.rule.fix in str(report)
 
 
+@pytest.mark.long
 def test_an_in_place_state_that_is_not_written_is_found_without_drafts() -> None:
     with pytest.raises(ModelError) as caught:
         check_model(ForgetsDecodeStatesInPlace(), num_speculative_tokens=0)

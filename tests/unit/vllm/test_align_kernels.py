@@ -13,7 +13,7 @@ from mambaslots.inference.kernels import reference, selective_state_update
 from mambaslots.vllm.kernels import align, align_reference
 from mambaslots.vllm.kernels.align_layout import AlignLayout, AlignState
 from oracle.align_lives import Lives
-from oracle.budget import costly
+from oracle.budget import costly, thinned
 from oracle.synchronisation import no_synchronisation
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -435,10 +435,11 @@ class TestLives:
     def test_kernels(self, copy_free, record_property):
         if torch.cuda.is_available():
             pytest.skip("the interpreter shares the oracle's memory; a GPU does not")
-        for seed in range(3):
+        seeds = thinned(range(3), every=3)
+        for seed in seeds:
             with mock.patch.object(align, "PROGRAMS", 1):
                 assert KernelLives(seed, 8, copy_free).run(10)["mismatches"] == 0
-        record_property("cases", {"random sequences in align mode, Triton kernels": 24})
+        record_property("cases", {"random sequences in align mode, Triton kernels": 8 * len(seeds)})
 
 
 class TestCopyFree:

@@ -229,6 +229,46 @@ def test_a_drain_computes_here_what_waits_for_the_worker(place: Place) -> None:
     run(body())
 
 
+def test_a_prefix_that_cannot_be_pinned_is_refused_alone(place: Place) -> None:
+    """Other pins have all slots that pins may have; the worker goes on to serve."""
+    prefill = engine_of()
+
+    async def body() -> None:
+        async with place.worker(prefill), place.server(engine_of()) as server:
+            await answers(server, PROMPTS[:1])
+            with patch.object(prefill, "pin", side_effect=ms.MambaSlotCapacityError(2, 1)):
+                report = await server.prefill(PROMPTS[0] + random_tokens(40, seed=3))
+            assert report is not None
+            assert "its state is not cached" in report.failure
+            assert await server.connected(0.0)
+            (result,) = await answers(server, [PROMPTS[1]])
+            assert result.num_resumed_tokens == resumable(PROMPTS[1])
+
+    run(body())
+
+
+def test_a_drain_ends_in_time_though_a_prompt_is_on_its_way(place: Place) -> None:
+    """The engine's thread is in a step, and does not come to say what of the prompt is cached."""
+    decode = engine_of()
+    gate = GatedModel(decode)
+
+    async def body() -> None:
+        async with place.worker(engine_of()), place.server(decode) as server:
+            running = asyncio.create_task(server.generate([1, 2, 3], ASKED))
+            await asyncio.to_thread(gate.wait_for_forward)
+            asking = asyncio.create_task(server.generate(PROMPTS[0], ASKED))
+            await asyncio.sleep(0)
+            with patch("mambaslots.inference.engines.async_engine._LONGEST_STEP_S", 0.01):
+                assert not await server.drain(0.0)
+            assert not asking.done()
+            gate.open()
+            assert (await running).finish_reason == "cancelled"
+            with pytest.raises(RuntimeError, match="closing"):
+                await asking
+
+    run(body())
+
+
 def test_prompts_at_the_worker_count_as_waiting(place: Place) -> None:
     prefill, decode = engine_of(), engine_of(max_requests=1)
     gate = GatedModel(prefill)

@@ -205,6 +205,23 @@ def test_other_weights_are_refused_and_then_met(pair: Pair) -> None:
     assert (sent.failure, received.failure) == ("", "")
 
 
+@pytest.mark.parametrize("first", ["source", "destination"])
+def test_a_side_that_comes_first_after_a_refusal_waits_for_the_other_one(pair: Pair, first: str) -> None:
+    """What the other one said before it was refused is in the store still."""
+    serve(pair.source, PROMPTS[:1])
+    pair.target.set_weights_version("weights 2")
+    assert all(report.failure for report in pair.hand_over(timeout_s=5.0))
+    pair.target.set_weights_version("weights 1")
+    calls: list[Callable[[], SendReport | ImportReport]] = [pair.ends[0].send, pair.ends[1].receive]
+    if first == "destination":
+        calls.reverse()
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(calls[0])
+        time.sleep(0.3)
+        assert calls[1]().failure == ""
+        assert early.result().failure == ""
+
+
 def test_connecting_ahead(pair: Pair) -> None:
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(pair.ends[0].connect)

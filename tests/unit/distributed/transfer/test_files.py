@@ -248,5 +248,5 @@ def test_no_set_and_no_directory(source: ms.DynamicInferenceEngine, tmp_path: Pa
             with pytest.raises(ValueError, match="directory is"):
                 call(source, directory)  # type: ignore[arg-type, operator]
     with pytest.raises(ValueError, match=r"prefixes\[0\]"):
-        save_prefixes(source, tmp_path, [5])  # type: ignore[list-item]
+        save_prefixes(source, tmp_path, [5.0])  # type: ignore[list-item]
     assert list(tmp_path.iterdir()) == []

@@ -53,6 +53,7 @@ def test_drafts_are_those_of_brute_force_while_tokens_come_and_are_cut_back(
         assert drafter.draft(list(request.tokens), 5) == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_new", [1, 5, 700, 1500])
 @pytest.mark.parametrize("num_ids", [2, 40, 5000])
 def test_drafts_are_those_of_brute_force_over_several_windows(num_new: int, num_ids: int) -> None:

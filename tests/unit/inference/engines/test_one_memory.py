@@ -84,6 +84,7 @@ def test_units_move_by_themselves_where_traffic_changes() -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)
+@pytest.mark.sampled(num_units=(3,))
 @pytest.mark.parametrize("num_units", [3, 6])
 def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_units: int) -> None:
     engine = engine_of(num_units, poison_free_memory=True)

@@ -189,7 +189,7 @@ def test_bits_of_a_prefill_in_any_company(device, kernels, taps, dtype, tokens):
     Walk(Layer(taps=taps, dtype=dtype), kernels, device, COMPANY, tokens - 1).run(tokens, seed=taps)
 
 
-@pytest.mark.sampled(dtype=2)
+@pytest.mark.sampled(dtype=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])

@@ -165,7 +165,7 @@ class TestBits:
         assert same_bits(torch.cat([first[20:], second[: end - cut]]), o)
 
     def test_a_row_is_the_same_in_any_company(self, device):
-        layer = Layer()
+        layer = Layer(Hk=1, Hv=2)
         row = Row(0, 7, 50, source=0, destination=1, checkpoints={32: 2})
         company = [Row(i, 5 * i, 11 * i, source=2 * i + 2, destination=2 * i + 3) for i in range(1, 4)]
         pool = layer.pool(12)
@@ -188,7 +188,7 @@ class TestStages:
         assert torch.equal(found[2], v)
         assert all(x.is_contiguous() for x in found)
 
-    @pytest.mark.sampled
+    @pytest.mark.sampled(Dk=(16, 24))
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("Dk", "Dv"), [(16, 16), (24, 40), (64, 33)])
     def test_between_chunks(self, device, dtype, Dk, Dv):
@@ -288,7 +288,7 @@ class TestUpdate:
         assert o.dtype == layer.dtype
         return o.cpu()
 
-    @pytest.mark.sampled
+    @pytest.mark.sampled(tokens=(1, 2))
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("tokens", [1, 2, 5])
@@ -503,6 +503,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.long  # its parts: the test below
 def test_fixed_orders_of_addition_leave_one_number_of_warps():
     """In a process of its own, because fla-core's kernels stay changed."""
     done = run_code(FIXED_ORDERS)

@@ -169,6 +169,7 @@ def decode(replay, seed, slot, start, end, drafts, states, whole, company=()):
 class TestBits:
     """Rows and states of replays against those of one prefill from the sequence's start."""
 
+    @pytest.mark.sampled(dtype=1)
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_bits_of_scan_rows_do_not_depend_on_what_follows(self, device, dtype):
         layer = Layer(H=1, G=1, dtype=dtype)

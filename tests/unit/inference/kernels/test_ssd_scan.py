@@ -337,6 +337,7 @@ class TestMegatronCore:
             assert stage.isfinite().all()
             assert stage[[0, 3]].ne(0).any()
 
+    @pytest.mark.long  # a compiler in a process of its own
     def test_its_products_are_compiled_as_the_environment_says_at_that_moment(self):
         """Set by importing the launcher, unless it is set already; read when compiling, not before."""
         environment = {

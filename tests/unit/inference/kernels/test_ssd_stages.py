@@ -22,7 +22,7 @@ def sums(dt, A, chunk_size, lengths, device):
     return [part.cpu() for part in found]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(chunk_size=(8, 20), heads=2)
 @pytest.mark.parametrize("heads", [1, 3, 40])
 @pytest.mark.parametrize("chunk_size", [8, 20, 64])
 def test_sums_of_chunks(device, heads, chunk_size):

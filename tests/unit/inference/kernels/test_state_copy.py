@@ -242,7 +242,7 @@ class TestKernel:
         state_copy_gpu.zero_states(pool, given_as, on_device)
         assert same(memory, expected)
 
-    @pytest.mark.sampled
+    @pytest.mark.sampled(size=(16384 + 16, 16384 * 2 + 7), layout=("gaps",))
     @pytest.mark.parametrize("size", [16384, 16384 + 16, 16384 * 2 + 7, 61440])
     @pytest.mark.parametrize("layout", ["gaps", "misaligned"])
     def test_slots_of_several_tiles_and_a_tail(self, device, layout, size):
