@@ -11,9 +11,13 @@ its half and at its end, and sends the prefix to the second one, whose cache is 
     python benchmarks/hand_over.py --shape tiny --device cpu                (does it run?)
 
 All figures are medians. "computed" is one `warm` of the prefix on an empty cache. "received" is the whole
-call of the receiver, with the sender's work. "on the way" is the part from the first piece that is packed to
-the sender's word that all pieces have arrived and are imported. The link is what NCCL sends and receives of
-one buffer of 1 GiB, and what one process copies from GPU to GPU. Connecting a channel is a cost of its own.
+call of the receiver, with the sender's work. "on the way" is the part, by the sender's clock, from the
+receiver's request to the receiver's word that all pieces have arrived, were checked and are in its pools.
+"pieces alone" is the part of it that the GPUs take, by their events: at the sender from the first gather to
+the end of the last piece's send, and at the receiver from there to the end of the last checksum and scatter.
+The link is what NCCL sends and receives of one buffer, and what one process copies from GPU to GPU: of 1 GiB,
+and "at this size" of as many bytes as the prefix has. It is timed by the host, from two processes that have
+just met. Connecting a channel is a cost of its own.
 """
 
 import argparse
@@ -114,13 +118,15 @@ class Side:
     def over_channel(self, channel: Any, length: int) -> dict[str, float]:
         if self.number == 0:
             computed = self.fill(length)
+            prefix = self.tokens(length), None
             self.meet()
             PARTS.clear()
-            report, sent = self.time_ms(lambda: channel.send([(self.tokens(length), None)]))
+            report, sent = self.time_ms(lambda: channel.send([prefix]))
             assert not report.failure, report.failure
             return {
                 "computed": computed, "sent": sent, "on the way": 1e3 * report.seconds,
-                "MiB": report.bytes / 2**20, **{f"s:{name}": value for name, value in PARTS.items()},
+                "MiB": report.bytes / 2**20, **SPANS.sent_ms(),
+                **{f"s:{name}": value for name, value in PARTS.items()},
             }  # fmt: skip
         self.engine.reset_prefix_cache()
         self.meet()
@@ -128,8 +134,9 @@ class Side:
         report, received = self.time_ms(channel.receive)
         assert not report.failure, report.failure
         parts = {f"d:{name}": value for name, value in PARTS.items()}
+        unpacked = SPANS.unpacked_ms()
         self.check(length)
-        return {"received": received, **parts}
+        return {"received": received, **unpacked, **parts}
 
     def as_bytes(self, link: Any, length: int) -> dict[str, float]:
         if self.number == 0:
@@ -205,6 +212,64 @@ class Side:
         return num_bytes / statistics.median(times[2:]) / 1e6
 
 
+class Spans:
+    """Events on the streams of the last hand-over over NCCL.
+
+    Attributes:
+        begin: at the source, before the first gather.
+        passages: the pieces, in order.
+        end: at the destination, after the last scatter.
+    """
+
+    def __init__(self) -> None:
+        self.begin: Any = None
+        self.passages: list[Any] = []
+        self.end: Any = None
+
+    def watch(self) -> None:
+        """Have each hand-over over NCCL leave its events here."""
+        send_pieces, receive_pieces, mark = (
+            exchange.send_pieces,
+            exchange.receive_pieces,
+            staging.Staging.mark,
+        )
+        send, receive = NcclPipe.send, NcclPipe.receive
+
+        def sending(pipe: Any, layout: Any, copies: Any, buffers: Any, *others: Any) -> Any:
+            self.begin, self.passages = buffers.mark(), []
+            return send_pieces(pipe, layout, copies, buffers, *others)
+
+        def receiving(*arguments: Any) -> Any:
+            self.passages = []
+            return receive_pieces(*arguments)
+
+        def kept(call: Callable[..., Any]) -> Callable[..., Any]:
+            def passing(*arguments: Any) -> Any:
+                self.passages.append(call(*arguments))
+                return self.passages[-1]
+
+            return passing
+
+        def marked(buffers: Any) -> Any:
+            self.end = mark(buffers)
+            return self.end
+
+        exchange.send_pieces, exchange.receive_pieces = sending, receiving
+        staging.Staging.mark = marked  # type: ignore[method-assign]
+        NcclPipe.send, NcclPipe.receive = kept(send), kept(receive)  # type: ignore[method-assign]
+
+    def sent_ms(self) -> dict[str, float]:
+        """From the first gather to the end of the last piece's kernel, at the source."""
+        event = self.passages[-1]._event if self.passages else None
+        return {} if event is None else {"gathered and sent": self.begin.elapsed_time(event)}
+
+    def unpacked_ms(self) -> dict[str, float]:
+        """From the end of the last piece's kernel to the end of its scatter, at the destination."""
+        event = self.passages[-1]._event if self.passages else None
+        return {} if event is None else {"unpacked": event.elapsed_time(self.end)}
+
+
+SPANS = Spans()
 PARTS: dict[str, float] = {}
 """Milliseconds of parts of the last hand-over; they overlap, and contain one another."""
 
@@ -214,7 +279,8 @@ def time_parts() -> None:
     for owner, name in (
         (exchange.Offer, "of"), (exchange.Offer, "to_bytes"), (exchange, "decode_offers"),
         (exchange, "send_pieces"), (exchange, "receive_pieces"), (exchange.PartCopies, "__init__"),
-        (exchange.PartCopies, "gather"), (exchange.PartCopies, "scatter"), (RowChecksum, "__call__"),
+        (exchange.PartCopies, "locate"), (exchange.PartCopies, "between"), (exchange.PartCopies, "gather"),
+        (exchange.PartCopies, "scatter"), (RowChecksum, "__call__"),
         (NcclPipe, "send"), (NcclPipe, "receive"), (Rendezvous, "await_turn"), (PairLink, "send_values"),
         (PairLink, "receive"), (Placement, "place"), (Placement, "publish"), (staging, "_listed"),
     ):  # fmt: skip
@@ -238,7 +304,11 @@ def run_side(number: int, port: int, args: argparse.Namespace) -> None:
     side = Side(number, port, args)
     if args.parts:
         time_parts()
-    found: dict[str, Any] = {transport: side.measure(transport, args.repeats) for transport in args.transport}
+    SPANS.watch()
+    found: dict[str, Any] = {}
+    for transport in args.transport:
+        SPANS.passages = []
+        found[transport] = side.measure(transport, args.repeats)
     if "nccl" in args.transport:
         sizes = [int(side.store.get(f"bytes {length}")) for length in LENGTHS[args.shape]]
         one_gib, *speeds = side.link_gb_s([1 << 30, *sizes])
@@ -287,6 +357,10 @@ def show(found: dict[str, Any], transports: Sequence[str]) -> None:
                 if link and transport == "nccl":
                     share = f", {speed / link:.0%} of the link, {speed / row['bare']:.0%} of it at this size"
                 way = f"{row['on the way']:.2f} ms, {speed:.1f} GB/s{share}"
+            if "unpacked" in row and link:
+                took = row["gathered and sent"] + row["unpacked"]
+                speed = row["MiB"] * 2**20 / took / 1e6
+                way += f"; pieces alone {took:.2f} ms, {speed:.1f} GB/s, {speed / row['bare']:.0%}"
             print(
                 f"{transport:5} {int(length):7,} {row['MiB']:7.1f} {row['computed']:8.1f} ms "
                 f"{row['received']:8.1f} ms {row['computed'] / row['received']:5.1f}x  {way}"

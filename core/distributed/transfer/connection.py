@@ -19,6 +19,8 @@ from .pipe import GlooPipe, Pipe
 from .rendezvous import GRACE_S, OTHER_SIDE, AbsentError, Rendezvous, RenewedError, Side
 from .staging import PoolGate, Staging, Wait
 
+_SPIN_S, _POLLS_OF_A_SPIN = 0.01, 8
+_PAUSE_S = 2e-4
 _leaked: list[Any] = []
 """Staging that a pipe may still write to: it is never used again."""
 
@@ -152,17 +154,25 @@ class Connection:
             keys: see `values_of`.
         """
 
+        is_read = False
+
         def wait_for(condition: Callable[[], bool]) -> None:
-            began = time.monotonic()
+            nonlocal is_read
+            began, num_polls = time.monotonic(), 0
             while not condition():
                 if self.gate.closed:
                     raise TransferError("the hand-over was given up")
-                if inbox.done():
+                if not is_read and inbox.done():
                     values_of(inbox.result(), keys)
+                    is_read = True
                 now = time.monotonic()
                 if self.rendezvous.remaining_s() <= 0.001:
                     raise RuntimeError(f"no piece came or went within {self.rendezvous.timeout_s:g} s")
-                time.sleep(0 if now - began < 0.01 else 1e-4)
+                num_polls += 1
+                if now - began > _SPIN_S:
+                    time.sleep(_PAUSE_S)
+                elif num_polls % _POLLS_OF_A_SPIN == 0:
+                    time.sleep(1e-6)  # a thread that waits for the interpreter's lock gets it only in a sleep
 
         return wait_for
 

@@ -29,7 +29,6 @@ from .import_ import CopyError, import_filled
 from .link import check_not_refused, values_of
 from .nccl_pipe import nccl_facts
 from .offer import Offer, decode_offers
-from .parts import shard_of
 from .pieces import PartCopies, PieceLayout
 from .placement import ImportReport, Placement
 from .rendezvous import GRACE_S, AbsentError, Rendezvous, Side
@@ -160,32 +159,37 @@ class Exchange:
 
     def _send(self, connection: Connection, access: CacheAccess, offer: Offer) -> SendReport:
         connection.meet()
-        message = offer.to_bytes(shard_of(access.spec))
+        message = offer.to_bytes()
         for peer in connection.peers:
             with peer.named():
                 peer.link.send(message)
         num_bytes, seconds = 0, 0.0
         for peer in connection.peers:
             with peer.named():
+                copies = PartCopies(access, peer.part)
                 answer = values_of(peer.link.receive(), _ANSWER)
                 begin = time.perf_counter()
-                num_bytes += self._send_part(connection, access, peer, *offer.rows_of(answer))
+                num_bytes += self._send_part(connection, peer, copies, *offer.rows_of(answer))
                 seconds += time.perf_counter() - begin
         connection.end_turn()
         forest = offer.forest
         return SendReport(len(forest.leaves), len(forest.states), len(connection.peers), num_bytes, seconds)
 
     def _send_part(
-        self, connection: Connection, access: CacheAccess, peer: Peer, blocks: list[int], slots: list[int]
+        self, connection: Connection, peer: Peer, copies: PartCopies, blocks: list[int], slots: list[int]
     ) -> int:
-        layout = PieceLayout(PrefixFormat.of(access), peer.part, len(blocks), len(slots))
+        layout = PieceLayout(connection.rendezvous.form, peer.part, len(blocks), len(slots))
         with connection.staging.on_stream():
-            copies = PartCopies(access, peer.part, blocks, slots)
+            copies.locate(blocks, slots)
         verdict = peer.link.receive_later()
         wait = connection.waiter(verdict, _VERDICT)
         try:
-            sums = send_pieces(peer.pipe, layout, copies, connection.staging, connection.gate, wait)
+            sums, under_way = send_pieces(
+                peer.pipe, layout, copies, connection.staging, connection.gate, wait
+            )
             peer.link.send_values({"checksums": sums})
+            for passage in under_way:
+                wait(passage.is_done)
         except RuntimeError:
             if verdict.done() and verdict.exception() is None:  # the peer has said why
                 values_of(verdict.result(), _VERDICT)
@@ -205,14 +209,15 @@ class Exchange:
 
     def _fill(self, connection: Connection, access: CacheAccess, placement: Placement) -> None:
         blocks, slots = placement.new_blocks, placement.new_slots
-        form = PrefixFormat.of(access)
-        with connection.staging.on_stream():
-            rows = list(blocks.values()), list(slots.values())
-            copies = [PartCopies(access, peer.part, *rows) for peer in connection.peers]
-        inboxes = [peer.link.receive_later() for peer in connection.peers]
+        form = connection.rendezvous.form
         for peer in connection.peers:
             with peer.named():
                 peer.link.send_values({"blocks": list(blocks), "states": list(slots)})
+        inboxes = [peer.link.receive_later() for peer in connection.peers]
+        copies = [PartCopies(access, peer.part) for peer in connection.peers]
+        with connection.staging.on_stream():
+            for copy in copies:
+                copy.locate(list(blocks.values()), list(slots.values()))
         for peer, copy, inbox in zip(connection.peers, copies, inboxes, strict=True):
             layout = PieceLayout(form, peer.part, len(blocks), len(slots))
             with peer.named():

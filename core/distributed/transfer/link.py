@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,9 @@ from .format import TransferError
 from .parts import json_object
 
 _MESSAGE_TAG, _PIECE_TAG = 0, 1
+_FRAME_BYTES = 4096
+"""What a message begins with: its length in 8 bytes, and as much of it as fits. A message costs one wait."""
+_LENGTH = struct.Struct("<q")
 CHUNK_BYTES = 64 << 20
 """The size of the chunks that a message goes in: a receiver allocates one chunk more than has arrived."""
 MAX_MESSAGE_BYTES = 1 << 32
@@ -29,7 +33,7 @@ STORE_KEYS = ("here/0", "here/1", "0/0", "0/1")
 """The keys that a link leaves in its store: each side is there, and gloo's addresses."""
 _NUM_CONNECTION_ATTEMPTS = 5
 """How often gloo tries to connect; each attempt may take the whole timeout that gloo is given."""
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.01
+_SPIN_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 2e-4, 0.01
 _GLANCE_S = 0.1
 """How often a side that waits for the other one looks whether the other one has begun anew."""
 
@@ -69,20 +73,25 @@ class PairLink:
 
     def send(self, message: bytes) -> None:
         """Send a message; it may be on its way still when the call returns."""
-        self._send(torch.tensor([len(message)], dtype=torch.int64, device="cpu"), _MESSAGE_TAG)
-        for first in range(0, len(message), CHUNK_BYTES):
+        begun = _FRAME_BYTES - _LENGTH.size
+        frame = bytearray(_LENGTH.pack(len(message)) + message[:begun])
+        frame += bytes(_FRAME_BYTES - len(frame))
+        self._send(torch.frombuffer(frame, dtype=torch.uint8), _MESSAGE_TAG)
+        for first in range(begun, len(message), CHUNK_BYTES):
             chunk = bytearray(message[first : first + CHUNK_BYTES])
             self._send(torch.frombuffer(chunk, dtype=torch.uint8), _MESSAGE_TAG)
 
     def receive(self) -> bytes:
         """The message that the other side sends; TransferError where it announces none."""
-        announced = self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), _MESSAGE_TAG)
-        length, chunks = int(announced), []
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
+        begun = self._receive(frame, _MESSAGE_TAG).numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(begun)
         if not 1 <= length <= MAX_MESSAGE_BYTES:
             raise TransferError(
                 f"a message of {length} bytes is announced; accepted: from 1 to {MAX_MESSAGE_BYTES}"
             )
-        for first in range(0, length, CHUNK_BYTES):
+        chunks: list[Any] = [begun[_LENGTH.size : _LENGTH.size + length]]
+        for first in range(len(chunks[0]), length, CHUNK_BYTES):
             chunk = torch.empty(min(CHUNK_BYTES, length - first), dtype=torch.uint8, device="cpu")
             chunks.append(self._receive(chunk, _MESSAGE_TAG).numpy())
         return b"".join(chunks)
@@ -178,13 +187,18 @@ def await_key(
 
     Raises a RuntimeError when the time is over, and DistNetworkError where the store is lost.
     """
-    pause_s, glanced = _SHORTEST_PAUSE_S, time.monotonic()
+    pause_s, began = _SHORTEST_PAUSE_S, time.monotonic()
+    glanced = began
     while not store.check([key]):
         left_s = remaining_s()
         if left_s <= 0.001:
             raise RuntimeError("the time is over")
+        now = time.monotonic()
+        if now - began < _SPIN_S:  # asking the store is a pause by itself
+            time.sleep(1e-6)
+            continue
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        if time.monotonic() - glanced > _GLANCE_S:
+        if now - glanced > _GLANCE_S:
             check()
             glanced = time.monotonic()

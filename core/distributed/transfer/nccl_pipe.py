@@ -157,7 +157,7 @@ class _NcclPassage:
     def is_launched(self) -> bool:
         """Whether NCCL can be given the next piece."""
         if self._event is None and self._is_settled():
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
         return self._event is not None
 

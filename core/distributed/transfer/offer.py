@@ -1,21 +1,22 @@
 """What a source offers to another replica: the prefixes that it could send, without their tensors."""
 
+import hashlib
+import json
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
-from ...model_shard import Part
-from ...validation import integers, shown
+from ...validation import integer, integers, shown
 from .cache_access import CacheAccess
-from .codec import decode_prefixes, encode_prefixes
 from .export import PrefixName, chosen_states, forest_of
-from .forest import PrefixForest
+from .forest import TOKEN_BYTES, PrefixForest
 from .format import PrefixFormat, TransferError
-from .parts import Shard, TensorPart, shard_of
-from .shard import PrefixShard, shapes_of
+from .parts import json_object
 
+_LENGTHS = struct.Struct("<QQ")  # the bytes of the description, and the number of nodes
 STATES = ("deepest", "all")
 
 
@@ -28,14 +29,12 @@ class Offer:
         forest: the prefixes.
         blocks: node -> block.
         slots: node -> slot, of `forest.states`.
-        split: the sizes of the tensor group and of the pipeline group.
     """
 
     form: PrefixFormat
     forest: PrefixForest
     blocks: list[int]
     slots: dict[int, int]
-    split: tuple[int, int]
 
     @classmethod
     def of(cls, access: CacheAccess, prefixes: Iterable[PrefixName] | None, states: str) -> "Offer":
@@ -46,19 +45,21 @@ class Offer:
         state_slots = chosen_states(access, prefixes, states)
         blocks, forest = forest_of(access, list(state_slots))
         slots = dict(zip(forest.states, state_slots.values(), strict=True))
-        return cls(form, forest, blocks, slots, (access.parallel.tensor_size, access.parallel.pipeline_size))
+        return cls(form, forest, blocks, slots)
 
-    def to_bytes(self, shard: Shard) -> bytes:
-        """An encoded export of no layer and no unit: checked as every export, by a checksum and by hashes."""
-        nothing = {
-            name: TensorPart(Part(0, 0, part.layers.total), Part(0, 0, part.units.total))
-            for name, part in shard.items()
+    def to_bytes(self) -> bytes:
+        """The format and the forest, under a checksum; `decode_offers` reads them."""
+        forest = self.forest
+        described = {
+            "format": self.form.to_json(),
+            "roots": [root.hex() for root in forest.roots],
+            "salt_key_id": forest.salt_key_id,
+            "states": len(forest.states),
         }
-        tensors = {
-            name: torch.empty(shape, dtype=self.form.tensors[name].dtype, device="cpu")
-            for name, shape in shapes_of(self.form, self.forest, nothing).items()
-        }
-        return encode_prefixes(PrefixShard(self.form, self.forest, nothing, self.split, tensors))
+        text = json.dumps(described).encode()
+        nodes = np.array([*forest.parents, *forest.keys, *forest.states], dtype="<i8").tobytes()
+        content = b"".join((_LENGTHS.pack(len(text), len(forest)), text, nodes, *forest.tokens))
+        return hashlib.sha256(content).digest() + content
 
     def rows_of(self, answer: dict[str, Any]) -> tuple[list[int], list[int]]:
         """The blocks and slots that a receiver asks for by their nodes; TransferError for no such nodes."""
@@ -82,15 +83,49 @@ class Offer:
 def decode_offers(access: CacheAccess, messages: list[bytes]) -> tuple[PrefixFormat, PrefixForest]:
     """The format and the forest that all ranks of a source offer; TransferError where offers are wrong."""
     own = PrefixFormat.of(access)
-    offers = [decode_prefixes(message) for message in messages]
-    for index, offer in enumerate(offers):
-        offer.format.check_fits(own)
-        if offer.shard.keys() != shard_of(access.spec).keys():
-            raise TransferError(
-                f"offer {index} is of {sorted(offer.shard)}; accepted: the tensors of this engine"
-            )
-        if offer.forest.digest != offers[0].forest.digest:
+    forests = [_decoded(own, message) for message in messages]
+    for index, forest in enumerate(forests):
+        if forest.digest != forests[0].digest:
             raise TransferError(
                 f"offer {index} has other prefixes than offer 0; accepted: the same of all ranks"
             )
-    return offers[0].format, offers[0].forest
+    return own, forests[0]
+
+
+def _decoded(own: PrefixFormat, message: bytes) -> PrefixForest:
+    seal, content = message[: hashlib.sha256().digest_size], message[hashlib.sha256().digest_size :]
+    if hashlib.sha256(content).digest() != seal:
+        raise TransferError("the offer is truncated or altered")
+    try:
+        forest, keys = _forest_in(own, content)
+    except TransferError:
+        raise
+    except Exception as error:  # a valid checksum does not make the content valid
+        raise TransferError(f"the offer is malformed: {error}") from error
+    forest.check(own.vocab_size)
+    if keys != forest.keys:
+        raise TransferError("hashes of an offer are not those of its roots and tokens")
+    return forest
+
+
+def _forest_in(own: PrefixFormat, content: bytes) -> tuple[PrefixForest, tuple[int, ...]]:
+    """The forest in an offer, whose format must be `own`, and its nodes' hashes as the offer has them."""
+    length, num_nodes = _LENGTHS.unpack_from(content)
+    begin, end = _LENGTHS.size, _LENGTHS.size + length
+    found = json_object("offer", json.loads(content[begin:end]), {"format", "roots", "salt_key_id", "states"})
+    PrefixFormat.from_json(found["format"]).check_fits(own)
+    num_states = integer("states", found["states"], 0, num_nodes)
+    num_numbers, width = 2 * num_nodes + num_states, TOKEN_BYTES * own.block_size_tokens
+    begin, end = end, end + 8 * num_numbers
+    if len(content) != end + num_nodes * width:
+        raise TransferError(f"the offer is of {len(content)} bytes; accepted: {end + num_nodes * width}")
+    numbers = np.frombuffer(content[begin:end], dtype="<i8").tolist()
+    forest = PrefixForest(
+        block_size_tokens=own.block_size_tokens,
+        roots=tuple(bytes.fromhex(root) for root in found["roots"]),
+        salt_key_id=found["salt_key_id"],
+        parents=tuple(numbers[:num_nodes]),
+        tokens=tuple(content[first : first + width] for first in range(end, len(content), width)),
+        states=tuple(numbers[2 * num_nodes :]),
+    )
+    return forest, tuple(numbers[num_nodes : 2 * num_nodes])

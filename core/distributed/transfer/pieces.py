@@ -12,7 +12,7 @@ from .cache_access import CacheAccess
 from .format import PrefixFormat, TensorFormat
 from .parts import KV, Shard, shard_of
 
-PIECE_BYTES = 128 << 20
+PIECE_BYTES = 64 << 20
 """The most bytes of a piece, unless the rows of one layer have more."""
 _ALIGNMENT = 16
 
@@ -98,40 +98,64 @@ class PieceLayout:
             row += num_rows
 
 
+class Copy(NamedTuple):
+    """A copy between rows of a pool and some bytes of a buffer.
+
+    Attributes:
+        pool: layers of a pool, perhaps viewed as wider words.
+        dim: the dimension of the pool, and of `values`, that counts rows.
+        rows: [rows] int64, where the rows are in the pool.
+        values: in the buffer.
+    """
+
+    pool: Tensor
+    dim: int
+    rows: Tensor
+    values: Tensor
+
+
 class PartCopies:
     """Copies between the pools of one rank and the pieces of a part, on the current stream."""
 
-    def __init__(self, access: CacheAccess, part: Shard, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """
+    def __init__(self, access: CacheAccess, part: Shard) -> None:
+        """Copies nothing until `locate` says where the rows are.
+
         Args:
             access: the cache of the rank.
             part: what is sent, within what the rank holds.
-            blocks, slots: where the rows are, in the order in which they are sent.
         """
+        self._device = access.spec.device
         self._regions = _regions(access, part)
-        device = access.spec.device
-        rows = [torch.tensor(list(each), dtype=torch.int64).to(device) for each in (blocks, slots)]
-        self._rows = {name: rows[0 if name == KV else 1] for name in self._regions}
+        self._rows: dict[str, Tensor] = {}
 
-    def gather(self, piece: Sequence[Slice], buffer: Tensor) -> None:
-        """Copy from the pools into `buffer`, [bytes] uint8 on their device."""
+    def locate(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Say where the rows are, in the order in which they are sent; does not synchronise."""
+        rows = torch.tensor([*blocks, *slots], dtype=torch.int64, device="cpu")
+        rows = rows.to(self._device, non_blocking=True)  # of pageable memory, which is read before it returns
+        places = rows[: len(blocks)], rows[len(blocks) :]
+        self._rows = {name: places[0 if name == KV else 1] for name in self._regions}
+
+    def between(self, piece: Sequence[Slice], buffer: Tensor) -> list[Copy]:
+        """The copies between the pools and a piece in `buffer`, [bytes] uint8 on their device."""
+        copies = []
         with torch.inference_mode():
             for each in piece:
-                region, rows, dim = self._of(each)
+                region, dim = self._regions[each.name][slice(*each.layers)], _row_dim(each.name)
                 pool, values = _widened(region, _values(each, buffer), dim)
-                torch.index_select(pool, dim, rows, out=values)
+                copies.append(Copy(pool, dim, self._rows[each.name][slice(*each.rows)], values))
+        return copies
 
-    def scatter(self, piece: Sequence[Slice], buffer: Tensor) -> None:
-        """Copy from `buffer`, [bytes] uint8 on the device of the pools, into the pools."""
+    def gather(self, copies: Sequence[Copy]) -> None:
+        """Copy from the pools into a buffer."""
         with torch.inference_mode():
-            for each in piece:
-                region, rows, dim = self._of(each)
-                pool, values = _widened(region, _values(each, buffer), dim)
-                pool.index_copy_(dim, rows, values)
+            for copy in copies:
+                torch.index_select(copy.pool, copy.dim, copy.rows, out=copy.values)
 
-    def _of(self, piece: Slice) -> tuple[Tensor, Tensor, int]:
-        region = self._regions[piece.name][slice(*piece.layers)]
-        return region, self._rows[piece.name][slice(*piece.rows)], _row_dim(piece.name)
+    def scatter(self, copies: Sequence[Copy]) -> None:
+        """Copy from a buffer into the pools."""
+        with torch.inference_mode():
+            for copy in copies:
+                copy.pool.index_copy_(copy.dim, copy.rows, copy.values)
 
 
 def _regions(access: CacheAccess, part: Shard) -> Mapping[str, Tensor]:

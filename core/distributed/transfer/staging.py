@@ -1,7 +1,7 @@
 """The memory that a hand-over's pieces pass through, and the loops that pack, check and unpack them."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from types import TracebackType
@@ -15,8 +15,8 @@ from .format import TransferError
 from .pieces import PartCopies, PieceLayout
 from .pipe import Passage, Pipe
 
-NUM_BUFFERS = 2
-"""One piece is packed or unpacked while another is on its way."""
+NUM_BUFFERS = 4
+"""Pieces are packed and unpacked while others are on their way."""
 Wait = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises where it will not in time."""
 
@@ -89,7 +89,7 @@ class Staging:
         """When everything launched so far is done; None on a CPU."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
@@ -106,8 +106,13 @@ class Staging:
 
 def send_pieces(
     pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
-) -> list[int]:
-    """Gather all pieces of a part and send them; their checksums."""
+) -> tuple[list[int], Iterable[Passage]]:
+    """Gather all pieces of a part and begin to send them; a piece is summed while it is on its way.
+
+    Returns:
+        The checksums of all pieces, and the pieces that may still be on their way. Until these are done, the
+            buffers are theirs.
+    """
     sums: list[Tensor] = []
     under_way: deque[Passage] = deque()
     with staging.on_stream():
@@ -117,15 +122,15 @@ def send_pieces(
                 wait(under_way.popleft().is_done)
             buffer = staging.buffers[index % NUM_BUFFERS][:size]
             with gate:
-                copies.gather(piece, buffer)
-            sums.append(checksum(buffer, index))
+                copies.gather(copies.between(piece, buffer))
             packed = staging.mark()
+            sums.append(checksum(buffer, index))
             if under_way:
                 wait(under_way[-1].is_launched)
             under_way.append(pipe.send(buffer, packed))
-        for passage in under_way:
-            wait(passage.is_done)
-        return _listed(sums)
+        if under_way:
+            wait(under_way[-1].is_launched)
+        return _listed(sums), under_way
 
 
 def receive_pieces(
@@ -143,11 +148,12 @@ def receive_pieces(
                 if under_way:
                     wait(under_way[-1].is_launched)
                 under_way.append(pipe.receive(staging.buffers[place][: layout.sizes[posted]], free[place]))
-            wait(under_way[index].is_done)
             buffer = staging.buffers[index % NUM_BUFFERS][: layout.sizes[index]]
+            to_pools = copies.between(piece, buffer)
+            wait(under_way[index].is_done)
             sums.append(checksum(buffer, index))
             with gate:
-                copies.scatter(piece, buffer)
+                copies.scatter(to_pools)
             free[index % NUM_BUFFERS] = staging.mark()
         return _listed(sums)
 

@@ -36,6 +36,7 @@ class RowChecksum:
         self._columns, self._rows = weights[:_COLUMNS], weights[_COLUMNS:]
         shape = (self._rows_at_once if self._num_rows else 0), _COLUMNS
         self._scratch = torch.empty(shape, dtype=torch.int64, device=device)
+        self._sums = torch.empty(self._num_rows, dtype=torch.int64, device=device)
 
     def __call__(self, row: Tensor, seed: int) -> Tensor:
         """The checksum of a row on the device of this object, on the current stream.
@@ -53,10 +54,13 @@ class RowChecksum:
         words = row.view(self._word)
         num_rows = len(words) // _COLUMNS
         inner = words[: num_rows * _COLUMNS].view(-1, _COLUMNS)
-        rest = words[num_rows * _COLUMNS :]
-        total = (rest * self._columns[: len(rest)]).sum() ^ seed
         for start in range(0, num_rows, self._rows_at_once):
             part = inner[start : start + self._rows_at_once]
             products = torch.mul(part, self._columns, out=self._scratch[: len(part)])
-            total = total + (products.sum(1) * self._rows[start : start + len(part)]).sum()
-        return total
+            torch.sum(products, 1, out=self._sums[start : start + len(part)])
+        sums = self._sums[:num_rows]
+        total = torch.mul(sums, self._rows[:num_rows], out=sums).sum()
+        rest = words[num_rows * _COLUMNS :]
+        if len(rest):
+            return total + ((rest * self._columns[: len(rest)]).sum() ^ seed)
+        return total + seed
