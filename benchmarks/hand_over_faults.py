@@ -20,6 +20,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -88,6 +89,7 @@ def client(port: int) -> Any:
 def die(how: str, reached: Callable[[], None]) -> None:
     reached()
     os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    threading.Event().wait()  # the signal may come to another thread, and this one go on before it stops
 
 
 def before(owner: Any, method: str, act: Callable[[], None], calls: int = 1) -> None:

@@ -334,3 +334,14 @@ def test_the_prefix_router_chooses_as_ray_does() -> None:
             chosen = router.choose(prompt(*texts, tail=0), busy)[0]
             assert chosen == expected, (seed, number)
             tree.insert(text, chosen, float(number + 1))
+
+
+@pytest.mark.parametrize("answer", [60, 512])
+def test_a_conversation_stays_with_its_state_while_nobody_else_comes(answer: int) -> None:
+    """However long an answer may become, and though all that was sent went to one replica."""
+    router, homes = StateRouter(), []
+    for turn in range(1, 7):
+        request = prompt(*range(turn), answer=answer)
+        homes.append(router.choose(request, IDLE)[0])
+        assert router.apply(StateEvents(homes[-1], turn, 0, tuple(request.keys), (), is_snapshot=True))
+    assert len(set(homes)) == 1
