@@ -23,6 +23,11 @@ class RecentWork:
         """Tokens of a request in the mean; 0 before the first."""
         return self._total / self._num_requests if self._num_requests else 0.0
 
+    @property
+    def filled(self) -> float:
+        """How much is known: 0 before the first request, and 1 once each replica had 16 in the mean."""
+        return min(1.0, self._num_requests / (16 * len(self._tokens))) if self._tokens else 0.0
+
     def of(self, replicas: Iterable[str]) -> dict[str, float]:
         """The tokens of these replicas. One that is new begins with the mean of the others."""
         names = list(replicas)

@@ -14,9 +14,6 @@ TOLERATED_EXCESS = 0.1
 """A replica may have had a tenth more work than the mean before it is spared. Without tolerance small
 excesses move conversations, and the replicas compute 9 % more tokens of the chat trace. With 0.2 some replica
 has 1.14 times the mean there, with 0.1 it is 1.05."""
-TOLERATED_REQUESTS = 8
-"""And so many mean requests beyond that. With less to go by, one conversation on idle replicas would be moved
-from its state after a turn or two."""
 LONGEST_ANSWER = 512
 """Answers count for no more tokens. Callers often know a limit only, which few answers reach."""
 
@@ -29,8 +26,8 @@ class StateRouter:
     - the prompt tokens that the replica computes: those behind its deepest state of the prompt;
     - the tokens of the replica's queue: its requests, each as much as requests were in the mean, because
       `ReplicaLoad.num_tokens` has prompts whole that are resumed for the most part;
-    - the tokens that the replica was sent of late beyond 1 + `TOLERATED_EXCESS` times the mean of all and
-      `TOLERATED_REQUESTS` requests.
+    - the tokens that the replica was sent of late beyond 1 + `TOLERATED_EXCESS` times the mean of all. After
+      few requests these count for less: one conversation on idle replicas stays with its state.
 
     So a conversation stays where its state is until the others have that much less to do as its history is
     long, and a head that many prompts share spreads to as many replicas as its requests keep busy.
@@ -62,13 +59,13 @@ class StateRouter:
         recent = self._recent.of(load.replica for load in loads)
         mean_request, size = self._recent.mean_request, request.block_size_tokens
         tolerated = (1 + TOLERATED_EXCESS) * sum(recent.values()) / len(recent)
-        tolerated += TOLERATED_REQUESTS * mean_request
 
         def cost(load: ReplicaLoad) -> tuple[float, float, float]:
             tokens = recent[load.replica]
             computed = request.num_tokens - depths.get(load.replica, 0) * size
             queued = load.num_requests * mean_request
-            return computed + queued + max(0.0, tokens - tolerated), tokens, self._draws.random()
+            excess = self._recent.filled * max(0.0, tokens - tolerated)
+            return computed + queued + excess, tokens, self._draws.random()
 
         order = [load.replica for load in sorted(loads, key=cost)]
         self._note(request, order[0], depths.get(order[0], 0))

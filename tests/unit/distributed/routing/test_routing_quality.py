@@ -34,7 +34,7 @@ def serve(trace: Trace, router: str, num_replicas: int = NUM_REPLICAS, slower: f
 @pytest.mark.parametrize(
     ("scale", "slower"),
     [
-        (0.12, 1.0),
+        (0.2, 1.0),
         *(pytest.param(scale, slower, marks=pytest.mark.long) for scale, slower in [(1, 1), (1, 15)]),
     ],
 )
