@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from command_line import add_count, add_device, make_parser
 from disaggregated_traffic import SHORT_ANSWER, SHORT_PROMPT, Row, Served, Traffic
-from serving_models import HYBRID_SHAPES, PATTERN
+from serving_models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
 
 TIMEOUT = timedelta(seconds=300)
 WAYS = {"1 + 1": 1, "2 mixed": 2, "1 mixed": 1}
@@ -252,10 +252,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     add_device(parser, "cuda")
-    parser.add_argument(
-        "--shape", choices=HYBRID_SHAPES, default="8b", help="of the model (default: %(default)s)"
-    )
-    add_count(parser, "--layers", len(PATTERN), "only the first layers")
+    add_hybrid_shape(parser)
     add_count(parser, "--streams", 16, "requests that decode beside the long prompts", at_least=2)
     add_count(parser, "--chunk", 1024, "tokens of a step of an engine that decodes")
     add_count(parser, "--prefill-tokens", 4096, "tokens of a step of the prefill engine")

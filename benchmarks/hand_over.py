@@ -45,7 +45,7 @@ from mambaslots.distributed.transfer.nccl_pipe import NcclPipe
 from mambaslots.distributed.transfer.placement import Placement
 from mambaslots.distributed.transfer.rendezvous import Rendezvous
 from mambaslots.inference.kernels.row_checksum import RowChecksum
-from serving_models import HYBRID_SHAPES, PATTERN
+from serving_models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}
 BLOCKS = {"8b": 256, "tiny": 32}
@@ -375,10 +375,7 @@ def show(found: dict[str, Any], transports: Sequence[str]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_device(parser, "cuda")
-    parser.add_argument(
-        "--shape", choices=HYBRID_SHAPES, default="8b", help="of the model (default: %(default)s)"
-    )
-    add_count(parser, "--layers", len(PATTERN), "only the first layers")
+    add_hybrid_shape(parser)
     add_count(parser, "--repeats", 5, "timed hand-overs of each length")
     parser.add_argument(
         "--transport", nargs="+", choices=TRANSPORTS, default=None,

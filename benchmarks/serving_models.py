@@ -4,6 +4,7 @@ HybridLM in the shape of Nemotron-H-8B; Nemotron-H-8B and Qwen3.5-4B as transfor
 configs. `--shape tiny` narrows all three.
 """
 
+import argparse
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import mambaslots as ms
 import torch
+from command_line import add_count
 from torch import Tensor, nn
 
 MODELS = ("HybridLM-8B", "Nemotron-H-8B", "Qwen3.5-4B")
@@ -29,6 +31,14 @@ HYBRID_SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TINY_LAYERS = 8
 BLOCK = 256
+
+
+def add_hybrid_shape(parser: argparse.ArgumentParser) -> None:
+    """`--shape` and `--layers` of a `HybridLM` with `HYBRID_SHAPES` and `PATTERN`."""
+    parser.add_argument(
+        "--shape", choices=HYBRID_SHAPES, default="8b", help="of the model (default: %(default)s)"
+    )
+    add_count(parser, "--layers", len(PATTERN), "only the first layers")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mambaslots.cli.main import main
 from mambaslots.cli.replay import OWN_ROW
+from mambaslots.distributed import ROUTERS
 from mambaslots.replay.cells import TraceSource
 from mambaslots.replay.rows import GROUPS, ROWS
 from mambaslots.replay.traces import KINDS
@@ -125,6 +126,11 @@ ACCEPTED_ROWS = ", ".join((*GROUPS, *ROWS))
         (["--concurrency", "0"], "'0'; accepted: an integer >= 1"),
         (["--state-dtype", "int4"], "invalid choice: 'int4'"),
         (["--plot", "/no/r.png"], "'/no/r.png'; accepted: a path in an existing directory"),
+        (["--router", "best"], f"router is 'best'; accepted: {', '.join(ROUTERS)}"),
+        (["--replicas", "0"], "'0'; accepted: an integer >= 1"),
+        (["--replicas", ","], "','; accepted: one or more, divided by commas"),
+        (["--event-delay-ms", "-1"], "'-1'; accepted: a number >= 0"),
+        (["--event-delay-ms", "soon"], "'soon'; accepted: a number >= 0"),
     ],
 )
 def test_a_wrong_option_is_said_in_one_line(
@@ -146,6 +152,12 @@ def test_a_wrong_option_is_said_in_one_line(
         (
             ["--block-size-tokens", "100"],
             "--block-size-tokens is 100; accepted for nemotron-h-8b: a multiple",
+        ),
+        (["--router", "state,random"], "--router is state,random; accepted: with --replicas alone"),
+        (["--event-delay-ms", "5"], "--event-delay-ms is 5; accepted: with --replicas alone"),
+        (
+            ["--replicas", "2", "--rows", "ours,vllm"],
+            "--rows is ours,vllm; accepted with --replicas: ours, the only row",
         ),
     ],
 )
