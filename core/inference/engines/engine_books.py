@@ -116,6 +116,8 @@ class EngineBooks:
         self.observers.note_end(request, result)  # first: a repair gives back what is still in `requests`
         del self.requests[request.request_id]
         self.scheduler.remove(request, discard=reason == "invalid_logits")
+        if not self.requests:
+            self.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
 
     def changing(self, *in_order: type[Exception]) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """Decode steps that are launched before the tokens of the step before them are read."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_a_request_is_cancelled_while_its_next_step_runs() -> None:
     engine.check_integrity()
     assert_answers(random_tokens(9, seed=2), result)
     assert_answers(random_tokens(9, seed=1), run_checked(engine)[kept])
+
+
+@pytest.mark.parametrize("ended_by", ["stop", "cancel"])
+def test_an_idle_engine_keeps_no_request_whose_next_step_ran(ended_by: str) -> None:
+    engine = ahead()
+    tokens = engine.generate([PROMPT], greedy())[0].tokens
+    stop = {"termination_id": tokens[3]} if ended_by == "stop" else {}
+    request_id = engine.add_request(PROMPT, greedy(**stop))
+    for _ in range(tokens.index(tokens[3]) + 1):
+        assert engine.has_unfinished_requests()
+        engine.step()
+    if ended_by == "cancel":
+        assert engine._books.unread is not None
+        engine.cancel(request_id)
+    assert not engine.has_unfinished_requests()
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) is ms.DynamicInferenceRequest]
+    assert request_id not in [one.request_id for one in kept]
 
 
 @pytest.mark.parametrize("call", ["suspend", "reset_prefix_cache", "set_weights_version", "reset"])
