@@ -157,7 +157,8 @@ class Fuzzer(Ledger):
         self.finish()
         self.unpin_all(bool(self.counts["interrupts"]))
         for text in self._texts:
-            self.generate([self._entry(text[: self.random.randint(1, self.longest_prompt)]) for _ in range(2)])
+            lengths = [self.random.randint(1, self.longest_prompt) for _ in range(2)]
+            self.generate([self._entry(text[:length]) for length in lengths])
         self.check_idle()
         self.forget_all()
 
