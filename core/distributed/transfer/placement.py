@@ -1,12 +1,13 @@
 """Where an export's blocks and states go in the pools of one rank, and what became of them."""
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...errors import MambaSlotCapacityError
 from .cache_access import CacheAccess
 from .forest import PrefixForest
 from .parts import KV
@@ -99,8 +100,14 @@ class Placement:
         for node, path in zip(self._states, self._paths, strict=True):
             if node not in self._known_slots and len(placed) < num_available and self._allocate(node, path):
                 placed.append((node, path))
-        while len(placed) > self._slots.num_available:  # the blocks took memory that states had
-            self._give_back(*placed.pop())
+        try:
+            self._reserve(placed)
+        except MambaSlotCapacityError as error:  # where states and KV share memory, blocks took that of slots
+            for one in reversed(placed[error.available :]):
+                self._give_back(*one)
+            self._reserve(placed[: error.available])
+
+    def _reserve(self, placed: Sequence[tuple[int, list[int]]]) -> None:
         nodes = [node for node, _ in placed]
         slots = self._slots.reserve([self._block_of[node] for node in nodes])
         self._new_slots = dict(zip(nodes, slots, strict=True))
