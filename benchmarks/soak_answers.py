@@ -1,4 +1,4 @@
-"""What engines of a soak must answer: the recurrence token by token, an engine without cache, rounded states."""
+"""What engines of a soak must answer: a recurrence token by token, or an engine without cache."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from mambaslots.models import HybridLM
 from oracle.ledger import TOLERANCE, Entry
 from oracle.recurrent_lm import RecurrentLM
 from oracle.stored_states import RoundedEngine
-from oracle.toy_answers import Answer, Ask, answer_of, prompt_log_probs_of
+from oracle.toy_answers import Answer, answer_of, prompt_log_probs_of
 
 MOST_KEPT = 256
 
@@ -24,6 +24,7 @@ class SoakEntry(Entry):
             answer nobody computes.
         later: whether an uncached engine answers it once it has ended.
         found, found_prompt: what that engine said.
+        bits: whether log-probs must be equal to the bit.
     """
 
     oracle: "Recurrences | RoundedAnswers | None" = None
@@ -79,9 +80,7 @@ class Recurrences:
 class RoundedAnswers:
     """Greedy answers of the recurrence that an engine's encoded states stand for; see `RoundedEngine`."""
 
-    def __init__(
-        self, engine: ms.DynamicInferenceEngine, versions: Sequence[HybridLM], dtype: str
-    ) -> None:
+    def __init__(self, engine: ms.DynamicInferenceEngine, versions: Sequence[HybridLM], dtype: str) -> None:
         self._versions = versions
         self._rounded = RoundedEngine(engine, versions[0], dtype)
 

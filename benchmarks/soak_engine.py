@@ -1,11 +1,12 @@
 """Rounds of a soak with one engine: all that users, operators, broken models and copies do to it, at random.
 
-Most rounds on a CPU serve a small `HybridLM` in float64, of each kind of layers by turns; some the toy model of
-`oracle.everything`, with interrupts. Rounds on a GPU serve models in bfloat16 with `batch_invariant`.
+Most rounds on a CPU serve a small `HybridLM` in float64, of each kind of layers by turns; some the toy model
+of `oracle.everything`, with interrupts. Rounds on a GPU serve models in bfloat16 with `batch_invariant`.
 """
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,20 +24,22 @@ from oracle.ledger import Entry, LeftWrongError, check_objects, objects
 from oracle.places import Monitor, monitored
 from oracle.toy_answers import Ask
 from soak_answers import Recurrences, RoundedAnswers, SoakEntry, UncachedEngine
-from soak_prompts import Prompts
+from soak_prompts import SHAPES, Prompts
 from soak_tally import RoundTally
 from soak_worlds import World, bits_world, small_world
 
 COMMON_EVENTS = (
     "cancelled", "preempted", "weights", "suspended", "reset", "prefix caches reset", "dropped streams",
-    "host-tier fetches", "failed copies", "drafts accepted", "refused by value", "imports", "resent", "bursts",
-    "continued answers", "pinned", "scored", "warmed", "failed steps",
+    "host-tier fetches", "failed copies", "drafts accepted", "refused by value", "imports", "resent",
+    "bursts", "pinned", "scored", "warmed", "failed steps", *(f"prompts: {shape}" for shape in SHAPES),
+    "prompts: repeated", "prompts: forked", "prompts: behind an answer", "hits behind a salt",
 )  # fmt: skip
 REQUIRED_EVENTS = {
     "cpu": (
-        *COMMON_EVENTS, "int8 rounds", "bfloat16 rounds", "replay rounds", "async rounds", "one-memory rounds",
-        "failed forwards", "paused", "interrupts", "toy rounds", "held against an uncached engine",
-        "held against the recurrence", "held against the rounded recurrence", "steps poisoned", "disk fetches",
+        *COMMON_EVENTS, "int8 rounds", "bfloat16 rounds", "replay rounds", "async rounds",
+        "one-memory rounds", "failed forwards", "paused", "interrupts", "toy rounds", "disk fetches",
+        "held against an uncached engine", "held against the recurrence",
+        "held against the rounded recurrence", "steps poisoned",
     ),
     "cuda": (*COMMON_EVENTS, "held against an uncached engine", "async rounds", "one-memory rounds"),
 }  # fmt: skip
@@ -73,14 +76,18 @@ class EngineRound(Fuzzer):
         self._unchecked: list[tuple[SoakEntry, ms.RequestResult]] = []
         self._check_every = settings.choice([1, 2, 5, 20])
         self._num_checks = 0
-        self._share_compared = settings.choice([0.3, 0.5, 1.0])
-        quiet = world.encoded is not None or world.bits  # whose oracles see half a step where one is interrupted
+        self._share_compared = settings.choice([0.4, 0.7, 1.0])
+        # The rounded recurrence would see half of an interrupted step.
+        quiet = world.encoded is not None or world.bits
         super().__init__(seed, monitor, 0.0 if quiet else settings.choice([0.0, 0.0, 0.05]))
+        self.engine.set_weights_version(self.model.version)
         world.model.told = self._weights_change
         for weight, operation in (
             (2, self._burst), (2, self._resend), (1, self._import), (2, self._fail_at_a_point)
         ):  # fmt: skip
             self._operations += weight * [operation]
+        calm = [self._advance] * 12 + [self._ask] * 6 + [self._serve] * 4 + [self._read] * 2
+        self._operations += settings.choice([0, 1, 4]) * calm
         self._note_settings()
 
     def _new_world(self, random: Random, turn: int) -> World:
@@ -164,6 +171,7 @@ class EngineRound(Fuzzer):
         assert isinstance(entry, SoakEntry)
         tally, events = self.tally, self.tally.events
         tally.hits += result.num_resumed_tokens > 0
+        events["hits behind a salt"] += result.num_resumed_tokens > 0 and entry.salt is not None
         tally.resumed_tokens += result.num_resumed_tokens
         events["preempted"] += result.num_recomputed_tokens > 0
         events["cancelled"] += result.finish_reason == "cancelled"
@@ -266,6 +274,8 @@ class EngineRound(Fuzzer):
 
     def _fail_at_a_point(self) -> None:
         """A call inside a step raises, before it has done its work or behind."""
+        if self._rounded is not None:  # it would miss what such a step has registered
+            return
         point, after = self.random.choice(POINTS), self.random.random() < 0.5
         with failing(self.engine, point, after=after) as seen, suppress(InjectedError):
             self._advance()
@@ -317,6 +327,7 @@ class EngineRound(Fuzzer):
         """Count what is known once the traffic is over."""
         self._note_counts()
         events = self.tally.events
+        events.update(self._prompts.counts)
         events["failed copies"] += self.world.copies.num_faults if self.world.copies is not None else 0
         for count, event in (
             ("dropped", "dropped streams"), ("pins", "pinned"), ("interrupts", "interrupts"),
@@ -345,6 +356,7 @@ def _serve(seed: int, seconds: float, device: str) -> RoundTally:
         try:
             engine_round.serve(seconds)
         except Exception as error:
+            traceback.print_exc()
             config, operation = engine_round.engine.config, engine_round.num_operations
             said = f"engine round, seed {seed}, operation {operation}: {type(error).__name__}: {error}"
             engine_round.tally.mismatches.append(f"{said}\n  {config}")

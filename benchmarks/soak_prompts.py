@@ -1,6 +1,6 @@
 """The prompts of a soak: the generated traces of the replay in small, and what clients do with prompts."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -38,6 +38,9 @@ class Prompts:
 
     Most are the next request of one of several traces. Others repeat an earlier prompt, part from it
     somewhere, or go on from an answer. `finished` is to be told of answers.
+
+    Attributes:
+        counts: how many prompts of which kind were drawn.
     """
 
     def __init__(self, random: Random, longest: int, alphabet: int) -> None:
@@ -48,6 +51,7 @@ class Prompts:
             alphabet: token ids are less than this.
         """
         self._random, self._longest, self._alphabet = random, longest, alphabet
+        self.counts: Counter[str] = Counter()
         self._coming: dict[str, list[TraceRequest]] = {shape: [] for shape in SHAPES}
         self._asked: deque[list[int]] = deque(maxlen=KEPT)
         self._finished: deque[list[int]] = deque(maxlen=KEPT)
@@ -64,19 +68,21 @@ class Prompts:
         """The next prompt."""
         chance = self._random.random()
         if self._asked and chance < 0.15:
-            prompt = self._random.choice(self._asked)
+            what, prompt = "repeated", self._random.choice(self._asked)
         elif self._asked and chance < 0.3:
-            prompt = self._random.choice(self._asked)
+            what, prompt = "forked", self._random.choice(self._asked)
             prompt = prompt[: self._random.randint(1, len(prompt))] + self.tokens(self._random.randint(1, 9))
         elif self._finished and chance < 0.5:
-            prompt = self._random.choice(self._finished) + self.tokens(self._random.randint(1, 9))
+            what, prompt = "behind an answer", self._random.choice(self._finished)
+            prompt = prompt + self.tokens(self._random.randint(1, 9))
         else:
-            prompt = self._of_a_trace()
+            what, prompt = self._of_a_trace()
+        self.counts[f"prompts: {what}"] += 1
         prompt = prompt[: self._longest]
         self._asked.append(prompt)
         return prompt
 
-    def _of_a_trace(self) -> list[int]:
+    def _of_a_trace(self) -> tuple[str, list[int]]:
         shape = self._random.choice(list(SHAPES))
         coming = self._coming[shape]
         if not coming:
@@ -84,7 +90,7 @@ class Prompts:
             factor = self._longest / usual / self._random.choice([1, 2, 4])
             coming += generate(SmallDraws(factor, self._random.randrange(1 << 30)), scale)
             coming.sort(key=lambda request: (-request.arrival_s, -request.session))
-        return (coming.pop().prompt % self._alphabet).tolist()
+        return shape, (coming.pop().prompt % self._alphabet).tolist()
 
 
 if __name__ == "__main__":

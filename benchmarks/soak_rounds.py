@@ -1,7 +1,7 @@
 """The kinds of rounds of a soak, and one round of a kind.
 
-A kind is a module with `run_round(seed, seconds, device) -> RoundTally`. Its `REQUIRED_EVENTS`, if it has any,
-names for each device what must happen at least once in a soak of some minutes.
+A kind is a module with `run_round(seed, seconds, device) -> RoundTally`. Its `REQUIRED_EVENTS`, if it has
+any, names for each device what must happen at least once in a soak of some minutes.
 """
 
 import sys

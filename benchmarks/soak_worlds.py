@@ -209,7 +209,8 @@ def bits_world(random: Random, turn: int, device: str) -> World:
     if not on_gpu:
         config = replace(small_config_of(pattern), dtype=dtype)
     lengths = LARGE if on_gpu else SMALL
-    versions = [HybridLM(config, seed=11 + version, device=device) for version in range(NUM_VERSIONS)]
+    place = torch.device(device)
+    versions = [HybridLM(config, seed=11 + version, device=place) for version in range(NUM_VERSIONS)]
     model = ServedLM(versions, in_place=False)
     block, longest = lengths.block, lengths.longest
     common: dict[str, Any] = {
@@ -223,7 +224,7 @@ def bits_world(random: Random, turn: int, device: str) -> World:
     common |= {"batch_invariant": True} if on_gpu else {"decode_by_replay": True}
     settings = common | {"prefix_caching_eviction_policy": "value", "salt_key": random.randbytes(16)} | shape
     if not on_gpu:  # its lengths are shorter
-        settings["max_tokens"] = settings["max_tokens"] * longest // 1024 if "max_tokens" in shape else longest
+        settings["max_tokens"] = shape.get("max_tokens", 1024) * longest // 1024
         if "num_kv_blocks" in shape:
             settings["num_kv_blocks"] = shape["num_kv_blocks"] + 8
     if "total_gb" in shape:
