@@ -270,7 +270,7 @@ def _least_total(settings: dict[str, Any], spec: ms.HybridStateSpec) -> float:
 
 
 def _tiers(random: Random, spec: ms.HybridStateSpec, block: int, folder: Path) -> dict[str, Any]:
-    num_host, num_disk = random.choice([0, 1, 3, 40]), random.choice([0, 0, 2, 30])
+    num_host, num_disk = random.choice([0, 1, 1, 3, 40]), random.choice([0, 2, 30, 30])
     if not num_host:
         return {}
     tiers: dict[str, Any] = {
