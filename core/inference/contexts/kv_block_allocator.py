@@ -284,8 +284,9 @@ class KVBlockAllocator:
             self._free.add([block for block in reversed(leaving) if parents[block] < 0])
         cached.reverse()
         self._num_cached += len(cached)
-        if self._drops_unheld:
-            self._deregister(cached, "discarded" if forget else "released")
+        cause: KVLeaveCause = "discarded" if forget else "released"
+        if self._drops_unheld and self._num_cached == len(cached):
+            self._deregister(cached, cause)
             return
         self._clock = max(self._clock + 1, self._now())
         timestamps, clock, num_cached_children = self._timestamps, self._clock, tree.num_cached_children
@@ -295,8 +296,8 @@ class KVBlockAllocator:
         for block in cached:
             if not num_cached_children[block]:
                 self.leaves.offer(block)
-        if forget:
-            self._deregister(self._without_continuation(cached), "discarded")
+        if forget or self._drops_unheld:  # what an interrupted release has left cached may continue a block
+            self._deregister(self._without_continuation(cached), cause)
 
     def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
         """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.

@@ -9,6 +9,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
+from mambaslots.distributed import export_prefixes, import_prefixes
 from mambaslots.inference.contexts import borrowing
 from mambaslots.inference.policies.memory_division import MemoryDivision, UnitSizes
 from mambaslots.pool_sizes import PoolSizes
@@ -71,6 +72,21 @@ def traffic(engine: ms.DynamicInferenceEngine, rounds: int, length: int = 6) -> 
         long = [random_tokens(50, 1000 + 7 * turn + i) for i in range(3)]
         serve_checked(engine, [*short, *short[:1]] if turn % 2 else long, length=length)
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("num_units", [2, 7])
+def test_an_import_leaves_out_the_states_whose_memory_its_blocks_take(num_units: int) -> None:
+    exporter, engine = engine_of(80), engine_of(num_units)
+    for each in (exporter, engine):
+        each.set_weights_version(0)
+    prompts = [random_tokens(57, seed) for seed in range(8)]
+    exporter.generate(prompts, ms.SamplingParams(num_tokens_to_generate=1))
+    report = import_prefixes(engine, export_prefixes(exporter))
+    assert report.imported.states
+    assert report.left_out.states
+    assert_idle(engine)
+    (result,) = serve_checked(engine, prompts[-1:])
+    assert result.num_resumed_tokens == 56
 
 
 def test_units_move_by_themselves_where_traffic_changes() -> None:
