@@ -24,11 +24,11 @@ import mambaslots as ms
 from malformed_bodies import MAX_BODY_BYTES
 from mambaslots.serve import ServerSettings, make_app
 from mambaslots.serve.keys import engine_salt
+from soak_checks import RecallingDrafter, check_end, compare, counts_of, quiet, watched_round
 from soak_clients import Client, World, clients
 from soak_model import KINDS, NUM_VERSIONS, loaded_of, model_of
 from soak_requests import LONGEST, Query, Talk
 from soak_tally import RoundTally
-from soak_world import RecallingDrafter, check_end, compare, counts_of, quiet, watched_round
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracle.faulty_copies import make_faulty
@@ -37,6 +37,15 @@ from oracle.served import Served, serving_app
 from oracle.stored_states import stored_apart
 from prometheus_client.parser import text_string_to_metric_families
 
+REQUIRED_EVENTS = {
+    "cpu": (
+        "streams", "whole answers", "left within the body", "left at once", "left before a token",
+        "left in the middle", "malformed bodies", "attempts to share", "refused: queue_full", "weights",
+        "reset", "suspended", "evicted states", "refused by value", "recomputed tokens", "host-tier fetches",
+        "failed copies", "drafts accepted",
+    )
+}  # fmt: skip
+"""What must happen in some minutes."""
 ADMIN = "the-key-of-the-operator"
 
 

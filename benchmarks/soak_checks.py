@@ -6,8 +6,9 @@ import os
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from random import Random
 
 import mambaslots as ms
@@ -29,21 +30,23 @@ class Watch:
         self._before = self._held()
 
     @staticmethod
-    def _held() -> tuple[set[str], int]:
-        return {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}, len(
-            os.listdir("/proc/self/fd")
-        )
+    def _held() -> tuple[set[str], list[str]]:
+        files = []
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # that of the folder itself
+                files.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
+        return {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}, sorted(files)
 
     def left(self) -> str:
         """What is there that was not there before, after a while in which it may go."""
         threads, files = self._before
-        for _ in range(100):
-            now, num_files = self._held()
-            if now <= threads and num_files <= files:
-                return ""
+        for _ in range(10):
             gc.collect()
-            time.sleep(0.05)
-        return f"left behind: threads {sorted(now - threads)}, {num_files - files} file descriptors"
+            now, open_now = self._held()
+            if now <= threads and len(open_now) <= len(files):
+                return ""
+            time.sleep(0.5)
+        return f"left behind: threads {sorted(now - threads)}, files {Counter(open_now) - Counter(files)}"
 
     @contextmanager
     def listening(self, expected: Sequence[str]) -> Iterator[None]:
