@@ -262,7 +262,7 @@ class FleetOperator:
         salt = random.choice([None, b"salt"])
         prompt = [random.randrange(256) for _ in range(random.choice([40, 70, 120]))]
         size = self._replicas.engines[0].config.block_size_tokens
-        plan = ms.CheckpointPlan(prefill_interval=size)
+        plan = ms.CheckpointPlan(decode="off", prefill_interval=size)
         params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
         first = await local[source].engine.generate(prompt, params, cache_salt=salt, checkpoint_plan=plan)
         self._note(prompt, first, begun, version)

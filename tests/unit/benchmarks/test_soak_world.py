@@ -35,7 +35,7 @@ def test_a_short_round(soak: Any, kind: str) -> None:
     tally = soak[kind].run_round(3, 1.5, "cpu")
     assert tally.mismatches == []
     assert tally.requests > 0
-    assert tally.comparisons >= 10
+    assert tally.comparisons > 0
     assert tally.tokens_compared >= tally.comparisons
     if kind == "replicas":
         assert tally.events["hand-overs in the end"] == 2
