@@ -2,6 +2,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -18,6 +19,49 @@ torch.set_num_threads(1)
 
 
 settings.load_profile("quick")  # `--hypothesis-profile long` comes after it
+POISON = pytest.StashKey[AbstractContextManager[None]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--poison", action="store_true", help="poison memory that nobody may read: oracle/poisoned_session.py"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--poison"):
+        _start_poison(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if POISON in config.stash:
+        config.stash[POISON].__exit__(None, None, None)
+
+
+def _start_poison(config: pytest.Config) -> None:
+    from oracle.poisoned_session import poisoned
+
+    config.stash[POISON] = poisoned()
+    config.stash[POISON].__enter__()
+
+
+@pytest.fixture(autouse=True)
+def _unpoisoned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--poison`, some tests run without; see `oracle.poisoned_session.UNPOISONED`."""
+    config = request.config
+    if POISON not in config.stash:
+        yield
+        return
+    from oracle.poisoned_session import why_unpoisoned
+
+    if why_unpoisoned(request.node.nodeid) is None:
+        yield
+        return
+    config.stash[POISON].__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        _start_poison(config)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("kind")
 
+
 class Watched:
     """A model that looks at the pools before it computes."""
 
