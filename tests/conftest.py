@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 
 settings.load_profile("quick")  # `--hypothesis-profile long` comes after it
-POISON = pytest.StashKey[AbstractContextManager[None]]()
+POISON = pytest.StashKey[tuple[tuple[str, ...], AbstractContextManager[None]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,33 +35,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if POISON in config.stash:
-        config.stash[POISON].__exit__(None, None, None)
+        config.stash[POISON][1].__exit__(None, None, None)
 
 
-def _start_poison(config: pytest.Config) -> None:
-    from oracle.poisoned_session import poisoned
+def _start_poison(config: pytest.Config, test_id: str = "") -> None:
+    from oracle.poisoned_session import left_out, poisoned
 
-    config.stash[POISON] = poisoned()
-    config.stash[POISON].__enter__()
+    without = left_out(test_id)
+    if POISON in config.stash:
+        before, poison = config.stash[POISON]
+        if before == without:
+            return
+        poison.__exit__(None, None, None)
+    config.stash[POISON] = without, poisoned(without)
+    config.stash[POISON][1].__enter__()
 
 
 @pytest.fixture(autouse=True)
-def _unpoisoned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--poison`, some tests run without; see `oracle.poisoned_session.UNPOISONED`."""
-    config = request.config
-    if POISON not in config.stash:
-        yield
-        return
-    from oracle.poisoned_session import why_unpoisoned
-
-    if why_unpoisoned(request.node.nodeid) is None:
-        yield
-        return
-    config.stash[POISON].__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        _start_poison(config)
+def _poison_of_a_test(request: pytest.FixtureRequest) -> None:
+    """With `--poison`, some tests run with less of it; see `oracle.poisoned_session.EXCEPTIONS`."""
+    if POISON in request.config.stash:
+        _start_poison(request.config, request.node.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)
