@@ -153,7 +153,7 @@ def command(job: Job, sanitizer: str, kernels: Sequence[str], log: Path, keyword
     if job.part == PLANTS:
         run = [sys.executable, str(ROOT / "benchmarks/sanitized_plants.py"), job.tool]
     else:
-        run = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu and not long"]
+        run = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu and not long"]
         choice = [f"({keyword})"] * bool(keyword)
         choice += [f"not ({' or '.join(LEFT_OUT)})"] * (job.part != "graphs")
         run += [*job.tests, *(["-k", " and ".join(choice)] if choice else [])]
