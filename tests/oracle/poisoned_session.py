@@ -43,6 +43,7 @@ _ENGINES = "tests/unit/inference/engines/"
 EXCEPTIONS: dict[str, tuple[tuple[Part, ...], str]] = {
     "tests/unit/test_config.py": (POISON, "looks at the defaults of settings"),
     _ENGINES + "test_memory_poison.py": (POISON, "compares engines with poison and without"),
+    _ENGINES + "test_poisoned_session.py": (POISON, "as before"),
     _ENGINES + "test_invalid_logits.py": (("check",), "its models compute NaN by themselves"),
     _ENGINES + "test_async_scheduling.py::test_logits_that_are_no_numbers": (("check",), "as before"),
     _ENGINES + "test_score.py::test_invalid_logits": (("check",), "as before"),
