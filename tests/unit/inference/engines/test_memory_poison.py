@@ -5,6 +5,7 @@ from dataclasses import replace
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts.host_copies import HostCopies
 from mambaslots.inference.engines.memory_poison import free_memory
 from mambaslots.testing.step_memory import StepMemory
 from oracle import drafters
@@ -121,17 +122,42 @@ class ReadsBeyond(EmaLM):
         return values
 
 
-def test_a_model_that_reads_free_memory_fails_loudly_and_only_then() -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(ahead: bool) -> None:
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6]]  # the first fills its block
     settings: dict[str, object] = {"model": ReadsBeyond(), "block_size_tokens": 8, "num_kv_blocks": 16}
     plain = small_engine(**settings).generate(prompts, _params())
     assert [len(result.tokens) for result in plain] == [5, 5]
-    engine = small_engine(poison_free_memory=True, **settings)
+    engine = small_engine(poison_free_memory=True, async_scheduling=ahead, **settings)
     with pytest.raises(RuntimeError, match="logits of 1 of 2 tokens are NaN, and poison_free_memory is set"):
         engine.generate(prompts, _params())
-    engine.context.check_integrity()
+    engine.check_integrity()
+    assert engine._books.unread is None
     kept = small_engine(poison_free_memory=True, **settings | {"model": EmaLM()}).generate(prompts, _params())
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
+
+
+def test_host_memory_without_a_copy_is_nan() -> None:
+    slot_bytes = small_model().state_spec().slot_bytes
+    engine = small_engine(
+        poison_free_memory=True, num_mamba_slots=1, max_requests=1, host_cache_min_tokens=1,
+        host_cache_gb=6 * slot_bytes / (1 << 30),
+    )  # fmt: skip
+    tier = engine.context.prefix_cache.tier
+    assert tier is not None
+    assert isinstance(tier.copies, HostCopies)
+    for _ in range(2):
+        for seed in range(5):
+            serve_checked(engine, [random_tokens(20, seed)])
+    assert engine.stats().cache.tiers.num_states_fetched
+    rows = tier.copies.rows
+    held = sorted(set(range(len(rows))) - set(tier.host.free))
+    assert held
+    assert not rows[held].eq(0xFF).all(dim=1).any()
+    engine.reset_prefix_cache()
+    serve_checked(engine, [random_tokens(20, seed=9)])
+    assert len(tier.host.free) >= len(rows) - 1  # but for the state that the request's own one left for
+    assert rows[tier.host.free].eq(0xFF).all()
 
 
 def test_it_is_off_unless_asked_for() -> None:
