@@ -32,10 +32,34 @@ def serve(device: torch.device, **overrides: Any) -> list[list[int]]:
     return tokens
 
 
+def answers_or_failure(device: torch.device) -> list[list[int]] | None:
+    """`serve`, or None where logits are NaN."""
+    try:
+        return serve(device)
+    except RuntimeError as error:
+        if "tokens are NaN, and poison_free_memory is set" not in str(error):
+            raise
+        return None
+
+
 def attends_to_the_next_block(attend: Function) -> Function:
     def planted(query: Tensor, kv_cache: Tensor, rows: Any, **options: Any) -> Tensor:
         beyond = (rows.block_table.long().amax() + 1) % kv_cache.shape[1]
         return attend(query, kv_cache, rows, **options) + 0.0 * kv_cache[1, beyond].sum().to(query.dtype)
+
+    return planted
+
+
+def weighs_the_row_behind(attend: Function) -> Function:
+    """By so little that zeros there are nothing."""
+
+    def planted(query: Tensor, kv_cache: Tensor, rows: Any, **options: Any) -> Tensor:
+        size, behind = kv_cache.shape[2], rows.kv_lengths.long()
+        columns = (behind // size).clamp(max=rows.block_table.shape[1] - 1)
+        blocks = rows.block_table.long().gather(1, columns[:, None])[:, 0]
+        values = kv_cache[1, blocks, behind % size].sum(dim=(1, 2)).nan_to_num()
+        weighed = torch.where(behind % size > 0, values, 0.0).sum() * 1e-30
+        return attend(query, kv_cache, rows, **options) + weighed.to(query)
 
     return planted
 
@@ -66,6 +90,7 @@ def leaves_a_row_unwritten(norm: Function) -> Function:
 
 
 PLANTS = {
+    "an unwritten row": ("paged_attention", weighs_the_row_behind),
     "a free KV block": ("paged_attention", attends_to_the_next_block),
     "a free state slot": ("selective_state_update", reads_the_slot_beyond),
     "a padding token": ("causal_conv1d_prefill", looks_at_the_token_behind),
@@ -92,8 +117,8 @@ def test_a_planted_read_shows_with_poison(plant: str, device: str, monkeypatch: 
     monkeypatch.setattr(kernels, name, planted(getattr(kernels, name)))
     if plant != "scratch":  # what is weighed by 0 shows with poison alone
         assert serve(where) == clean
-    with poisoned(), pytest.raises(RuntimeError, match=r"logits of .* are NaN"):
-        serve(where)
+    with poisoned():
+        assert answers_or_failure(where) != clean
 
 
 def test_a_field_that_is_not_filled_shows(monkeypatch: pytest.MonkeyPatch) -> None:
