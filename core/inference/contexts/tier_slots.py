@@ -1,7 +1,7 @@
 """Which cached state is in which slot of a tier behind the device: host memory, or files."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..policies.departures import TIER_LEAVE_CAUSES, TierLeaveCause
 from .slot_map import Watcher
@@ -35,6 +35,11 @@ class TierSlots:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def free(self) -> Sequence[int]:
+        """The slots that hold nothing, in no order."""
+        return self._free
 
     def slot_of(self, key: int) -> int:
         """The slot that holds the state of this hash, or -1."""

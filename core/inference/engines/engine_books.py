@@ -26,10 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that runs on the device and has ended in the context's books; its tokens are not read yet."""
+    """A step that runs on the device and has ended in the context's books; its tokens are not read yet.
+
+    Attributes:
+        requests: what each request does.
+        sampled: its tokens.
+        check_logits: raises where its logits are NaN; None where nobody asks.
+    """
 
     requests: tuple[RequestStep, ...]
     sampled: SampledStep
+    check_logits: Callable[[], None] | None = None
 
 
 @dataclass
