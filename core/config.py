@@ -92,6 +92,9 @@ class InferenceConfig:
             with NaN: state slots, KV blocks, and rows of KV blocks that no token is stored in yet. Rows of a
             block that is begun hold the largest finite number instead. A step whose logits are NaN raises
             RuntimeError. Costs a pass over the free memory per step; works with CUDA graphs.
+        scrub: whether memory that somebody leaves is zeroed before anybody else has it: states, KV blocks,
+            inputs of decodes by replay, rows of host memory, files of states and staging memory. A cached
+            prefix is not left until it is evicted or forgotten. Costs a write of what is left.
         seed: seed of the random numbers of requests without a seed of their own, from 0 to 2**63 - 1. Two
             engines with the same seed and the same order of requests give the same answers.
         salt_key: the secret under which cache salts are hashed, at least 16 bytes. Replicas that exchange
@@ -126,6 +129,7 @@ class InferenceConfig:
     decode_by_replay: bool | None = None
     max_overtaking_requests: int = 64
     poison_free_memory: bool = False
+    scrub: bool = False
     seed: int = 0
     salt_key: bytes | str | None = field(default=None, repr=False)
 
@@ -160,6 +164,11 @@ class InferenceConfig:
         overtaking = integer("max_overtaking_requests", self.max_overtaking_requests, 1, INT32_MAX)
         set_field(self, "max_overtaking_requests", overtaking)
         boolean("poison_free_memory", self.poison_free_memory)
+        if boolean("scrub", self.scrub) and self.poison_free_memory:
+            raise ValueError(
+                "scrub is True and poison_free_memory is True; accepted: one of the two, because free memory "
+                "is either zeros or NaN"
+            )
         set_field(self, "seed", integer("seed", self.seed, 0, INT64_MAX))
         if self.salt_key is not None:
             key_bytes("salt_key", self.salt_key)

@@ -173,3 +173,6 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
     group.add_argument(
         "--batch-invariant", action="store_true", help="answers depend on the request alone, to the bit (GPU)"
     )
+    group.add_argument(
+        "--scrub", action="store_true", help="zero memory that a request leaves before another one has it"
+    )

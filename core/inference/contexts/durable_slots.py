@@ -9,6 +9,7 @@ from ..policies.departures import EVICTIONS, Clock, StateLeaveCause
 from ..policies.ghost_list import GhostList
 from ..policies.slot_choice import SlotChoice, choose_for_slots
 from .eviction_order import EvictionOrder, PlannedState
+from .left_entries import LeftEntries
 from .slot_map import SlotMap
 
 _REMEMBERED = EVICTIONS | {"path_limit"}
@@ -61,6 +62,7 @@ class DurableSlots:
         num_kv_blocks: int = 0,
         keys_to: Callable[[int], Sequence[int]] | None = None,
         on_evict: Callable[[Sequence[int], Sequence[int]], None] = lambda slots, keys: None,
+        left: LeftEntries | None = None,
     ) -> None:
         """
         Args:
@@ -75,8 +77,10 @@ class DurableSlots:
                 not tell; each of its states then counts as one that saves one block.
             on_evict: called with slots whose states leave for others, and the states' hashes (< 1 for a state
                 without a hash), before anything is changed or written.
+            left: notes the slots that become free; None for nothing.
         """
         self._on_evict = on_evict
+        self._left = left or LeftEntries()
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
         self.free = self._all_free()
@@ -350,6 +354,7 @@ class DurableSlots:
         for part in (self.map, self.ghosts, self.reserved, self.pins, self.order):
             part.clear()
         self.free = self._all_free()
+        self._left.note(self.free)
         self.version += 1
         self.map.departures.by_cause["reset"] += num_left
         if totals:
@@ -366,6 +371,7 @@ class DurableSlots:
             return evicted
         cut = len(self.free) - num_free
         taken = self.free[cut:]
+        self._left.give(taken)
         del self.free[cut:]
         self.version += 1
         return taken + evicted if evicted else taken
@@ -382,6 +388,7 @@ class DurableSlots:
                 raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
         victims = self.order.victims(num_slots, lambda slot: slot not in kept)
         self._evict_slots(victims, cause)
+        self._left.pass_on(victims)
         return victims
 
     def _evict_slots(self, slots: Sequence[int], cause: StateLeaveCause = "new_state") -> None:
@@ -411,6 +418,7 @@ class DurableSlots:
         return slots
 
     def _free_slots(self, slots: Sequence[int]) -> None:
+        self._left.note(slots)
         self.free.extend(slots)
         self.version += 1
 

@@ -79,7 +79,7 @@ class EngineBooks:
     def __init__(
         self, context: DynamicInferenceContext, drafter: Drafter | None, drop_graphs: Callable[[], None]
     ) -> None:
-        self.state = EngineState(context.spec.groups.is_split)
+        self.state = EngineState(context.spec.groups.is_split, context.memory.scrubber.scrub)
         self.requests: dict[int, DynamicInferenceRequest] = {}
         self.unclaimed: dict[int, RequestResult] = {}
         self.reports: deque[StepReport] = deque()

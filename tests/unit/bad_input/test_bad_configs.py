@@ -57,6 +57,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "enable_chunked_prefill": bad.boolean(),
     "prefix_caching_eviction_policy": bad.choice("lru", "ref_zero"),
     "poison_free_memory": bad.boolean(),
+    "scrub": bad.boolean(),
     "seed": bad.integer(0, 2**63 - 1),
     "salt_key": bad.anything(bytes, str, type(None)).also("", b"", "short", b"x" * 15, bytearray(32)),
     "checkpoint_plan": bad.anything(ms.CheckpointPlan).also(ms.CheckpointPlan, "rolling"),

@@ -95,11 +95,12 @@ def test_options_are_fields_of_the_configuration() -> None:
     config = config_of(
         "--num-mamba-slots", "7", "--num-kv-blocks", "99", "--max-requests", "3", "--block-size-tokens", "32",
         "--max-tokens-per-step", "96", "--max-sequence-length", "500", "--num-speculative-tokens", "2",
-        "--durable-state-dtype", "int8",
+        "--durable-state-dtype", "int8", "--scrub",
     )  # fmt: skip
     assert config == ms.InferenceConfig(
         num_mamba_slots=7, num_kv_blocks=99, max_requests=3, block_size_tokens=32, max_tokens=96,
         max_sequence_length=500, num_speculative_tokens=2, durable_state_dtype="int8",
+        scrub=True,
     )  # fmt: skip
 
 
@@ -112,6 +113,7 @@ def test_options_are_fields_of_the_configuration() -> None:
         DRAFTS,
         ("--batch-invariant", "--max-requests", "40"),
         ("--durable-state-dtype", "int8"),
+        ("--scrub",),
     ],
 )
 @pytest.mark.parametrize("memory_gb", [0.05, 0.4])

@@ -14,6 +14,7 @@ from mambaslots.inference.contexts.host_tier import HostTier
 from mambaslots.inference.contexts.tier_slots import TierSlots
 from oracle.budget import costly
 from oracle.faulty_copies import make_faulty
+from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import TOYS, ToyLM
 
@@ -273,15 +274,17 @@ class TierMachine(RuleBasedStateMachine):
         num_files=st.sampled_from([0, 0, 5, 100]),
         kv_blocks=st.sampled_from([26, 40, 200]),
         share=st.sampled_from([0.0, 0.1, 0.4]),
+        scrub=st.booleans(),
     )
     def start(
         self, seed: int, kind: str, in_place: bool, slots: int, host_slots: int, num_files: int,
-        kv_blocks: int, share: float,
+        kv_blocks: int, share: float, scrub: bool,
     ) -> None:  # fmt: skip
         self.random, self.kind = Random(seed), TOYS[kind]
         self.engine = toy_engine(
-            slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3
-        )
+            slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3,
+            scrub=scrub,
+        )  # fmt: skip
         tier = tier_of(self.engine)
         tier.files = TierSlots(num_files)  # without a thread: files that hold nothing answer no
         self.copies = make_faulty(tier, self.random, share)
@@ -311,6 +314,8 @@ class TierMachine(RuleBasedStateMachine):
     def nothing_contradicts_itself(self) -> None:
         if hasattr(self, "engine"):
             self.engine.check_integrity()
+            if self.engine.config.scrub:
+                assert_scrubbed(self.engine)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):

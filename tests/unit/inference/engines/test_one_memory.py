@@ -14,6 +14,7 @@ from mambaslots.inference.contexts import borrowing
 from mambaslots.inference.policies.memory_division import MemoryDivision, UnitSizes
 from mambaslots.pool_sizes import PoolSizes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
+from oracle.scrubbed import NewOwners, assert_scrubbed
 from oracle.serving import random_tokens, run_checked, serve_checked, small_engine, small_model
 from oracle.workload import assert_idle
 
@@ -125,6 +126,23 @@ def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
     Churn(engine)
     traffic(engine, rounds=4)
     assert sum(moves(engine)) > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}, {"decode_by_replay": True}])
+def test_what_changes_sides_is_zero_with_scrub(settings: dict[str, Any]) -> None:
+    """Also the bytes between two entries of a unit, which the other side wrote."""
+    engine = engine_of(5, scrub=True, **settings)
+    owners = NewOwners(engine)
+    Churn(engine)
+    for _ in range(2):
+        traffic(engine, rounds=2)
+        assert_scrubbed(engine)
+    assert sum(moves(engine)) > 0
+    assert owners.num_checked > 10
+    engine.reset_prefix_cache()
+    assert_scrubbed(engine)
+    memory = engine.context.memory.state_pool.memory
+    assert not any(memory.untyped_storage()), "bytes between two entries are not zero"
 
 
 def test_suspend_reset_and_resume_keep_the_memory_in_order() -> None:
