@@ -1,6 +1,5 @@
 """Which steps run by a graph, on which shapes; on the CPU with something in the place of graphs."""
 
-
 import mambaslots as ms
 import pytest
 from hypothesis import given
