@@ -189,12 +189,16 @@ class DurableSlots:
             For each slot the committed slot that now holds the block's state: the slot itself, or an earlier
                 one, which holds the state after the same tokens. -1 where the block is not registered in the
                 KV index, so that nobody could find the state. A slot that is not the result is freed.
+
+        Raises:
+            ValueError: a slot is not reserved, or is reserved for the state of another prefix than its block
+                is registered for: one of other tokens, or of another number of tokens. Nothing is changed.
         """
         self._require_reserved(slots)
+        blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
+        self._require_planned(slots, blocks)
         results = []
-        for slot, block in zip(
-            slots, [self.reserved[s] for s in slots] if blocks is None else blocks, strict=True
-        ):
+        for slot, block in zip(slots, blocks, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
             planned = self.order.planned.pop(slot, -1)
@@ -427,6 +431,16 @@ class DurableSlots:
         if len(set(slots)) < len(slots) or not reserved:
             raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
 
+    def _require_planned(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            planned = self.order.planned.get(slot, -1)
+            key = -1 if planned < 0 or block < 0 else self._kv_hash(block)
+            if key > 0 and key != planned:
+                raise ValueError(
+                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
+                    f"of hash {planned}, whose state the slot is reserved for"
+                )
+
     def _require_committed(self, slot: int) -> None:
         if self.map.block_of(slot) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
@@ -445,6 +459,9 @@ class DurableSlots:
         self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
+        for slot, block in self.reserved.items():
+            key = self._kv_hash(block) if block >= 0 and slot in self.order.planned else -1
+            assert key < 0 or key == self.order.planned[slot], "a slot is reserved for another prefix's block"
         self.order.check_integrity(committed)
         assert self.order.planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"
