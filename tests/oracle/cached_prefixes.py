@@ -11,7 +11,7 @@ from mambaslots.inference.contexts.prefix_tree import PrefixTree
 from oracle.recurrent_lm import RecurrentLM
 from oracle.serving import small_model
 from oracle.toy_answers import Sequence as ToySequence
-from oracle.toy_lm import ToyLM, weights_of
+from oracle.toy_lm import DIM, ToyLM, weights_of
 
 TOLERANCE = 1e-9
 
@@ -95,5 +95,5 @@ def _toy_snapshot(version: int, kind: Any, tokens: tuple[int, ...]) -> Snapshot:
         lm.step(token)
     states = {"window": np.stack(lm._window)[None]}
     states |= {f"sum_{number}": np.asarray(values)[None] for number, values in enumerate(lm._sums)}
-    layers = int(kind.attention)
-    return Snapshot(states, *(np.reshape(kv, (layers, len(kv), -1)) for kv in (lm._keys, lm._values)))
+    shape = int(kind.attention), len(tokens), DIM
+    return Snapshot(states, np.reshape(lm._keys, shape), np.reshape(lm._values, shape))
