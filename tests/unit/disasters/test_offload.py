@@ -66,7 +66,9 @@ def test_a_slot_is_not_found_before_its_copy_is_known_to_be_right(
         before = states_of(tiered)
         assert slot in slots.reserved
         assert slot not in slots.map.slots
-        row = tiered.context.memory.durable_pool.memory[tiered.context.memory.durable_pool.durable_index(slot)]
+        row = tiered.context.memory.durable_pool.memory[
+            tiered.context.memory.durable_pool.durable_index(slot)
+        ]
         good = False
         if where != "before":
             good = fetch(host_slot, slot, serial)

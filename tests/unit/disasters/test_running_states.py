@@ -25,7 +25,12 @@ pytestmark = [pytest.mark.usefixtures("kind"), pytest.mark.in_turn("mode")]
 BLOCK = 8
 PROMPT = random_tokens(21, seed=21)
 LENGTH = 44
-PLANS: dict[str, Any] = {"rolling": "rolling", "off": "off", "each block": BLOCK, "each second block": 2 * BLOCK}
+PLANS: dict[str, Any] = {
+    "rolling": "rolling",
+    "off": "off",
+    "each block": BLOCK,
+    "each second block": 2 * BLOCK,
+}
 PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True)
 SHORT = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
 

@@ -20,7 +20,6 @@ from oracle.serving import (
     expected_answer,
     random_tokens,
     resumable,
-    run_checked,
     serve_checked,
     small_engine,
 )
@@ -63,7 +62,9 @@ class PlainTree:
         assert {node.key for node in self.tree.nodes() if node.known} == {path[-1] for path in self.known}
         for path in probes:
             for stop in range(len(path) + 1):
-                wanted = max((len(p) for p in self.known if p == path[: len(p)] and len(p) <= stop), default=0)
+                wanted = max(
+                    (len(p) for p in self.known if p == path[: len(p)] and len(p) <= stop), default=0
+                )
                 found = self.tree.find(list(path), stop)
                 assert found.depth == wanted
                 assert wanted == 0 or found is self.known[path[:wanted]]
@@ -134,7 +135,7 @@ def test_forks_at_every_depth_leave_every_prefix_where_it_was(policy: str, slots
         fork = forks[11 * number % 39]
         ask(engine, fork, 1 + number % 6)
         ask(engine, TEXT[: 20 + number % 20], 1)
-        hits += assert_found(engine, [TEXT, *forks[:: 5]])
+        hits += assert_found(engine, [TEXT, *forks[::5]])
         if number % 12 == 0:
             assert_cache_is_right(engine)
     assert hits > 0 or policy == "ref_zero"  # which keeps nothing that nobody holds
@@ -160,7 +161,9 @@ def test_any_forks_are_found_again(forks: list[tuple[int, list[int]]], slots: in
 
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("mode")
-@pytest.mark.parametrize("mode", ["ahead", "mixed", "wrong", "encoded", "replay", "replay, mixed", "in place"])
+@pytest.mark.parametrize(
+    "mode", ["ahead", "mixed", "wrong", "encoded", "replay", "replay, mixed", "in place"]
+)
 def test_what_a_partial_block_holds_is_not_found_before_the_block_is_full(mode: str) -> None:
     """Two requests share a head that ends inside a block, and part inside it; each step is looked at."""
     engine = small_engine(**MODES[mode])
