@@ -86,6 +86,8 @@ def run(targets: Sequence[Target], num_inputs: int, seed: int, weights: dict[str
     whole = sum(weights.get(target.name, 1.0) for target in targets)
     tallies: dict[str, Tally] = {}
     for target in targets:
+        target.draw(Random(0))  # imports what it needs before the watch, which could interrupt an import
+    for target in targets:
         tally = tallies[target.name] = Tally()
         started_s = time.perf_counter()
         for index in range(max(1, round(num_inputs * weights.get(target.name, 1.0) / whole))):

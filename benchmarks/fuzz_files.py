@@ -19,7 +19,7 @@ from mambaslots.inference.policies.plan_spec import parse_plan, shown_plan
 from mambaslots.replay.traces import TraceRecorder, read_trace
 
 WEIGHTS = {
-    "replays": 0.1, "recordings": 0.3, "own checkpoint folders": 0.7, "transformers checkpoint folders": 0.12,
+    "traces": 3.0, "replays": 0.2, "recordings": 0.3, "own checkpoint folders": 0.7, "transformers checkpoint folders": 0.12,
     "transformers tokenizer folders": 0.15, "chat templates": 0.7, "calls of an engine": 0.7,
 }  # fmt: skip
 """Shares of the inputs of targets whose inputs take milliseconds."""
@@ -83,12 +83,23 @@ def trace_file(random: Random) -> bytes:
     lines = [make(random) for _ in range(random.choice((1, 2, 3, 8)))]
     if random.random() < 0.1:
         lines.append(_line_of_tokens(random))
-    if random.random() < 0.6:
+    if random.random() < 0.15:
+        line = random.choice(lines)
+        counts = sorted(
+            line.keys() & {"token_count", "answer_count", "hash_tokens", "input_length", "output_length"}
+        )
+        line |= dict.fromkeys(
+            random.sample(counts, k=random.randrange(len(counts) + 1)), random.choice(_LARGE)
+        )
+    elif random.random() < 0.5:
         for _ in range(random.choice((1, 1, 3))):
             place = random.randrange(len(lines))
             lines[place] = damaged_json(random, lines[place])
     content = b"\n".join(json_bytes(random, line) for line in lines) + b"\n"
     return damaged_bytes(random, content) if random.random() < 0.3 else content
+
+
+_LARGE = (10**6, 2**22, 2**24, 10**8, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 10**12, 2**63)
 
 
 def _line_of_tokens(random: Random) -> dict[str, Any]:
@@ -129,7 +140,7 @@ def _line_of_mooncake(random: Random) -> dict[str, Any]:
         "timestamp": random.randrange(9000),
         "input_length": count,
         "output_length": random.randrange(1, 600),
-        "hash_ids": [10 * i + random.randrange(2) for i in range(-(-count // 512))],
+        "hash_ids": [random.choice((10 * i, 10 * i, 10 * i + 1, 9)) for i in range(-(-count // 512))],
     }
 
 
@@ -140,6 +151,7 @@ class Replays:
     path: Path
     name: str = "replays"
     documented: tuple[type[BaseException], ...] = (ValueError,)
+    _read: int = 0
 
     def draw(self, random: Random) -> bytes:
         return trace_file(random)
@@ -148,8 +160,16 @@ class Replays:
         return len(drawn)
 
     def feed(self, drawn: Any) -> str:
-        self.path.write_bytes(drawn)
-        words = ["replay", "--trace", str(self.path), "--budget-gb", "1", "--kv-gb", "0.1", "--requests", "4"]
+        self._read += 1  # a command that reads a path twice keeps what it has read
+        path = self.path.with_name(f"{self._read}-{self.path.name}")
+        path.write_bytes(drawn)
+        try:
+            return self._replayed(path)
+        finally:
+            path.unlink()
+
+    def _replayed(self, path: Path) -> str:
+        words = ["replay", "--trace", str(path), "--budget-gb", "1", "--kv-gb", "0.1", "--requests", "4"]
         return command_end(words)
 
 

@@ -166,25 +166,26 @@ class Calls:
         if not engine.pins():
             engine.warm(_PREFIX)
             engine.pin(_PREFIX)
-        before = picture(engine)
-        try:
-            end = end_of(lambda: getattr(engine, name)(*arguments, **options), self.documented)
-            if end == REFUSED:
-                assert picture(engine) == before, f"{name} was refused and changed the engine"
-            engine.context.check_integrity()
-        finally:
-            self._settle()
+        before, found = picture(engine), []
+        end = end_of(lambda: found.append(getattr(engine, name)(*arguments, **options)), self.documented)
+        if end == REFUSED:
+            assert picture(engine) == before, f"{name} was refused and changed the engine"
+        for one in found:
+            self._undo(name, one)
+        assert not engine.has_unfinished_requests(), f"{name} left requests"
+        engine.context.check_integrity()
         return end
 
-    def _settle(self) -> None:
-        """Drop what a call has left, so that inputs do not depend on one another's requests."""
+    def _undo(self, name: str, found: Any) -> None:
+        """Drop what an accepted call has left, so that inputs do not depend on one another's requests."""
         assert self._engine is not None
-        for request_id in list(self._engine._books.requests):
-            self._engine.cancel(request_id)
-            self._engine.take_result(request_id)
-        for prefix in self._engine.pins():
-            self._engine.unpin(prefix)
-        self._engine.context.check_integrity()
+        if name == "add_request":
+            self._engine.cancel(found)
+            self._engine.take_result(found)
+        elif name == "stream":
+            found.close()
+        elif name == "pin":
+            self._engine.unpin(found)
 
 
 _ONE = ms.SamplingParams(num_tokens_to_generate=2)
