@@ -285,7 +285,7 @@ class Templates:
         if kind == 0:
             source = damaged_bytes(random, good.encode()).decode("utf-8", "replace")
         elif kind == 1:
-            source = random.choice(_HOSTILE)
+            source = random.choice((*_HOSTILE, *_HUNGRY))
         elif kind == 2:
             messages = damaged_json(random, MESSAGES)
         else:
@@ -312,7 +312,10 @@ class Templates:
         source, messages, variables = drawn
 
         def call() -> None:
-            text = ChatTemplate(source).render(messages, **variables)
+            template = ChatTemplate(source)
+            if source in _HUNGRY:
+                return
+            text = template.render(messages, **variables)
             assert "root:" not in text and "<module" not in text and "__main__" not in text, (
                 "the sandbox leaks"
             )
@@ -320,8 +323,8 @@ class Templates:
         return end_of(call, self.documented)
 
 
-_HOSTILE = (
-    "{% for i in range(10**9) %}x{% endfor %}",
+_HUNGRY = (
+    "{% for i in range(99998) %}x{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}",
@@ -336,6 +339,19 @@ _HOSTILE = (
     "{{ '{:>1000000000}'.format(1) }}",
     "{{ ('a' * 9999).replace('a', 'a' * 9999).replace('a', 'a' * 9999) }}",
     "{{ lipsum(n=99999) }}",
+    "{{ strftime_now('%Y' * 99999) }}",
+    "{{ messages | tojson(indent=10**9) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{{ 'a' | replace('', 'b' * 99999) | length }}",
+    "{{ range(99999) | list | sum(start=[]) }}",
+    "{{ messages | batch(10**9, 0) | list }}",
+    "{{ 'a' | indent(10**10, true) }}",
+)  # fmt: skip
+"""Templates that take time or memory when they are rendered: that is the checkpoint's. Reading them must not."""
+_HOSTILE = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
     "{{ self.__init__.__globals__ }}",
@@ -344,23 +360,13 @@ _HOSTILE = (
     "{{ '{0.__class__.__mro__}'.format(1) }}",
     "{{ ('{0.__globals__}' | format(raise_exception)) }}",
     "{{ messages.append(1) }}",
-    "{{ strftime_now('%Y' * 99999) }}",
     "{{ strftime_now('\\x00') }}",
     "{{ strftime_now(1) }}",
-    "{{ messages | tojson(indent=10**9) }}",
     "{{ messages | tojson(separators=1) }}",
     "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}{{ os }}",
     "{% extends '/etc/passwd' %}",
     "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}",
-    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | length }}",
-    "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x > 0 }}",
-    "{{ 'a' | replace('', 'b' * 99999) | length }}",
-    "{{ range(99999) | list | sum(start=[]) }}",
-    "{{ messages | batch(10**9, 0) | list }}",
-    "{{ 'a' | indent(10**10, true) }}",
     "{{ 'ab' | urlize }}{{ '(' * 9999 }}",
     "{" * 50_000,
     "{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}",
@@ -371,7 +377,7 @@ _HOSTILE = (
     "{{ 1 / 0 }}",
     "\ud800{{ messages[0]['content'] }}",
 )  # fmt: skip
-"""Templates that take time or memory, or leave the sandbox."""
+"""Templates that leave the sandbox, or are nested deeply."""
 
 
 @dataclass
