@@ -13,7 +13,7 @@ from typing import Any
 import mambaslots as ms
 from fuzz_damage import NUMBERS, TEXTS, any_json, any_value, damaged_bytes, damaged_json, json_bytes
 from fuzz_settings import tiny_model
-from fuzz_target import ACCEPTED, Target, end_of
+from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 from mambaslots.models import HybridLM
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 
@@ -163,6 +163,10 @@ def _own_files(folder: Path) -> list[Files]:
     tiny_model().save_pretrained(folder)
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
     copied = {name: (TINY_CODE / name).read_bytes() for name in names}
+    other = folder.with_name("of-transformers")  # a damaged config is given to transformers, which is imported
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "mamba2"}')
+    assert end_of(lambda: _load_own(other), (ValueError,)) == REFUSED
     return [_read(folder) | copied]
 
 

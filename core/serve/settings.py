@@ -1,6 +1,6 @@
 """Where a server listens, whom it serves and how much it takes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ..validation import (
@@ -73,7 +73,7 @@ class ServerSettings:
         boolean("trace", self.trace)
         for name in ("allowed_origins", "allowed_hosts"):
             given = getattr(self, name)
-            if not isinstance(given, Collection) or isinstance(given, (str, bytes, Mapping)):
+            if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes)):
                 raise ValueError(f"{name} is {shown(given)}; accepted: a list of strings")
             set_field(self, name, tuple(given))
         for host in self.allowed_hosts:
