@@ -46,6 +46,10 @@ def test_python_m_runs_the_command() -> None:
         ),
         (["run", "/no/script"], "/no/script is no file; usage: mambaslots run"),
         (["run", "--json", "/no/x", __file__], "mambaslots.mcore: argument --json: /no/x; accepted: a path"),
+        (["replay", "--json", 300 * "a"], "accepted: a path in an existing directory"),
+        (["replay", "--trace", 300 * "a"], "accepted: chat, "),
+        (["serve", MODEL, "--api-keys", 300 * "a"], "accepted: a file"),
+        (["serve", MODEL, "--record", 300 * "a"], "accepted: a path in an existing directory"),
         (["chat", MODEL, "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
     ],
 )
