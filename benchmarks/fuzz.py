@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import fuzz_bytes
 import fuzz_files
 from command_line import add_count, make_parser
 from fuzz_target import ACCEPTED, REFUSED, Target, lacks_memory
 from fuzz_watch import Hang, TooMuchMemory, resident_mib, watched
 
-SOURCES: list[Callable[[Path], list[Target]]] = [fuzz_files.targets]
+SOURCES: list[Callable[[Path], list[Target]]] = [fuzz_files.targets, fuzz_bytes.targets]
 """Where targets come from, each as a function of a folder that they may write to."""
 WEIGHTS: dict[str, float] = {**fuzz_files.WEIGHTS}
 """Shares of the inputs of slow targets; 1 for the others."""

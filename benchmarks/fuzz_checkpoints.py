@@ -163,7 +163,9 @@ def _own_files(folder: Path) -> list[Files]:
     tiny_model().save_pretrained(folder)
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
     copied = {name: (TINY_CODE / name).read_bytes() for name in names}
-    other = folder.with_name("of-transformers")  # a damaged config is given to transformers, which is imported
+    other = folder.with_name(
+        "of-transformers"
+    )  # a damaged config is given to transformers, which is imported
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "mamba2"}')
     assert end_of(lambda: _load_own(other), (ValueError,)) == REFUSED

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..distributed.routing.event_bytes import decode_events, encode_events
 from ..distributed.routing.state_events import StateEvents
+from ..validation import shown
 
 _LOG_LENGTH = 4096
 _LOG_BYTES = 64 * 2**20
@@ -91,11 +92,16 @@ class StateChannel:
     # ---- for replicas
 
     async def publish(self, replica: str, events: Sequence[bytes] = ()) -> Orders:
-        """Take events of a replica; a call without events says that the replica is there."""
+        """Take events of a replica; a call without events says that the replica is there.
+
+        Raises:
+            ValueError: `events` are no events, or those of another replica; nothing has changed.
+        """
+        decoded = [_events_of(replica, encoded) for encoded in events]
         self._forget_silent()
         in_order = True
-        for encoded in events:
-            in_order = self._take(decode_events(encoded), encoded) and in_order
+        for one, encoded in zip(decoded, events, strict=True):
+            in_order = self._take(one, encoded) and in_order
         held = self._held.get(replica)
         if held is not None:
             held.heard_s = time.monotonic()
@@ -189,3 +195,11 @@ class StateChannel:
         for name in [name for name, held in self._held.items() if held.heard_s < horizon]:
             del self._held[name]
             self._orders.pop(name, None)
+
+
+def _events_of(replica: str, encoded: bytes) -> StateEvents:
+    """The events in these bytes; ValueError where `replica` tells of another one's states."""
+    events = decode_events(encoded)
+    if events.replica != replica:
+        raise ValueError(f"events.replica is {shown(events.replica)}; accepted: {shown(replica)}, who tells")
+    return events

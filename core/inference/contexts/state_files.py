@@ -18,6 +18,8 @@ from typing import TextIO
 
 from torch import Tensor
 
+from ...regular_file import open_regular
+
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<8sQqq32s")  # magic, bytes of a state, serial number, checksum, model
@@ -112,7 +114,7 @@ class StateFiles:
         """
         size = _HEAD.size + 4
         try:
-            with self._name(file).open("rb", buffering=0) as opened:
+            with open_regular(self._name(file)) as opened:
                 text = opened.read(size)
                 if len(text) < size or text[-4:] != _crc(text[:-4]):
                     return None

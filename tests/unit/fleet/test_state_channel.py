@@ -55,6 +55,21 @@ def test_a_channel_that_knows_nothing_asks_for_a_snapshot_and_a_late_reader_gets
     run(scenario())
 
 
+def test_a_replica_tells_of_its_own_states_alone() -> None:
+    """Else one replica could take the requests of another, or make routers forget its states."""
+
+    async def scenario() -> None:
+        channel, replica, liar = StateChannel(), Replica("a"), Replica("a", epoch=9)
+        await replica.tell(channel, replica.change({1, 2}, set()))
+        before = await channel.read("", 0, 0.0)
+        for lie in (liar.change({7}, set()), liar.snapshot(), b"no events"):
+            with pytest.raises(ValueError, match=r"events.replica is 'a'; accepted: 'b'|data has 9 bytes"):
+                await channel.publish("b", (Replica("b").change({3}, set()), lie))
+        assert await channel.read("", 0, 0.0) == before
+
+    run(scenario())
+
+
 def test_a_reader_waits_for_what_is_new_and_gets_it_once() -> None:
     async def scenario() -> None:
         channel, replica = StateChannel(), Replica("a")

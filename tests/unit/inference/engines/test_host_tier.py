@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.state_files import StateFiles
 from mambaslots.inference.contexts.tier_slots import TierSlots
 from oracle.budget import costly
 from oracle.faulty_copies import make_faulty
@@ -17,6 +18,7 @@ from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask, answer
 from oracle.toy_engine import BLOCK, ask, resumed, tier_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
+
 
 def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, version: int = 0) -> None:
     """Several conversations in turn; each answer is the oracle's."""
@@ -172,6 +174,17 @@ def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> 
     for causes in (tiers.host_copies_left_by_cause, tiers.disk_copies_left_by_cause):
         assert causes["damaged"] == 0
         assert causes["not_written"] > 0
+
+
+def test_a_pipe_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
+    """Opened as a file is, it would keep the engine until somebody writes to it."""
+    files, row = StateFiles(str(tmp_path), 8, "model"), torch.zeros(8, dtype=torch.uint8)
+    os.mkfifo(files.directory / "0.state")
+    assert files.load(0, 1, row) is None
+    files.save(0, 1, row, lambda: 5)
+    files.wait()
+    assert files.load(0, 1, row) == 5
+    files.close()
 
 
 def test_the_engine_measures_when_none_is_given() -> None:
