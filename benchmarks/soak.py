@@ -19,7 +19,6 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 
 import torch
 from command_line import add_count, add_device, check_device, make_parser
@@ -135,7 +134,7 @@ class Soak:
             "seconds": self._seconds,
             "device": self._device,
             "rounds": self.num_rounds,
-            **asdict(self.tally),
+            **vars(self.tally),
             "resident": self.memory.resident,
             "on_device": self.memory.on_device,
             "faults": self.faults(),
@@ -156,8 +155,12 @@ def main() -> int:
         parser.error(f"argument --rounds: {missing[0]!r}; accepted: {', '.join(ON_DEVICE[args.device])}")
     torch.set_num_threads(1)
     if args.repeat:
-        (kind,) = _kinds(args.repeat[0])
-        tally = run_round(kind, int(args.repeat[1]), 2 * ROUND_S[args.device], args.device)
+        kind, seed = args.repeat
+        if kind not in KINDS:
+            parser.error(f"argument --repeat: {kind!r}; accepted: {', '.join(KINDS)}")
+        if not seed.isdecimal():
+            parser.error(f"argument --repeat: {seed!r}; accepted: a round's seed")
+        tally = run_round(kind, int(seed), 2 * ROUND_S[args.device], args.device)
         print(tally)
         return bool(tally.mismatches)
     soak = Soak(kinds, args.seed, 60 * args.minutes, args.device)

@@ -4,7 +4,6 @@ Most rounds on a CPU serve a small `HybridLM` in float64, of each kind of layers
 of `oracle.everything`, with interrupts. Rounds on a GPU serve models in bfloat16 with `batch_invariant`.
 """
 
-import gc
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -45,7 +44,7 @@ REQUIRED_EVENTS = {
 }  # fmt: skip
 POINTS = ("matching", "slot reservation", "inputs", "commit", "sampled")
 """Where a step fails; see `oracle.faults`."""
-BATCH = 16
+BATCH = 32
 """Requests that the uncached engine serves at once."""
 TOY_EVERY = 8
 
@@ -87,7 +86,7 @@ class EngineRound(Fuzzer):
         ):  # fmt: skip
             self._operations += weight * [operation]
         calm = [self._advance] * 12 + [self._ask] * 6 + [self._serve] * 4 + [self._read] * 2
-        self._operations += settings.choice([0, 1, 4]) * calm
+        self._operations += (8 if device == "cuda" else settings.choice([0, 2, 6])) * calm
         self._note_settings()
 
     def _new_world(self, random: Random, turn: int) -> World:
@@ -340,18 +339,18 @@ def run_round(seed: int, seconds: float, device: str) -> RoundTally:
     """One round; `seed` draws the model, the settings and the traffic."""
     if device == "cpu" and seed % TOY_EVERY == TOY_EVERY - 1:
         return _toy_round(seed, seconds)
-    before = objects()
-    tally = _serve(seed, seconds, device)
-    gc.collect()
-    try:
-        check_objects(before)
-    except LeftWrongError as error:
-        tally.mismatches.append(f"engine round, seed {seed}: {error}")
+    with monitored() as monitor:
+        before = objects()
+        tally = _serve(seed, seconds, device, monitor)
+        try:
+            check_objects(before)
+        except LeftWrongError as error:
+            tally.mismatches.append(f"engine round, seed {seed}: {error}")
     return tally
 
 
-def _serve(seed: int, seconds: float, device: str) -> RoundTally:
-    with monitored() as monitor, TemporaryDirectory() as folder:
+def _serve(seed: int, seconds: float, device: str, monitor: Monitor) -> RoundTally:
+    with TemporaryDirectory() as folder:
         engine_round = EngineRound(seed, device, monitor, Path(folder))
         try:
             engine_round.serve(seconds)

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # rounds take their o
 KINDS = ("engine", "server", "replicas")
 ON_DEVICE = {"cpu": KINDS, "cuda": ("engine",)}
 """The kinds that a device has."""
-ROUND_S = {"cpu": 6.0, "cuda": 40.0}
+ROUND_S = {"cpu": 6.0, "cuda": 25.0}
 """Seconds of traffic of a round: on a GPU, an engine takes long to capture its graphs."""
 
 

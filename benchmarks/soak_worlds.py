@@ -192,8 +192,8 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
 
 
 BITS_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("M-G*C-M", {"num_mamba_slots": 4, "num_kv_blocks": 18, "num_cuda_graphs": 8}),
-    ("M-*-M-", {"num_mamba_slots": 12, "num_kv_blocks": 24, "num_speculative_tokens": 3}),
+    ("M-G*C-M", {"num_mamba_slots": 3, "num_kv_blocks": 48, "num_cuda_graphs": 8}),
+    ("M-*-M-", {"num_mamba_slots": 5, "num_kv_blocks": 32, "num_speculative_tokens": 3}),
     ("G-*-G-", {"num_mamba_slots": 2, "num_kv_blocks": 16, "max_tokens": 384}),
     ("M-G*C-M", {"total_gb": 1.5, "num_speculative_tokens": 3, "max_tokens": 256}),
 )
@@ -236,7 +236,13 @@ def bits_world(random: Random, turn: int, device: str) -> World:
     engine = ms.DynamicInferenceEngine(model.lm, ms.InferenceConfig(**settings), drafter=drafter)
     copies = _make_faulty(engine, random, FailingCopies, 0.05)
     uncached = ms.InferenceConfig(
-        **(common | {"num_kv_blocks": 8 * longest // block, "enable_prefix_caching": False})
+        **common
+        | {
+            "num_kv_blocks": 32 * longest // block,
+            "enable_prefix_caching": False,
+            "max_requests": 32,
+            "num_cuda_graphs": None,  # other weights would drop its graphs
+        }
     )
     remembers = drafter if isinstance(drafter, RememberingDrafter) else None
     return World(engine, model, versions, lengths, remembers, copies, None, uncached, bits=on_gpu)
