@@ -25,7 +25,6 @@ from unittest.mock import patch
 import mambaslots as ms
 import torch
 from mambaslots.distributed.transfer.staging import Staging
-from mambaslots.hf.served_model import ServedModel
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -49,10 +48,15 @@ EXCEPTIONS: dict[str, tuple[tuple[Part, ...], str]] = {
     _ENGINES + "test_score.py::test_invalid_logits": (("check",), "as before"),
     _ENGINES + "test_bits_grid.py": (("padding",), "looks at the fields of steps without padding"),
     _ENGINES + "test_score.py::test_one_prefill_without": (("padding",), "counts rows and tokens of steps"),
+    "tests/unit/distributed/transfer/test_files.py": (("memory",), "compares pools; NaN equals nothing"),
+    "tests/unit/distributed/transfer/test_channel.py::test_a_thread_that": (("memory",), "as before"),
+    _ENGINES + "test_no_sync.py::test_one_copy": (("memory", "check"), "counts copies"),
     _ENGINES + "test_sampling.py::test_the_number_of_operations": (("scratch",), "counts operations"),
 }
 """Tests that run with less poison, by the beginnings of their ids: what is left out, and why."""
 
+OUR_MODELS = ("mambaslots.models.hybrid_lm", "mambaslots.hf.served_model")
+"""Modules of the models whose steps are padded; the latter imports transformers."""
 NO_INDEX = 0x7F7F7F7F7F7F7F7F
 """What a step's fields are written over: as int32 two large numbers, too."""
 PADDING = StepShape(
@@ -159,7 +163,7 @@ def _knowing_its_model(new_runner: Callable[..., ModelRunner]) -> Callable[..., 
 
     def knowing(self: DynamicInferenceEngine) -> ModelRunner:
         runner = new_runner(self)
-        runner.pads = type(self.model) in (ms.models.HybridLM, ServedModel)  # type: ignore[attr-defined]
+        runner.pads = type(self.model).__module__ in OUR_MODELS  # type: ignore[attr-defined]
         return runner
 
     return knowing

@@ -1,6 +1,7 @@
 """What `pytest --poison` sees: planted reads of memory that nobody may read, most of them weighed by 0."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from mambaslots.inference.contexts import step_builder
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.kernels import reference
+from mambaslots.models import hybrid_lm
 from oracle.model_kinds import MIX, kind_of_model
 from oracle.poisoned_session import EXCEPTIONS, PARTS, left_out, poisoned
-from oracle.serving import random_tokens, small_engine, small_model, tiny_model
+from oracle.serving import random_tokens, small_config, small_engine, small_model, tiny_model
 from oracle.ssd import DEVICES, kernel_device
 from torch import Tensor
 
@@ -119,6 +121,40 @@ def test_a_planted_read_shows_with_poison(plant: str, device: str, monkeypatch: 
         assert serve(where) == clean
     with poisoned():
         assert answers_or_failure(where) != clean
+
+
+TRITON_MODES: dict[str, dict[str, Any]] = {
+    "": {},
+    "replay": {"decode_by_replay": True},
+    "drafts": {"num_speculative_tokens": 3, "make_drafter": lambda: ms.NgramDrafter(1, 1)},
+    "encoded": {"durable_state_dtype": "int8"},
+    "ahead": {"async_scheduling": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("kind", "one_fla_configuration")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.long
+@pytest.mark.parametrize("mode", TRITON_MODES)
+def test_the_kernels_of_a_gpu_read_nothing_either(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mambaslots.inference.kernels import gpu_kernels
+
+    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: gpu_kernels)
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda index: nullcontext()
+    )  # which megatron-core's stages enter
+    model = ms.models.HybridLM(small_config(16, torch.float32), seed=3)
+
+    def answers() -> list[list[int]]:
+        engine = small_engine(model=model, block_size_tokens=16, **TRITON_MODES[mode])
+        params = ms.SamplingParams(num_tokens_to_generate=3)
+        prompts = [PROMPTS[0], PROMPTS[2]]
+        return [result.tokens for _ in range(2) for result in engine.generate(prompts, params)]
+
+    plain = answers()
+    with poisoned():
+        assert answers() == plain
 
 
 def test_a_field_that_is_not_filled_shows(monkeypatch: pytest.MonkeyPatch) -> None:
