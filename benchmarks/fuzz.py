@@ -29,7 +29,7 @@ from fuzz_watch import Hang, TooMuchMemory, resident_mib, watched
 
 SOURCES: list[Callable[[Path], list[Target]]] = [fuzz_files.targets, fuzz_bytes.targets]
 """Where targets come from, each as a function of a folder that they may write to."""
-WEIGHTS: dict[str, float] = {**fuzz_files.WEIGHTS}
+WEIGHTS: dict[str, float] = {**fuzz_files.WEIGHTS, **fuzz_bytes.WEIGHTS}
 """Shares of the inputs of slow targets; 1 for the others."""
 _SHOWN = 3
 """So many findings of a kind are shown."""
