@@ -180,6 +180,19 @@ def test_every_fault_of_the_megatron_table_has_the_tests_that_it_names() -> None
             assert any(f"def test_fault_{int(number):02d}_" in source for source in sources), (number, folder)
 
 
+def test_every_disaster_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs/disasters.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) >= 12
+    for number, _, where, tests in rows:
+        assert re.search(r"\w #\d+", where), f"disaster {number} names no thread"
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", tests)
+        assert named, f"disaster {number} names no test"
+        for file, name in named:
+            assert f"def {name}(" in (ROOT / file).read_text(), f"disaster {number}: {file} has no {name}"
+
+
 def test_every_benchmark_is_on_the_page_of_benchmarks() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     scripts = [file for file in FILES if re.fullmatch(r"benchmarks/\w+\.py", file)]

@@ -189,10 +189,12 @@ class Guarded:
         return {slot for of in names for slot in self.arguments[of].flatten().tolist() if slot >= 0}
 
 
-def functions(name: str) -> dict[str, Any]:
+def function_of(which: str, name: str) -> Any:
+    if which == "reference":
+        return getattr(reference, name)
     from mambaslots.inference.kernels import gpu_kernels
 
-    return {"reference": getattr(reference, name), "triton": getattr(gpu_kernels, name)}
+    return getattr(gpu_kernels, name)
 
 
 WHERE = [
@@ -203,7 +205,6 @@ WHERE = [
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
-@pytest.mark.usefixtures("one_fla_configuration")
 @pytest.mark.parametrize("name", list(TABLE))
 @pytest.mark.parametrize(("which", "on"), WHERE)
 def test_indices_of_minus_one_are_passed_over_by_every_kernel(
@@ -212,12 +213,15 @@ def test_indices_of_minus_one_are_passed_over_by_every_kernel(
     name: str,
     recorded: dict[str, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Each index alone, and all: nothing beside a pool is read or written, and no slot that is not named."""
     device = kernel_device(on) if which == "triton" else torch.device(on)
+    if which == "triton":
+        request.getfixturevalue("one_fla_configuration")  # imports fla-core
     if device.type == "cpu":  # kernels of others enter the device of their tensors
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    known, function = TABLE[name], functions(name)[which]
+    known, function = TABLE[name], function_of(which, name)
     plain = Guarded(recorded[name], known, device)
     plain.call(function)
     plain.check_guards()

@@ -28,7 +28,7 @@ def whole(num_tokens: int) -> int:
     return num_tokens // BLOCK * BLOCK
 
 
-@pytest.mark.sampled(k=(1, 3, 8))
+@pytest.mark.sampled(k=(3, 8))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", list(DRAFTERS))
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 8, 9])
@@ -45,7 +45,7 @@ def test_repeats_extensions_and_forks_at_every_residue_with_drafts(k: int, draft
         (extended,) = serve_checked(engine, [history + random_tokens(3, seed=81)], length)
         assert extended.num_resumed_tokens == whole(len(history) - 1)  # the last token is not computed
         assert_cached_states(engine.context)
-        for cut in thinned(range(1, len(history)), every=11):  # a fork of a fork has the branch's state
+        for cut in thinned(range(1, len(history)), every=17):  # a fork of a fork has the branch's state
             fork = history[:cut] + random_tokens(4, seed=82 + cut)
             (result,) = serve_checked(engine, [fork], 3)
             assert result.num_resumed_tokens % BLOCK == 0
