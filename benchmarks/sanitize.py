@@ -15,8 +15,8 @@ synccheck   wrong use of barriers
 
 Parts run at once, up to --jobs of them, each in a process of its own under one tool, and print their lines
 when they end. All but "graphs" run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an
-allocation of its own and an access one number beyond it is seen; no graph can be captured so. The project's own kernels
-alone are checked, by their names; `--all-kernels` checks those of libraries, too. initcheck always does: it
+allocation of its own and an access one number beyond it is seen; no graph can be captured so. The project's
+own kernels alone are checked, by their names; `--all-kernels` checks those of libraries, too. initcheck always does: it
 knows of no write of a kernel that it does not check. Reports are counted by the kernel that they name.
 
 `sanitized_plants.py` breaks, for each tool, what the tool watches over, in the same run. It also reads with a
@@ -319,8 +319,8 @@ def show(outcomes: Sequence[Outcome], ours: set[str]) -> int:
         whole = sum(outcome.is_whole for outcome in checked)
         print(
             f"{tool}: {passed} tests passed in {len(checked)} parts, {whole} of them whole; {about_ours} "
-            f"reports about the project's kernels, {counts.total() - about_ours} about libraries'; the planted "
-            f"fault is {'reported' if seen else 'NOT reported'}"
+            f"reports about the project's kernels, {counts.total() - about_ours} about libraries'; the "
+            f"planted fault is {'reported' if seen else 'NOT reported'}"
         )
     print("sanitized:", f"{num_faults} faults" if num_faults else "no faults")
     return int(num_faults > 0)
