@@ -16,8 +16,9 @@ synccheck   wrong use of barriers
 Parts run at once, up to --jobs of them, each in a process of its own under one tool, and print their lines
 when they end. All but "graphs" run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an
 allocation of its own and an access one number beyond it is seen; no graph can be captured so. The project's
-own kernels alone are checked, by their names; `--all-kernels` checks those of libraries, too. initcheck always does: it
-knows of no write of a kernel that it does not check. Reports are counted by the kernel that they name.
+own kernels alone are checked, by their names; `--all-kernels` checks those of libraries, too. initcheck
+always does: it knows of no write of a kernel that it does not check. Reports are counted by the kernel that
+they name.
 
 `sanitized_plants.py` breaks, for each tool, what the tool watches over, in the same run. It also reads with a
 kernel of its own what a product of cuBLAS has written: where initcheck reports that, its reports of "models"
