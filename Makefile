@@ -23,7 +23,7 @@ IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_pa
 BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py ssd_shapes.py specialisation.py \
   crowd_rows.py crowd_engines.py crowd_cases.py serving_models.py serving_limits.py serving_prefill.py serving_decode.py \
   serving_conversations.py serving_trace.py serving_report.py serving_plot.py bits_answers.py bits_bench.py bits_conditions.py \
-  bits_costs.py bits_drafters.py bits_traffic.py bits_table.py sanitized_plants.py),$(wildcard benchmarks/*.py))
+  bits_costs.py bits_drafters.py bits_traffic.py bits_table.py sanitized_plants.py sanitized_tests.py),$(wildcard benchmarks/*.py))
 
 .PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint bench clean
 

@@ -33,10 +33,13 @@ extern "C" __global__ void planted_barrier(float* out) {
 
 
 def plant(tool: str) -> Tensor:
-    """One launch that breaks what `tool` watches over."""
+    """One launch that breaks what `tool` watches over; "product" reads what cuBLAS has written."""
     device = torch.device("cuda")
     out = torch.zeros(64, device=device)
-    if tool == "memcheck":  # one number beyond a whole allocation
+    if tool == "product":
+        factors = [torch.ones(64, 64, dtype=torch.bfloat16).to(device) for _ in range(2)]
+        planted_kernel[(1,)](out, factors[0] @ factors[1], 64, BLOCK=64)
+    elif tool == "memcheck":  # one number beyond a whole allocation
         size = 1 << 19
         source = torch.zeros(size, device=device)
         planted_kernel[(1,)](out, source[size - 63 :], 64, BLOCK=64)
@@ -50,7 +53,7 @@ def plant(tool: str) -> Tensor:
 
 if __name__ == "__main__":
     parser = make_parser(__doc__)
-    parser.add_argument("tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
+    parser.add_argument("tool", choices=("memcheck", "racecheck", "initcheck", "synccheck", "product"))
     plant(parser.parse_args().tool)
     torch.cuda.synchronize()
     print("launched")

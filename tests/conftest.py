@@ -51,11 +51,11 @@ def _start_poison(config: pytest.Config, test_id: str = "") -> None:
     config.stash[POISON][1].__enter__()
 
 
-@pytest.fixture(autouse=True)
-def _poison_of_a_test(request: pytest.FixtureRequest) -> None:
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which may build engines
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """With `--poison`, some tests run with less of it; see `oracle.poisoned_session.EXCEPTIONS`."""
-    if POISON in request.config.stash:
-        _start_poison(request.config, request.node.nodeid)
+    if POISON in item.config.stash:
+        _start_poison(item.config, item.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)
