@@ -145,8 +145,8 @@ class World:
 
 def small_world(random: Random, turn: int, folder: Path) -> World:
     """A float64 engine on the CPU. `turn`: by it kinds of models, and of stored states, take turns."""
-    kind = list(KINDS)[turn % len(KINDS)]
-    encoded = random.choice(["int8", "int8", "bfloat16"]) if turn % 4 == 1 else None
+    kind = list(KINDS)[(turn + turn // 12) % len(KINDS)]
+    encoded = ["int8", "bfloat16"][turn // 4 % 2] if turn % 4 == 1 else None
     with kind_of_model(kind):
         config = small_config()
     versions = [HybridLM(config, seed=11 + version) for version in range(NUM_VERSIONS)]
@@ -180,6 +180,8 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
         settings["num_mamba_slots"] = random.choice([1, 2, 3, 6, 15, 40])
     if encoded is None:
         settings |= _tiers(random, model.state_spec(), block, folder)
+    if turn % 4 == 2:
+        settings |= _deep_tiers(random, model.state_spec(), folder)
     drafter = _drafter(random, 256) if drafts else None
     engine = ms.DynamicInferenceEngine(model, ms.InferenceConfig(**settings), drafter=drafter)
     copies = _make_faulty(engine, random, FaultyCopies)
@@ -286,6 +288,20 @@ def _tiers(random: Random, spec: ms.HybridStateSpec, block: int, folder: Path) -
     if num_disk:
         tiers |= {"disk_cache_gb": num_disk * spec.slot_bytes / GIGABYTE, "disk_cache_path": str(folder)}
     return tiers
+
+
+def _deep_tiers(random: Random, spec: ms.HybridStateSpec, folder: Path) -> dict[str, Any]:
+    """Few slots, much KV, and room below: most states leave, and come back."""
+    return {
+        "num_mamba_slots": random.choice([1, 2, 3]),
+        "num_kv_blocks": 200,
+        "total_gb": None,
+        "prefix_caching_eviction_policy": random.choice(["value", "lru"]),
+        "host_cache_gb": random.choice([1, 3]) * spec.slot_bytes / GIGABYTE,
+        "host_cache_min_tokens": 1,
+        "disk_cache_gb": 60 * spec.slot_bytes / GIGABYTE,
+        "disk_cache_path": str(folder),
+    }
 
 
 def _make_faulty(

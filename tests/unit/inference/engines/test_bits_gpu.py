@@ -16,14 +16,6 @@ GROUPS = (
     "graphs", "together", "engine",
 )  # fmt: skip
 """Of `bits_conditions.CONDITIONS`; a second process is the benchmark's own."""
-HYBRID = {
-    "vocab_size": 1000, "hidden_size": 512, "mamba_num_heads": 16, "mamba_head_dim": 64,
-    "mamba_num_groups": 2, "mamba_state_dim": 128, "conv_kernel": 4, "ssd_chunk_size": 128,
-    "delta_num_key_heads": 2, "delta_key_dim": 128, "delta_num_value_heads": 4, "delta_value_dim": 128,
-    "delta_chunk_size": 64,
-    "num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 128, "mlp_hidden_size": 1024,
-}  # fmt: skip
-"""Heads of real sizes."""
 PATTERNS = {"Mamba-2": "M-*-M-", "delta net": "G-*-G-", "mix": "M-G*C-M"}
 MODELS = (*PATTERNS, "float16", "Nemotron-H-8B", "Qwen3.5-4B")
 
@@ -32,6 +24,7 @@ def served_model(name: str) -> Any:
     """A `ServingModel` of few layers."""
     import mambaslots as ms
     from serving_models import TINY, ServingModel, build
+    from soak_worlds import BITS_MODEL
 
     device = torch.device("cuda")
     if name not in PATTERNS and name != "float16":
@@ -39,7 +32,7 @@ def served_model(name: str) -> Any:
         served.serve()
         return served
     dtype = torch.float16 if name == "float16" else torch.bfloat16
-    config = ms.models.HybridConfig(pattern=PATTERNS.get(name, PATTERNS["mix"]), dtype=dtype, **HYBRID)
+    config = ms.models.HybridConfig(pattern=PATTERNS.get(name, PATTERNS["mix"]), dtype=dtype, **BITS_MODEL)
     model = ms.models.HybridLM(config, seed=0, device=device)
     return ServingModel(name, device, TINY, model, [], model.lm_head, 0, 0)
 
