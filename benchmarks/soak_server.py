@@ -46,6 +46,7 @@ REQUIRED_EVENTS = {
     )
 }  # fmt: skip
 """What must happen in some minutes."""
+GONE = ("left at once", "left before a token", "left in the middle")
 ADMIN = "the-key-of-the-operator"
 
 
@@ -73,7 +74,7 @@ def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.
         seed=random.randrange(2**31),
         salt_key=b"the key of all replicas",
     )
-    config = with_tier(config, model, random.choice([0, 2, 30]), random.choice([1, block, 2 * block]))
+    config = with_tier(config, model, random.choice([0, 8, 40]), random.choice([1, 1, block]))
     if config.host_cache_gb and random.random() < 0.4:
         config = replace(config, disk_cache_gb=config.host_cache_gb, disk_cache_path=folder)
     return config
@@ -105,9 +106,8 @@ class Operator:
         self._pins: list[Any] = []
         rare: list[Callable[[], None]] = [self._reset] if "cancelled" in world.may_refuse else []
         pins: list[Callable[[], None]] = [self._pin, self._unpin] if "capacity" in world.may_refuse else []
-        self._operations: list[Callable[[], None]] = [
-            *[self._change_weights] * 2, self._suspend, self._forget, *[self._check] * 2, *pins, *pins, *rare,
-        ]  # fmt: skip
+        drops = [*[self._change_weights] * 2, self._suspend, self._forget, *rare]
+        self._operations: list[Callable[[], None]] = [*drops, *([self._check, *pins] * len(drops))]
 
     def work(self) -> None:
         """Operate until the time is over."""
@@ -264,7 +264,9 @@ def check_metrics(
     accounted = of("mambaslots_resumed_prompt_tokens_total")[""] + sum(
         of("mambaslots_computed_prompt_tokens_total").values()
     )
+    num_left = sum(number for one in asking for what, number in one.tally.events.items() if what in GONE)
     wrong = {
+        "requests of clients that left are not cancelled": num_left > 5 and not ended["cancelled"],
         "requests that were added have not ended": added != sum(ended.values()),
         "fewer answers than clients have got": whole < complete,
         "more requests than clients have sent": added > complete + unknown,
