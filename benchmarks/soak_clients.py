@@ -89,6 +89,13 @@ class World:
         salt = {} if query.salt is None else {"x-cache-salt": query.salt}
         return JSON | self.of_tenant(query.tenant) | salt
 
+    def sent(self, query: Query) -> bytes:
+        """What a connection carries for a request."""
+        body = json.dumps(query.body).encode()
+        headers = self.headers(query) | {"host": "x", "content-length": str(len(body))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"POST {query.path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
     def of_tenant(self, tenant: str) -> dict[str, str]:
         return {"authorization": f"Bearer {self.keys[tenant]}"} if self.keys else {}
 
@@ -241,9 +248,7 @@ class Client:
         query.body |= {"stream": True, "max_tokens": self._random.choice([room // 2, room])}
         query.body.pop("stop", None)
         body = json.dumps(query.body).encode()
-        headers = self._world.headers(query) | {"host": "x", "content-length": str(len(body))}
-        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        sent = f"POST {query.path} HTTP/1.1\r\n{head}\r\n".encode() + body
+        sent = self._world.sent(query)
         when = self._random.choice(["within the body", "at once", "before a token", "in the middle"])
         self.tally.events[f"left {when}"] += 1
         self.num_unknown += query.num_answers * (when != "within the body")
