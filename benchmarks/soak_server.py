@@ -84,6 +84,13 @@ def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.
     return config
 
 
+def new_world(random: Random, until_s: float, name: str) -> World:
+    """What clients know, of a server that has no port yet; with tenants, or open to everybody."""
+    keys = {"alice": "key-a", "bob": "key-b"} if random.random() < 0.7 else {}
+    talk = Talk(Random(random.random()), list(keys) or ["default"])
+    return World(0, keys, ADMIN if keys else None, talk, until_s, name)
+
+
 @contextmanager
 def lossless_encoding(config: ms.InferenceConfig, is_wanted: bool) -> Iterator[ms.InferenceConfig]:
     """Settings under which durable states are a store of their own, which rounds nothing; or as they are."""
@@ -205,14 +212,12 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
     models = [model_of(kind, version) for version in range(NUM_VERSIONS)]
     model = model_of(kind, 0)
     begun = time.monotonic()
-    keys = {"alice": "key-a", "bob": "key-b"} if random.random() < 0.7 else {}
-    talk = Talk(Random(random.random()), list(keys) or ["default"])
-    world = World(0, keys, ADMIN if keys else None, talk, begun + 0.5 * seconds, name)
+    world = new_world(random, begun + 0.5 * seconds, name)
     for code, share in (("capacity", 0.4), ("cancelled", 0.2), ("timeout", 0.15)):
         if random.random() < share:
             world.may_refuse.add(code)
     settings = ServerSettings(
-        model_name="soak", api_keys=keys, admin_key=world.admin_key, max_body_bytes=MAX_BODY_BYTES,
+        model_name="soak", api_keys=world.keys, admin_key=world.admin_key, max_body_bytes=MAX_BODY_BYTES,
         max_waiting_requests=random.randint(3, 6), drain_timeout_s=random.choice([0.0, 0.05, 5.0]),
         request_timeout_s=random.choice([0.2, 0.5]) if "timeout" in world.may_refuse else 60.0,
     )  # fmt: skip
