@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 from ..distributed.routing.event_bytes import decode_events, encode_events
 from ..distributed.routing.state_events import StateEvents
+from ..validation import shown
 
 _LOG_LENGTH = 4096
+_LOG_BYTES = 64 * 2**20
+"""Readers further behind get snapshots."""
 _FORGET_AFTER_S = 30.0
 _LIVELY_S = 3.0
 """Replicas give a sign of life every second."""
@@ -80,7 +83,8 @@ class StateChannel:
     def __init__(self) -> None:
         self._instance = secrets.token_hex(8)
         self._version = 0
-        self._log: deque[bytes] = deque(maxlen=_LOG_LENGTH)
+        self._log: deque[bytes] = deque()
+        self._log_bytes = 0
         self._held: dict[str, _Held] = {}
         self._orders: dict[str, list[HandOver]] = {}
         self._changed = asyncio.Event()
@@ -88,11 +92,16 @@ class StateChannel:
     # ---- for replicas
 
     async def publish(self, replica: str, events: Sequence[bytes] = ()) -> Orders:
-        """Take events of a replica; a call without events says that the replica is there."""
+        """Take events of a replica; a call without events says that the replica is there.
+
+        Raises:
+            ValueError: `events` are no events, or those of another replica; nothing has changed.
+        """
+        decoded = [_events_of(replica, encoded) for encoded in events]
         self._forget_silent()
         in_order = True
-        for encoded in events:
-            in_order = self._take(decode_events(encoded), encoded) and in_order
+        for one, encoded in zip(decoded, events, strict=True):
+            in_order = self._take(one, encoded) and in_order
         held = self._held.get(replica)
         if held is not None:
             held.heard_s = time.monotonic()
@@ -164,6 +173,9 @@ class StateChannel:
         held.keys.update(events.inserted)
         held.keys.difference_update(events.removed)
         self._log.append(encoded)
+        self._log_bytes += len(encoded)
+        while len(self._log) > _LOG_LENGTH or self._log_bytes > _LOG_BYTES:
+            self._log_bytes -= len(self._log.popleft())
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
@@ -183,3 +195,11 @@ class StateChannel:
         for name in [name for name, held in self._held.items() if held.heard_s < horizon]:
             del self._held[name]
             self._orders.pop(name, None)
+
+
+def _events_of(replica: str, encoded: bytes) -> StateEvents:
+    """The events in these bytes; ValueError where `replica` tells of another one's states."""
+    events = decode_events(encoded)
+    if events.replica != replica:
+        raise ValueError(f"events.replica is {shown(events.replica)}; accepted: {shown(replica)}, who tells")
+    return events

@@ -20,7 +20,7 @@ ROOMS = (
     "state_spec", "state_encoding", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params",
     "cache_stats",
     "inference.policies", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
-    "checkpoint_files", "errors", "brief_repr", "validation", "version",
+    "checkpoint_files", "regular_file", "errors", "brief_repr", "validation", "version",
 )  # fmt: skip
 
 PUBLIC_PACKAGES = {

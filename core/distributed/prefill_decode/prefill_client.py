@@ -164,11 +164,12 @@ class PrefillClient:
             if one is not None:
                 one.report, one.computed_s, one.received_s = report, computed_s, time.perf_counter()
         elif "sent" in message:
-            one = self._pending.pop(integer("sent", message["sent"]), None)
-            num_bytes = integer("bytes", message.get("bytes"), 0)
+            number, num_bytes = integer("sent", message["sent"]), integer("bytes", message.get("bytes"), 0)
+            one = self._pending.get(number)
             if one is not None:
-                if one.report is None:
+                if one.report is None:  # `_forget` answers what is pending
                     raise PeerLostError("it says that it has sent what did not come")
+                del self._pending[number]
                 _resolve(one, _described(one, one.report, num_bytes))
         elif "refused" in message:
             one = self._pending.pop(integer("refused", message["refused"]), None)

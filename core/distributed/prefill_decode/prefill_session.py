@@ -51,6 +51,8 @@ class PrefillSession:
                             computing.cancel()
                     else:
                         number, prefix = _asked(message)
+                        if number in self._computing:
+                            raise ValueError(f"prefill is {number}; accepted: a number that is not under way")
                         self._computing[number] = tasks.create_task(self._prefill(number, prefix))
                 except (KeyError, ValueError) as error:
                     raise PeerLostError(f"it asks for what is no prefix: {error}") from error

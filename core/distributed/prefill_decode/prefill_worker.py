@@ -131,7 +131,7 @@ class PrefillWorker:
         """Serve one decode engine until it is lost."""
         try:
             hello = await stream.receive(_HELLO_TIMEOUT_S)
-            if not secrets.compare_digest(str(hello.get("secret")).encode(), self._secret.encode()):
+            if not secrets.compare_digest(_text(hello.get("secret")), self._secret.encode()):
                 raise PeerLostError("it does not know the secret in the store")
             name = f"{self._name}/{self._secret}/{next(self._numbers)}"
             async with engine_channel(server.call, self._store, name, "source", self._timeout_s) as channel:
@@ -147,6 +147,11 @@ class PrefillWorker:
             logger.warning("mambaslots: a decode engine is not served any more", exc_info=failed)
         finally:
             stream.close()
+
+
+def _text(value: object) -> bytes:
+    """What a peer says as bytes; JSON may hold half a surrogate pair, which UTF-8 does not."""
+    return str(value).encode("utf-8", "backslashreplace")
 
 
 def _nothing(engine: DynamicInferenceEngine) -> None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from ...validation import INT64_MAX, integer
 from .state_events import StateEvents
 
+MAX_REPLICAS = 1024
+"""A hash may take a bit for each replica, so that names without end would take memory without end."""
+
 
 @dataclass(slots=True)
 class _Replica:
@@ -26,6 +29,8 @@ class StateIndex:
     What the index holds of a replica is what the replica held at one moment: after the last message without
     a gap before it. A lookup costs O(blocks of the prompt), whatever the number of replicas: each hash has
     one integer, with a bit for each replica that holds it.
+
+    What a replica beyond `MAX_REPLICAS` tells is ignored, until another one is forgotten.
 
     Attributes:
         max_keys: so many hashes are held at most. Further ones are ignored, which costs misses.
@@ -71,6 +76,9 @@ class StateIndex:
         if not begins and not (same_epoch and events.sequence == least):
             return False
         if known is _UNKNOWN:
+            if len(self._replicas) >= MAX_REPLICAS:
+                self.num_ignored += len(events.inserted)
+                return True
             known = self._new_replica(events.replica)
         removed = known.keys.difference(events.inserted) if begins else events.removed
         self._remove(known, removed)

@@ -74,7 +74,8 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
         The part; its tensors share no memory with `data`.
 
     Raises:
-        TransferError: `data` is truncated, altered, or of another format version.
+        TransferError: `data` is truncated, altered, of another format version, or holds NaN or infinite
+            numbers.
         ValueError: `data` is no bytes.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -94,6 +95,7 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
     shard.check()
     if tensors["hashes"].tolist() != list(shard.forest.keys):
         raise TransferError("hashes are not those of the export's roots and tokens")
+    _check_finite(shard)
     return shard
 
 
@@ -126,6 +128,13 @@ def _check_checksum(data: bytes, expected: str) -> None:
             f"sha256 is {shown(expected)} by the header, {unsigned.hexdigest()} by the {len(data)} bytes: "
             "the export is truncated or altered"
         )
+
+
+def _check_finite(shard: PrefixShard) -> None:
+    """TransferError for a number that no model takes further: the request that resumes there would end."""
+    for name, tensor in shard.tensors.items():
+        if not all(torch.isfinite(layer).all() for layer in tensor):
+            raise TransferError(f"{name} holds NaN or an infinite number; accepted: finite numbers")
 
 
 def _shard(export: object, tensors: dict[str, Tensor]) -> PrefixShard:

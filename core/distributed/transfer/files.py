@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...regular_file import read_regular
 from ...validation import shown
 from ..all_ranks import Attempt, Notes
 from .cache_access import CacheAccess
@@ -152,7 +153,7 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
 def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> ReceivedShard:
     """The part `own_shard` of the set in `folder`; reads only the files that are needed."""
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = read_regular(folder / MANIFEST)
     except OSError as error:
         raise TransferError(f"directory is {str(folder)!r}: {error}; accepted: one that has a set") from error
     manifest = Manifest.from_bytes(text)
@@ -163,7 +164,7 @@ def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> Rece
     for index, part in sources_for(shards, own_shard).items():
         entry = manifest.entries[index]
         try:
-            data = (folder / entry.file).read_bytes()
+            data = read_regular(folder / entry.file)
         except OSError as error:
             raise TransferError(f"{entry.file} of the set cannot be read: {error}") from error
         try:

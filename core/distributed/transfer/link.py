@@ -28,6 +28,7 @@ CHUNK_BYTES = 64 << 20
 """The size of the chunks that a message goes in: a receiver allocates one chunk more than has arrived."""
 MAX_MESSAGE_BYTES = 1 << 32
 _MAX_REFUSAL_BYTES = 1 << 20
+_MAX_REASON_LETTERS = 2000
 _SEAL_BYTES = 32  # of the SHA-256 before the values of a message
 STORE_KEYS = ("here/0", "here/1", "0/0", "0/1")
 """The keys that a link leaves in its store: each side is there, and gloo's addresses."""
@@ -171,7 +172,7 @@ def check_not_refused(message: bytes) -> None:
     with suppress(ValueError, RecursionError):
         found = json.loads(message[_SEAL_BYTES:])
     if isinstance(found, dict) and found.keys() == {"failure"}:
-        raise RefusedError(str(found["failure"]))
+        raise RefusedError(str(found["failure"])[:_MAX_REASON_LETTERS])
 
 
 def _is_sealed(message: bytes) -> bool:

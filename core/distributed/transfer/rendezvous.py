@@ -24,6 +24,8 @@ from .shard import sources_for
 
 Side = Literal["source", "destination"]
 OTHER_SIDE: dict[Side, Side] = {"source": "destination", "destination": "source"}
+PROTOCOL_VERSION = 1
+"""Of the messages and the order in which they go; rises with every change. Another one is refused."""
 _MAX_RANKS = 1 << 20
 GRACE_S = 1.0
 """How long after the deadline a rank still waits for its thread, which can say why nothing came."""
@@ -60,6 +62,7 @@ class Hello:
     def to_bytes(self) -> bytes:
         """The hello as JSON; `from_bytes` reads it."""
         values = {
+            "protocol": PROTOCOL_VERSION,
             "id": self.id,
             "ranks": self.num_ranks,
             "format": self.format.to_json(),
@@ -71,7 +74,10 @@ class Hello:
     @classmethod
     def from_bytes(cls, data: bytes) -> "Hello":
         """The hello that `to_bytes` encoded; ValueError or RecursionError for anything else."""
-        found = json_object("hello", json.loads(data), {"id", "ranks", "format", "shard", "nccl"})
+        values = json.loads(data)
+        if isinstance(values, dict):  # first: another version has other fields
+            _check_protocol(values.get("protocol"))
+        found = json_object("hello", values, {"protocol", "id", "ranks", "format", "shard", "nccl"})
         form, shard, nccl = (
             PrefixFormat.from_json(found["format"]),
             shard_from_json(found["shard"]),
@@ -91,6 +97,13 @@ class Hello:
             form,
             shard,
             None if nccl is None else NcclFacts(*nccl),
+        )
+
+
+def _check_protocol(version: object) -> None:
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise ValueError(
+            f"protocol is {shown(version)}; accepted: {PROTOCOL_VERSION}, of the release of mambaslots here"
         )
 
 

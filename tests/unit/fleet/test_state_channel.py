@@ -55,6 +55,21 @@ def test_a_channel_that_knows_nothing_asks_for_a_snapshot_and_a_late_reader_gets
     run(scenario())
 
 
+def test_a_replica_tells_of_its_own_states_alone() -> None:
+    """Else one replica could take the requests of another, or make routers forget its states."""
+
+    async def scenario() -> None:
+        channel, replica, liar = StateChannel(), Replica("a"), Replica("a", epoch=9)
+        await replica.tell(channel, replica.change({1, 2}, set()))
+        before = await channel.read("", 0, 0.0)
+        for lie in (liar.change({7}, set()), liar.snapshot(), b"no events"):
+            with pytest.raises(ValueError, match=r"events.replica is 'a'; accepted: 'b'|data has 9 bytes"):
+                await channel.publish("b", (Replica("b").change({3}, set()), lie))
+        assert await channel.read("", 0, 0.0) == before
+
+    run(scenario())
+
+
 def test_a_reader_waits_for_what_is_new_and_gets_it_once() -> None:
     async def scenario() -> None:
         channel, replica = StateChannel(), Replica("a")
@@ -71,10 +86,11 @@ def test_a_reader_waits_for_what_is_new_and_gets_it_once() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(("bound", "size"), [("_LOG_LENGTH", 4), ("_LOG_BYTES", 400), ("_LOG_BYTES", 1)])
 def test_a_reader_that_was_slow_or_knew_another_channel_gets_snapshots(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, bound: str, size: int
 ) -> None:
-    monkeypatch.setattr(state_channel, "_LOG_LENGTH", 4)
+    monkeypatch.setattr(state_channel, bound, size)
 
     async def scenario() -> None:
         channel, replica = StateChannel(), Replica("a")
@@ -82,6 +98,8 @@ def test_a_reader_that_was_slow_or_knew_another_channel_gets_snapshots(
         for instance, version in ((channel._instance, 3), ("another", 19), (channel._instance, 99)):
             (data,) = (await channel.read(instance, version, 0.0)).events
             assert set(decode_events(data).inserted) == replica.keys
+        assert sum(map(len, channel._log)) == channel._log_bytes
+        assert (len(channel._log) if bound == "_LOG_LENGTH" else channel._log_bytes) <= size
 
     run(scenario())
 

@@ -89,6 +89,21 @@ def test_an_impostor_costs_time_and_no_answer(place: Place, behaviour: str) -> N
     run(body())
 
 
+@pytest.mark.parametrize("behaviour", ["has sent what did not come", "has sent bytes that are no number"])
+def test_a_lie_ends_the_wait_at_once(place: Place, behaviour: str) -> None:
+    """The question that the lie answers is given up with all others, and does not wait for its timeout."""
+
+    async def body() -> None:
+        timeouts = {"timeout_s": 8.0, "silence_s": 6.0, "hand_over_timeout_s": 0.5}
+        async with place.impostor(BEHAVIOURS[behaviour]), place.server(engine_of(), **timeouts) as server:
+            began = time.monotonic()
+            await answers(server, [PROMPT])
+            assert time.monotonic() - began < 5.0
+            assert server.prefills.missed == 1
+
+    run(body())
+
+
 def test_a_worker_that_comes_later_is_found(place: Place) -> None:
     async def body() -> None:
         async with place.server(engine_of(), connects=False) as server:
@@ -131,7 +146,7 @@ def test_an_address_that_leads_nowhere(place: Place, address: str) -> None:
 
 
 ASKS = (
-    b"\xff\x00\n", b"[]\n", b"{}\n", b'{"secret": 3}\n', b'{"secret": "' + b"0" * 32 + b'"}\n', b"",
+    b"\xff\x00\n", b"[]\n", b"{}\n", b'{"secret": 3}\n', b'{"secret": "\\ud800"}\n', b'{"secret": "' + b"0" * 32 + b'"}\n', b"",
 )  # fmt: skip
 ASKS_LATER = (
     b"\xff\x00\n", b"{}\n", b'{"prefill": 0}\n', b'{"prefill": 0, "tokens": "x", "salt": null}\n',

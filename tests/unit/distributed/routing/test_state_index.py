@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mambaslots.distributed import StateEvents, StateIndex
+from mambaslots.distributed.routing import state_index
 
 NAMES = ("a", "b", "c")
 KEYS = st.lists(st.integers(1, 12), unique=True, max_size=6)
@@ -218,3 +219,16 @@ def test_a_snapshot_of_the_same_number_is_taken_up() -> None:
     assert index.apply(told)
     assert index.apply(replace(told, inserted=(2, 3)))
     assert index.keys_of("a") == {2, 3}
+
+
+def test_names_without_end_take_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_index, "MAX_REPLICAS", 3)
+    index = StateIndex()
+    for number in range(10):
+        assert index.apply(StateEvents(f"replica {number}", 1, 0, (1, number + 2)))
+    assert index.replicas == ["replica 0", "replica 1", "replica 2"]
+    assert index.num_ignored == 14
+    assert index.deepest([1]) == {"replica 0": 1, "replica 1": 1, "replica 2": 1}
+    index.forget("replica 1")
+    assert index.apply(StateEvents("replica 9", 1, 1, (1,), (), is_snapshot=True))
+    assert index.keys_of("replica 9") == {1}

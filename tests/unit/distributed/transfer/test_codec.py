@@ -1,6 +1,7 @@
 """An export's bytes: what is written comes back, and whatever else comes is refused."""
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -163,7 +164,7 @@ def forged(**changes: object) -> bytes:
     return signed(tensors, metadata | {"export": json.dumps(export)})
 
 
-def set_at(index: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def set_at(index: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
         tensor.view(-1)[index] = value
@@ -229,6 +230,9 @@ def set_at(index: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
         ({"ssm.0": lambda t: t[:, :, :1].contiguous()}, "ssm.0 is of shape"),
         ({"conv.1": lambda t: t.double()}, "conv.1 is of shape .*float64; accepted: .*float32"),
         ({"kv": lambda t: t.flatten()}, "kv is of shape"),
+        ({"kv": set_at(3, math.nan)}, "kv holds NaN or an infinite number; accepted: finite numbers"),
+        ({"ssm.0": set_at(-1, math.inf)}, "ssm.0 holds NaN"),
+        ({"delta.0": set_at(0, -math.inf)}, "delta.0 holds NaN"),
     ],
 )  # fmt: skip
 def test_forgeries_with_a_checksum_that_holds(changes: dict[str, object], text: str) -> None:

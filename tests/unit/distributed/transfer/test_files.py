@@ -236,6 +236,25 @@ def test_manifests_that_are_none(
     assert text in refused(engine_of(), tmp_path)
 
 
+@pytest.mark.parametrize("what", ["pipe", "device", "directory"])
+@pytest.mark.parametrize("name", [manifest.MANIFEST, "prefixes-*.safetensors"])
+def test_what_is_no_file_is_not_waited_for(
+    source: ms.DynamicInferenceEngine, tmp_path: Path, name: str, what: str
+) -> None:
+    """A pipe that nobody writes to would keep all ranks; a device would fill the memory."""
+    save_prefixes(source, tmp_path)
+    (path,) = tmp_path.glob(name)
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/null")
+    else:
+        path.mkdir()
+    expected = "directory" if what == "directory" else "is no regular file"
+    assert expected in refused(engine_of(), tmp_path)
+
+
 class PathOfBytes(os.PathLike[bytes]):
     def __fspath__(self) -> bytes:
         return b"bytes"

@@ -109,6 +109,15 @@ def test_other_weights(
     assert left_over(host) == []
 
 
+@pytest.mark.parametrize("protocol", [2, None, "1", True])
+def test_another_protocol_is_refused_by_name(host: Any, protocol: object) -> None:
+    """What another release says is not read on: its messages may mean something else."""
+    hello = json.dumps({"protocol": protocol, "of": "another release"})
+    client(host).set("mambaslots/handover/a to b/source/0", hello)
+    failure = receive_prefixes(engine_of(), client(host), "a to b", timeout_s=5.0).failure
+    assert f"rank 0 of the source is no rank of a hand-over: protocol is {protocol!r}; accepted: 1" in failure
+
+
 def test_a_piece_altered_on_the_way(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
