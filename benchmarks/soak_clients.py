@@ -15,7 +15,7 @@ from typing import Any
 from malformed_bodies import COMPLETIONS, JSON, Malformed
 from server_fuzz import fault_of
 from soak_model import random_text
-from soak_requests import Choice, Query, Record, Talk, wrong_form
+from soak_requests import LONGEST, Choice, Query, Record, Talk, wrong_form
 from soak_tally import RoundTally
 
 PATIENCE_S = 60.0
@@ -89,6 +89,13 @@ class World:
         salt = {} if query.salt is None else {"x-cache-salt": query.salt}
         return JSON | self.of_tenant(query.tenant) | salt
 
+    def sent(self, query: Query) -> bytes:
+        """What a connection carries for a request."""
+        body = json.dumps(query.body).encode()
+        headers = self.headers(query) | {"host": "x", "content-length": str(len(body))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"POST {query.path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
     def of_tenant(self, tenant: str) -> dict[str, str]:
         return {"authorization": f"Bearer {self.keys[tenant]}"} if self.keys else {}
 
@@ -134,6 +141,7 @@ class Client:
             action()
         except RefusedError as refusal:
             self.tally.events[f"refused: {refusal.code}"] += 1
+            time.sleep(self._random.uniform(0.0, 0.1))
             known = REFUSALS.get(refusal.code or "") == refusal.status
             if not (known and (refusal.code in self._world.may_refuse or self._world.is_closing)):
                 self.note_fault(f"a good request was refused: {refusal}")
@@ -171,12 +179,13 @@ class Client:
             self.note_fault(f"{fault}; asked {json.dumps(query.body)[:600]}")
             return usage
         world.talk.note(query, choices)
+        cached = 0
         if usage is not None:
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             self.tally.hits += cached > 0
             self.tally.resumed_tokens += cached
         if begun == world.weights.num_changes and begun % 2 == 0:
-            self.records.append(Record(query, choices, version, world.name))
+            self.records.append(Record(query, choices, version, cached, world.name))
         return usage
 
     def _answered(self, query: Query) -> tuple[list[Choice], dict[str, Any] | None]:
@@ -235,11 +244,11 @@ class Client:
     def _leave(self) -> None:
         """Ask, and go away: within the body, before an answer, or in the middle of it."""
         query = self._world.talk.draw(self._random)
-        query.body |= {"stream": True, "max_tokens": self._random.choice([24, 32])}
+        room = LONGEST - max(map(len, query.prompts))
+        query.body |= {"stream": True, "max_tokens": self._random.choice([room // 2, room])}
+        query.body.pop("stop", None)
         body = json.dumps(query.body).encode()
-        headers = self._world.headers(query) | {"host": "x", "content-length": str(len(body))}
-        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        sent = f"POST {query.path} HTTP/1.1\r\n{head}\r\n".encode() + body
+        sent = self._world.sent(query)
         when = self._random.choice(["within the body", "at once", "before a token", "in the middle"])
         self.tally.events[f"left {when}"] += 1
         self.num_unknown += query.num_answers * (when != "within the body")

@@ -35,8 +35,7 @@ from soak_checks import LOGGED, check_end, compare, counts_of, quiet, watched_ro
 from soak_clients import World, clients
 from soak_hand_overs import FAULTS, Places, small_pieces
 from soak_model import KINDS, NUM_VERSIONS, TOLERANCE, Oracle, loaded_of, model_of
-from soak_requests import Talk
-from soak_server import ADMIN, lossless_encoding, random_config
+from soak_server import lossless_encoding, new_world, random_config
 from soak_tally import RoundTally
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -337,9 +336,7 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
     models = [model_of(kind, version) for version in range(NUM_VERSIONS)]
     own = [model_of(kind, 0) for _ in range(2)]
     begun = time.monotonic()
-    keys = {"alice": "key-a", "bob": "key-b"} if random.random() < 0.7 else {}
-    talk = Talk(Random(random.random()), list(keys) or ["default"])
-    world = World(0, keys, ADMIN if keys else None, talk, begun + 0.5 * seconds, name)
+    world = new_world(random, begun + 0.5 * seconds, name)
     world.may_refuse |= {"no_replica", "cancelled"}
     tiers = Random(random.random())
     with ExitStack() as stack:
@@ -364,7 +361,7 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
             random=Random(random.random()),
         )
         settings = {
-            "model_name": "soak", "api_keys": keys, "admin_key": world.admin_key,
+            "model_name": "soak", "api_keys": world.keys, "admin_key": world.admin_key,
             "max_body_bytes": MAX_BODY_BYTES, "max_waiting_requests": random.randint(3, 6),
         }  # fmt: skip
         with serving_replicas(replicas, loaded_of(own[0]), config, **settings) as served:
@@ -376,8 +373,9 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
                     served.do(operator.act)
                     time.sleep(random.uniform(0.0, 0.2))
             quiet(replicas.stats, name, tally)
+            wrong = served.do(replicas.settle)
             served.do(operator.hand_over_at_last)
-            tally.mismatches += [f"{name}: {text}" for text in served.do(replicas.settle)]
+            tally.mismatches += [f"{name}: {text}" for text in (*wrong, *served.do(replicas.settle))]
             left = places.close()
             if left:
                 tally.mismatches.append(f"{name}: left in the store: {left}")

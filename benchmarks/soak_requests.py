@@ -122,17 +122,18 @@ class Talk:
         tenants: who asks.
         texts: the beginnings of prompts.
         answers: texts of the last answers; stop strings are taken from them.
-        conversations: chats that may go on.
+        conversations, prompts: chats that may go on, and prompts that come again.
     """
 
     random: Random
     tenants: Sequence[str]
     texts: list[str] = field(init=False)
     answers: deque[str] = field(default_factory=lambda: deque(["ab", "e"], maxlen=20))
-    conversations: deque[Conversation] = field(default_factory=lambda: deque(maxlen=12))
+    conversations: deque[Conversation] = field(default_factory=lambda: deque(maxlen=6))
+    prompts: deque[str] = field(default_factory=lambda: deque(maxlen=6))
 
     def __post_init__(self) -> None:
-        self.texts = [random_text(self.random, 240) for _ in range(3)]
+        self.texts = [random_text(self.random, 200) for _ in range(3)]
 
     def draw(self, random: Random) -> Query:
         """A request that repeats, extends or forks others, or a new one."""
@@ -153,8 +154,13 @@ class Talk:
         return self._query(random, COMPLETIONS, fields, tokens, tenant, self._salt(random))
 
     def _prompt(self, random: Random) -> str:
-        head = random.choice(self.texts)[: random.choice([0, 16, 33, 64, 128, 128, 200, 200])]
-        return (head + random_text(random, random.choice([0, 0, 0, 1, 5, 20]))) or "x"
+        if self.prompts and random.random() < 0.6:
+            head = random.choice(list(self.prompts))
+            return (head + random_text(random, random.choice([0, 0, 1, 5])))[:250]
+        head = random.choice(self.texts)[: random.choice([0, 16, 33, 64, 128, 200])]
+        prompt = (head + random_text(random, random.choice([0, 0, 1, 5, 20]))) or "x"
+        self.prompts.append(prompt)
+        return prompt
 
     def _chat(self, random: Random) -> Query:
         chat = self._conversation(random)
@@ -189,7 +195,7 @@ class Talk:
         return {"role": "user", "content": text + random_text(random, random.choice([0, 4]))}
 
     def _salt(self, random: Random) -> str | None:
-        return random.choice([None, None, None, "a salt", "another"])
+        return random.choice([None, None, None, None, "a salt"])
 
     def _query(
         self, random: Random, path: str, fields: dict[str, Any], prompts: list[tuple[int, ...]], tenant: str,
@@ -208,7 +214,7 @@ class Talk:
             body["n"] = random.choice([2, 3])
         if random.random() < 0.5:
             body["stream"] = True
-            if random.random() < 0.5:
+            if random.random() < 0.9:
                 body["stream_options"] = {"include_usage": True}
         if random.random() < 0.8:
             body["return_token_ids"] = True
@@ -287,12 +293,14 @@ class Record:
 
     Attributes:
         version: of the weights, from when it was asked until it was complete.
+        num_cached: tokens of its prompts that were resumed, as the usage says.
         name: tells which request it was, for a message.
     """
 
     query: Query
     choices: list[Choice]
     version: int
+    num_cached: int
     name: str
 
     def check(self, oracle: Oracle) -> tuple[int, str]:

@@ -10,6 +10,7 @@ What is drawn depends on the seed alone. Which request meets which other one dep
 that a repeated round is another run of the same world. `python benchmarks/soak.py` runs rounds.
 """
 
+import socket
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ import mambaslots as ms
 from malformed_bodies import MAX_BODY_BYTES
 from mambaslots.serve import ServerSettings, make_app
 from mambaslots.serve.keys import engine_salt
-from soak_checks import RecallingDrafter, check_end, compare, counts_of, quiet, watched_round
+from soak_checks import QUIET_S, RecallingDrafter, check_end, compare, counts_of, quiet, watched_round
 from soak_clients import Client, World, clients
 from soak_model import KINDS, NUM_VERSIONS, loaded_of, model_of
 from soak_requests import LONGEST, Query, Talk
@@ -73,10 +74,21 @@ def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.
         seed=random.randrange(2**31),
         salt_key=b"the key of all replicas",
     )
-    config = with_tier(config, model, random.choice([0, 2, 30]), random.choice([1, block, 2 * block]))
+    num_host_slots = random.choice([0, 0, 8, 40])
+    if num_host_slots:  # states leave their slots, and their KV stays
+        few = random.choice([1, 2, 4])
+        config = replace(config, num_kv_blocks=6 * fewest, num_mamba_slots=few)
+    config = with_tier(config, model, num_host_slots, random.choice([1, 1, block]))
     if config.host_cache_gb and random.random() < 0.4:
         config = replace(config, disk_cache_gb=config.host_cache_gb, disk_cache_path=folder)
     return config
+
+
+def new_world(random: Random, until_s: float, name: str) -> World:
+    """What clients know, of a server that has no port yet; with tenants, or open to everybody."""
+    keys = {"alice": "key-a", "bob": "key-b"} if random.random() < 0.7 else {}
+    talk = Talk(Random(random.random()), list(keys) or ["default"])
+    return World(0, keys, ADMIN if keys else None, talk, until_s, name)
 
 
 @contextmanager
@@ -105,9 +117,8 @@ class Operator:
         self._pins: list[Any] = []
         rare: list[Callable[[], None]] = [self._reset] if "cancelled" in world.may_refuse else []
         pins: list[Callable[[], None]] = [self._pin, self._unpin] if "capacity" in world.may_refuse else []
-        self._operations: list[Callable[[], None]] = [
-            *[self._change_weights] * 2, self._suspend, self._forget, *[self._check] * 2, *pins, *pins, *rare,
-        ]  # fmt: skip
+        drops = [*[self._change_weights] * 2, self._suspend, self._forget, *rare]
+        self._operations: list[Callable[[], None]] = [*drops, *([self._check, *pins] * len(drops))]
 
     def work(self) -> None:
         """Operate until the time is over."""
@@ -201,14 +212,12 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
     models = [model_of(kind, version) for version in range(NUM_VERSIONS)]
     model = model_of(kind, 0)
     begun = time.monotonic()
-    keys = {"alice": "key-a", "bob": "key-b"} if random.random() < 0.7 else {}
-    talk = Talk(Random(random.random()), list(keys) or ["default"])
-    world = World(0, keys, ADMIN if keys else None, talk, begun + 0.5 * seconds, name)
+    world = new_world(random, begun + 0.5 * seconds, name)
     for code, share in (("capacity", 0.4), ("cancelled", 0.2), ("timeout", 0.15)):
         if random.random() < share:
             world.may_refuse.add(code)
     settings = ServerSettings(
-        model_name="soak", api_keys=keys, admin_key=world.admin_key, max_body_bytes=MAX_BODY_BYTES,
+        model_name="soak", api_keys=world.keys, admin_key=world.admin_key, max_body_bytes=MAX_BODY_BYTES,
         max_waiting_requests=random.randint(3, 6), drain_timeout_s=random.choice([0.0, 0.05, 5.0]),
         request_timeout_s=random.choice([0.2, 0.5]) if "timeout" in world.may_refuse else 60.0,
     )  # fmt: skip
@@ -235,6 +244,8 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
                     tally.events["drained while busy"] += 1
             quiet(served.stats, name, tally)
             operator.count()
+            if not is_cut:
+                check_leaving(served, world, name, tally)
             check_metrics(served, world, asking, name, tally)
         check_end(engine, name, tally)
     tally.events.update(operator.events)
@@ -242,10 +253,8 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
     compare(kind, asking, begun + seconds, name, random, tally)
 
 
-def check_metrics(
-    served: Served, world: World, asking: Sequence[Client], name: str, tally: RoundTally
-) -> None:
-    """What the metrics count agrees with what clients asked and got."""
+def metrics(served: Served, world: World) -> Callable[[str], dict[str, float]]:
+    """By name of a metric: its values by label."""
     text = served.get("/metrics", **world.of_path("/metrics")).body.decode()
     found = {
         (sample.name, tuple(sample.labels.values())): sample.value
@@ -256,8 +265,36 @@ def check_metrics(
     def of(metric: str) -> dict[str, float]:
         return {"".join(labels): value for (one, labels), value in found.items() if one == metric}
 
+    return of
+
+
+def check_leaving(served: Served, world: World, name: str, tally: RoundTally) -> None:
+    """With nothing else under way: the answer to a client that leaves after its first token is cancelled."""
+    query = world.talk.draw(Random(0))
+    room = LONGEST - max(map(len, query.prompts))
+    query.body |= {"stream": True, "max_tokens": room, "stop_token_ids": [], "stop": [], "n": 1}
+
+    def num_cancelled() -> float:
+        return metrics(served, world)("mambaslots_requests_ended_total")["cancelled"]
+
+    before = num_cancelled()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=QUIET_S) as client:
+        client.sendall(world.sent(query))
+        client.recv(200)
+    quiet(served.stats, name, tally)
+    if num_cancelled() == before:
+        tally.mismatches.append(f"{name}: the request of a client that left was not cancelled")
+    tally.events["cancelled"] += int(num_cancelled())
+
+
+def check_metrics(
+    served: Served, world: World, asking: Sequence[Client], name: str, tally: RoundTally
+) -> None:
+    """What the metrics count agrees with what clients asked and got."""
+    of = metrics(served, world)
     added, ended = of("mambaslots_requests_added_total")[""], of("mambaslots_requests_ended_total")
-    complete, unknown = sum(one.num_answers for one in asking), sum(one.num_unknown for one in asking)
+    complete = sum(one.num_answers for one in asking)
+    unknown = sum(one.num_unknown for one in asking) + len(asking)  # and those of `check_leaving`
     whole = ended["stop"] + ended["length"]
     generated = of("mambaslots_generated_tokens_total")[""]
     prompt = of("mambaslots_prompt_tokens_total")[""]
