@@ -256,7 +256,7 @@ def test_only_the_owner_may_read_the_files(source: ms.DynamicInferenceEngine, tm
     """Whatever the umask: the files hold token ids, and what the model made of them."""
     folder, before = tmp_path / "set", os.umask(0)
     try:
-        msd.save_prefixes(source, folder)
+        save_prefixes(source, folder)
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o700

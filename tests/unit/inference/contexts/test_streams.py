@@ -381,7 +381,7 @@ def _case(site: Site) -> Any:
     return pytest.param(site, id=f"{site.function}-{site.call}-{site.line}", marks=marks)
 
 
-@pytest.mark.parametrize("site", map(_case, SITES))
+@pytest.mark.parametrize("site", list(map(_case, SITES)))
 def test_each_wait_is_needed(site: Site) -> None:
     """Left out, it is a race in some schedule."""
     for seed in range(40):
