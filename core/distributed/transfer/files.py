@@ -89,7 +89,7 @@ def save_prefixes(
         notes["prefixes or weights"] = shard.forest.digest, shard.format
         notes["entry"] = FileEntry(name, checksum(data), shard.shard)
         notes["size"] = len(data)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write(folder / name, data)
         return _SavedFile(folder / name, len(data), shard.forest)
 
@@ -204,10 +204,14 @@ def _check_all_here(folder: Path, entries: Sequence[FileEntry], sizes: Sequence[
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file at once: whoever opens `path`, also after a crash, finds all of `data` or no new file."""
+    """Write a file at once: whoever opens `path`, also after a crash, finds all of `data` or no new file.
+
+    The file holds what prompts hold: its owner alone may read it.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # with the rights that an earlier call gave it
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -269,3 +269,16 @@ def test_no_set_and_no_directory(source: ms.DynamicInferenceEngine, tmp_path: Pa
     with pytest.raises(ValueError, match=r"prefixes\[0\]"):
         save_prefixes(source, tmp_path, [5.0])  # type: ignore[list-item]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_owner_may_read_the_files(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
+    """Whatever the umask: the files hold token ids, and what the model made of them."""
+    folder, before = tmp_path / "set", os.umask(0)
+    try:
+        save_prefixes(source, folder)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = list(folder.iterdir())
+    assert len(files) == 2
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)

@@ -13,7 +13,8 @@ from mambaslots.inference.engines.recovery import EngineState
 from oracle import drafters
 from oracle.model_kinds import MIX
 from oracle.scrubbed import NewOwners, assert_scrubbed
-from oracle.serving import random_tokens, serve_checked, small_engine, small_model
+from oracle.serving import random_tokens, serve_checked, small_engine, small_model, tiny_model
+from oracle.synchronisation import no_synchronisation
 
 pytestmark = pytest.mark.usefixtures("kind")
 
@@ -227,3 +228,30 @@ def test_what_a_dead_process_left_is_overwritten_too(tmp_path: Path, monkeypatch
 def test_scrub_and_poison_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="scrub is True and poison_free_memory is True; accepted: one of"):
         ms.InferenceConfig(num_kv_blocks=50, num_mamba_slots=2, scrub=True, poison_free_memory=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [None, 16])
+def test_on_a_gpu_beside_graphs_and_a_tier(graphs: int | None) -> None:
+    """Zeroing waits for nothing: steps and copies of states go on while it is launched."""
+    model = tiny_model(torch.bfloat16, "cuda")
+    tier = {"host_cache_gb": 6.5 * model.state_spec().slot_bytes / (1 << 30), "host_cache_min_tokens": 1}
+    engine = small_engine(
+        model=model, scrub=True, num_kv_blocks=24, num_mamba_slots=2, max_tokens=256, block_size_tokens=32,
+        max_sequence_length=512, num_cuda_graphs=graphs, **tier,
+    )  # fmt: skip
+    for turn in range(3):
+        prompts = [random_tokens(70 + 40 * i, seed=i + 3 * (turn % 2)) for i in range(3)]
+        for prompt in prompts:
+            engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=20))
+        while engine.has_unfinished_requests():
+            engine.step()
+            torch.cuda.synchronize()
+            assert_scrubbed(engine)
+    assert engine.stats().cache.tiers.num_states_spilled > 0
+    with no_synchronisation():
+        engine.context.memory.scrubber.blocks.note([1, 3])
+        engine.context.memory.scrubber.scrub()
+    engine.reset_prefix_cache()
+    torch.cuda.synchronize()
+    assert_scrubbed(engine)
