@@ -154,7 +154,7 @@ def _similar(random: Random, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return random.choice((0, 1, "true", None, not value))
     if isinstance(value, (int, float)):
-        numbers = (-value, value + 1, value - 1, 2 * value, float(value), str(value), [value], 0, True)
+        numbers = (-value, value + 1, value - 1, 2 * value, str(value), f"{value}.0", [value], 0, True)
         return random.choice((*numbers, *NUMBERS))
     if isinstance(value, str):
         letter = random.choice(string.printable)

@@ -4,10 +4,11 @@ Malformed bodies are those of `malformed_bodies.py`. Each request goes over a co
 What the server of HTTP, not the application, refuses is answered with 400 and a line of text.
 """
 
+import errno
 import json
 import socket
 import sys
-from collections.abc import Callable
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from random import Random
 from typing import Any
 
 from fuzz_damage import NUMBERS, TEXTS, damaged_bytes, damaged_json
+from fuzz_engines import quiet
 from fuzz_target import ACCEPTED, REFUSED
 from malformed_bodies import GOOD, MAX_BODY_BYTES, Malformed
 
@@ -22,16 +24,32 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracle.served import serving, small_config, tiny_loaded
 
 _PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/health", "/metrics", "/status.json",
-    "/", "/page/page.js", "/page/index.html", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/v1/models/", "/v1//completions",
-    "/v1/completions/", "/%00", "/page/%ff", "/v1/models/%ed%a0%80", "//", "/..", "*", "http://other/health", "/docs",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/health", "/metrics",
+    "/status.json",
+    "/", "/page/page.js", "/page/index.html", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/v1/models/",
+    "/v1//completions",
+    "/v1/completions/", "/%00", "/page/%ff", "/v1/models/%ed%a0%80", "//", "/..", "*",
+    "http://other/health", "/docs",
     "/openapi.json", "/v1/models/" + "x" * 3000, "/é",
 )  # fmt: skip
-_METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "get", "X" * 50, "")
+_METHODS = (
+    "GET",
+    "POST",
+    "HEAD",
+    "PUT",
+    "DELETE",
+    "OPTIONS",
+    "PATCH",
+    "TRACE",
+    "CONNECT",
+    "get",
+    "X" * 50,
+    "",
+)
 _KEYS = {"one": "key-of-one", "two": "key-of-two"}
 _ADMIN = "key-of-the-operator"
 _PROTOCOL_REFUSALS = (b"Invalid HTTP request received.", b"Unsupported upgrade request.")
-_TIMEOUT_S = 10.0
+_TIMEOUT_S, _SILENCE_S = 10.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -42,13 +60,16 @@ class Request:
         kind: how it is wrong; "good" where it is served.
         data: all that is sent.
         pieces: in how many parts it is sent.
-        closes: whether the sending half of the connection is closed then.
     """
 
     kind: str
     data: bytes
     pieces: int = 1
-    closes: bool = True
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the server may wait for more, or answer at length; else all of the answer is awaited."""
+        return self.kind in ("json", "headers", "chunks", "bytes", "upgrade", "routes")
 
 
 def request_bytes(
@@ -63,7 +84,11 @@ def chunked(random: Random, body: bytes) -> bytes:
     parts = []
     while body:
         part, body = body[: random.choice((1, 7, 100, 5000))], body[5000:]
-        size = f"{len(part):x}" if random.random() < 0.9 else random.choice(("0", "-1", "fffffffffffffffff", "zz", ""))
+        size = (
+            f"{len(part):x}"
+            if random.random() < 0.9
+            else random.choice(("0", "-1", "fffffffffffffffff", "zz", ""))
+        )
         parts.append(size.encode() + b"\r\n" + part + b"\r\n")
     return b"".join(parts) + random.choice((b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b""))
 
@@ -78,16 +103,23 @@ class Http:
         self._has_keys = has_keys
         keys: dict[str, Any] = {"api_keys": _KEYS, "admin_key": _ADMIN} if has_keys else {}
         self._stack = ExitStack()
+        self._stack.enter_context(quiet("uvicorn.error"))
         loaded = tiny_loaded()
         self._served = self._stack.enter_context(
             serving(loaded, small_config(), max_body_bytes=MAX_BODY_BYTES, **keys)
         )
         self._good = self._answers()
 
+    def close(self) -> None:
+        """Stop the server; what it leaves behind raises an AssertionError."""
+        self._stack.close()
+
     # ---- what is sent
 
     def draw(self, random: Random) -> Request:
-        kind = random.choice(["good", "body", "body", "json", "headers", "headers", "routes", "chunks", "bytes", "upgrade"])
+        kind = random.choice(
+            ["good", "body", "body", "json", "headers", "headers", "routes", "chunks", "bytes", "upgrade"]
+        )
         if kind == "body":
             sent = Malformed(random.getrandbits(32)).draw()
             headers = [*self._headers(), *sent.headers.items(), ("content-length", str(len(sent.body)))]
@@ -100,7 +132,9 @@ class Http:
         headers = [*self._headers(), ("content-type", "application/json")]
         if kind == "chunks":
             chunks = chunked(random, body)
-            return Request(kind, request_bytes("POST", path, [*headers, ("transfer-encoding", "chunked")], chunks))
+            return Request(
+                kind, request_bytes("POST", path, [*headers, ("transfer-encoding", "chunked")], chunks)
+            )
         whole = [*headers, ("content-length", str(len(body)))]
         if kind == "headers":
             return self._with_headers(random, path, whole, body)
@@ -119,12 +153,25 @@ class Http:
         found = [("host", "x"), ("connection", "close")]
         return [*found, ("authorization", f"Bearer {_KEYS['one']}")] if self._has_keys else found
 
-    def _with_headers(self, random: Random, path: str, headers: list[tuple[str, str]], body: bytes) -> Request:
+    def _with_headers(
+        self, random: Random, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> Request:
         texts = [text for text in TEXTS if "\n" not in text and "\x00" not in text]
-        values = [*texts, *map(str, NUMBERS[:-1]), "Bearer", "Bearer \xff", "Basic x", f"Bearer {_ADMIN}", "gzip", "chunked"]
+        values = [
+            *texts,
+            *map(str, NUMBERS[:-1]),
+            "Bearer",
+            "Bearer \xff",
+            "Basic x",
+            f"Bearer {_ADMIN}",
+            "gzip",
+            "chunked",
+        ]
         names = [
-            "content-length", "content-type", "content-encoding", "transfer-encoding", "authorization", "expect",
-            "x-cache-salt", "accept-encoding", "if-none-match", "host", "connection", "x-request-id", "cookie", "range",
+            "content-length", "content-type", "content-encoding", "transfer-encoding", "authorization",
+            "expect",
+            "x-cache-salt", "accept-encoding", "if-none-match", "host", "connection", "x-request-id",
+            "cookie", "range",
         ]  # fmt: skip
         for _ in range(random.choice((1, 1, 2, 5))):
             name, value = random.choice(names), random.choice(values)
@@ -175,12 +222,16 @@ class Http:
             try:
                 for start in range(0, len(drawn.data), size):
                     connection.sendall(drawn.data[start : start + size])
-                if drawn.closes:
+                if drawn.may_end_early:
+                    received = _until_silent(connection)
                     connection.shutdown(socket.SHUT_WR)
                 while part := connection.recv(1 << 16):
                     received += part
             except (ConnectionResetError, BrokenPipeError):
                 pass
+            except OSError as error:  # of `shutdown`: the server has closed the connection
+                if error.errno != errno.ENOTCONN:
+                    raise
         return received
 
     def _checked(self, drawn: Request, reply: bytes) -> int | None:
@@ -194,7 +245,9 @@ class Http:
             if status == 100:
                 reply = rest
                 continue
-            headers = {name.lower(): value.strip() for name, _, value in (each.partition(b":") for each in lines)}
+            headers = {
+                name.lower(): value.strip() for name, _, value in (each.partition(b":") for each in lines)
+            }
             if status >= 400 and rest not in _PROTOCOL_REFUSALS and drawn.data[:4] != b"HEAD":
                 self._check_refusal(headers, rest)
             break
@@ -205,6 +258,7 @@ class Http:
         length = int(headers.get(b"content-length", b"0"))
         if not length and b"x-request-id" not in headers:
             return  # of an upgrade, by the server of websockets
+        assert length <= len(body), (headers, body)
         error = json.loads(body[:length])["error"]
         assert set(error) == {"message", "type", "param", "code"}, error
         assert isinstance(error["message"], str), error
@@ -218,6 +272,7 @@ class Http:
             stats = self._served.stats()
             if not (stats.num_running or stats.num_waiting):
                 break
+            time.sleep(0.01)
         cache = stats.cache
         left = stats.num_running, stats.num_waiting, cache.num_held_kv_blocks, cache.num_reserved_slots
         assert not any(left), f"left behind a request: {left}"
@@ -231,8 +286,17 @@ class Http:
         return [reply.json["choices"] for reply in replies]
 
 
-def targets() -> list[Callable[[], Http]]:
-    return [lambda: Http(has_keys=False), lambda: Http(has_keys=True)]
+def _until_silent(connection: socket.socket) -> bytes:
+    """What the server says until it waits, perhaps for the rest of a request that never comes."""
+    received = b""
+    connection.settimeout(_SILENCE_S)
+    try:
+        while part := connection.recv(1 << 16):
+            received += part
+    except TimeoutError:
+        pass
+    connection.settimeout(_TIMEOUT_S)
+    return received
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Prefixes that come from outside: bytes that are imported, and folders of files that are loaded.
 
-Most inputs are damaged behind the checksum, which is computed again, so that what is checked after it is reached.
+Most inputs are damaged and get the checksum that they then need, so that what is checked behind it is
+reached.
 """
 
 import hashlib
@@ -13,17 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
-from fuzz_damage import HUGE, NUMBERS, any_json, damaged_bytes, damaged_json
-from fuzz_engines import OWN, SENT, WarmEngine
+from fuzz_damage import HUGE, any_json, damaged_bytes, damaged_json
+from fuzz_engines import OWN, SENT, WarmEngine, quiet
 from fuzz_target import REFUSED, end_of
 from mambaslots.distributed import import_prefixes, load_prefixes, save_prefixes
+from mambaslots.distributed.transfer.codec import encode_prefixes
 from mambaslots.distributed.transfer.format import TransferError
 from mambaslots.distributed.transfer.manifest import MANIFEST
 from oracle.transfers import Declared, engine_of, random_export
-from mambaslots.distributed.transfer.codec import encode_prefixes
 from safetensors.torch import load, save
 
 _SEAL = re.compile(rb'("sha256": ?")([0-9a-f]{64})"')
@@ -210,10 +210,11 @@ class ImportedBytes:
         assert isinstance(drawn, Export)
         return len(drawn.data)
 
+    @quiet()
     def feed(self, drawn: object) -> str:
         assert isinstance(drawn, Export)
         warm = self._warm
-        end = end_of(lambda: import_prefixes(warm.engine, drawn.data), self.documented)
+        end = end_of(lambda: foreseen(lambda: import_prefixes(warm.engine, drawn.data)), self.documented)
         if end == REFUSED:
             assert drawn.kind != _GOOD, "a good export was refused"
             warm.check_unchanged()
@@ -225,6 +226,16 @@ class ImportedBytes:
         finally:
             warm.renew()
         return end
+
+
+def foreseen(call: Callable[[], object]) -> None:
+    """Call, and raise the error of another kind of which the ranks have made a TransferError."""
+    try:
+        call()
+    except TransferError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, TransferError):
+            raise error.__cause__ from None
+        raise
 
 
 def damages() -> Damages:
@@ -301,6 +312,7 @@ class LoadedFolders:
         assert isinstance(drawn, Folder)
         return sum(map(len, drawn.files.values()))
 
+    @quiet()
     def feed(self, drawn: object) -> str:
         assert isinstance(drawn, Folder)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -310,7 +322,7 @@ class LoadedFolders:
         for name, what in drawn.odd.items():
             place(self._folder / name, what)
         warm = self._warm
-        end = end_of(lambda: load_prefixes(warm.engine, self._folder), self.documented)
+        end = end_of(lambda: foreseen(lambda: load_prefixes(warm.engine, self._folder)), self.documented)
         if end == REFUSED:
             assert drawn.kind != "good", "a good set was refused"
             warm.check_unchanged()

@@ -47,7 +47,7 @@ def end_of(call: Callable[[], object], documented: tuple[type[BaseException], ..
         while hidden is not None:
             if lacks_memory(hidden):
                 raise MemoryError(f"{type(error).__name__} hides {hidden!r:.300}") from error
-            hidden = hidden.__cause__ or hidden.__context__
+            hidden = hidden.__cause__ or (None if hidden.__suppress_context__ else hidden.__context__)
         assert str(error), f"{type(error).__name__} says nothing"
         return REFUSED
     return ACCEPTED
