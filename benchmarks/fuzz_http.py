@@ -287,11 +287,14 @@ class Http:
 
 
 def _until_silent(connection: socket.socket) -> bytes:
-    """What the server says until it waits, perhaps for the rest of a request that never comes."""
-    received = b""
+    """What the server says until it waits, perhaps for the rest of a request that never comes.
+
+    An answer without end is not awaited: whoever leaves before it is complete is a client that is gone.
+    """
+    received, begin = b"", time.perf_counter()
     connection.settimeout(_SILENCE_S)
     try:
-        while part := connection.recv(1 << 16):
+        while time.perf_counter() - begin < 3 * _SILENCE_S and (part := connection.recv(1 << 16)):
             received += part
     except TimeoutError:
         pass
