@@ -200,6 +200,8 @@ class HandOver:
             warm.check_unchanged()
             return REFUSED if failure else ACCEPTED
         try:
+            if drawn.kind == "frames":
+                assert _pieces(drawn) == _pieces(self._good), "altered pieces were accepted"
             warm.check_sane()
             if drawn.kind == "good":
                 warm.check_answers(SENT[:1])
@@ -232,6 +234,10 @@ class HandOver:
             if self._unforeseen.error is not None:
                 raise self._unforeseen.error
             return failure
+
+
+def _pieces(said: Said) -> list[bytes]:
+    return [data for tag, data in said.frames if tag == _PIECES]
 
 
 class _Unforeseen(logging.Handler):

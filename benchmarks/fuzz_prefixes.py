@@ -69,7 +69,7 @@ class Damages:
     """
 
     def __init__(self, good: list[bytes], others: list[bytes]) -> None:
-        self._good = good
+        self.good = good
         self._others = others
         self._kinds: dict[str, Callable[[Random, bytes], bytes]] = {
             "bytes": damaged_bytes,
@@ -83,7 +83,7 @@ class Damages:
         }
 
     def draw(self, random: Random) -> Export:
-        good = random.choice(self._good)
+        good = random.choice(self.good)
         if random.random() < 0.05:
             return Export(_GOOD, good)
         kind = random.choice(list(self._kinds))
@@ -180,7 +180,7 @@ class Damages:
 
     def _two(self, random: Random, data: bytes) -> bytes:
         """The description of one export over the tensors of another."""
-        other = random.choice(self._good + self._others)
+        other = random.choice(self.good + self._others)
         try:
             return sealed(save(load(other), metadata_of(data)))
         except Exception:  # an export that safetensors cannot write again
@@ -220,6 +220,7 @@ class ImportedBytes:
             warm.check_unchanged()
             return end
         try:
+            assert drawn.kind != "bytes" or drawn.data in self._damages.good, "altered bytes were accepted"
             warm.check_sane()
             if drawn.kind == _GOOD:
                 warm.check_answers(SENT[:1])
