@@ -17,13 +17,15 @@ said=$$(mktemp -d) && { OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 endef
 QUICK := not gpu and not long
 LONG := not gpu
+# Suites that run with poison in all memory that nobody may read; see tests/oracle/poisoned_session.py.
+POISONED := $(addprefix tests/unit/,inference models hf vllm distributed/transfer distributed/prefill_decode faults)
 IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
 BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py ssd_shapes.py specialisation.py \
   crowd_rows.py crowd_engines.py crowd_cases.py serving_models.py serving_limits.py serving_prefill.py serving_decode.py \
   serving_conversations.py serving_trace.py serving_report.py serving_plot.py bits_answers.py bits_bench.py bits_conditions.py \
-  bits_costs.py bits_drafters.py bits_traffic.py bits_table.py),$(wildcard benchmarks/*.py))
+  bits_costs.py bits_drafters.py bits_traffic.py bits_table.py sanitized_plants.py),$(wildcard benchmarks/*.py))
 
-.PHONY: demo serve test test-ranks test-long test-fleet test-host test-gpus lint bench clean
+.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint bench clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
@@ -42,7 +44,11 @@ test-ranks: $(FOR_DEV)
 test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
 	$(if $(ARGS),,$(MAKE) test-fleet)
+	$(if $(ARGS),,$(MAKE) test-poison)
 	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long --ignore tests/fleet $(ARGS)
+
+test-poison: $(FOR_DEV)
+	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) --poison -m "$(QUICK)" $(or $(ARGS),$(POISONED))
 
 # One process after the other: Ray's own processes take what the machine has.
 test-fleet: $(FOR_DEV)
@@ -57,6 +63,7 @@ test-gpus: $(FOR_DEV)
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && \
 	test $$gpus -ge 1 || { echo "make test-gpus needs a GPU, and torch sees none."; exit 1; }; \
 	(set -x; $(BIN)/python -m $(PYTEST) -m gpu tests/unit $(ARGS)) || exit 1; \
+	$(if $(ARGS),,(set -x; $(BIN)/python -m $(PYTEST) --poison -m "gpu and not long" $(POISONED)) || exit 1;) \
 	for ranks in $(if $(ARGS),,2 4); do \
 	  if test $$gpus -lt $$ranks; then echo "tests/distributed was not run with $$ranks ranks: GPUs here: $$gpus"; \
 	  else (set -x; $(call on_ranks,-m gpu tests/distributed)) || exit 1; fi; done

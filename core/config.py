@@ -22,7 +22,6 @@ from .validation import (
 )
 
 NO_CACHE = "enable_prefix_caching=False"
-_NEED_TOKENS = ("num_speculative_tokens", "poison_free_memory")  # settings that read a step's tokens first
 MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
 
 
@@ -78,7 +77,7 @@ class InferenceConfig:
         async_scheduling: whether a decode step is launched before the tokens of the step before it are read,
             wherever nothing but its inputs depends on these tokens. The device then waits for no bookkeeping.
             When `step` returns, the next step may run already, and may read the weights. None: on a GPU,
-            without drafts and without `poison_free_memory`, which both need the tokens first.
+            without drafts, which need the tokens first.
         batch_invariant: whether the tokens of a request, and the bits of its log-probs, depend on its own
             tokens, sampling parameters and seed alone: not on what was cached, what runs beside it, how its
             prompt is cut, CUDA graphs, drafts or preemption. For bfloat16 and float16 models on a GPU. An
@@ -89,9 +88,13 @@ class InferenceConfig:
             states. None: with `batch_invariant`.
         max_overtaking_requests: how many later requests may be admitted while a request waits for memory, at
             most, before no further one passes.
-        poison_free_memory: for debugging a model. Before every forward, state slots and KV blocks that
-            nobody may read are filled with NaN, and a step whose logits are NaN raises RuntimeError. Costs a
-            pass over the free memory and a synchronisation per step; works with CUDA graphs.
+        poison_free_memory: for debugging a model. Before every forward, memory that nobody may read is filled
+            with NaN: state slots, KV blocks, and rows of KV blocks that no token is stored in yet. Rows of a
+            block that is begun hold the largest finite number instead. A step whose logits are NaN raises
+            RuntimeError. Costs a pass over the free memory per step; works with CUDA graphs.
+        scrub: whether memory that somebody leaves is zeroed before anybody else has it: states, KV blocks,
+            inputs of decodes by replay, rows of host memory, files of states and staging memory. A cached
+            prefix is not left until it is evicted or forgotten. Costs a write of what is left.
         seed: seed of the random numbers of requests without a seed of their own, from 0 to 2**63 - 1. Two
             engines with the same seed and the same order of requests give the same answers.
         salt_key: the secret under which cache salts are hashed, at least 16 bytes. Replicas that exchange
@@ -126,6 +129,7 @@ class InferenceConfig:
     decode_by_replay: bool | None = None
     max_overtaking_requests: int = 64
     poison_free_memory: bool = False
+    scrub: bool = False
     seed: int = 0
     salt_key: bytes | str | None = field(default=None, repr=False)
 
@@ -160,6 +164,11 @@ class InferenceConfig:
         overtaking = integer("max_overtaking_requests", self.max_overtaking_requests, 1, INT32_MAX)
         set_field(self, "max_overtaking_requests", overtaking)
         boolean("poison_free_memory", self.poison_free_memory)
+        if boolean("scrub", self.scrub) and self.poison_free_memory:
+            raise ValueError(
+                "scrub is True and poison_free_memory is True; accepted: one of the two, because free memory "
+                "is either zeros or NaN"
+            )
         set_field(self, "seed", integer("seed", self.seed, 0, INT64_MAX))
         if self.salt_key is not None:
             key_bytes("salt_key", self.salt_key)
@@ -195,11 +204,11 @@ class InferenceConfig:
             raise ValueError(
                 f"async_scheduling is {shown(self.async_scheduling)}; accepted: True, False or None"
             )
-        for name in _NEED_TOKENS:
-            if self.async_scheduling and getattr(self, name):
-                raise ValueError(
-                    f"async_scheduling is True and {name} is {getattr(self, name)}; accepted: one of the two"
-                )
+        if self.async_scheduling and self.num_speculative_tokens:
+            raise ValueError(
+                f"async_scheduling is True and num_speculative_tokens is {self.num_speculative_tokens}; "
+                "accepted: one of the two"
+            )
 
     def _check_replay(self) -> None:
         boolean("batch_invariant", self.batch_invariant)
@@ -232,9 +241,8 @@ class InferenceConfig:
 
     def why_steps_wait(self, device: torch.device) -> str | None:
         """What keeps an engine on `device` from launching decode steps ahead; None where nothing does."""
-        for name in _NEED_TOKENS:
-            if getattr(self, name):
-                return name
+        if self.num_speculative_tokens:
+            return "num_speculative_tokens"
         if self.async_scheduling is None:
             return None if device.type == "cuda" else "a CPU"
         return None if self.async_scheduling else "async_scheduling"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .validation import integer
+from .validation import instance, integer
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,7 @@ class ModelShard:
 
     attention_layers: Part
     kv_heads: Part
+
+    def __post_init__(self) -> None:
+        instance("attention_layers", self.attention_layers, Part)
+        instance("kv_heads", self.kv_heads, Part)

@@ -2,6 +2,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -18,6 +19,43 @@ torch.set_num_threads(1)
 
 
 settings.load_profile("quick")  # `--hypothesis-profile long` comes after it
+POISON = pytest.StashKey[tuple[tuple[str, ...], AbstractContextManager[None]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--poison", action="store_true", help="poison memory that nobody may read: oracle/poisoned_session.py"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--poison"):
+        _start_poison(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if POISON in config.stash:
+        config.stash[POISON][1].__exit__(None, None, None)
+
+
+def _start_poison(config: pytest.Config, test_id: str = "") -> None:
+    from oracle.poisoned_session import left_out, poisoned
+
+    without = left_out(test_id)
+    if POISON in config.stash:
+        before, poison = config.stash[POISON]
+        if before == without:
+            return
+        poison.__exit__(None, None, None)
+    config.stash[POISON] = without, poisoned(without)
+    config.stash[POISON][1].__enter__()
+
+
+@pytest.fixture(autouse=True)
+def _poison_of_a_test(request: pytest.FixtureRequest) -> None:
+    """With `--poison`, some tests run with less of it; see `oracle.poisoned_session.EXCEPTIONS`."""
+    if POISON in request.config.stash:
+        _start_poison(request.config, request.node.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)

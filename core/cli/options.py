@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,10 +84,19 @@ def listed[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T]]:
     return entries
 
 
+def is_file(text: str) -> bool:
+    """Whether there is a file of this name; False for what can be no name."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
+
+
 def text_file(text: str) -> Path:
     """A type of arguments: a file that holds text."""
-    if not (path := Path(text)).is_file():
+    if not is_file(text):
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: a file")
+    path = Path(text)
     try:
         path.read_text("utf-8")
     except (UnicodeDecodeError, OSError) as error:
@@ -96,9 +106,11 @@ def text_file(text: str) -> Path:
 
 def new_file(text: str) -> Path:
     """A type of arguments: a file to write."""
-    if not (path := Path(text)).parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")
-    return path
+    path = Path(text)
+    with suppress(OSError):  # for example a name that is too long
+        if path.parent.is_dir() and not path.is_dir():
+            return path
+    raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")
 
 
 def unused_path(text: str) -> Path:
@@ -172,4 +184,7 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
     )  # fmt: skip
     group.add_argument(
         "--batch-invariant", action="store_true", help="answers depend on the request alone, to the bit (GPU)"
+    )
+    group.add_argument(
+        "--scrub", action="store_true", help="zero memory that a request leaves before another one has it"
     )

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from ..replay.answer import answers
@@ -15,7 +14,7 @@ from ..replay.rows import GROUPS, ROWS, rows_named
 from ..replay.setting import ModelShape, ReplaySetting
 from ..replay.traces import KINDS
 from . import replay_replicas
-from .options import add_json, count, listed, new_file, positive
+from .options import add_json, count, is_file, listed, new_file, positive
 from .replay_replicas import OWN_ROW
 
 TEXT = """Replay traces of requests without a model, and say how much memory the cache should get.
@@ -165,7 +164,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _origin(text: str) -> list[str]:
     if text == "all":
         return list(KINDS)
-    if text not in KINDS and not Path(text).is_file():
+    if text not in KINDS and not is_file(text):
         accepted = ", ".join((*KINDS, "all"))
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: {accepted}, or a file that is there")
     return [text]

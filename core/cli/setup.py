@@ -95,6 +95,7 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
         num_speculative_tokens=options.num_speculative_tokens,
         durable_state_dtype=options.durable_state_dtype,
         batch_invariant=options.batch_invariant,
+        scrub=options.scrub,
         **sizes,
     )
     if share:

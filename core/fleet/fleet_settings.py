@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..distributed.routing.routers import ROUTERS
-from ..validation import INT32_MAX, LONGEST_TIMEOUT_S, instance, integer, real, set_field, shown
+from ..validation import INT32_MAX, LONGEST_TIMEOUT_S, boolean, instance, integer, real, set_field, shown
 
 RAY_PREFIX = "ray-prefix"
 """The name of Ray's own `PrefixCacheAffinityRouter`, for comparisons."""
@@ -46,13 +46,15 @@ class FleetSettings:
     def __post_init__(self) -> None:
         if not instance("name", self.name, str) or "#" in self.name:
             raise ValueError(f"name is {self.name!r}; accepted: a string that is not empty and has no '#'")
+        instance("model_name", self.model_name, str)
+        boolean("trace", self.trace)
         for field in ("min_replicas", "max_replicas", "ranks", "max_requests"):
             set_field(self, field, integer(field, getattr(self, field), 1, INT32_MAX))
         if self.max_replicas < self.min_replicas:
             raise ValueError(
                 f"max_replicas is {self.max_replicas}; accepted: at least min_replicas, {self.min_replicas}"
             )
-        if self.router not in ROUTER_NAMES:
+        if not isinstance(self.router, str) or self.router not in ROUTER_NAMES:
             raise ValueError(f"router is {shown(self.router)}; accepted: {', '.join(ROUTER_NAMES)}")
         for field in ("cpus_per_rank", "gpus_per_rank"):
             set_field(self, field, real(field, getattr(self, field), 0.0, 1024.0))

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -37,7 +36,7 @@ class FollowingRank:
         Raises:
             RankDiedError: rank 0 is lost.
         """
-        groups = _join(host, port, rank, num_ranks)
+        groups = _join(_meeting(host, port, is_master=False), rank, num_ranks)
         follow(make_engine(groups))
 
     def process(self) -> int:
@@ -66,7 +65,8 @@ class Ranks:
         if settings.ranks == 1:
             self.engine = make_engine(None)
             return
-        host, port = ray.util.get_node_ip_address(), _free_port()
+        host = ray.util.get_node_ip_address()
+        store = _meeting(host, 0, is_master=True)
         for rank in range(1, settings.ranks):
             place = PlacementGroupSchedulingStrategy(
                 get_current_placement_group(), placement_group_bundle_index=rank
@@ -79,10 +79,10 @@ class Ranks:
             )
             self._actors.append(actor.remote())
         self._runs = [
-            actor.run.remote(make_engine, host, port, rank, settings.ranks)
+            actor.run.remote(make_engine, host, store.port, rank, settings.ranks)
             for rank, actor in enumerate(self._actors, 1)
         ]
-        self.engine = make_engine(_join(host, port, 0, settings.ranks))
+        self.engine = make_engine(_join(store, 0, settings.ranks))
 
     async def processes(self) -> list[int]:
         """The ids of the processes of the other ranks."""
@@ -110,15 +110,14 @@ async def _ended(run: Any) -> BaseException:
     return RuntimeError("a rank has ended")
 
 
-def _join(host: str, port: int, rank: int, num_ranks: int) -> ParallelGroups:
+def _meeting(host: str, port: int, *, is_master: bool) -> TCPStore:
+    """The store over which the ranks of a replica meet; the master with port 0 listens on a free one."""
+    timeout = timedelta(seconds=_MEETING_S)
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+
+
+def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
     """Be a rank of torch.distributed; all ranks of the replica call this at once."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    timeout = timedelta(seconds=_MEETING_S)
-    store = TCPStore(host, port, num_ranks, is_master=not rank, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     return ParallelGroups(tensor=dist.group.WORLD)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])

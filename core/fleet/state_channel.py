@@ -13,6 +13,8 @@ from ..distributed.routing.state_events import StateEvents
 from ..validation import shown
 
 _LOG_LENGTH = 4096
+_LOG_BYTES = 64 * 2**20
+"""Readers further behind get snapshots."""
 _FORGET_AFTER_S = 30.0
 _LIVELY_S = 3.0
 """Replicas give a sign of life every second."""
@@ -81,7 +83,8 @@ class StateChannel:
     def __init__(self) -> None:
         self._instance = secrets.token_hex(8)
         self._version = 0
-        self._log: deque[bytes] = deque(maxlen=_LOG_LENGTH)
+        self._log: deque[bytes] = deque()
+        self._log_bytes = 0
         self._held: dict[str, _Held] = {}
         self._orders: dict[str, list[HandOver]] = {}
         self._changed = asyncio.Event()
@@ -170,6 +173,9 @@ class StateChannel:
         held.keys.update(events.inserted)
         held.keys.difference_update(events.removed)
         self._log.append(encoded)
+        self._log_bytes += len(encoded)
+        while len(self._log) > _LOG_LENGTH or self._log_bytes > _LOG_BYTES:
+            self._log_bytes -= len(self._log.popleft())
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()

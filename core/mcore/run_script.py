@@ -56,13 +56,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     def script(name: str) -> Path:
-        if not Path(name).is_file():
+        if not os.path.isfile(name):  # False for a name that is too long, too
             raise argparse.ArgumentTypeError(f"{name} is no file")
         return Path(name)
 
     def new_file(name: str) -> Path:
         path = Path(name).absolute()  # the script may change the directory
-        if not path.parent.is_dir() or path.is_dir():
+        if not os.path.isdir(path.parent) or os.path.isdir(path):
             raise argparse.ArgumentTypeError(f"{name}; accepted: a path in an existing directory")
         return path
 

@@ -1,6 +1,6 @@
 """Where a server listens, whom it serves and how much it takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ..validation import (
@@ -72,9 +72,10 @@ class ServerSettings:
             set_field(self, name, real(name, getattr(self, name), lowest, LONGEST_TIMEOUT_S))
         boolean("trace", self.trace)
         for name in ("allowed_origins", "allowed_hosts"):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: a list of strings")
-            set_field(self, name, tuple(getattr(self, name)))
+            given = getattr(self, name)
+            if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes)):
+                raise ValueError(f"{name} is {shown(given)}; accepted: a list of strings")
+            set_field(self, name, tuple(given))
         for host in self.allowed_hosts:
             if not isinstance(host, str) or not host or "/" in host:
                 raise ValueError(f"allowed_hosts holds {shown(host)}; accepted: 'chat.example' or '*'")
@@ -93,7 +94,7 @@ class ServerSettings:
         for tenant, key in self.api_keys.items():
             if not isinstance(tenant, str) or not tenant:
                 raise ValueError(f"api_keys has the tenant {shown(tenant)}; accepted: a string, not empty")
-            _check_key(f"the key of tenant {tenant!r}", key)
+            _check_key(f"api_keys: the key of tenant {tenant!r}", key)
         if self.admin_key is not None:
             _check_key("admin_key", self.admin_key)
         keys = [*self.api_keys.values(), *([] if self.admin_key is None else [self.admin_key])]

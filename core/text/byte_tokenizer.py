@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint_files import CheckpointError, read_object
-from ..validation import integers
+from ..validation import integers, shown
 from .token_cuts import Cut
 
 _FILE = "tokenizer.json"
@@ -21,17 +21,23 @@ class ByteTokenizer:
     Args:
         special_tokens: name to id of tokens that are no bytes, for example {"<|end|>": 256}.
         byte_ids: the id of each byte; by default the byte itself.
+
+    Raises:
+        ValueError: an id stands for two things, or an argument is something else.
     """
 
     def __init__(self, special_tokens: Mapping[str, int], byte_ids: Sequence[int] = range(256)) -> None:
-        if len(byte_ids) != 256 or len({*byte_ids, *special_tokens.values()}) != 256 + len(special_tokens):
-            raise ValueError("byte_ids and special_tokens name an id twice; accepted: 256 ids and others")
-        integers("byte_ids and special_tokens", [*byte_ids, *special_tokens.values()], 0)
+        if not isinstance(special_tokens, Mapping):
+            raise ValueError(f"special_tokens is {shown(special_tokens)}; accepted: a mapping of name to id")
         if not all(isinstance(name, str) and name for name in special_tokens):
             raise ValueError(f"special_tokens is {special_tokens!r}; accepted: names that are not empty")
-        self.special_tokens = dict(special_tokens)
-        self._byte_ids = tuple(byte_ids)
-        self._bytes = {token: bytes([byte]) for byte, token in enumerate(byte_ids)}
+        bytes_first = integers("byte_ids", byte_ids, 0)
+        others = integers("ids of special_tokens", [*special_tokens.values()], 0)
+        if len(bytes_first) != 256 or len({*bytes_first, *others}) != 256 + len(special_tokens):
+            raise ValueError("byte_ids and special_tokens name an id twice; accepted: 256 ids and others")
+        self.special_tokens = dict(zip(special_tokens, others, strict=True))
+        self._byte_ids = tuple(bytes_first)
+        self._bytes = {token: bytes([byte]) for byte, token in enumerate(bytes_first)}
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 

@@ -25,28 +25,35 @@ from .interrupts import outcome_of
 from .ledger import Entry, Ledger, LeftWrongError, check_objects, objects
 from .places import Action, Monitor, monitored
 from .random_engine import ALPHABET, LONGEST_PROMPT, random_engine, random_plan
-from .toy_answers import Ask, answer
-from .toy_lm import ForwardError
+from .toy_answers import Ask
+from .toy_lm import ForwardError, ToyLM
 
 CHECKS_LOGITS = "invalid_logits" in get_args(ms.FinishReason)
 
 
 class Fuzzer(Ledger):
-    """One run. `counts` says how often what was done."""
+    """One run. `counts` says how often what was done.
+
+    Attributes:
+        longest_prompt: tokens of the longest prompt.
+        answer_lengths: tokens that requests ask for.
+        num_versions: different weights of the model.
+    """
+
+    longest_prompt = LONGEST_PROMPT
+    answer_lengths: Sequence[int] = (1, 2, 3, 5, 8, 13, 24)
+    num_versions = 5
 
     def __init__(self, seed: int, monitor: Monitor, interrupts: float) -> None:
         """`interrupts`: the share of operations that are interrupted."""
         self.random = Random(seed)
-        engine, model, drafter = random_engine(self.random)
-        super().__init__(engine, model)
-        if drafter is not None:
-            drafter.entries = lambda: [*self.entries.values(), *self.strays]
+        super().__init__(*self._engine_and_model())
         self.counts: Counter[str] = Counter()
         self._monitor = monitor
         self._share = interrupts
         self._suspended = False
         self._resetting = False
-        self._texts = [self._tokens(LONGEST_PROMPT) for _ in range(3)]
+        self._texts = [self._tokens(self.longest_prompt) for _ in range(3)]
         self._operations: list[Callable[[], None]] = [
             operation
             for weight, operations in (
@@ -82,23 +89,33 @@ class Fuzzer(Ledger):
             for _ in range(weight)
         ]
 
+    def _engine_and_model(self) -> tuple[ms.DynamicInferenceEngine, ToyLM]:
+        engine, model, drafter = random_engine(self.random)
+        if drafter is not None:
+            drafter.entries = lambda: [*self.entries.values(), *self.strays]
+        return engine, model
+
     # ---- one run
 
     def run(self, num_operations: int) -> None:
         """Operations, then the end: all is served, and nothing is left."""
         for _ in range(num_operations):
-            operation = self.random.choice(self._operations)
-            chance = self.random.random()
-            if chance < self._share:
-                self._at_a_line(operation, self._interrupt)
-            elif chance < 0.2 and (way := self._way_to_drop()) is not None:
-                self._at_a_line(operation, way)
-                way()  # where the line was not reached
-            else:
-                self._do(operation)
-            self._mend()
-            self.check_integrity()
+            self.operate()
         self._end()
+
+    def operate(self) -> None:
+        """One operation, whole or interrupted."""
+        operation = self.random.choice(self._operations)
+        chance = self.random.random()
+        if chance < self._share:
+            self._at_a_line(operation, self._interrupt)
+        elif chance < 0.2 and (way := self._way_to_drop()) is not None:
+            self._at_a_line(operation, way)
+            way()  # where the line was not reached
+        else:
+            self._do(operation)
+        self._mend()
+        self.check_integrity()
 
     def _do(self, operation: Callable[[], None]) -> None:
         """Run an operation; models may fail in it, and pins may leave too little memory."""
@@ -140,7 +157,8 @@ class Fuzzer(Ledger):
         self.finish()
         self.unpin_all(bool(self.counts["interrupts"]))
         for text in self._texts:
-            self.generate([self._entry(text[: self.random.randint(1, LONGEST_PROMPT)]) for _ in range(2)])
+            lengths = [self.random.randint(1, self.longest_prompt) for _ in range(2)]
+            self.generate([self._entry(text[:length]) for length in lengths])
         self.check_idle()
         self.forget_all()
 
@@ -156,7 +174,7 @@ class Fuzzer(Ledger):
 
     def _entry(self, prompt: Sequence[int] | None = None) -> Entry:
         random = self.random
-        length = random.choice([1, 2, 3, 5, 8, 13, 24])
+        length = random.choice(self.answer_lengths)
         draws: dict[str, Any] = random.choice(
             [
                 {}, {}, {}, {"temperature": 1.3}, {"temperature": 0.8, "top_k": 5}, {"top_p": 0.8},
@@ -176,7 +194,7 @@ class Fuzzer(Ledger):
 
     def _plan(self) -> ms.CheckpointPlan | None:
         block = self.engine.config.block_size_tokens
-        return random_plan(self.random, block) if self.random.random() < 0.2 else None
+        return random_plan(self.random, block, self.longest_prompt) if self.random.random() < 0.2 else None
 
     def _some_id(self, streams: bool | None = None) -> int | None:
         ids = [i for i, entry in self.entries.items() if streams in (None, entry.stream is not None)]
@@ -287,7 +305,7 @@ class Fuzzer(Ledger):
             entry.mixed = True
         self.pins.clear()
         self.counts["swaps"] += 1
-        self.model.version = self.counts["swaps"] % 5
+        self.model.version = self.counts["swaps"] % self.num_versions
         self.engine.set_weights_version(self.model.version)
         if not self.engine.has_unfinished_requests():
             entry = self._entry()
@@ -321,8 +339,9 @@ class Fuzzer(Ledger):
         for request_id, entry in self.entries.items():
             with suppress(ValueError):  # it has ended
                 computed = tuple(self.engine.computed_prefix(request_id))
-                whole = entry.ask.prompt + answer(entry.ask).tokens
-                if not entry.mixed and computed != whole[: len(computed)]:
+                expected = None if entry.mixed else entry.expected
+                whole = entry.ask.prompt + (() if expected is None else expected.tokens)
+                if expected is not None and computed != whole[: len(computed)]:
                     raise LeftWrongError("answer", f"{computed} are computed, not {whole}")
 
 

@@ -29,6 +29,10 @@ class FaultyCopies:
         self._share = share
         self._late: list[tuple[Tensor, int, int]] = []
 
+    @property
+    def rows(self) -> Tensor:
+        return self._copies.rows
+
     def _fails(self) -> bool:
         fails = self._random.random() < self._share
         self.num_faults += fails
@@ -74,6 +78,11 @@ class FaultyCopies:
     def delete(self, files: Sequence[int] | None) -> None:
         self._copies.delete(files)
 
+    def zero(self, host_slots: Sequence[int]) -> None:
+        while self._late:  # as a stream does: behind all that was launched before
+            self._make(*self._late.pop(0))
+        self._copies.zero(host_slots)
+
     def free(self) -> None:
         self._copies.free()
 
@@ -83,4 +92,6 @@ def make_faulty(tier: HostTier, random: Random, share: float = 0.15) -> FaultyCo
     assert isinstance(tier.copies, HostCopies)
     copies = FaultyCopies(tier.copies, random, share)
     tier.copies = copies
+    if tier.host.left.is_active:
+        tier.host.left._zero = copies.zero
     return copies

@@ -13,7 +13,7 @@ from itertools import islice
 import mambaslots as ms
 from mambaslots.monitor import Monitor
 
-from .toy_answers import Ask, answer, prompt_log_probs
+from .toy_answers import Answer, Ask, answer, prompt_log_probs
 from .toy_lm import ToyLM
 
 TOLERANCE = 1e-9
@@ -36,10 +36,11 @@ class LeftWrongError(AssertionError):
 
 @dataclass(eq=False)
 class Entry:
-    """One request.
+    """One request. Another model's requests say otherwise what is `expected`.
 
     Attributes:
         ask: what it must answer.
+        request_id: what the engine calls it, once that is known; -1 before.
         salt, prompt_log_probs: as it was asked.
         stream: its stream; None for a request of `add_request`.
         arrived: tokens that its stream has returned.
@@ -50,6 +51,7 @@ class Entry:
     """
 
     ask: Ask
+    request_id: int = -1
     salt: bytes | None = None
     prompt_log_probs: bool = False
     stream: ms.TokenStream | None = None
@@ -68,9 +70,20 @@ class Entry:
             skip_prompt_log_probs=not self.prompt_log_probs,
         )  # fmt: skip
 
+    tolerance = TOLERANCE
+
+    @property
+    def expected(self) -> Answer | None:
+        """The whole answer; None where nobody knows it, or not yet."""
+        return answer(self.ask)
+
+    @property
+    def expected_prompt_log_probs(self) -> tuple[float, ...]:
+        return prompt_log_probs(self.ask.prompt, self.ask.version, self.ask.kind)
+
     def check(self, result: ms.RequestResult) -> None:
         """Hold a result against the independent answer."""
-        count, expected = len(result.tokens), answer(self.ask)
+        self.request_id = result.request_id
         if result.num_prompt_tokens != len(self.ask.prompt):
             raise LeftWrongError("answer", f"a result of another prompt: {result}")
         if self.resumes_nothing and result.num_resumed_tokens:
@@ -78,31 +91,34 @@ class Entry:
         cut = result.finish_reason not in ("length", "stop")
         if cut and not (self.may_be_cut or result.finish_reason == "invalid_logits"):
             raise LeftWrongError("answer", f"the answer ended as {result.finish_reason}")
-        if self.mixed:
+        expected = None if self.mixed else self.expected
+        if expected is None:
             return
+        count = len(result.tokens)
         if not cut and result.finish_reason != expected.finish_reason:
             raise LeftWrongError(
                 "answer", f"ended as {result.finish_reason}, not as {expected.finish_reason}"
             )
         if tuple(result.tokens) != (expected.tokens[:count] if cut else expected.tokens):
             raise LeftWrongError("answer", f"{result.tokens}, not {expected.tokens}")
-        if not _close(result.log_probs, expected.log_probs[:count]):
+        if not close(result.log_probs, expected.log_probs[:count], self.tolerance):
             raise LeftWrongError("answer", f"log-probs {result.log_probs}, not {expected.log_probs[:count]}")
         if not cut and result.num_resumed_tokens + sum(result.computed_by_reason.values()) != len(
             self.ask.prompt
         ):
             raise LeftWrongError("counts", f"prompt tokens are not accounted for: {result}")
         if self.prompt_log_probs and not cut:
-            wanted = prompt_log_probs(self.ask.prompt, self.ask.version, self.ask.kind)
-            if not _close(result.prompt_log_probs, wanted):
+            wanted = self.expected_prompt_log_probs
+            if not close(result.prompt_log_probs, wanted, self.tolerance):
                 raise LeftWrongError("answer", f"prompt log-probs {result.prompt_log_probs}, not {wanted}")
 
 
-def _close(found: list[float] | None, wanted: tuple[float, ...]) -> bool:
+def close(found: list[float] | None, wanted: Sequence[float], tolerance: float = TOLERANCE) -> bool:
+    """Whether log-probs are as many as wanted, and none is further off."""
     return (
         found is not None
         and len(found) == len(wanted)
-        and all(abs(a - b) <= TOLERANCE for a, b in zip(found, wanted, strict=True))
+        and all(abs(a - b) <= tolerance for a, b in zip(found, wanted, strict=True))
     )
 
 
@@ -168,6 +184,7 @@ class Ledger:
             entry.ask.prompt, entry.params, cache_salt=entry.salt, checkpoint_plan=plan
         )
         self.strays.remove(entry)
+        entry.request_id = request_id
         self.entries[request_id] = entry
         return request_id
 
@@ -177,8 +194,9 @@ class Ledger:
             entry.ask.prompt, entry.params, cache_salt=entry.salt, checkpoint_plan=plan
         )
         self.strays.remove(entry)
-        self.entries[entry.stream.request_id] = entry
-        return entry.stream.request_id
+        entry.request_id = entry.stream.request_id
+        self.entries[entry.request_id] = entry
+        return entry.request_id
 
     def generate(self, entries: list[Entry]) -> None:
         """Serve entries at once, and check them."""
@@ -195,11 +213,17 @@ class Ledger:
     def score(self, *sequences: Sequence[int], start: int) -> None:
         """Score sequences with the model's present weights, and check the log-probs."""
         for tokens, result in zip(sequences, self.engine.score(sequences, start), strict=True):
-            wanted = prompt_log_probs(tuple(tokens), self.model.version, self.model.kind)[start - 1 :]
-            if not _close(result.log_probs, wanted):
+            wanted = self.wanted_scores(tokens, start)
+            if wanted is not None and not close(result.log_probs, wanted, self.tolerance):
                 raise LeftWrongError("answer", f"scored {result.log_probs}, not {wanted}")
             if result.num_resumed_tokens + sum(result.computed_by_reason.values()) != len(tokens) - 1:
                 raise LeftWrongError("counts", f"tokens are not accounted for: {result}")
+
+    tolerance = TOLERANCE
+
+    def wanted_scores(self, tokens: Sequence[int], start: int) -> Sequence[float] | None:
+        """The log-probs of tokens `start` .. N-1 with the present weights; None where nobody knows them."""
+        return prompt_log_probs(tuple(tokens), self.model.version, self.model.kind)[start - 1 :]
 
     # ---- serving
 
@@ -247,9 +271,9 @@ class Ledger:
         """Check what a stream has returned so far, and take its result once it has one."""
         entry = self.entries[request_id]
         assert entry.stream is not None
-        expected, arrived = answer(entry.ask).tokens, tuple(entry.arrived)
-        if not entry.mixed and arrived != expected[: len(arrived)]:
-            raise LeftWrongError("answer", f"a stream returned {arrived}, not {expected}")
+        arrived, expected = tuple(entry.arrived), None if entry.mixed else entry.expected
+        if expected is not None and arrived != expected.tokens[: len(arrived)]:
+            raise LeftWrongError("answer", f"a stream returned {arrived}, not {expected.tokens}")
         result = entry.stream.result
         if result is not None and arrived == tuple(result.tokens):
             self._check(entry, result)
@@ -384,7 +408,7 @@ def _let_go_of_lost_errors() -> bool:
     takes the first one up. The frames of its traceback hold requests, and are no one's fault here.
     """
     things = gc.get_objects()
-    errors = [thing for thing in things if isinstance(thing, BaseException)]
+    errors = [thing for thing in things if issubclass(type(thing), BaseException)]
     lost = [
         error for error in errors if all(user is things or user is errors for user in gc.get_referrers(error))
     ]

@@ -48,9 +48,11 @@ class KnowingDrafter:
         return []
 
 
-def random_plan(random: Random, block: int) -> ms.CheckpointPlan:
+def random_plan(random: Random, block: int, longest: int = LONGEST_PROMPT) -> ms.CheckpointPlan:
+    """`longest`: tokens of a prompt."""
+
     def positions(most: int) -> tuple[int, ...]:
-        return tuple(random.randint(0, LONGEST_PROMPT) for _ in range(random.randint(0, most)))
+        return tuple(random.randint(0, longest) for _ in range(random.randint(0, most)))
 
     return ms.CheckpointPlan(
         branch=random.random() < 0.7,

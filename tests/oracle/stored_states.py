@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, takewhile
 from typing import Any
 from unittest.mock import patch
 
@@ -67,6 +68,15 @@ class RoundedEngine:
         self._running: dict[Any, tuple[int, dict[str, Array]]] = {}  # holding -> position and state
         self._begun: dict[int, tuple[list[int], int]] = {}  # row -> blocks, and how many are registered
         self._context.observe(self)
+
+    def read_weights(self, model: ms.models.HybridLM) -> None:
+        """The engine's model has the weights of `model` now; what is under way is nobody's."""
+        self._lm = _WithKnownKV(model)
+
+    def known(self, request_id: int, num_prompt_tokens: int) -> list[tuple[int, float]]:
+        """The greedy tokens of a request so far, and their log-probs; more than were generated, perhaps."""
+        found = self.log_probs.get(request_id, {})
+        return [found[at] for at in takewhile(found.__contains__, count(num_prompt_tokens))]
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
         slots = self._context.prefix_cache.slots

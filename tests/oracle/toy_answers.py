@@ -8,6 +8,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -36,6 +37,14 @@ class Answer:
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish_reason: str
+
+
+class Steps(Protocol):
+    """A sequence of any model."""
+
+    def step(self, token: int) -> Array:
+        """Take a token; the logits behind it."""
+        ...
 
 
 class Sequence:
@@ -72,7 +81,11 @@ class Sequence:
 @lru_cache(maxsize=4096)
 def answer(ask: Ask) -> Answer:
     """The whole answer."""
-    sequence = Sequence(weights_of(ask.version), ask.kind)
+    return answer_of(Sequence(weights_of(ask.version), ask.kind), ask)
+
+
+def answer_of(sequence: Steps, ask: Ask) -> Answer:
+    """What a model answers, of which `sequence` is at its beginning."""
     for token in ask.prompt:
         logits = sequence.step(token)
     tokens: list[int] = []
@@ -91,7 +104,11 @@ def answer(ask: Ask) -> Answer:
 @lru_cache(maxsize=4096)
 def prompt_log_probs(prompt: tuple[int, ...], version: int, kind: ToyKind) -> tuple[float, ...]:
     """The log-probs of prompt tokens 1 .. N-1."""
-    sequence = Sequence(weights_of(version), kind)
+    return prompt_log_probs_of(Sequence(weights_of(version), kind), prompt)
+
+
+def prompt_log_probs_of(sequence: Steps, prompt: tuple[int, ...]) -> tuple[float, ...]:
+    """`prompt_log_probs` of a model of which `sequence` is at its beginning."""
     rows = [log_softmax(sequence.step(token)) for token in prompt[:-1]]
     return tuple(float(row[token]) for row, token in zip(rows, prompt[1:], strict=True))
 

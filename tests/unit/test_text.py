@@ -64,6 +64,22 @@ def test_ids_that_stand_for_two_things_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("special_tokens", "byte_ids", "message"),
+    [
+        (3, range(256), "special_tokens is 3; accepted: a mapping"),
+        ({"a": {}}, range(256), r"special_tokens\[0\] is {}"),
+        ({"a": [300]}, range(256), r"special_tokens\[0\] is \[300\]"),
+        ({3: 300}, range(256), "special_tokens is {3: 300}"),
+        ({}, 3, "byte_ids is 3"),
+        ({}, [[0]] * 256, r"byte_ids\[0\] is \[0\]"),
+    ],
+)
+def test_what_makes_no_tokenizer_is_named(special_tokens: Any, byte_ids: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ByteTokenizer(special_tokens, byte_ids)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda content: content.pop("model"), "'model'"),
@@ -72,9 +88,9 @@ def test_ids_that_stand_for_two_things_are_refused() -> None:
         (lambda content: content["model"]["vocab"].pop("Ġ"), "'Ġ'"),
         (lambda content: content["added_tokens"][0].update(id=3), "name an id twice"),
         (lambda content: content.update(added_tokens=None), "NoneType"),
-        (lambda content: content["added_tokens"][0].update(id="x"), "byte_ids and special_tokens.*'x'"),
+        (lambda content: content["added_tokens"][0].update(id="x"), "ids of special_tokens.*'x'"),
         (lambda content: content["added_tokens"][0].update(content=""), "special_tokens is {''.*"),
-        (lambda content: content["model"]["vocab"].update({"Ġ": -1}), "byte_ids and special_tokens.*-1"),
+        (lambda content: content["model"]["vocab"].update({"Ġ": -1}), "byte_ids.*-1"),
     ],
 )
 def test_a_tokenizer_of_something_else_is_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -128,9 +144,32 @@ def test_a_template_runs_in_a_sandbox(source: str) -> None:
         ChatTemplate(source).render(CHAT)
 
 
+def test_nothing_of_a_template_is_computed_when_it_is_read() -> None:
+    """Jinja folds constants: a template of 20 characters took gigabytes when its checkpoint was loaded."""
+    for source in (
+        "{{ 1 / 0 }}",
+        "{{ raise_exception('now') }}",
+        "{{ 'a' | center('now') }}",
+        "{% set x = 1 % 0 %}",
+    ):
+        template = ChatTemplate(source)
+        with pytest.raises(ValueError, match="refuses the messages"):
+            template.render(CHAT)
+    for source in ("{{ 9 ** 9 ** 9 }}", "{{ 'a' * 10 ** 15 }}", "{{ 'a' | center(1000000000000000) }}"):
+        ChatTemplate(source)
+
+
 def test_bad_templates_and_messages() -> None:
     with pytest.raises(ValueError, match="is no Jinja template"):
         ChatTemplate("{% if %}")
+    for depth in (40, 150, 3000):  # more than Python nests, in three ways
+        with pytest.raises(ValueError, match="is no Jinja template: (too many|maximum recursion)"):
+            ChatTemplate("{% for i in x %}" * depth + "{% endfor %}" * depth)
+    nested: Any = []
+    for _ in range(20_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="cannot be given to a template"):
+        ChatTemplate("").render([{"role": "user", "content": nested}])
     with pytest.raises(ValueError, match="refuses the messages: no role tool"):
         codec().encode_chat([{"role": "tool", "content": ""}])
     for messages in ("Hello", {"role": "user"}, 3, None):

@@ -37,6 +37,7 @@ class CacheAccess:
         changing: makes a context manager in which prefixes enter the cache; takes the errors that leave
             the books in order.
         salt_key: hashes the salts of prefixes.
+        scrubs: whether memory that prefixes pass through is zeroed behind them.
     """
 
     cache: PrefixCache
@@ -47,6 +48,7 @@ class CacheAccess:
     weights_version: object
     changing: Callable[..., AbstractContextManager[None]]
     salt_key: SaltKey
+    scrubs: bool
 
     @classmethod
     def of(cls, engine: DynamicInferenceEngine, call: str) -> "CacheAccess":
@@ -78,6 +80,7 @@ class CacheAccess:
             weights_version=engine.weights_version,
             changing=engine.changing_cache,
             salt_key=engine.salt_key,
+            scrubs=engine.config.scrub,
         )
 
     @property

@@ -77,7 +77,7 @@ class Connection:
         self.transport = "gloo"
         self.gate = PoolGate()
         self.device = access.spec.device
-        self.staging = Staging(self.device)
+        self.staging = Staging(self.device, access.scrubs)
         self._side: Side = side
         self.is_made = False
 

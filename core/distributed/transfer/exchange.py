@@ -190,6 +190,7 @@ class Exchange:
             peer.link.send_values({"checksums": sums})
             for passage in under_way:
                 wait(passage.is_done)
+            connection.staging.scrub()
         except RuntimeError:
             if verdict.done() and verdict.exception() is None:  # the peer has said why
                 values_of(verdict.result(), _VERDICT)
@@ -223,6 +224,7 @@ class Exchange:
             with peer.named():
                 wait = connection.waiter(inbox, _SUMS)
                 sums = receive_pieces(peer.pipe, layout, copy, connection.staging, connection.gate, wait)
+                connection.staging.scrub()
                 told = values_of(inbox.result(), _SUMS)
                 if told["checksums"] != sums:
                     raise TransferError(

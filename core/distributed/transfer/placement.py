@@ -1,12 +1,13 @@
 """Where an export's blocks and states go in the pools of one rank, and what became of them."""
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...errors import MambaSlotCapacityError
 from .cache_access import CacheAccess
 from .forest import PrefixForest
 from .parts import KV
@@ -95,10 +96,19 @@ class Placement:
         """
         self._hold_known()
         num_available = self._slots.num_available
-        nodes: list[int] = []
+        placed: list[tuple[int, list[int]]] = []
         for node, path in zip(self._states, self._paths, strict=True):
-            if node not in self._known_slots and len(nodes) < num_available and self._allocate(node, path):
-                nodes.append(node)
+            if node not in self._known_slots and len(placed) < num_available and self._allocate(node, path):
+                placed.append((node, path))
+        try:
+            self._reserve(placed)
+        except MambaSlotCapacityError as error:  # where states and KV share memory, blocks took that of slots
+            for one in reversed(placed[error.available :]):
+                self._give_back(*one)
+            self._reserve(placed[: error.available])
+
+    def _reserve(self, placed: Sequence[tuple[int, list[int]]]) -> None:
+        nodes = [node for node, _ in placed]
         slots = self._slots.reserve([self._block_of[node] for node in nodes])
         self._new_slots = dict(zip(nodes, slots, strict=True))
 
@@ -134,6 +144,13 @@ class Placement:
         if nodes:
             self._new_paths.append(nodes)
         return True
+
+    def _give_back(self, state: int, path: list[int]) -> None:
+        """Undo the last `_allocate`, of this state."""
+        if self._new_paths and self._new_paths[-1][-1] == state:
+            blocks = [self._block_of.pop(node) for node in self._new_paths.pop()]
+            del path[-len(blocks) :]
+            self._kv_blocks.release_memory_blocks(blocks)
 
     def _nodes_down_to(self, state: int, ancestors: Container[int]) -> list[int]:
         """The nodes from below the nearest one of `ancestors`, or from the root, down to `state`."""

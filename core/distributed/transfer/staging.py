@@ -58,8 +58,10 @@ class Staging:
         buffers: `NUM_BUFFERS` of [bytes] uint8.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, scrubs: bool = False) -> None:
+        """`scrubs`: whether `scrub` zeroes the buffers."""
         self._device = device
+        self._scrubs = scrubs
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._checksums: dict[int, RowChecksum] = {}
@@ -84,6 +86,13 @@ class Staging:
         on_gpu = self._stream is not None
         with torch.cuda.stream(self._stream) if on_gpu else nullcontext(), torch.inference_mode():
             yield
+
+    def scrub(self) -> None:
+        """Zero the buffers, behind the copies from them; no piece may be on its way."""
+        if self._scrubs:
+            with self.on_stream():
+                for buffer in self.buffers:
+                    buffer.zero_()
 
     def mark(self) -> torch.cuda.Event | None:
         """When everything launched so far is done; None on a CPU."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from ..policies.unit_choice import KVUnit, kv_unit_for_states
 from .memory_units import MemoryUnits
+from .scrubber import Scrubber
 from .shared_kv_blocks import SharedKVBlocks
 from .unit_slots import UnitSlots
 
@@ -29,13 +30,16 @@ class Borrowing:
         num_to_states, num_to_kv: units that have changed sides.
     """
 
-    def __init__(self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: UnitSlots) -> None:
+    def __init__(
+        self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: UnitSlots, scrubber: Scrubber
+    ) -> None:
         self._units = units
         self._kv_blocks = kv_blocks
         self._slots = slots
         self._hand = 0  # the unit at which the next look begins
         self.num_to_states = 0
         self.num_to_kv = 0
+        self._scrubber = scrubber
         kv_blocks.lender = self
 
     # ---- states need memory
@@ -71,6 +75,7 @@ class Borrowing:
         return self._slots.next_victims(count)
 
     def _give_to_states(self, unit: int) -> None:
+        self._scrubber.move_unit(unit, self._units.blocks_of(unit), self._scrubber.blocks)
         self._kv_blocks.withdraw_unit(unit)
         self._units.holds_states[unit] = True
         self._slots.enter(self._units.slots_of(unit))
@@ -127,6 +132,7 @@ class Borrowing:
         return -1
 
     def _give_to_kv(self, unit: int) -> None:
+        self._scrubber.move_unit(unit, self._units.slots_of(unit), self._scrubber.slots)
         self._slots.withdraw(self._units.slots_of(unit))
         self._units.holds_states[unit] = False
         self._kv_blocks.enter_unit(unit)

@@ -10,6 +10,7 @@ from ...state_spec import HybridStateSpec
 from ...tensor_validation import addressable
 from ..policies.memory_division import MemoryDivision, UnitSizes
 from .input_pool import InputPool
+from .scrubber import Scrubber
 from .state_pool import StatePool
 
 MEBIBYTE = 1 << 20
@@ -27,6 +28,7 @@ class DeviceMemory:
             Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
         input_pool: the inputs of running requests since their last grid points.
         allocated: whether all these tensors are there.
+        scrubber: zeroes what is left of the pools.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class DeviceMemory:
         division: MemoryDivision | None = None,
         encodings: Sequence[TensorEncoding] = (),
         num_staging_slots: int = 0,
+        scrubs: bool = False,
     ) -> None:
         """
         Args:
@@ -50,6 +53,7 @@ class DeviceMemory:
             division: of one memory that states and KV share; None where each has its own, as with encodings.
             encodings: how durable slots store states; empty: as live slots do.
             num_staging_slots: with encodings, slots of `state_pool` beside the live ones.
+            scrubs: whether what is left is zeroed.
         """
         self._spec = spec
         self._num_kv_blocks = num_kv_blocks
@@ -58,6 +62,7 @@ class DeviceMemory:
         num_others = num_staging_slots if encodings else num_durable_slots
         self._num_slots = num_live_slots + num_others
         self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block_size_tokens))
+        self._units: torch.Tensor | None = None  # [units, bytes of one] of a shared memory
         self.kv_cache, states = self._new_memory()
         self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device, is_shared, states)
         self.durable_pool = self.state_pool
@@ -66,6 +71,8 @@ class DeviceMemory:
             self.durable_pool = StatePool(tensors, 0, num_durable_slots, spec.device)
         self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
+        self._scrubs = scrubs
+        self.scrubber = Scrubber(self if scrubs else None)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _new_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -89,7 +96,9 @@ class DeviceMemory:
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._spec.device)
         stride = division.shape.slot_stride(sizes)
         slots = memory.view(self._num_slots, stride)[:, : sizes.slot]
-        units = memory[division.num_fixed_slots * stride :].view(dtype)
+        shared = memory[division.num_fixed_slots * stride :]
+        self._units = shared.view(division.num_units, -1)
+        units = shared.view(dtype)
         part = math.prod(shape[3:])
         block = division.shape.block_stride(sizes) // dtype.itemsize
         strides = 2 * part, part, block, math.prod(shape[4:]), shape[5], 1
@@ -119,12 +128,27 @@ class DeviceMemory:
             self.allocated = True
 
     def free(self) -> None:
-        """Free the tensors' memory."""
+        """Free the tensors' memory, which is zeroed before where that is asked for."""
+        if self._scrubs:
+            self._zero()
         self.allocated = False
         self.state_pool.free()
         self.durable_pool.free()
         self.input_pool.free()
         self.kv_cache = self.kv_cache.new_empty(0)
+        self._units = None
+
+    def zero_unit(self, unit: int) -> None:
+        """Fill a unit of a memory that states and KV share with zeros, in stream order."""
+        if self._units is not None:
+            self._units[unit].zero_()
+
+    def _zero(self) -> None:
+        for unit in range(0 if self._units is None else len(self._units)):
+            self.zero_unit(unit)
+        pools = self.state_pool.memory, self.durable_pool.memory, self.kv_cache
+        for memory in (*pools, *self.input_pool.tensors):
+            memory.zero_()
 
     @property
     def _has_encoded_states(self) -> bool:

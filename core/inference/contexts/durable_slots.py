@@ -9,6 +9,7 @@ from ..policies.departures import EVICTIONS, Clock, StateLeaveCause
 from ..policies.ghost_list import GhostList
 from ..policies.slot_choice import SlotChoice, choose_for_slots
 from .eviction_order import EvictionOrder, PlannedState
+from .left_entries import LeftEntries
 from .slot_map import SlotMap
 
 _REMEMBERED = EVICTIONS | {"path_limit"}
@@ -61,6 +62,7 @@ class DurableSlots:
         num_kv_blocks: int = 0,
         keys_to: Callable[[int], Sequence[int]] | None = None,
         on_evict: Callable[[Sequence[int], Sequence[int]], None] = lambda slots, keys: None,
+        left: LeftEntries | None = None,
     ) -> None:
         """
         Args:
@@ -75,8 +77,10 @@ class DurableSlots:
                 not tell; each of its states then counts as one that saves one block.
             on_evict: called with slots whose states leave for others, and the states' hashes (< 1 for a state
                 without a hash), before anything is changed or written.
+            left: notes the slots that become free; None for nothing.
         """
         self._on_evict = on_evict
+        self._left = left or LeftEntries()
         self.num_slots = num_slots
         self.map = SlotMap(num_slots)
         self.free = self._all_free()
@@ -185,12 +189,16 @@ class DurableSlots:
             For each slot the committed slot that now holds the block's state: the slot itself, or an earlier
                 one, which holds the state after the same tokens. -1 where the block is not registered in the
                 KV index, so that nobody could find the state. A slot that is not the result is freed.
+
+        Raises:
+            ValueError: a slot is not reserved, or is reserved for the state of another prefix than its block
+                is registered for: one of other tokens, or of another number of tokens. Nothing is changed.
         """
         self._require_reserved(slots)
+        blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
+        self._require_planned(slots, blocks)
         results = []
-        for slot, block in zip(
-            slots, [self.reserved[s] for s in slots] if blocks is None else blocks, strict=True
-        ):
+        for slot, block in zip(slots, blocks, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
             planned = self.order.planned.pop(slot, -1)
@@ -350,6 +358,7 @@ class DurableSlots:
         for part in (self.map, self.ghosts, self.reserved, self.pins, self.order):
             part.clear()
         self.free = self._all_free()
+        self._left.note(self.free)
         self.version += 1
         self.map.departures.by_cause["reset"] += num_left
         if totals:
@@ -366,6 +375,7 @@ class DurableSlots:
             return evicted
         cut = len(self.free) - num_free
         taken = self.free[cut:]
+        self._left.give(taken)
         del self.free[cut:]
         self.version += 1
         return taken + evicted if evicted else taken
@@ -382,6 +392,7 @@ class DurableSlots:
                 raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
         victims = self.order.victims(num_slots, lambda slot: slot not in kept)
         self._evict_slots(victims, cause)
+        self._left.pass_on(victims)
         return victims
 
     def _evict_slots(self, slots: Sequence[int], cause: StateLeaveCause = "new_state") -> None:
@@ -411,6 +422,7 @@ class DurableSlots:
         return slots
 
     def _free_slots(self, slots: Sequence[int]) -> None:
+        self._left.note(slots)
         self.free.extend(slots)
         self.version += 1
 
@@ -418,6 +430,16 @@ class DurableSlots:
         reserved = all(slot in self.reserved and slot not in self.pins for slot in slots)
         if len(set(slots)) < len(slots) or not reserved:
             raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
+
+    def _require_planned(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            planned = self.order.planned.get(slot, -1)
+            key = -1 if planned < 0 or block < 0 else self._kv_hash(block)
+            if key > 0 and key != planned:
+                raise ValueError(
+                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
+                    f"of hash {planned}, whose state the slot is reserved for"
+                )
 
     def _require_committed(self, slot: int) -> None:
         if self.map.block_of(slot) < 0:
@@ -437,6 +459,9 @@ class DurableSlots:
         self.map.departures.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
+        for slot, block in self.reserved.items():
+            key = self._kv_hash(block) if block >= 0 and slot in self.order.planned else -1
+            assert key < 0 or key == self.order.planned[slot], "a slot is reserved for another prefix's block"
         self.order.check_integrity(committed)
         assert self.order.planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"

@@ -83,8 +83,9 @@ class DynamicInferenceContext:
         self.memory = DeviceMemory(
             memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live,
             sizes.num_mamba_slots, self._new_input_pool(), shares, sizes.division,
-            self._encodings, NUM_STAGING_SLOTS,
+            self._encodings, NUM_STAGING_SLOTS, config.scrub,
         )  # fmt: skip
+        scrubber = self.memory.scrubber
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
             sizes.num_mamba_slots,
@@ -95,11 +96,14 @@ class DynamicInferenceContext:
             num_live if shares else 0,
             tier_of(config, spec, self.memory.durable_pool),
             sizes.division,
+            scrubber,
         )
+        if self.prefix_cache.tier is not None:
+            scrubber.host_rows = self.prefix_cache.tier.host.left
         self.mamba_metadata = (
             SharedLiveSlots(config.max_requests, num_live, self.prefix_cache.slots)
             if shares
-            else MambaMetadata(config.max_requests, num_live)
+            else MambaMetadata(config.max_requests, num_live, scrubber.live)
         )
         self._states = self._new_states()
         self._empty_rows()
@@ -153,8 +157,9 @@ class DynamicInferenceContext:
             return ReplayedStates(pool, cache, self._chunk_size)
         if self._encodings:
             return EncodedStates(
-                self.memory, cache, self.mamba_metadata, self._encodings, self.spec.separate_states
-            )
+                self.memory, cache, self.mamba_metadata, self._encodings, self.spec.separate_states,
+                self.memory.scrubber.scratch,
+            )  # fmt: skip
         return RequestStates(pool, cache, self.spec.separate_states)
 
     def _empty_rows(self) -> None:
@@ -164,8 +169,9 @@ class DynamicInferenceContext:
         slots_per_row = self.mamba_metadata.num_live_slots // config.max_requests
         self.mamba_metadata.reset()
         self._rows = RequestRows(
-            config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row
-        )
+            config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row,
+            self.memory.scrubber.inputs,
+        )  # fmt: skip
         self._admission = Admission(config, self._chunk_size, cache, self._rows, self._states)
 
     # ---- what hosts and observers read
@@ -311,6 +317,7 @@ class DynamicInferenceContext:
         Returns:
             The step. Its index tensors are copied to the device at once, without synchronising.
         """
+        self.memory.scrubber.scrub()
         self._begin_books(steps, sampled_tokens)
         inputs = self._builder.build(
             self._steps,
@@ -364,6 +371,7 @@ class DynamicInferenceContext:
             self._drop_invalid(is_valid)
         late = self._verify(num_accepted) if any(step.drafts for step in self._steps) else []
         self._states.scatter(self._steps, late)
+        self.memory.scrubber.scratch.scrub()
         for step in self._steps:
             self._states.leave_source(step)
             self._count(step)
@@ -428,6 +436,7 @@ class DynamicInferenceContext:
         """
         aborted, self._steps = self._steps, ()
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
+        self.memory.scrubber.scratch.scrub()
         for step in aborted:
             self.release(step.request)
 

@@ -7,6 +7,7 @@ from ..kernels.state_codec import decode_states, encode_states
 from ..kernels.state_tensors import CodedTensor
 from .device_memory import DeviceMemory
 from .holding import Holding
+from .left_entries import LeftEntries
 from .mamba_metadata import MambaMetadata
 from .prefix_cache import PrefixCache
 from .request_states import RequestStates
@@ -35,16 +36,19 @@ class EncodedStates(RequestStates):
         live_slots: MambaMetadata,
         encodings: Sequence[TensorEncoding],
         separate: bool = True,
+        scratch: LeftEntries | None = None,
     ) -> None:
         """
         Args:
             live_slots: who owns which live slot; only read.
             separate: as in `RequestStates`.
+            scratch: notes the pool indices of staged states; None for nothing.
         """
         super().__init__(memory.state_pool, cache, separate)
         self._memory = memory
         self._live_slots = live_slots
         self._encodings = tuple(encodings)
+        self._scratch = scratch or LeftEntries()
         self._staged: dict[tuple[int, int], int] = {}  # row and position -> pool index, in this step
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
@@ -70,6 +74,7 @@ class EncodedStates(RequestStates):
             for position in step.destinations
             if not self._is_last(step, position)
         }
+        self._scratch.note(self._staged.values())
         self._decode([step.holding for step in steps])
         super().gather(steps)  # live states to where kernels in place need them
 

@@ -40,6 +40,7 @@ class HostCopies:
         row_of: Callable[[int], Tensor],
         device: torch.device,
         files: StateFiles | None = None,
+        scrubs: bool = False,
     ) -> None:
         """
         Args:
@@ -48,16 +49,19 @@ class HostCopies:
             row_of: durable slot -> its [state_bytes] uint8 on the device, as it lies now.
             device: where durable slots are.
             files: the disk tier; None for none.
+            scrubs: whether the memory through which states leave is zeroed behind each state.
 
         Raises:
             MemoryError: the system cannot pin so much memory.
         """
         self._device, self._row_of, self._files = device, row_of, files
         self._state_bytes = state_bytes
+        self._scrubs = scrubs
         self._stream = _new_stream(device)
         self._checksum = RowChecksum(state_bytes, device)
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-            self.rows = torch.empty(num_slots, state_bytes, dtype=torch.uint8)
+            new = torch.zeros if scrubs else torch.empty
+            self.rows = new(num_slots, state_bytes, dtype=torch.uint8)
             self._sums = torch.zeros(num_slots, dtype=torch.int64, device=device)
             self._sums_for_files = torch.zeros(num_slots, dtype=torch.int64) if files is not None else None
         if self._stream is not None:
@@ -68,6 +72,7 @@ class HostCopies:
         self._versions = [0] * num_slots  # grows with each write to a row
         self._stored: dict[int, torch.cuda.Event] = {}
         self._staged: Tensor | None = None
+        self._zeros: Tensor | None = None  # [state_bytes] on the device
         self._left: list[torch.cuda.Event | None] = [None] * NUM_STAGED
         self._next_stage = 0
 
@@ -92,6 +97,8 @@ class HostCopies:
             try:
                 with torch.cuda.stream(self._stream):
                     self._keep(staged, host_slot, serial)
+                    if self._scrubs:
+                        staged.zero_()
             finally:  # a call that fails may have launched a copy
                 self._left[stage] = self._stored[host_slot] = self._stream.record_event()
 
@@ -112,7 +119,22 @@ class HostCopies:
     def free(self) -> None:
         """Free the device memory through which states leave, until the next `store`."""
         self._synchronise()
-        self._staged = None
+        self._staged = self._zeros = None
+
+    def zero(self, host_slots: Sequence[int]) -> None:
+        """Zero rows, behind the copies under way; does not wait. No file is written of such a row."""
+        for host_slot in host_slots:
+            self._versions[host_slot] += 1
+        if self._stream is None:
+            for host_slot in host_slots:
+                self.rows[host_slot].zero_()
+            return
+        with on_device_of(self._device), torch.cuda.stream(self._stream):
+            if self._zeros is None:
+                with torch.inference_mode(False):
+                    self._zeros = torch.zeros(self._state_bytes, dtype=torch.uint8, device=self._device)
+            for host_slot in host_slots:
+                self.rows[host_slot].copy_(self._zeros, non_blocking=True)
 
     # ---- back
 

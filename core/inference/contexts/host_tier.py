@@ -8,6 +8,7 @@ from ...cache_stats import TierStats
 from ...errors import MambaSlotCapacityError
 from ..policies.departures import TierLeaveCause
 from .durable_slots import DurableSlots
+from .left_entries import LeftEntries
 from .tier_slots import TierSlots
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ class StateCopies(Protocol):
     def delete(self, files: Sequence[int] | None) -> None:
         """Remove these files, or all."""
 
+    def zero(self, host_slots: Sequence[int]) -> None:
+        """Zero slots in host memory, behind the copies under way; does not wait."""
+
     def free(self) -> None:
         """Free device memory, as far as the next `store` can make it again."""
 
@@ -56,6 +60,8 @@ class NullCopies:
         return True
 
     def delete(self, files: Sequence[int] | None) -> None: ...
+
+    def zero(self, host_slots: Sequence[int]) -> None: ...
 
     def free(self) -> None: ...
 
@@ -86,6 +92,7 @@ class HostTier:
         min_tokens: int = 1,
         min_tokens_from_file: int = 1,
         agree: Callable[[bool], bool] = bool,
+        scrubs: bool = False,
     ) -> None:
         """
         Args:
@@ -94,10 +101,11 @@ class HostTier:
             num_files: states that the disk holds.
             min_tokens, min_tokens_from_file: see the class.
             agree: whether a copy is good on all ranks, given whether it is good on this one.
+            scrubs: whether rows of host memory are zeroed when their copies leave.
         """
-        self.host = TierSlots(num_slots)
         self.files = TierSlots(num_files)
         self.copies: StateCopies = NullCopies() if copies is None else copies
+        self.host = TierSlots(num_slots, LeftEntries(self.copies.zero if scrubs else None))
         self.min_tokens = min_tokens
         self.min_tokens_from_file = min_tokens_from_file
         self.num_fetched = 0
@@ -152,6 +160,7 @@ class HostTier:
                 self.copies.store(slot, host_slot, serial)
             except Exception:
                 self._note_failure()
+                self.host.left.note([host_slot])  # of another state; what is published is refused
             self.host.publish(key, host_slot, serial)  # also what failed, so that ranks agree
             self._save(host_slot, key, serial)
 

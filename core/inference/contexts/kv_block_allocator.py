@@ -20,6 +20,7 @@ from ..policies.departures import Clock, KVLeaveCause
 from ..policies.leaf_eviction import LeafEviction
 from ..policies.slot_eviction import EVICTION_POLICIES
 from .free_blocks import BlockStack, FreeBlocks
+from .left_entries import LeftEntries
 from .mirrored import MirroredTensor
 from .prefix_tree import Parent, PrefixTree
 
@@ -58,6 +59,7 @@ class KVBlockAllocator:
         prefix_caching_eviction_policy: str = "value",
         forget_states: ForgetStates = lambda blocks, cause: None,
         clock: Clock = time.monotonic_ns,
+        left: LeftEntries | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +71,7 @@ class KVBlockAllocator:
                 leave; the owner of the blocks' states forgets these. What it raises goes on to the caller,
                 because a state must not outlive its block.
             clock: tells when blocks are used. Two uses at one time count as one after the other.
+            left: notes the blocks that become free; None for nothing.
         """
         if not callable(forget_states):
             raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
@@ -84,6 +87,7 @@ class KVBlockAllocator:
         self._timestamps = [0] * self.total_count
         self.leaves = LeafEviction(self._timestamps)
         self._version = 0
+        self._left = left or LeftEntries()
         self._free = self._new_free_blocks()
         zeros = torch.zeros(total_count, dtype=torch.int64, device="cpu")
         self._ref_counts_tensor = MirroredTensor(zeros.to(torch.int32), self._fill_ref_counts)
@@ -103,6 +107,12 @@ class KVBlockAllocator:
     def _restart_free(self, num_free: int) -> None:
         """Note that every block is free that is neither held nor registered."""
         self._free.restart(num_free, self._refs, self.tree.parents)
+        if self._left.is_active:
+            self._left.note(self._free.listed(self._refs, self.tree.parents))
+
+    def _add_free(self, blocks: list[int]) -> None:
+        self._left.note(blocks)
+        self._free.add(blocks)
 
     # ---- the tensors
 
@@ -208,6 +218,7 @@ class KVBlockAllocator:
         if missing > 0:
             self._evict(missing)
         blocks = self._free.take(num_blocks, self._refs, self.tree.parents)
+        self._left.give(blocks)
         if self.tree.remains:
             self.tree.remains.free(512 + 16 * num_blocks)
         refs = self._refs
@@ -281,11 +292,12 @@ class KVBlockAllocator:
             refs[block] = held
         self._version += 1
         if len(cached) < len(leaving):
-            self._free.add([block for block in reversed(leaving) if parents[block] < 0])
+            self._add_free([block for block in reversed(leaving) if parents[block] < 0])
         cached.reverse()
         self._num_cached += len(cached)
-        if self._drops_unheld:
-            self._deregister(cached, "discarded" if forget else "released")
+        cause: KVLeaveCause = "discarded" if forget else "released"
+        if self._drops_unheld and self._num_cached == len(cached):
+            self._deregister(cached, cause)
             return
         self._clock = max(self._clock + 1, self._now())
         timestamps, clock, num_cached_children = self._timestamps, self._clock, tree.num_cached_children
@@ -295,8 +307,8 @@ class KVBlockAllocator:
         for block in cached:
             if not num_cached_children[block]:
                 self.leaves.offer(block)
-        if forget:
-            self._deregister(self._without_continuation(cached), "discarded")
+        if forget or self._drops_unheld:  # what an interrupted release has left cached may continue a block
+            self._deregister(self._without_continuation(cached), cause)
 
     def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
         """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.
@@ -442,7 +454,7 @@ class KVBlockAllocator:
         hashes = self.tree.deregister(blocks, cause)
         self._version += 1
         self._num_cached -= len(blocks)
-        self._free.add(blocks[::-1])
+        self._add_free(blocks[::-1])
         self._notify(blocks, hashes)
 
     def _put_back(self, blocks: list[int]) -> None:

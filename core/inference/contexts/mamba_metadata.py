@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...errors import RequestOverflowError
 from ...validation import INT32_MAX, integer, integers
+from .left_entries import LeftEntries
 
 _MOVED = (
     "Mamba2AttentionBackend",
@@ -40,8 +41,16 @@ class MambaMetadata:
             reads them when it commits.
     """
 
-    def __init__(self, max_requests: int, num_live_slots: int | None = None) -> None:
-        """`num_live_slots` defaults to one a request; speculative decoding needs more."""
+    def __init__(
+        self, max_requests: int, num_live_slots: int | None = None, left: LeftEntries | None = None
+    ) -> None:
+        """
+        Args:
+            max_requests: rows.
+            num_live_slots: defaults to one a request; speculative decoding needs more.
+            left: notes the slots that become free; None for nothing.
+        """
+        self._left = left or LeftEntries()
         self.max_requests = integer("max_requests", max_requests, 1, INT32_MAX)
         self.num_live_slots = integer(
             "num_live_slots", max_requests if num_live_slots is None else num_live_slots, 1, INT32_MAX
@@ -86,7 +95,9 @@ class MambaMetadata:
         """
         if len(self._free) < num_slots:
             raise RequestOverflowError(required=num_slots, available=len(self._free))
-        return tuple(self._free.popitem()[0] for _ in range(num_slots))
+        slots = tuple(self._free.popitem()[0] for _ in range(num_slots))
+        self._left.give(slots)
+        return slots
 
     def free_slot(self, slot: int) -> None:
         """Free `slot`. The caller clears the row that names the slot.
@@ -111,6 +122,7 @@ class MambaMetadata:
     def reset(self) -> None:
         """All slots free, all rows empty, no checkpoints. Rows keep their storage."""
         self._free = dict.fromkeys(reversed(range(self.num_live_slots)))  # a stack with fast membership tests
+        self._left.note(self._free)
         self.request_to_mamba_state_idx.fill_(-1)
         self.intermediate_count = 0
         self.per_request_intermediate_counts: list[int] = []
@@ -129,4 +141,5 @@ class MambaMetadata:
             raise ValueError(
                 f"{named_by} names slots {slots}, some free or named twice; accepted: slots in use, once each"
             )
+        self._left.note(released)
         self._free.update(released)

@@ -23,6 +23,7 @@ from .prefix_match import PrefixMatch
 from .prefix_matcher import PrefixMatcher
 from .request_step import RequestStep
 from .rolling_states import RollingStates
+from .scrubber import Scrubber
 from .shared_kv_blocks import SharedKVBlocks
 from .shared_slots import SharedSlots
 from .step_checkpoints import StepCheckpoints
@@ -73,6 +74,7 @@ class PrefixCache:
         num_live_slots: int = 0,
         tier: HostTier | None = None,
         division: MemoryDivision | None = None,
+        scrubber: Scrubber | None = None,
     ) -> None:
         """
         Args:
@@ -87,7 +89,9 @@ class PrefixCache:
             tier: keeps the states that are evicted for others; None for none. `HostTier(num_slots)` has books
                 alone, for a cache without tensors.
             division: of the memory that KV and states share; None where each has its own.
+            scrubber: is told of what becomes free; None for nobody.
         """
+        scrubber = scrubber or Scrubber(None)
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
@@ -96,13 +100,13 @@ class PrefixCache:
         forget = self._forget_states
         units = MemoryUnits(division) if division is not None else None
         self.kv_blocks = (
-            SharedKVBlocks(units, policy, forget, clock)
+            SharedKVBlocks(units, policy, forget, clock, scrubber.blocks)
             if units
-            else KVBlockAllocator(num_kv_blocks, enabled, policy, forget, clock)
+            else KVBlockAllocator(num_kv_blocks, enabled, policy, forget, clock, scrubber.blocks)
         )
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
         book = tree.hash_of, self._note_states_changed, self._note_ghosts_changed, clock
-        rest = num_kv_blocks, tree.keys_to, self._spill
+        rest = num_kv_blocks, tree.keys_to, self._spill, scrubber.slots
         num_all = num_slots + num_live_slots if enabled else 0
         self.slots = (
             UnitSlots(units, num_all, policy, *book, *rest)
@@ -110,7 +114,7 @@ class PrefixCache:
             else SharedSlots(num_all, policy, *book, *rest)
         )
         self._borrowing = (
-            Borrowing(units, self.kv_blocks, self.slots)
+            Borrowing(units, self.kv_blocks, self.slots, scrubber)
             if units and isinstance(self.kv_blocks, SharedKVBlocks) and isinstance(self.slots, UnitSlots)
             else None
         )

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from .holding import Holding
+from .left_entries import LeftEntries
 from .mamba_metadata import MambaMetadata
 from .prefix_cache import PrefixCache
 from .request import DynamicInferenceRequest
@@ -26,6 +27,7 @@ class RequestRows:
         metadata: MambaMetadata,
         cache: PrefixCache,
         slots_per_row: int = 1,
+        left: LeftEntries | None = None,
     ) -> None:
         """
         Args:
@@ -34,6 +36,7 @@ class RequestRows:
             metadata: who owns which live slot.
             cache: opens the path of a request that gets a row.
             slots_per_row: live slots of a request.
+            left: notes the rows that become free, all of them now; None for nothing.
         """
         shape = (max_requests, blocks_per_row)
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
@@ -44,6 +47,8 @@ class RequestRows:
         self._cache = cache
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free = list(range(max_requests - 1, -1, -1))
+        self._left = left or LeftEntries()
+        self._left.note(self._free)
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
@@ -76,6 +81,7 @@ class RequestRows:
         """
         live = self._metadata.allocate_slots(self._slots_per_row, resume_slot)
         row = self._free.pop()
+        self._left.give([row])
         self._first_slots[row] = live[0]
         limit = len(request.tokens) - 1
         if request.max_resume_tokens is not None:
@@ -97,6 +103,7 @@ class RequestRows:
             self._metadata.free_slot(slot)
         self._first_slots[holding.row] = -1
         del self._requests[holding.row]
+        self._left.note([holding.row])
         self._free.append(holding.row)
         return holding
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from ..policies.departures import Clock
 from .free_blocks import BlocksByUnit, FreeBlocks
 from .kv_block_allocator import ForgetStates, KVBlockAllocator
+from .left_entries import LeftEntries
 from .memory_units import MemoryUnits
 
 
@@ -43,14 +44,17 @@ class SharedKVBlocks(KVBlockAllocator):
         eviction_policy: str,
         forget_states: ForgetStates,
         clock: Clock = time.monotonic_ns,
+        left: LeftEntries | None = None,
     ) -> None:
         """
         Args:
             units: of the memory.
-            eviction_policy, forget_states, clock: as for `KVBlockAllocator`.
+            eviction_policy, forget_states, clock, left: as for `KVBlockAllocator`.
         """
         self.units = units
-        super().__init__(units.num_units * units.blocks_per_unit, True, eviction_policy, forget_states, clock)
+        super().__init__(
+            units.num_units * units.blocks_per_unit, True, eviction_policy, forget_states, clock, left
+        )
 
     def _new_free_blocks(self) -> FreeBlocks:
         self._by_unit = BlocksByUnit(self.total_count, self.units.blocks_per_unit)
@@ -120,10 +124,11 @@ class SharedKVBlocks(KVBlockAllocator):
         self._version += 1
         for block in self.units.blocks_of(unit):
             self._refs[block] = 1
+        self._left.withdraw(self.units.blocks_of(unit))
         self._by_unit.withdraw(unit)
 
     def enter_unit(self, unit: int) -> None:
-        """Take the blocks of a unit into use, whose memory held states."""
+        """Take the blocks of a unit into use, whose memory held states; zero where that is asked for."""
         blocks = self.units.blocks_of(unit)
         self._version += 1
         for block in blocks:

@@ -70,7 +70,9 @@ class SharedSlots(DurableSlots):
         if live:
             self.live.clear()
         super().clear(totals)
-        self.free = [slot for slot in self.free if slot not in self.live]
+
+    def _all_free(self) -> list[int]:
+        return [slot for slot in super()._all_free() if slot not in self.live]
 
     def check_integrity(self) -> None:
         super().check_integrity()

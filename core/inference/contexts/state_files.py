@@ -25,9 +25,12 @@ logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<8sQqq32s")  # magic, bytes of a state, serial number, checksum, model
 _MAGIC = b"MSSTATE1"
 _PREFIX, _LOCK = "mambaslots-", "lock"
+_PAGE_OF_ZEROS = 1 << 20
 
 Work = Callable[[], None]
 """What the thread does next."""
+Remove = Callable[[Path], None]
+"""Removes a file."""
 
 
 class StateFiles:
@@ -39,21 +42,26 @@ class StateFiles:
 
     A file begins with its copy's serial number, checksum, size and model, and these with a checksum of their
     own. It is written under another name first. So a file that is there is whole, or does not count.
+
+    With `scrubs` a file is overwritten with zeros, which are written through to the disk, before it is
+    removed or replaced. What a file system or a disk keeps of overwritten bytes is beyond that.
     """
 
-    def __init__(self, path: str, state_bytes: int, model: str) -> None:
+    def __init__(self, path: str, state_bytes: int, model: str, scrubs: bool = False) -> None:
         """
         Args:
             path: a directory, which is made where it is not there.
             state_bytes: bytes of a state.
             model: says how a state is encoded, and of what model and rank.
+            scrubs: whether files are overwritten before they go.
 
         Raises:
             OSError: the directory cannot be made or written.
         """
         root = Path(path)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_leftovers(root)
+        self._remove = _overwrite_and_unlink if scrubs else Path.unlink
+        _remove_leftovers(root, self._remove)
         self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
         lock = (self.directory / _LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +73,9 @@ class StateFiles:
         thread = threading.Thread(
             target=_run, args=(self._work, closed), name="mambaslots-files", daemon=True
         )
-        self.close = weakref.finalize(self, _close, self._work, closed, thread, self.directory, lock)
+        self.close = weakref.finalize(
+            self, _close, self._work, closed, thread, self.directory, lock, self._remove
+        )
         thread.start()
 
     def _name(self, file: int) -> Path:
@@ -83,7 +93,8 @@ class StateFiles:
         """
         head = _MAGIC, self._state_bytes, serial
         name, model, failed = self._name(file), self._model, weakref.WeakMethod(self._note_failure)
-        self._work.put(lambda: _write(name, head, model, row, checksum, failed))
+        remove = self._remove
+        self._work.put(lambda: _write(name, head, model, row, checksum, failed, remove))
 
     def _note_failure(self, error: OSError) -> None:
         if not self.num_failed:
@@ -123,7 +134,8 @@ class StateFiles:
     def delete(self, files: Sequence[int] | None) -> None:
         """Remove these files, or all, some time; after what was saved before."""
         directory, names = self.directory, None if files is None else [self._name(file) for file in files]
-        self._work.put(lambda: _delete(directory, names))
+        remove = self._remove
+        self._work.put(lambda: _delete(directory, names, remove))
 
     def forget_pages(self, file: int) -> None:
         """Write a file through to the disk, so that its next `load` reads the disk."""
@@ -149,8 +161,10 @@ def _write(
     row: Tensor,
     checksum: Callable[[], int | None],
     failed: Callable[[], Callable[[OSError], None] | None],
+    remove: Remove,
 ) -> None:
-    """Write one file, by way of another name."""
+    """Write one file, by way of another name. The file's former state goes in any case."""
+    _delete(name.parent, [name], remove)
     value = checksum()
     if value is None:
         return
@@ -163,19 +177,38 @@ def _write(
         if checksum() == value:
             os.replace(draft, name)
         else:
-            draft.unlink()
+            remove(draft)
     except OSError as error:
         with suppress(OSError):
-            draft.unlink()
+            remove(draft)
         note = failed()
         if note is not None:
             note(error)
 
 
-def _delete(directory: Path, names: Sequence[Path] | None) -> None:
+def _delete(directory: Path, names: Sequence[Path] | None, remove: Remove) -> None:
     for name in directory.glob("*.state") if names is None else names:
         with suppress(OSError):
-            name.unlink()
+            remove(name)
+
+
+def _overwrite_and_unlink(name: Path) -> None:
+    try:
+        with name.open("r+b", buffering=0) as opened:
+            left = os.fstat(opened.fileno()).st_size
+            while left > 0:
+                left -= opened.write(bytes(min(left, _PAGE_OF_ZEROS)))
+            os.fsync(opened.fileno())
+    finally:
+        name.unlink(missing_ok=True)
+
+
+def _remove_all(directory: Path, remove: Remove) -> None:
+    """Remove a directory of states."""
+    for name in (*directory.glob("*.state"), *directory.glob("*.part")):
+        with suppress(OSError):
+            remove(name)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _run(work: "SimpleQueue[Work | None]", closed: threading.Event) -> None:
@@ -194,18 +227,19 @@ def _close(
     thread: threading.Thread,
     directory: Path,
     lock: TextIO,
+    remove: Remove,
 ) -> None:
     closed.set()
     work.put(None)
     if thread is not threading.current_thread():
         thread.join(timeout=5.0)
-    shutil.rmtree(directory, ignore_errors=True)
+    _remove_all(directory, remove)
     lock.close()
 
 
-def _remove_leftovers(root: Path) -> None:
+def _remove_leftovers(root: Path, remove: Remove) -> None:
     """Remove the directories of engines that have died: nobody locks them any more."""
     for directory in root.glob(f"{_PREFIX}*"):
         with suppress(OSError), (directory / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove_all(directory, remove)

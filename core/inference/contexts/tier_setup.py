@@ -55,6 +55,7 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
         min_tokens=tokens,
         min_tokens_from_file=tokens,
         agree=lambda good: bool(groups.least(int(good), device)),
+        scrubs=config.scrub,
     )
 
 
@@ -64,7 +65,8 @@ def _copies(
     state_bytes, files = pool.memory.shape[1], None
     if num_files and config.disk_cache_path is not None:
         model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"
-        files = StateFiles(config.disk_cache_path, state_bytes, model)
+        files = StateFiles(config.disk_cache_path, state_bytes, model, config.scrub)
     return HostCopies(
-        num_slots, state_bytes, lambda slot: pool.memory[pool.durable_index(slot)], spec.device, files
-    )
+        num_slots, state_bytes, lambda slot: pool.memory[pool.durable_index(slot)], spec.device, files,
+        config.scrub,
+    )  # fmt: skip

@@ -1,9 +1,10 @@
 """Which cached state is in which slot of a tier behind the device: host memory, or files."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..policies.departures import TIER_LEAVE_CAUSES, TierLeaveCause
+from .left_entries import LeftEntries
 from .slot_map import Watcher
 
 
@@ -18,13 +19,15 @@ class TierSlots:
         num_entered: how many copies were ever published.
         left_by_cause: cause -> how many copies left.
         watchers: called with hashes before their copies come or leave; None for all hashes.
+        left: notes the slots that become free. A slot that is taken for another copy is written whole.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, left: LeftEntries | None = None) -> None:
         self.num_slots = num_slots
         self.num_entered = 0
         self.left_by_cause: dict[TierLeaveCause, int] = dict.fromkeys(TIER_LEAVE_CAUSES, 0)
         self.watchers: tuple[Watcher, ...] = ()
+        self.left = left or LeftEntries()
         self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
         self._free = list(range(num_slots))
         self._serials = [0] * num_slots
@@ -35,6 +38,11 @@ class TierSlots:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def free(self) -> Sequence[int]:
+        """The slots that hold nothing, in no order."""
+        return self._free
 
     def slot_of(self, key: int) -> int:
         """The slot that holds the state of this hash, or -1."""
@@ -63,7 +71,9 @@ class TierSlots:
             The slot, and the hash whose copy left for it or 0. (-1, 0) where no slot can be had.
         """
         if self._free:
-            return self._free.pop(), 0
+            slot = self._free.pop()
+            self.left.give([slot])
+            return slot, 0
         victim = next((key for key in self._slots if key != self._pinned), 0)
         if not victim:
             return -1, 0
@@ -95,6 +105,7 @@ class TierSlots:
             slot = self._slots.pop(key, -1)
             if slot >= 0:
                 self.left_by_cause[cause] += 1
+                self.left.note([slot])
                 self._free.append(slot)
                 slots.append(slot)
         return slots
@@ -114,6 +125,8 @@ class TierSlots:
     def mend(self) -> None:
         """Put the book in order behind an interrupted change: free what is in no map; O(slots)."""
         used = set(self._slots.values())
+        if self.left.is_active:
+            self.left.note(set(range(self.num_slots)).difference(used, self._free))
         self._free = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
         self.num_entered = len(self._slots) + sum(self.left_by_cause.values())

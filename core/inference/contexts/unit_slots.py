@@ -36,9 +36,11 @@ class UnitSlots(SharedSlots):
     def withdraw(self, slots: Sequence[int]) -> None:
         """Give up these free slots: their memory shall hold KV."""
         gone = set(slots)
+        self._left.withdraw(gone)
         self.free = [slot for slot in self.free if slot not in gone]
         self.version += 1
 
     def enter(self, slots: Sequence[int]) -> None:
-        """Take these slots into use, whose memory held KV."""
+        """Take these slots into use, whose memory held KV and is zero where that is asked for."""
         self._free_slots(slots)
+        self._left.withdraw(slots)

@@ -68,6 +68,7 @@ class DummySteps:
             enable_prefix_caching=False,
             enable_chunked_prefill=True,
             poison_free_memory=False,
+            scrub=False,
         )
         self._context = DynamicInferenceContext(spec, small)
         self._num_requests = 0

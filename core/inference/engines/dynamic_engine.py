@@ -105,6 +105,7 @@ class DynamicInferenceEngine:
             set_min_tokens(self.context.prefix_cache.tier, self._forward, spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
+        self._poison = MemoryPoison(self.context) if config.poison_free_memory else None
         self._runner = self._new_runner()
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
         self._looks_ahead = config.looks_ahead_on(spec.device)
@@ -138,13 +139,12 @@ class DynamicInferenceEngine:
 
     def _new_runner(self) -> ModelRunner:
         spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
-        inspect = MemoryPoison(self.context).check if self.config.poison_free_memory else None
         dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
         synchronises = spec.device.type != "cuda" or torch.float64 in dtypes
         if max_graphs is None or synchronises:
-            return ModelRunner(spec, inspect, self.config.batch_invariant)
+            return ModelRunner(spec, self.config.batch_invariant)
         buckets = GraphBuckets.of(self.context, self.config.batch_invariant)
-        return GraphRunner(spec, buckets, max_graphs, inspect)
+        return GraphRunner(spec, buckets, max_graphs)
 
     # ---- requests
 
@@ -354,6 +354,8 @@ class DynamicInferenceEngine:
         if following:
             tokens_there = step.sampled.tokens_of([one.request for one in following])
             self._books.unread = self._launch(following, tokens_there, undo)
+        if step.check_logits is not None:
+            step.check_logits()
         tokens = step.sampled.wait()
         self._runner.after_step(self._forward)
         return step.requests, tokens, step.sampled.invalid
@@ -368,11 +370,12 @@ class DynamicInferenceEngine:
         step = self.context.begin_step(scheduled, self._runner.padded, sampled_tokens)  # reserve, publish
         undo.settled = True
         logits = self._runner.run(self._forward, step.inputs)  # forward
+        check_logits = self._poison.check(logits) if self._poison is not None else None
         sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
         undo.settled = False
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self.context.end_step(sampled.num_accepted, sampled.is_valid)
-        return LaunchedStep(step.requests, sampled)
+        return LaunchedStep(step.requests, sampled, check_logits)
 
     def _schedule(self, undo: StepUndo) -> list[RequestStep]:
         try:

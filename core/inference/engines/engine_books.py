@@ -26,10 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that runs on the device and has ended in the context's books; its tokens are not read yet."""
+    """A step that runs on the device and has ended in the context's books; its tokens are not read yet.
+
+    Attributes:
+        requests: what each request does.
+        sampled: its tokens.
+        check_logits: raises where its logits are NaN; None where nobody asks.
+    """
 
     requests: tuple[RequestStep, ...]
     sampled: SampledStep
+    check_logits: Callable[[], None] | None = None
 
 
 @dataclass
@@ -72,7 +79,7 @@ class EngineBooks:
     def __init__(
         self, context: DynamicInferenceContext, drafter: Drafter | None, drop_graphs: Callable[[], None]
     ) -> None:
-        self.state = EngineState(context.spec.groups.is_split)
+        self.state = EngineState(context.spec.groups.is_split, context.memory.scrubber.scrub)
         self.requests: dict[int, DynamicInferenceRequest] = {}
         self.unclaimed: dict[int, RequestResult] = {}
         self.reports: deque[StepReport] = deque()
@@ -116,6 +123,8 @@ class EngineBooks:
         self.observers.note_end(request, result)  # first: a repair gives back what is still in `requests`
         del self.requests[request.request_id]
         self.scheduler.remove(request, discard=reason == "invalid_logits")
+        if not self.requests:
+            self.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
 
     def changing(self, *in_order: type[Exception]) -> AbstractContextManager[None]:

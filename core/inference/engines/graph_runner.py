@@ -1,7 +1,6 @@
 """Whole forwards as CUDA graphs: one launch per step. Steps are padded to a few shapes."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -151,15 +150,9 @@ class GraphRunner(ModelRunner):
     nothing.
     """
 
-    def __init__(
-        self,
-        spec: HybridStateSpec,
-        buckets: GraphBuckets,
-        max_graphs: int,
-        inspect: Callable[[Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:
         """`max_graphs`: maximum number of decode graphs, and of graphs with prefills."""
-        super().__init__(spec, inspect, buckets.ladder)
+        super().__init__(spec, buckets.ladder)
         self._buckets = buckets
         self._max_graphs = max_graphs
         self._graphs: dict[StepShape, CapturedForward] = {}

@@ -1,6 +1,6 @@
 """A debug setting: memory that nobody may read holds NaN."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +18,22 @@ class MemoryPoison:
     Free are state slots that hold neither a committed state nor one that a request goes on from, and KV
     blocks that nobody holds and that store no prefix. A slot reserved for a state of the step is free: the
     forward writes it. Where decodes replay, all is free in the slots of inputs except the inputs since each
-    request's last grid point, and its last raw inputs of convolutions.
+    request's last grid point, and its last raw inputs of convolutions. Rows of host memory are free that hold
+    no copy of a state.
 
-    The fill is launched before the forward and outside of it, so it also precedes the replay of a CUDA graph.
-    It costs a pass over the free memory a step, and on a GPU a synchronisation.
+    A request's own KV blocks have rows that no token is stored in yet. They hold NaN, too, but for those of a
+    block whose first row is stored: kernels may multiply such rows by 0, so they hold the largest finite
+    number there.
+
+    Fills are launched before the forward and outside of it, so they also precede the replay of a CUDA graph.
+    They follow the forward before in stream order, and so need none of its tokens. They cost a pass over the
+    free memory a step.
     """
 
     def __init__(self, context: DynamicInferenceContext) -> None:
         """Fill what is free now, and observe `context` from now on."""
         self._context = context
+        self._poisoned_rows: set[int] = set()  # of host memory
         self.fill()
         context.observe(self)
 
@@ -46,11 +53,32 @@ class MemoryPoison:
         encoded = self._context.memory.durable_pool
         if encoded is not pool:
             unused = sorted(set(range(encoded.num_durable)) - set(self._context.prefix_cache.slots.map.slots))
-            encoded.memory.index_fill_(
-                0, torch.tensor(unused, dtype=torch.int64, device=encoded.memory.device), _NAN_BYTE
-            )
-        _fill(self._context.memory.kv_cache, 2, blocks)
+            places = _on_device(torch.tensor(unused, dtype=torch.int64, device="cpu"), encoded.memory)
+            encoded.memory.index_fill_(0, places, _NAN_BYTE)
+        self._fill_kv(blocks)
         self._fill_inputs()
+        self._fill_host_rows()
+
+    def _fill_kv(self, free: Tensor) -> None:
+        kv_cache = self._context.memory.kv_cache
+        unwritten, begun = unwritten_rows(self._context)
+        _fill(kv_cache, 2, torch.cat([free, torch.tensor(unwritten, dtype=torch.int64, device="cpu")]))
+        if begun and kv_cache.numel():
+            blocks, rows = _on_device(torch.tensor(begun, device="cpu").T.contiguous(), kv_cache)
+            largest = torch.finfo(kv_cache.dtype).max
+            kv_cache[:, :, blocks, rows] = torch.full(
+                (), largest, dtype=kv_cache.dtype, device=kv_cache.device
+            )
+
+    def _fill_host_rows(self) -> None:
+        tier = self._context.prefix_cache.tier
+        rows = getattr(tier.copies, "rows", None) if tier is not None else None
+        if tier is None or rows is None:
+            return
+        free = set(tier.host.free)
+        for row in free - self._poisoned_rows:
+            rows[row] = _NAN_BYTE
+        self._poisoned_rows = free
 
     def _fill_inputs(self) -> None:
         spec, pool = self._context.spec, self._context.memory.input_pool
@@ -70,17 +98,34 @@ class MemoryPoison:
                     free[holding.row, position % length] = False
             shape = [1] * inputs.dim()
             shape[1], shape[axis] = pool.slots, length
-            inputs.masked_fill_(free.view(shape).to(inputs.device), float("nan"))
+            inputs.masked_fill_(_on_device(free.view(shape), inputs), float("nan"))
 
-    def check(self, logits: Tensor) -> None:
-        """Raise RuntimeError where logits [tokens, vocabulary] are NaN; synchronises."""
-        lost = logits.isnan().any(dim=1)
-        if lost.any():
-            raise RuntimeError(
-                f"the logits of {int(lost.sum())} of {len(lost)} tokens are NaN, and poison_free_memory is "
-                "set: the model has read memory that the step does not name, or computes NaN by itself; "
-                "mambaslots.testing.check_model(model) tells which"
-            )
+    def check(self, logits: Tensor) -> Callable[[], None]:
+        """Launch a look at logits [tokens, vocabulary]; does not synchronise.
+
+        Returns:
+            What waits for the look, and raises RuntimeError where logits are NaN.
+        """
+        lost, num_tokens = logits.isnan().any(dim=1).sum(), len(logits)
+        seen: torch.cuda.Event | None = None
+        if lost.is_cuda:
+            there = lost
+            lost = torch.zeros_like(there, device="cpu").pin_memory()
+            lost.copy_(there, non_blocking=True)
+            seen = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            seen.record()
+
+        def raise_where_lost() -> None:
+            if seen is not None:
+                seen.synchronize()
+            if lost:
+                raise RuntimeError(
+                    f"the logits of {int(lost)} of {num_tokens} tokens are NaN, and poison_free_memory is "
+                    "set: the model has read memory that the step does not name, or computes NaN by itself; "
+                    "mambaslots.testing.check_model(model) tells which"
+                )
+
+        return raise_where_lost
 
 
 def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
@@ -103,5 +148,30 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     return free.nonzero().flatten(), unused.nonzero().flatten()
 
 
+def unwritten_rows(context: DynamicInferenceContext) -> tuple[list[int], list[tuple[int, int]]]:
+    """Where requests hold KV blocks in which tokens are not stored yet, or no more, as rejected drafts.
+
+    Returns:
+        The blocks without any stored token, and (block, row) of the unwritten rows of the others.
+    """
+    size = context.config.block_size_tokens
+    unwritten: list[int] = []
+    begun: list[tuple[int, int]] = []
+    for holding in (request.holding for request in context.requests):
+        if holding is not None:
+            path = holding.path
+            stored = max(holding.num_computed, path.num_registered * size)
+            index, row = divmod(stored, size)
+            if row and index < len(path.blocks):
+                begun += [(path.blocks[index], behind) for behind in range(row, size)]
+            unwritten += path.blocks[index + bool(row) :]
+    return unwritten, begun
+
+
 def _fill(memory: Tensor, axis: int, entries: Tensor) -> None:
-    memory.index_fill_(axis, entries.to(memory.device), float("nan"))
+    memory.index_fill_(axis, _on_device(entries, memory), float("nan"))
+
+
+def _on_device(values: Tensor, memory: Tensor) -> Tensor:
+    """Copy a CPU tensor to where `memory` is, without synchronising."""
+    return values.pin_memory().to(memory.device, non_blocking=True) if memory.is_cuda else values

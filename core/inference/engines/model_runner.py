@@ -1,7 +1,5 @@
 """Running a model on a step's inputs."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from ...state_spec import HybridStateSpec
@@ -13,20 +11,13 @@ from .model import Model
 class ModelRunner:
     """Runs every step eagerly; `GraphRunner` runs steps as CUDA graphs."""
 
-    def __init__(
-        self,
-        spec: HybridStateSpec,
-        inspect: Callable[[Tensor], None] | None = None,
-        ladder: bool = False,
-    ) -> None:
+    def __init__(self, spec: HybridStateSpec, ladder: bool = False) -> None:
         """
         Args:
             spec: what the model said of itself.
-            inspect: called with the logits of every step; what it raises fails the step.
             ladder: whether every step is padded, so that products have rungs of the ladder as rows.
         """
         self._spec = spec
-        self._inspect = inspect
         self._ladder = ladder
 
     @property
@@ -48,7 +39,7 @@ class ModelRunner:
         return padded_to_ladder(shape) if self._ladder else shape
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
-        """Run the model on a step's inputs. Does not synchronise, unless `inspect` does.
+        """Run the model on a step's inputs. Does not synchronise.
 
         Returns:
             Logits [inputs.num_logits, vocabulary], without padding; valid until the next `run`.
@@ -64,10 +55,7 @@ class ModelRunner:
                 f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
                 f"{expected}, one row for each of inputs.logit_tokens"
             )
-        logits = logits[: inputs.num_logits]
-        if self._inspect is not None:
-            self._inspect(logits)
-        return logits
+        return logits[: inputs.num_logits]
 
     def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
         return model(inputs)

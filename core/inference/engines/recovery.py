@@ -32,9 +32,14 @@ class EngineState:
             ranks make their calls each by itself.
     """
 
-    def __init__(self, is_split: bool) -> None:
-        """`is_split`: whether other ranks make the same calls. Then a failed call breaks the engine."""
+    def __init__(self, is_split: bool, on_ordered: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            is_split: whether other ranks make the same calls. Then a failed call breaks the engine.
+            on_ordered: called where a change or a repair is complete, as a part of it.
+        """
         self._is_split = is_split
+        self._on_ordered = on_ordered
         self.interrupts_break = is_split
         self._repair: Repair | None = None
         self._step_frame: FrameType | None = None
@@ -101,6 +106,7 @@ class EngineState:
             self.check_not_broken()
         try:
             repair()
+            self._on_ordered()
         except Exception as error:
             raise RuntimeError(UNRECOVERABLE) from error
         self._repair = None
@@ -132,6 +138,7 @@ class EngineState:
 
     def end(self, *, ends_step: bool) -> None:
         """Drop the note: the change is complete. For `Change` alone."""
+        self._on_ordered()
         self._repair = None
         if ends_step:
             self._step_frame = None
@@ -145,6 +152,7 @@ class EngineState:
             return
         try:
             repair()
+            self._on_ordered()
         except Exception as second:
             logger.error("repairing after %r failed", error, exc_info=second)
             raise RuntimeError(UNRECOVERABLE) from error
@@ -169,6 +177,7 @@ class EngineState:
 
     def end_reset(self) -> None:
         """The engine's books are new."""
+        self._on_ordered()
         self._repair = None
         self._broken_by = None
 

@@ -76,7 +76,10 @@ class HashedRequests(Sequence[TraceRequest]):
                 following = self._lineage.successors[index]
             else:
                 following = self._lineage.partials.get(line.partial, -1)
-            if following < 0:
+            if following >= 0 and block < len(self._lines[following].blocks):
+                return int(self._lines[following].blocks[block])
+            # A longer prompt each time: a file whose partial hashes contradict themselves ends, too.
+            if following < 0 or self._lines[following].num_prompt <= line.num_prompt:
                 return line.partial if line.partial >= 0 else self._num_hashes + index
             index = following
 

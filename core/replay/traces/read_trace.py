@@ -135,5 +135,6 @@ def _request(lines: Sequence[TraceLine], lineage: Lineage, index: int, session: 
         if np.array_equal(later[: line.num_prompt], line.tokens):
             answer = later[line.num_prompt : line.num_prompt + line.num_answer]
     if answer is None:
-        answer = np.full(line.num_answer, INT32_MAX - 1 - index, np.int32)
+        unknown = np.int32(INT32_MAX - 1 - index)  # one number, however long the answer is
+        answer = np.broadcast_to(unknown, line.num_answer)
     return TraceRequest(line.arrival_s, session, line.tokens, answer)

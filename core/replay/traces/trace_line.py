@@ -15,6 +15,8 @@ from .hash_numbers import HashNumbers
 MOONCAKE_HASH_TOKENS = 512
 MAX_TOKEN_ID = (1 << 30) - 1
 """Larger token ids stand for answers that a file does not show."""
+MAX_REQUEST_TOKENS = 1 << 22
+"""The longest prompt and the longest answer of a line: their tokens are made in memory when they are read."""
 _MAX_S = 1e9
 _OWN_FIELDS = {
     "arrival_s", "session", "tokens", "answer_tokens", "answer_count",
@@ -86,14 +88,14 @@ def _check_fields(line: Mapping[str, Any], needed: set[str], known: set[str] | N
 
 
 def _mooncake(line: Mapping[str, Any], numbers: HashNumbers) -> TraceLine:
-    num_prompt = integer("input_length", line["input_length"], 1, INT32_MAX)
+    num_prompt = integer("input_length", line["input_length"], 1, MAX_REQUEST_TOKENS)
     hashes = _numbers("hash_ids", line["hash_ids"], numbers)
     blocks, partial = _split("hash_ids", hashes, num_prompt, MOONCAKE_HASH_TOKENS, has_partial=True)
     return TraceLine(
         arrival_s=real("timestamp", line["timestamp"], 0.0, 1e3 * _MAX_S) / 1e3,
         session=None,
         num_prompt=num_prompt,
-        num_answer=integer("output_length", line["output_length"], 1, INT32_MAX),
+        num_answer=integer("output_length", line["output_length"], 1, MAX_REQUEST_TOKENS),
         tokens=None,
         answer=None,
         blocks=blocks,
@@ -110,9 +112,8 @@ def _with_tokens(line: Mapping[str, Any]) -> TraceLine:
     answer = _tokens("answer_tokens", line["answer_tokens"]) if "answer_tokens" in line else None
     if answer is None and "answer_count" not in line:
         raise ValueError("answer_tokens is missing; accepted: answer_tokens or answer_count")
-    count = integer(
-        "answer_count", line.get("answer_count", 0 if answer is None else len(answer)), 1, INT32_MAX
-    )
+    given = line.get("answer_count", 0 if answer is None else len(answer))
+    count = integer("answer_count", given, 1, MAX_REQUEST_TOKENS)
     if answer is not None and count != len(answer):
         raise ValueError(f"answer_count is {count}; accepted: {len(answer)}, as answer_tokens are")
     return TraceLine(
@@ -137,8 +138,8 @@ def _with_hashes(line: Mapping[str, Any], numbers: HashNumbers, hash_tokens: int
         size = hash_tokens
     else:
         raise ValueError("hash_tokens is missing; accepted: tokens that a hash covers, at least in line 1")
-    num_prompt = integer("token_count", line["token_count"], 1, INT32_MAX)
-    num_answer = integer("answer_count", line["answer_count"], 1, INT32_MAX)
+    num_prompt = integer("token_count", line["token_count"], 1, MAX_REQUEST_TOKENS)
+    num_answer = integer("answer_count", line["answer_count"], 1, MAX_REQUEST_TOKENS)
     hashes = _numbers("prefix_hashes", line["prefix_hashes"], numbers)
     blocks, partial = _split("prefix_hashes", hashes, num_prompt, size, has_partial=False)
     if "answer_hashes" in line:
@@ -187,8 +188,10 @@ def _numbers(name: str, hashes: object, numbers: HashNumbers) -> Numbers:
 
 
 def _tokens(name: str, tokens: object) -> Tokens:
-    if not isinstance(tokens, list) or not tokens:
-        raise ValueError(f"{name} is {shown(tokens)[:80]}; accepted: a list of one or more token ids")
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= MAX_REQUEST_TOKENS:
+        raise ValueError(
+            f"{name} is {shown(tokens)[:80]}; accepted: a list of 1 to {MAX_REQUEST_TOKENS} token ids"
+        )
     for token in tokens:
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise ValueError(f"{name} has {shown(token)[:80]}; accepted: token ids from 0 to {MAX_TOKEN_ID}")

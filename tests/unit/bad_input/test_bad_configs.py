@@ -6,6 +6,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
+from mambaslots.model_shard import ModelShard, Part
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, Bad, refuse, refuse_all
 from oracle.serving import small_model
@@ -57,6 +58,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "enable_chunked_prefill": bad.boolean(),
     "prefix_caching_eviction_policy": bad.choice("lru", "ref_zero"),
     "poison_free_memory": bad.boolean(),
+    "scrub": bad.boolean(),
     "seed": bad.integer(0, 2**63 - 1),
     "salt_key": bad.anything(bytes, str, type(None)).also("", b"", "short", b"x" * 15, bytearray(32)),
     "checkpoint_plan": bad.anything(ms.CheckpointPlan).also(ms.CheckpointPlan, "rolling"),
@@ -130,6 +132,13 @@ def test_integers_of_any_type_are_kept_as_ints(cls: Any) -> None:
     integers = {name: value for name, value in good.items() if type(value) is int}
     made = cls(**good | {name: np.int64(value) for name, value in integers.items()})
     assert {name: type(getattr(made, name)) for name in integers} == dict.fromkeys(integers, int)
+
+
+def test_a_shard_is_made_of_parts() -> None:
+    for name in ("attention_layers", "kv_heads"):
+        parts = {"attention_layers": Part(0, 1, 2), "kv_heads": Part(0, 1, 2)} | {name: range(1)}
+        with pytest.raises(ValueError, match=rf"{name} is range\(0, 1\); accepted: a Part"):
+            ModelShard(**parts)
 
 
 def test_a_spec_keeps_shapes_as_tuples_of_ints() -> None:

@@ -46,6 +46,10 @@ def test_python_m_runs_the_command() -> None:
         ),
         (["run", "/no/script"], "/no/script is no file; usage: mambaslots run"),
         (["run", "--json", "/no/x", __file__], "mambaslots.mcore: argument --json: /no/x; accepted: a path"),
+        (["replay", "--json", 300 * "a"], "accepted: a path in an existing directory"),
+        (["replay", "--trace", 300 * "a"], "accepted: chat, "),
+        (["serve", MODEL, "--api-keys", 300 * "a"], "accepted: a file"),
+        (["serve", MODEL, "--record", 300 * "a"], "accepted: a path in an existing directory"),
         (["chat", MODEL, "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
     ],
 )
@@ -95,11 +99,12 @@ def test_options_are_fields_of_the_configuration() -> None:
     config = config_of(
         "--num-mamba-slots", "7", "--num-kv-blocks", "99", "--max-requests", "3", "--block-size-tokens", "32",
         "--max-tokens-per-step", "96", "--max-sequence-length", "500", "--num-speculative-tokens", "2",
-        "--durable-state-dtype", "int8",
+        "--durable-state-dtype", "int8", "--scrub",
     )  # fmt: skip
     assert config == ms.InferenceConfig(
         num_mamba_slots=7, num_kv_blocks=99, max_requests=3, block_size_tokens=32, max_tokens=96,
         max_sequence_length=500, num_speculative_tokens=2, durable_state_dtype="int8",
+        scrub=True,
     )  # fmt: skip
 
 
@@ -112,6 +117,7 @@ def test_options_are_fields_of_the_configuration() -> None:
         DRAFTS,
         ("--batch-invariant", "--max-requests", "40"),
         ("--durable-state-dtype", "int8"),
+        ("--scrub",),
     ],
 )
 @pytest.mark.parametrize("memory_gb", [0.05, 0.4])

@@ -113,6 +113,9 @@ def test_the_weights_version_is_of_the_bytes(tmp_path: Path) -> None:
     [
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas is 2; accepted: at least min_replicas, 3"),
         ({"router": "best"}, f"router is 'best'; accepted: {', '.join(ROUTER_NAMES)}"),
+        ({"router": ["state"]}, "router is ['state']"),
+        ({"model_name": 3}, "model_name is 3; accepted: a str"),
+        ({"trace": 1}, "trace is 1; accepted: True or False"),
         ({"ranks": 0}, "ranks is 0"),
         ({"name": "a#b"}, "name is 'a#b'"),
         ({"warm_timeout_s": -1}, "warm_timeout_s is -1"),

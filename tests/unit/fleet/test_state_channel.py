@@ -86,10 +86,11 @@ def test_a_reader_waits_for_what_is_new_and_gets_it_once() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(("bound", "size"), [("_LOG_LENGTH", 4), ("_LOG_BYTES", 400), ("_LOG_BYTES", 1)])
 def test_a_reader_that_was_slow_or_knew_another_channel_gets_snapshots(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, bound: str, size: int
 ) -> None:
-    monkeypatch.setattr(state_channel, "_LOG_LENGTH", 4)
+    monkeypatch.setattr(state_channel, bound, size)
 
     async def scenario() -> None:
         channel, replica = StateChannel(), Replica("a")
@@ -97,6 +98,8 @@ def test_a_reader_that_was_slow_or_knew_another_channel_gets_snapshots(
         for instance, version in ((channel._instance, 3), ("another", 19), (channel._instance, 99)):
             (data,) = (await channel.read(instance, version, 0.0)).events
             assert set(decode_events(data).inserted) == replica.keys
+        assert sum(map(len, channel._log)) == channel._log_bytes
+        assert (len(channel._log) if bound == "_LOG_LENGTH" else channel._log_bytes) <= size
 
     run(scenario())
 

@@ -18,7 +18,7 @@ from mambaslots.serve import ServerSettings
         ({"port": "80"}, "port is '80'"),
         ({"api_keys": ["k"]}, "api_keys is a list; accepted: a mapping of tenant to key"),
         ({"api_keys": {"": "k"}}, "api_keys has the tenant ''"),
-        ({"api_keys": {"ann": ""}}, "the key of tenant 'ann' is not accepted; accepted: visible ASCII"),
+        ({"api_keys": {"ann": ""}}, "api_keys: the key of tenant 'ann' is not accepted; accepted: visible"),
         ({"api_keys": {"ann": "clandestine key"}}, "the key of tenant 'ann' is not accepted"),
         ({"api_keys": {"ann": "k", "bob": "k"}}, "name a key twice"),
         ({"api_keys": {"ann": "k"}, "admin_key": "k"}, "name a key twice"),
@@ -32,6 +32,8 @@ from mambaslots.serve import ServerSettings
         ({"allowed_origins": "https://a"}, "allowed_origins is 'https://a'; accepted: a list"),
         ({"allowed_origins": ["a"]}, "allowed_origins holds 'a'"),
         ({"allowed_hosts": "a"}, "allowed_hosts is 'a'; accepted: a list"),
+        ({"allowed_hosts": 3}, "allowed_hosts is 3; accepted: a list"),
+        ({"allowed_origins": {"https://a": 1}}, "allowed_origins is {'https://a': 1}; accepted: a list"),
         ({"allowed_hosts": ["http://a"]}, "allowed_hosts holds 'http://a'"),
     ],
 )

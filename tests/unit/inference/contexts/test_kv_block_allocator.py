@@ -395,6 +395,32 @@ def test_under_ref_zero_a_prefix_goes_with_its_last_user():
 # ---- deregistration observers
 
 
+def test_under_ref_zero_a_block_stays_while_one_continues_it_that_an_interrupt_kept():
+    """The interrupt comes where states are forgotten, and the chain stays cached."""
+    interrupts = [KeyboardInterrupt()]
+
+    def forget_states(blocks, cause):
+        if interrupts:
+            raise interrupts.pop()
+
+    kv = KVBlockAllocator(4, prefix_caching_eviction_policy="ref_zero", forget_states=forget_states)
+    first, second = written(kv, b"root", A, B)
+    with pytest.raises(KeyboardInterrupt):
+        kv.release_memory_blocks([first, second])
+    kv.check_integrity()
+    assert kv.cached_count == 2
+    kv.add_references([first])
+    (beside,) = written(kv, first, C, key=7)
+    kv.release_memory_blocks([first, beside])
+    kv.check_integrity()
+    assert kv.match_chain(b"root", [1, 2], [A, B]) == [first, second]
+    assert kv.match_chain(first, [7], [C]) == []
+    kv.add_references([first, second])
+    kv.release_memory_blocks([first, second])
+    kv.check_integrity()
+    assert (kv.total_avail, kv.cached_count) == (4, 0)
+
+
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 def test_every_observer_hears_of_blocks_and_hashes_that_left(policy):
     kv = KVBlockAllocator(4, prefix_caching_eviction_policy=policy)

@@ -1,18 +1,16 @@
 """Which steps run by a graph, on which shapes; on the CPU with something in the place of graphs."""
 
-from typing import Any
-
 import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.chunk_grid import chunk_grid
-from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
+from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines import graph_runner
-from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.graph_runner import GraphBuckets
 from mambaslots.inference.engines.model_runner import ModelRunner
+from oracle.recorded_graphs import graphed_engine, recording
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
-from torch import Tensor
 
 BUCKETS = GraphBuckets(max_requests=24, table_blocks=11, max_prefill_tokens=100, chunk_size=4, block_size=8)
 
@@ -77,34 +75,9 @@ class TestBuckets:
         assert buckets.smallest(StepShape(3, 1, 1, 1, 3, 3, 1, 0, 3)) is None
 
 
-class Recorded:
-    """In the place of a captured graph: runs the model on the tensors that it was captured with."""
-
-    captures = 0
-
-    def __init__(self, model: Any, inputs: StepInputs, pool: object) -> None:
-        type(self).captures += 1
-        self._model, self._inputs = model, inputs
-        self.pool = "memory"
-
-    def replay(self) -> Tensor:
-        return self._model(self._inputs)
-
-
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
-    fresh = type("Fresh", (Recorded,), {"captures": 0})
-    monkeypatch.setattr(graph_runner, "CapturedForward", fresh)
-    return fresh
-
-
-def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInferenceEngine:
-    """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
-    engine = small_engine(**settings)
-    buffer = engine.context._buffer
-    buffer._hosts[1] = buffer._hosts[0]
-    engine._runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
-    return engine
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type:
+    return recording(monkeypatch)
 
 
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((37, 5, 64, 20, 41, 33))]

@@ -10,34 +10,14 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mambaslots.inference.contexts.host_copies import HostCopies
-from mambaslots.inference.contexts.host_tier import HostTier
 from mambaslots.inference.contexts.state_files import StateFiles
 from mambaslots.inference.contexts.tier_slots import TierSlots
 from oracle.budget import costly
 from oracle.faulty_copies import make_faulty
+from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask, answer
+from oracle.toy_engine import BLOCK, ask, resumed, tier_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
-
-BLOCK = 4
-
-
-def toy_engine(
-    num_slots: int, num_host_slots: int, model: ToyLM | None = None, **settings: object
-) -> ms.DynamicInferenceEngine:
-    model = model or ToyLM()
-    config = ms.InferenceConfig(
-        **{
-            "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens": 32, "max_sequence_length": 96,
-            "num_kv_blocks": 200, "num_mamba_slots": num_slots, "host_cache_min_tokens": 1,
-            "host_cache_gb": num_host_slots * model.state_spec().slot_bytes / (1 << 30),
-        } | settings
-    )  # type: ignore[arg-type]  # fmt: skip
-    return ms.DynamicInferenceEngine(model, config)
-
-
-def tier_of(engine: ms.DynamicInferenceEngine) -> HostTier:
-    assert engine.context.prefix_cache.tier is not None
-    return engine.context.prefix_cache.tier
 
 
 def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, version: int = 0) -> None:
@@ -49,18 +29,6 @@ def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, 
             prompt = text + [random.randrange(29) for _ in range(3)]
             texts[number] = prompt + ask(engine, prompt, 4, version).tokens
             engine.check_integrity()
-
-
-def ask(
-    engine: ms.DynamicInferenceEngine, prompt: list[int], length: int, version: int = 0
-) -> ms.RequestResult:
-    (result,) = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=length))
-    assert tuple(result.tokens) == answer(Ask(tuple(prompt), length, version)).tokens
-    return result
-
-
-def resumed(engine: ms.DynamicInferenceEngine) -> int:
-    return engine.stats().cache.num_resumed_tokens
 
 
 def test_a_tier_resumes_what_an_unlimited_pool_resumes() -> None:
@@ -285,15 +253,17 @@ class TierMachine(RuleBasedStateMachine):
         num_files=st.sampled_from([0, 0, 5, 100]),
         kv_blocks=st.sampled_from([26, 40, 200]),
         share=st.sampled_from([0.0, 0.1, 0.4]),
+        scrub=st.booleans(),
     )
     def start(
         self, seed: int, kind: str, in_place: bool, slots: int, host_slots: int, num_files: int,
-        kv_blocks: int, share: float,
+        kv_blocks: int, share: float, scrub: bool,
     ) -> None:  # fmt: skip
         self.random, self.kind = Random(seed), TOYS[kind]
         self.engine = toy_engine(
-            slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3
-        )
+            slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3,
+            scrub=scrub,
+        )  # fmt: skip
         tier = tier_of(self.engine)
         tier.files = TierSlots(num_files)  # without a thread: files that hold nothing answer no
         self.copies = make_faulty(tier, self.random, share)
@@ -323,6 +293,8 @@ class TierMachine(RuleBasedStateMachine):
     def nothing_contradicts_itself(self) -> None:
         if hasattr(self, "engine"):
             self.engine.check_integrity()
+            if self.engine.config.scrub:
+                assert_scrubbed(self.engine)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts.host_copies import HostCopies
 from mambaslots.inference.engines.memory_poison import free_memory
 from mambaslots.testing.step_memory import StepMemory
 from oracle import drafters
@@ -23,14 +24,6 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("kind")
 
-UNPOISONED = {
-    "n-grams",
-    "ahead",  # refused beside poison_free_memory
-    "in place, ahead",
-    "encoded, ahead",
-    "replay, ahead",
-}
-
 
 class Watched:
     """A model that looks at the pools before it computes."""
@@ -38,6 +31,7 @@ class Watched:
     def __init__(self) -> None:
         self.model = small_model()
         self.poisoned: list[tuple[int, int]] = []
+        self.num_begun = 0
 
     def state_spec(self) -> ms.HybridStateSpec:
         return self.model.state_spec()
@@ -53,7 +47,14 @@ class Watched:
         step = StepMemory.from_inputs(inputs)
         assert not slots & set(step.sources)
         assert set(inputs.state_destinations.tolist()) - {-1} <= slots | set(step.sources)
-        assert inputs.kv_cache.flatten(2, 3)[:, :, list(step.reads)].isfinite().all()
+        rows = inputs.kv_cache.flatten(2, 3)
+        assert rows[:, :, list(step.reads)].isfinite().all()
+        size = inputs.kv_cache.shape[3]
+        held = {block * size + row for each in step.rows for block in each.blocks for row in range(size)}
+        unwritten = rows[:, :, sorted(held - set(step.reads))]
+        begun = unwritten == torch.finfo(rows.dtype).max
+        assert (unwritten.isnan() | begun).all()
+        self.num_begun += int(begun[0, 0, :, 0, 0].sum())
         self.poisoned.append((len(slots), len(blocks)))
         return self.model(inputs)
 
@@ -72,7 +73,8 @@ def test_everything_free_is_nan_and_nothing_else(kind: str) -> None:
     model.poisoned.clear()
     engine.reset_prefix_cache()
     engine.generate(prompts, _params())
-    assert model.poisoned[0] == (4 + 8, 32 - 3 - 5)  # what was freed, and not taken again at once
+    assert model.poisoned[0] == (4 + 8, 32)  # what was freed, and what was taken again
+    assert model.num_begun >= 2 * 5 * 3  # each decode appends to a block that is begun
     stats = engine.context.cache_stats()
     free_slots, free_blocks = free_memory(engine.context)
     assert len(free_slots) == stats.num_free_slots == 4 + 8 - stats.num_committed_slots
@@ -85,7 +87,7 @@ def _params() -> ms.SamplingParams:
     return ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
 
 
-@pytest.mark.parametrize("mode", ["", *(mode for mode in drafters.MODES if mode not in UNPOISONED)])
+@pytest.mark.parametrize("mode", ["", *drafters.MODES])
 def test_answers_do_not_depend_on_free_memory(mode: str) -> None:
     """Repeats, extensions and forks with few slots and blocks, so that many are evicted and paused."""
     settings: dict[str, object] = dict(drafters.MODES[mode]) if mode else {}
@@ -120,17 +122,42 @@ class ReadsBeyond(EmaLM):
         return values
 
 
-def test_a_model_that_reads_free_memory_fails_loudly_and_only_then() -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(ahead: bool) -> None:
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6]]  # the first fills its block
     settings: dict[str, object] = {"model": ReadsBeyond(), "block_size_tokens": 8, "num_kv_blocks": 16}
     plain = small_engine(**settings).generate(prompts, _params())
     assert [len(result.tokens) for result in plain] == [5, 5]
-    engine = small_engine(poison_free_memory=True, **settings)
+    engine = small_engine(poison_free_memory=True, async_scheduling=ahead, **settings)
     with pytest.raises(RuntimeError, match="logits of 1 of 2 tokens are NaN, and poison_free_memory is set"):
         engine.generate(prompts, _params())
-    engine.context.check_integrity()
+    engine.check_integrity()
+    assert engine._books.unread is None
     kept = small_engine(poison_free_memory=True, **settings | {"model": EmaLM()}).generate(prompts, _params())
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
+
+
+def test_host_memory_without_a_copy_is_nan() -> None:
+    slot_bytes = small_model().state_spec().slot_bytes
+    engine = small_engine(
+        poison_free_memory=True, num_mamba_slots=1, max_requests=1, host_cache_min_tokens=1,
+        host_cache_gb=6 * slot_bytes / (1 << 30),
+    )  # fmt: skip
+    tier = engine.context.prefix_cache.tier
+    assert tier is not None
+    assert isinstance(tier.copies, HostCopies)
+    for _ in range(2):
+        for seed in range(5):
+            serve_checked(engine, [random_tokens(20, seed)])
+    assert engine.stats().cache.tiers.num_states_fetched
+    rows = tier.copies.rows
+    held = sorted(set(range(len(rows))) - set(tier.host.free))
+    assert held
+    assert not rows[held].eq(0xFF).all(dim=1).any()
+    engine.reset_prefix_cache()
+    serve_checked(engine, [random_tokens(20, seed=9)])
+    assert len(tier.host.free) >= len(rows) - 1  # but for the state that the request's own one left for
+    assert rows[tier.host.free].eq(0xFF).all()
 
 
 def test_it_is_off_unless_asked_for() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
+from mambaslots.distributed import export_prefixes, import_prefixes
 from mambaslots.inference.contexts import borrowing
 from mambaslots.inference.policies.memory_division import MemoryDivision, UnitSizes
 from mambaslots.pool_sizes import PoolSizes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
+from oracle.scrubbed import NewOwners, assert_scrubbed
 from oracle.serving import random_tokens, run_checked, serve_checked, small_engine, small_model
 from oracle.workload import assert_idle
 
@@ -73,6 +75,21 @@ def traffic(engine: ms.DynamicInferenceEngine, rounds: int, length: int = 6) -> 
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("num_units", [2, 7])
+def test_an_import_leaves_out_the_states_whose_memory_its_blocks_take(num_units: int) -> None:
+    exporter, engine = engine_of(80), engine_of(num_units)
+    for each in (exporter, engine):
+        each.set_weights_version(0)
+    prompts = [random_tokens(57, seed) for seed in range(8)]
+    exporter.generate(prompts, ms.SamplingParams(num_tokens_to_generate=1))
+    report = import_prefixes(engine, export_prefixes(exporter))
+    assert report.imported.states
+    assert report.left_out.states
+    assert_idle(engine)
+    (result,) = serve_checked(engine, prompts[-1:])
+    assert result.num_resumed_tokens == 56
+
+
 def test_units_move_by_themselves_where_traffic_changes() -> None:
     engine = engine_of(10)
     stems = [random_tokens(24, seed) for seed in range(3)]
@@ -109,6 +126,23 @@ def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
     Churn(engine)
     traffic(engine, rounds=4)
     assert sum(moves(engine)) > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}, {"decode_by_replay": True}])
+def test_what_changes_sides_is_zero_with_scrub(settings: dict[str, Any]) -> None:
+    """Also the bytes between two entries of a unit, which the other side wrote."""
+    engine = engine_of(5, scrub=True, **settings)
+    owners = NewOwners(engine)
+    Churn(engine)
+    for _ in range(2):
+        traffic(engine, rounds=2)
+        assert_scrubbed(engine)
+    assert sum(moves(engine)) > 0
+    assert owners.num_checked > 10
+    engine.reset_prefix_cache()
+    assert_scrubbed(engine)
+    memory = engine.context.memory.state_pool.memory
+    assert not any(memory.untyped_storage()), "bytes between two entries are not zero"
 
 
 def test_suspend_reset_and_resume_keep_the_memory_in_order() -> None:

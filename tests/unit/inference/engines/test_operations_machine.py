@@ -13,10 +13,11 @@ from mambaslots.inference.contexts.pinned_prefixes import PinnedPrefix
 from mambaslots.inference.engines.token_stream import TokenStream
 from mambaslots.monitor import Monitor
 from oracle.budget import costly
-from oracle.drafters import MixedDrafter
+from oracle.drafters import MODES, MixedDrafter
 from oracle.faults import InjectedError, Interrupted, failing
 from oracle.model_kinds import kind_of_model, kinds
 from oracle.observed import Recorder
+from oracle.scrubbed import NewOwners, assert_scrubbed
 from oracle.serving import resumable, small_engine
 from oracle.workload import BLOCK, FORKS, HEADS, Asked, Client, answer, engine_settings, plans, requests
 
@@ -253,3 +254,24 @@ class FewSlotsMachine(OperationsMachine):
 
 FewSlotsMachine.TestCase.settings = costly()
 TestFewSlotsMachine = FewSlotsMachine.TestCase
+
+
+class ScrubbedMachine(OperationsMachine):
+    """After every call what nobody owns is zero, and whoever gets memory gets zeros."""
+
+    @initialize(
+        kind=kinds,
+        sizes=engine_settings,
+        mode=st.sampled_from(["", "in place", "mixed", "encoded, mixed", "replay, mixed", "ahead"]),
+    )
+    def start(self, kind: str, sizes: dict[str, Any], mode: str) -> None:
+        super().start(kind, sizes | {"scrub": True} | (MODES[mode] if mode else {}))
+        self.owners = NewOwners(self.engine)
+
+    @invariant()
+    def what_nobody_owns_is_zero(self) -> None:
+        assert_scrubbed(self.engine)
+
+
+ScrubbedMachine.TestCase.settings = costly()
+TestScrubbedMachine = ScrubbedMachine.TestCase

@@ -3,6 +3,7 @@
 import mambaslots as ms
 import pytest
 import torch
+from oracle.drafters import RememberingDrafter
 from oracle.serving import random_tokens, tiny_model
 from oracle.synchronisation import no_synchronisation
 
@@ -10,22 +11,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kind", "one_fla_configur
 PROMPTS = [random_tokens(length, length) for length in (33, 100, 64, 5)]
 
 
-class Memory:
-    """Drafts what the same sequence went on with the time before; until then, wrong ones."""
-
-    def __init__(self) -> None:
-        self.sequences: list[list[int]] = []
-
-    def draft(self, tokens: list[int], max_drafts: int) -> list[int]:
-        for sequence in self.sequences:
-            if sequence[: len(tokens)] == tokens:
-                return sequence[len(tokens) : len(tokens) + max_drafts]
-        return [0] * max_drafts
-
-
 @pytest.mark.parametrize("graphs", [None, 32], ids=["eager", "graphs"])
 def test_drafted_steps_do_not_synchronise_and_repeat_themselves(graphs):
-    memory = Memory()
+    memory = RememberingDrafter()
     config = ms.InferenceConfig(
         block_size_tokens=32, max_requests=4, max_tokens=192, max_sequence_length=400, num_kv_blocks=100,
         num_mamba_slots=50, num_cuda_graphs=graphs, num_speculative_tokens=3,

@@ -259,3 +259,42 @@ def test_a_file_without_lines_and_a_bad_shard_are_refused(tmp_path: Path) -> Non
         read_trace(path, shards=0)
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "none.jsonl")
+
+
+def test_partial_hashes_that_contradict_themselves_end(tmp_path: Path) -> None:
+    """Two prompts of different lengths cannot have one hash of all tokens up to their ends."""
+    lines = [mooncake(0, 513, 1, [1, 9]), mooncake(5, 1500, 1, [1, 2, 9])]
+    requests = read_trace(write(tmp_path / "trace.jsonl", lines)).requests
+    assert [len(request.prompt) for request in requests] == [513, 1500]
+    assert common(requests[0].prompt, requests[1].prompt) >= 512
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (mooncake(0, 2**31 - 1, 1, []), "input_length"),
+        (mooncake(0, 1, 2**31 - 1, [1]), "output_length"),
+        ({"arrival_s": 0, "tokens": [1], "answer_count": 2**22 + 1}, "answer_count"),
+        (
+            {
+                "arrival_s": 0,
+                "token_count": 2**30,
+                "prefix_hashes": [],
+                "hash_tokens": 2**31 - 1,
+                "answer_count": 1,
+            },
+            "token_count",
+        ),
+    ],
+)
+def test_more_tokens_than_a_request_can_have_are_refused(tmp_path: Path, line: dict, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"line 1: {name} is \d+; accepted: an integer from 1 to 4194304"):
+        read_trace(write(tmp_path / "trace.jsonl", [line]))
+
+
+def test_answers_of_unknown_tokens_take_no_memory(tmp_path: Path) -> None:
+    lines = [{"arrival_s": at, "tokens": [at], "answer_count": 2**22} for at in range(200)]
+    requests = read_trace(write(tmp_path / "trace.jsonl", lines)).requests
+    assert {len(request.answer) for request in requests} == {2**22}
+    assert len({int(request.answer[0]) for request in requests}) == 200
+    assert all(request.answer.strides == (0,) for request in requests)

@@ -1,0 +1,41 @@
+"""An engine on the CPU that runs by graphs as one on a GPU does; something stands in the place of graphs."""
+
+from typing import Any
+
+import mambaslots as ms
+import pytest
+from mambaslots.inference.contexts.step_inputs import StepInputs
+from mambaslots.inference.engines import graph_runner
+from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
+from oracle.serving import small_engine
+from torch import Tensor
+
+
+class Recorded:
+    """In the place of a captured graph: runs the model on the tensors that it was captured with."""
+
+    captures = 0
+
+    def __init__(self, model: Any, inputs: StepInputs, pool: object) -> None:
+        type(self).captures += 1
+        self._model, self._inputs = model, inputs
+        self.pool = "memory"
+
+    def replay(self) -> Tensor:
+        return self._model(self._inputs)
+
+
+def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
+    """Let `Recorded` stand in the place of graphs; it counts from 0."""
+    fresh = type("Fresh", (Recorded,), {"captures": 0})
+    monkeypatch.setattr(graph_runner, "CapturedForward", fresh)
+    return fresh
+
+
+def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInferenceEngine:
+    """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
+    engine = small_engine(**settings)
+    buffer = engine.context._buffer
+    buffer._hosts[1] = buffer._hosts[0]
+    engine._runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
+    return engine

@@ -1,0 +1,90 @@
+"""Whether what nobody owns is zero, and whether who gets memory gets zeros: judged by bytes and books."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mambaslots as ms
+import torch
+from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.engines.memory_poison import free_memory
+
+
+def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
+    """Between two calls: all memory that nobody owns is zero."""
+    context = engine.context
+    memory, cache = context.memory, context.prefix_cache
+    if cache.tier is not None and hasattr(cache.tier.copies, "rows"):
+        tier, keys = cache.tier, cache.tier.host.keys()
+        used = {tier.host.slot_of(key) for key in keys}
+        _assert_zero(tier.copies.rows, sorted(set(range(tier.host.num_slots)) - used), "a row of host memory")
+    if not memory.allocated:
+        assert not memory.kv_cache.numel()
+        assert not memory.state_pool.memory.numel()
+        return
+    slots, blocks = free_memory(context)
+    held = [slot for request in context.requests if request.holding for slot in request.holding.live_slots]
+    pinned = set(cache.slots.reserved) if memory.durable_pool is memory.state_pool else set()
+    free = [slot for slot in slots.tolist() if slot not in {*held, *pinned}]
+    _assert_zero(memory.state_pool.memory, free, "a state slot")
+    if memory.durable_pool is not memory.state_pool:
+        owned = {*cache.slots.map.slots, *cache.slots.reserved}
+        free = sorted(set(range(memory.durable_pool.num_durable)) - owned)
+        _assert_zero(memory.durable_pool.memory, free, "a slot of an encoded state")
+    kv = memory.kv_cache.movedim(2, 0)
+    for block in blocks.tolist():
+        assert not kv[block].any(), f"KV block {block} is free and not zero"
+    rows = {request.holding.row for request in context.requests if request.holding is not None}
+    for inputs in memory.input_pool.tensors:
+        idle = sorted(set(range(inputs.shape[1])) - rows)
+        _assert_zero(inputs.movedim(1, 0).flatten(1).view(torch.uint8), idle, "inputs of a row")
+
+
+def _assert_zero(memory: torch.Tensor, entries: Sequence[int], what: str) -> None:
+    if entries and memory.numel():
+        found = [entry for entry in entries if memory[entry].any()]
+        assert not found, f"{what} is free and not zero: {found}"
+
+
+class NewOwners:
+    """Observes a context: what a request has got since its last step is zero when its step begins.
+
+    Attributes:
+        num_checked: blocks and slots that were looked at.
+    """
+
+    def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
+        self.num_checked = 0
+        self._context = engine.context
+        self._seen: dict[int, tuple[object, set[int]]] = {}  # row -> its holding, and its blocks
+        engine.context.observe(self)
+
+    def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
+        memory = self._context.memory
+        for step in steps:
+            holding = step.holding
+            known, blocks = self._seen.get(holding.row, (None, set()))
+            is_new = known is not holding
+            own = holding.path.blocks[holding.path.num_registered :]
+            for block in own if is_new else set(own) - blocks:
+                assert not memory.kv_cache[:, :, block].any(), f"row {holding.row} got a block with bytes"
+                self.num_checked += 1
+            self._seen[holding.row] = holding, {*holding.path.blocks, *(blocks if not is_new else ())}
+            pool = memory.durable_pool
+            for slot in step.destinations.values():
+                assert not pool.memory[pool.durable_index(slot)].any(), f"slot {slot} has bytes of others"
+                self.num_checked += 1
+            for slot in holding.live_slots if is_new else ():
+                if slot != holding.state_index:
+                    assert not memory.state_pool.memory[slot].any(), f"live slot {slot} has bytes of others"
+                    self.num_checked += 1
+            if is_new:
+                for tensor in memory.input_pool.tensors:
+                    assert not tensor[:, holding.row].any(), "a row has inputs of others"
+
+    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+        """Nothing is to be done."""
+
+
+def bytes_of_files(directory: Path) -> bytes:
+    """All that the files below a directory hold."""
+    return b"".join(path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file())

@@ -1,0 +1,292 @@
+"""Requests that leave half-way, slots that are all taken, and memory that one side wants: serving goes on.
+
+Elsewhere an abort between match and allocation lost the forked slot; an assertion ended the server when every
+cached state was locked by a transfer and one more was to be stored; and a pool that was split between two
+kinds starved one of them while the other was idle.
+"""
+
+from random import Random
+from typing import Any
+
+import mambaslots as ms
+import pytest
+from mambaslots.distributed import encode_prefixes, export_prefixes, import_prefixes
+from mambaslots.distributed.transfer import placement
+from mambaslots.inference.policies.memory_division import MemoryDivision, RankBudget, UnitSizes
+from oracle.cached_prefixes import assert_cache_is_right
+from oracle.faults import POINTS, InjectedError, failing
+from oracle.model_kinds import WITH_ATTENTION
+from oracle.serving import (
+    assert_answers,
+    random_tokens,
+    resumable,
+    run_checked,
+    serve_checked,
+    small_engine,
+    small_model,
+)
+from oracle.toy_engine import ask, resumed, tier_of, toy_engine
+from oracle.workload import assert_idle
+
+HEAD = random_tokens(40, 1)
+ONE = ms.SamplingParams(num_tokens_to_generate=1)
+TEN = ms.SamplingParams(num_tokens_to_generate=10, return_log_probs=True)
+BETWEEN = [
+    "matching", "admission", "admitted", "row", "block table", "KV references", "KV allocation", "resume",
+    "slot pin", "planned slots", "slot reservation", "inputs", "begin", "scheduling",
+]  # fmt: skip
+"""Where a request is, from its match to the end of its admission: calls of `oracle.faults.POINTS`."""
+
+
+def tiered(slots: int) -> dict[str, Any]:
+    gigabytes = 40 * small_model().state_spec().slot_bytes / (1 << 30)
+    return {"num_mamba_slots": slots, "host_cache_gb": gigabytes, "host_cache_min_tokens": 1}
+
+
+def conserved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
+    """All slots and all blocks that exist, counted by what they are."""
+    cache = engine.stats().cache
+    slots = cache.num_free_slots + cache.num_reserved_slots + cache.num_committed_slots + cache.num_live_slots
+    return slots, cache.num_free_kv_blocks + cache.num_cached_kv_blocks + cache.num_held_kv_blocks
+
+
+# ---- a client that leaves between match and admission (SGLang)
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.in_turn("from_tier", "after")
+@pytest.mark.parametrize("from_tier", [False, True], ids=["device", "tier"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("point", BETWEEN)
+def test_a_cancel_between_match_and_admission_loses_no_slot(point: str, after: bool, from_tier: bool) -> None:
+    """The step fails there, and the client cancels behind it; or the client's stream goes in the call itself."""
+    engine = small_engine(num_kv_blocks=40, max_requests=2, **(tiered(1) if from_tier else {}))
+    others = [random_tokens(20, seed) for seed in (2, 3)]
+    for text in (HEAD, *others):
+        serve_checked(engine, [text], length=2)
+    everything, hits = conserved(engine), 0
+    for seed, way in enumerate(("fails", "goes", "both")):
+        prompt = [*HEAD[:24], *random_tokens(12, 50 + seed)]
+        stream = engine.stream(prompt, TEN)
+        second = [*others[0], *random_tokens(9, 60 + seed)]
+        waiting = engine.add_request(second, TEN)
+        leaving = [stream]
+        del stream
+        if way != "goes":
+            with failing(engine, point, after=after) as seen, pytest.raises(InjectedError):
+                for _ in range(4):
+                    engine.step()
+            assert seen["failed"]
+        if way == "fails":
+            leaving.pop().close()
+        else:
+            dropping(engine, point, leaving, after)
+        results = run_checked(engine)
+        assert_answers(second, results[waiting])
+        assert conserved(engine) == everything
+        assert_idle(engine)
+        assert_cache_is_right(engine)
+        hits += results[waiting].num_resumed_tokens
+    for tail in (8, 9):
+        (result,) = serve_checked(engine, [[*HEAD, tail]], length=3)
+    assert hits + result.num_resumed_tokens > 0
+    assert conserved(engine) == everything
+
+
+def dropping(engine: ms.DynamicInferenceEngine, point: str, streams: list[Any], after: bool) -> None:
+    """The only reference to a stream goes before or behind the next call of a point."""
+    owner_of, name = POINTS[point]
+    owner = owner_of(engine)
+    real = getattr(owner, name)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        result = real(*arguments, **named) if after else None
+        streams.clear()
+        return result if after else real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, wrapped)
+        for _ in range(3):
+            engine.step()
+    streams.clear()
+
+
+# ---- every slot is locked (SGLang's allocator asserts)
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.in_turn("policy")
+@pytest.mark.parametrize("policy", ["value", "lru"])
+@pytest.mark.parametrize("mode", ["plain", "drafts", "replay", "host tier", "encoded"])
+def test_a_state_for_which_every_slot_is_pinned_is_skipped_and_counted(policy: str, mode: str) -> None:
+    settings: dict[str, Any] = {
+        "plain": {}, "drafts": {"num_speculative_tokens": 2}, "replay": {"decode_by_replay": True},
+        "host tier": tiered(2), "encoded": {"encoded": True},
+    }[mode]  # fmt: skip
+    engine = small_engine(
+        **({"num_mamba_slots": 2, "max_requests": 2, "prefix_caching_eviction_policy": policy} | settings)
+    )
+    kept = [random_tokens(17, 90 + seed) for seed in range(2)]
+    for text in kept:
+        engine.warm(text)
+        engine.pin(text)
+    prompts = [random_tokens(33, seed) for seed in range(6)]
+    before = engine.stats().cache.num_states_refused
+    for first in range(0, 6, 2):  # both rows run: their slots hold no cached state
+        ids = [engine.add_request(prompt, TEN) for prompt in prompts[first : first + 2]]
+        results = run_checked(engine)
+        for prompt, request_id in zip(prompts[first : first + 2], ids, strict=True):
+            assert_answers(prompt, results[request_id])
+        assert_cache_is_right(engine)
+        assert all(resumable(engine.context, [*text, 1]) == 16 for text in kept)
+    assert engine.stats().cache.num_states_refused > before
+    (result,) = serve_checked(engine, [[*kept[0], 5]], length=2)
+    assert result.num_resumed_tokens == 16
+    for pinned in engine.pins():
+        engine.unpin(pinned)
+    serve_checked(engine, [prompts[0]], length=2)
+    (result,) = serve_checked(engine, [[*prompts[0], 1]], length=2)
+    assert result.num_resumed_tokens > 0
+    assert_cache_is_right(engine)
+    assert_idle(engine)
+
+
+@pytest.mark.usefixtures("kind")
+def test_an_import_that_holds_every_slot_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it copies, the slots are reserved; a state that another one would store is refused."""
+    source, target = (small_engine(num_mamba_slots=slots, max_requests=1) for slots in (8, 2))
+    for engine in (source, target):
+        engine.set_weights_version("one")
+    texts = [random_tokens(20, 40 + seed) for seed in range(6)]
+    for text in texts:
+        serve_checked(source, [text], length=1)
+    looked: list[int] = []
+    write_rows = placement.write_rows
+
+    def looking(*arguments: Any) -> None:
+        slots = target.context.prefix_cache.slots
+        assert len(slots.reserved) == len(slots.reserved | slots.map.slot_by_block) > 0
+        if not slots.num_available:
+            with pytest.raises(ms.MambaSlotCapacityError):
+                slots.reserve([10**6])
+            looked.append(len(slots.reserved))
+        slots.check_integrity()
+        write_rows(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(placement, "write_rows", looking)
+        report = import_prefixes(target, encode_prefixes(export_prefixes(source)))
+    assert report.imported.states > 0
+    assert looked
+    assert_cache_is_right(target)
+    (result,) = serve_checked(target, [[*texts[-1], 1]], length=2)
+    assert result.num_resumed_tokens == 16
+    assert_idle(target)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_states_pinned_by_requests_users_and_the_tier_at_once(slots: int, rows: int) -> None:
+    """Requests resume from states that come back from host memory, beside pins, in the smallest pools."""
+    engine = toy_engine(slots, 3, max_requests=rows, num_kv_blocks=120)
+    random = Random(slots)
+    texts = [[random.randrange(29) for _ in range(24)] for _ in range(5)]
+    for turn in range(6):
+        pins = []
+        for text in random.sample(texts, slots):
+            engine.warm(text)
+            try:
+                pins.append(engine.pin(text))
+            except ValueError:  # its state was refused, or is in host memory again
+                assert resumable(engine.context, text) < 24
+        asked = [[*text, turn % 29, 1] for text in random.sample(texts, 3)]
+        results = engine.generate(asked, ONE)
+        for prompt in asked:
+            ask(engine, prompt[:-1], 3)
+        assert len(results) == 3
+        engine.check_integrity()
+        assert_cache_is_right(engine)
+        for pinned in pins:
+            engine.unpin(pinned)
+    assert tier_of(engine).num_fetched > 0
+    assert resumed(engine) > 0
+    assert_idle(engine)
+
+
+# ---- one memory for states and KV (SGLang's unified memory)
+
+
+def shared_engine(num_units: int, **settings: Any) -> ms.DynamicInferenceEngine:
+    """Of one memory with so many units beyond those that always hold KV."""
+    spec, size = small_model().state_spec(), 64 // 8
+    sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(8))
+    live = 2 * (1 + settings.get("num_speculative_tokens", 0))
+    division = MemoryDivision.of([RankBudget(sizes, 1 << 30, live)], size)
+    total = division.least_bytes(sizes) + num_units * division.shape.unit_bytes(sizes)
+    return small_engine(
+        num_kv_blocks=None, num_mamba_slots=None, total_gb=(total + 0.5) / (1 << 30),
+        max_sequence_length=64, max_requests=2, **settings,
+    )  # fmt: skip
+
+
+def moved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
+    lender = engine.context.prefix_cache.kv_blocks.lender  # type: ignore[attr-defined]
+    return lender.num_to_states, lender.num_to_kv
+
+
+@pytest.mark.parametrize("kind", ["Mamba-2", "delta net", "short convolution"], indirect=True)
+@pytest.mark.in_turn("mode")
+@pytest.mark.parametrize("mode", ["plain", "drafts", "replay"])
+def test_one_side_starves_while_the_other_is_idle_and_memory_moves(kind: str, mode: str) -> None:
+    """Long prefixes, which are mostly KV, until units move; then short ones, which are mostly states."""
+    settings = {"plain": {}, "drafts": {"num_speculative_tokens": 2}, "replay": {"decode_by_replay": True}}
+    engine, hits = shared_engine(2, poison_free_memory=True, **settings[mode]), 0
+    for turn, (length, side) in enumerate([(50, 1), (8, 0)]):
+        before = moved(engine)
+        for seed in range(40):
+            if moved(engine)[side] > before[side]:
+                break
+            text = random_tokens(length, 1000 * turn + seed)
+            serve_checked(engine, [text, [*text[:-1], 3]], length=1)
+            (result,) = serve_checked(engine, [[*text, 7]], length=1)
+            hits += result.num_resumed_tokens
+            engine.check_integrity()
+        assert moved(engine)[side] > before[side], "memory does not move"
+        assert_cache_is_right(engine)
+    assert hits > 0
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)
+def test_pins_on_one_side_starve_the_other_and_nobody_waits_for_ever(kind: str) -> None:
+    engine = shared_engine(3)
+    pins = []
+    for seed in range(12):
+        text = random_tokens(17, 300 + seed)
+        serve_checked(engine, [text], length=1)
+        if resumable(engine.context, text):
+            try:
+                pins.append(engine.pin(text))
+            except (ms.MambaSlotCapacityError, ms.KVBlockCapacityError):
+                break
+        engine.check_integrity()
+    assert pins
+    served = refused = 0
+    for seed in range(6):
+        prompt = random_tokens(24 if seed % 2 else 50, 400 + seed)
+        request_id = engine.add_request(prompt, TEN)
+        try:
+            assert_answers(prompt, run_checked(engine)[request_id])
+            served += 1
+        except ms.KVBlockCapacityError as error:
+            assert error.request_id == request_id
+            engine.cancel(request_id)
+            refused += 1
+        engine.check_integrity()
+    assert served > 0
+    for pinned in pins:
+        engine.unpin(pinned)
+    for seed in range(6):
+        serve_checked(engine, [random_tokens(50, 400 + seed)], length=8)
+    assert_cache_is_right(engine)
+    assert_idle(engine)

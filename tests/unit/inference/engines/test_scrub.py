@@ -1,0 +1,229 @@
+"""With `scrub`, what nobody owns is zero after every call, and whoever gets memory gets zeros."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import mambaslots as ms
+import pytest
+import torch
+from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.left_entries import LeftEntries
+from mambaslots.inference.engines.recovery import EngineState
+from oracle import drafters
+from oracle.model_kinds import MIX
+from oracle.scrubbed import NewOwners, assert_scrubbed
+from oracle.serving import random_tokens, serve_checked, small_engine, small_model
+
+pytestmark = pytest.mark.usefixtures("kind")
+
+
+def pressed(**settings: object) -> ms.DynamicInferenceEngine:
+    """Few slots and blocks, so that memory changes its owner all the time."""
+    return small_engine(
+        **({"scrub": True, "num_kv_blocks": 14, "num_mamba_slots": 3, "max_tokens": 24} | settings)
+    )
+
+
+def serve(engine: ms.DynamicInferenceEngine, prompts: list[list[int]], length: int = 9) -> None:
+    """Step to the end; after each step all that is free is zero."""
+    params = ms.SamplingParams(num_tokens_to_generate=length)
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+        assert_scrubbed(engine)
+
+
+STEM = random_tokens(30, seed=1)
+PROMPTS = [STEM, STEM[:17] + random_tokens(9, seed=2), STEM + random_tokens(20, seed=3), STEM]
+
+
+@pytest.mark.parametrize("mode", ["", *drafters.MODES])
+def test_free_memory_is_zero_and_new_owners_get_zeros(mode: str) -> None:
+    engine = pressed(**(drafters.MODES[mode] if mode else {}))
+    owners = NewOwners(engine)
+    serve_checked(engine, PROMPTS, length=9)
+    assert_scrubbed(engine)
+    serve(engine, [STEM, random_tokens(50, seed=7), STEM[:20]])
+    stats = engine.stats().cache
+    assert stats.num_states_evicted
+    assert stats.num_resumed_tokens
+    assert owners.num_checked > 10
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    engine = pressed(scrub=False)
+    serve_checked(engine, PROMPTS)
+    engine.reset_prefix_cache()
+    with pytest.raises(AssertionError, match="is free and not zero"):
+        assert_scrubbed(engine)
+
+
+def pressed_by_all() -> None:
+    """Traffic and calls that free memory in every way, with a check after each."""
+    for mode in ("mixed", "encoded, mixed", "replay, mixed"):
+        engine = pressed(**drafters.MODES[mode], prefix_caching_eviction_policy="lru")
+        NewOwners(engine)
+        serve(engine, PROMPTS)
+        serve(engine, [random_tokens(50, seed=seed) for seed in range(3)])
+        request = engine.add_request(random_tokens(40, seed=9))
+        engine.step()
+        engine.cancel(request)
+        assert_scrubbed(engine)
+        engine.reset_prefix_cache()
+        assert_scrubbed(engine)
+        engine.add_request(STEM)
+        engine.step()
+        engine.reset()
+        assert_scrubbed(engine)
+
+
+FOUND = r"not zero|bytes of others|got a block with bytes|inputs of others"
+PLACES = {
+    "_add_free": "blocks that are released or evicted",
+    "_restart_free": "blocks that a reset forgets",
+    "_free_slots": "slots that are freed",
+    "pass_on": "slots that go from one state to the next",
+    "_release": "live slots of a pool of their own",
+    "unseat": "inputs of a row",
+    "gather": "staged states",
+}
+
+
+@pytest.mark.parametrize("kind", [MIX], indirect=True)
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_that_frees_memory_is_noted(
+    kind: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the note of any one of them something is found."""
+    note = LeftEntries.note
+
+    def forgetful(left: LeftEntries, entries: Iterable[int]) -> None:
+        if sys._getframe(1).f_code.co_name != place:
+            note(left, entries)
+
+    monkeypatch.setattr(LeftEntries, "note", forgetful)
+    with pytest.raises(AssertionError, match=FOUND):
+        pressed_by_all()
+
+
+@pytest.mark.parametrize("kind", [MIX], indirect=True)
+@pytest.mark.parametrize("part", ["give", "scrub", "at the end of a call"])
+def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if part == "at the end of a call":
+        plain = EngineState.__init__
+        monkeypatch.setattr(EngineState, "__init__", lambda state, split, _: plain(state, split))
+    elif part == "give":
+        give = LeftEntries.give
+
+        def only_scrubs(left: LeftEntries, entries: Iterable[int]) -> None:
+            if sys._getframe(1).f_code.co_name == "scrub":
+                give(left, entries)
+            else:
+                left.withdraw(entries)
+
+        monkeypatch.setattr(LeftEntries, "give", only_scrubs)
+    else:
+        monkeypatch.setattr(LeftEntries, "scrub", lambda left: None)
+    with pytest.raises(AssertionError, match=FOUND):
+        pressed_by_all()
+
+
+def test_the_memory_of_a_suspended_engine_is_zero_before_it_goes() -> None:
+    engine = pressed()
+    serve_checked(engine, PROMPTS)
+    memory = engine.context.memory
+    kept = memory.kv_cache, memory.state_pool.memory
+    assert any(tensor.any() for tensor in kept)
+    engine.suspend()
+    assert not any(tensor.any() for tensor in kept)
+    engine.resume()
+    serve(engine, PROMPTS)
+
+
+def test_a_cached_prefix_stays_until_it_is_forgotten() -> None:
+    engine = small_engine(scrub=True)
+    serve_checked(engine, [STEM])
+    (again,) = serve_checked(engine, [STEM])
+    assert again.num_resumed_tokens > 0
+    memory = engine.context.memory
+    assert memory.kv_cache.any() or memory.state_pool.memory.any()
+    engine.set_weights_version("next")
+    assert not memory.kv_cache.any()
+    assert not memory.state_pool.memory.any()
+
+
+def tiered(tmp_path: Path, **settings: object) -> tuple[ms.DynamicInferenceEngine, HostCopies]:
+    """An engine with room for few states in host memory, and for many in files."""
+    size = small_model().state_spec().slot_bytes / (1 << 30)
+    tier = {"host_cache_gb": 3.5 * size, "disk_cache_gb": 60 * size, "disk_cache_path": str(tmp_path)}
+    engine = pressed(num_mamba_slots=1, num_kv_blocks=60, host_cache_min_tokens=1, **tier, **settings)
+    assert engine.context.prefix_cache.tier is not None
+    copies = engine.context.prefix_cache.tier.copies
+    assert isinstance(copies, HostCopies)
+    return engine, copies
+
+
+def test_rows_of_host_memory_and_files_are_zero_before_they_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last: list[bytes] = []
+    unlink = Path.unlink
+
+    def recorded(path: Path, missing_ok: bool = False) -> None:
+        if path.exists():
+            last.append(path.read_bytes())
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", recorded)
+    engine, copies = tiered(tmp_path)
+    for _ in range(2):
+        serve(engine, [*PROMPTS, *(random_tokens(40, seed) for seed in range(4))])
+    assert copies._files is not None
+    copies._files.wait()
+    assert engine.stats().cache.tiers.num_states_fetched > 0
+    assert list(tmp_path.glob("*/*.state"))
+    engine.reset_prefix_cache()
+    assert_scrubbed(engine)
+    assert not copies.rows.any()
+    copies._files.wait()
+    assert not list(tmp_path.glob("*/*.state"))
+    assert any(len(text) > 100 for text in last)
+    assert not any(any(text) for text in last)
+    serve(engine, [*PROMPTS, *(random_tokens(40, seed) for seed in range(4))])
+    copies._files.close()
+    assert not any(any(text) for text in last)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_copy_leaves_no_bytes_of_the_row_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, copies = tiered(tmp_path)
+    serve(engine, [random_tokens(40, seed) for seed in range(4)])
+    assert copies.rows.any(dim=1).all()
+
+    def fails(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(HostCopies, "_keep", fails)
+    serve(engine, [random_tokens(40, seed) for seed in range(4, 9)])
+    assert not copies.rows.any()
+
+
+def test_what_a_dead_process_left_is_overwritten_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / "mambaslots-left"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "0.state").write_bytes(b"old" * 500_000)
+    opened = (left / "0.state").open("rb")  # the bytes outlive the name
+    tiered(tmp_path)
+    assert not left.exists()
+    with opened:
+        assert opened.read() == bytes(1_500_000)
+
+
+def test_scrub_and_poison_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="scrub is True and poison_free_memory is True; accepted: one of"):
+        ms.InferenceConfig(num_kv_blocks=50, num_mamba_slots=2, scrub=True, poison_free_memory=True)
