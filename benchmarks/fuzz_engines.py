@@ -3,7 +3,6 @@
 Answers are judged by the recurrence token by token, in numpy (`tests/oracle/recurrent_lm.py`).
 """
 
-import ctypes
 import logging
 import sys
 from collections.abc import Iterator
@@ -21,23 +20,12 @@ from mambaslots.distributed.transfer.codec import encode_prefixes
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
-_M_ARENA_MAX = -8  # of malloc.h
 HEAD = random_tokens(16, 7)
 SENT = [HEAD + random_tokens(17, 1), HEAD + random_tokens(9, 2), random_tokens(26, 3)]
 """Prompts whose prefixes are exported."""
 OWN = [HEAD + random_tokens(18, 4), random_tokens(20, 5)]
 """Prompts whose prefixes the importing engine has before; the first begins as some of `SENT` do."""
 UNSEEN = random_tokens(21, 6)
-
-
-def share_arenas() -> None:
-    """Let threads of this process share malloc's arenas.
-
-    A thread that gets an arena of its own takes 128 MiB of address space, which is limited under a watch.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from fuzz_damage import HUGE, any_json, damaged_bytes, damaged_json
-from fuzz_engines import OWN, SENT, WarmEngine, share_arenas
+from fuzz_engines import OWN, SENT, WarmEngine
 from fuzz_target import ACCEPTED, REFUSED
 from mambaslots.distributed.transfer import exchange
 from mambaslots.distributed.transfer.cache_access import CacheAccess
@@ -107,7 +107,6 @@ class HandOver:
     documented: tuple[type[BaseException], ...] = ()
 
     def __init__(self, side: Side) -> None:
-        share_arenas()
         self._unforeseen = _Unforeseen()
         self._logger = logging.Logger("fuzz")
         self._logger.addHandler(self._unforeseen)
