@@ -3,29 +3,44 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import fuzz_hand_overs
-import fuzz_http
-import fuzz_tiers
 from fuzz_events import Channel, Events
+from fuzz_hand_overs import HandOver
+from fuzz_http import Http
+from fuzz_messages import Clients, FleetRequests, Greetings, Sessions
 from fuzz_prefixes import ImportedBytes, LoadedFolders
 from fuzz_target import Target
+from fuzz_tiers import Tiers
 
-WEIGHTS: dict[str, float] = {}
+MAKERS: dict[str, Callable[[Path], Target]] = {
+    "imported prefixes": lambda folder: ImportedBytes(),
+    "prefix folders": LoadedFolders,
+    "hand-overs received": lambda folder: HandOver("destination"),
+    "hand-overs sent": lambda folder: HandOver("source"),
+    "host memory rows": lambda folder: Tiers(folder, "rows"),
+    "state files": lambda folder: Tiers(folder, "files"),
+    "events of replicas": lambda folder: Events(),
+    "state channel": lambda folder: Channel(),
+    "prefill questions": lambda folder: Sessions(),
+    "prefill answers": lambda folder: Clients(),
+    "lockstep connections": lambda folder: Greetings(),
+    "fleet requests": lambda folder: FleetRequests(),
+    "HTTP": lambda folder: Http(has_keys=False),
+    "HTTP with keys": lambda folder: Http(has_keys=True),
+}
+"""By their names; each gets a folder that it may write to."""
+WEIGHTS: dict[str, float] = {
+    "host memory rows": 0.3,
+    "state files": 0.3,
+    "HTTP": 0.5,
+    "HTTP with keys": 0.5,
+    "fleet requests": 0.5,
+}
 """Shares of the inputs of some targets; 1 for the others."""
 
 
 def targets(folder: Path) -> list[Target]:
     """All of them. `folder`: what targets may write to."""
-    makers: list[Callable[[], Target]] = [
-        ImportedBytes,
-        lambda: LoadedFolders(folder),
-        *fuzz_hand_overs.targets(),
-        *fuzz_tiers.targets(folder),
-        Events,
-        Channel,
-        *fuzz_http.targets(),
-    ]
-    return [make() for make in makers]
+    return [make(folder) for make in MAKERS.values()]
 
 
 if __name__ == "__main__":

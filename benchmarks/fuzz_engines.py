@@ -3,7 +3,10 @@
 Answers are judged by the recurrence token by token, in numpy (`tests/oracle/recurrent_lm.py`).
 """
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,18 @@ SENT = [HEAD + random_tokens(17, 1), HEAD + random_tokens(9, 2), random_tokens(2
 OWN = [HEAD + random_tokens(18, 4), random_tokens(20, 5)]
 """Prompts whose prefixes the importing engine has before; the first begins as some of `SENT` do."""
 UNSEEN = random_tokens(21, 6)
+
+
+@contextmanager
+def quiet(name: str = "mambaslots") -> Iterator[None]:
+    """Inside, no warning is logged by this logger and those below it: refusals are many."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class WarmEngine:

@@ -1,4 +1,4 @@
-"""What replicas tell of their states, to a router and to the channel between them: bytes of any kind and order.
+"""What replicas tell of their states, to a router and to the channel: bytes of any kind, in any order.
 
 What an index holds is compared with a plain model: sets of keys by replica.
 """
@@ -123,8 +123,7 @@ class Events:
         for _, data in drawn.messages:
             try:
                 events = decode_events(data)
-            except ValueError as error:
-                assert str(error)
+            except ValueError:
                 refused += 1
                 continue
             assert encode_events(events) == data
@@ -171,8 +170,7 @@ class Channel:
             before = _held(channel)
             try:
                 orders = await channel.publish(said, (data,))
-            except ValueError as error:
-                assert str(error)
+            except ValueError:
                 refused += 1
                 assert _held(channel) == before, "refused events changed what the channel holds"
                 continue

@@ -1,7 +1,8 @@
-"""Hand-overs with a peer that says anything at any point: to the side that receives, and to the side that sends.
+"""Hand-overs with a peer that says anything at any point,
+to the side that receives and to the side that sends.
 
-The peer's frames are those of a real hand-over, damaged. They come through memory in place of gloo, because gloo
-ends the process where a peer sends more bytes than are expected. A peer that says nothing more is lost.
+The peer's frames are those of a real hand-over, damaged. They come through memory in place of gloo, because
+gloo ends the process where a peer sends more bytes than are expected. A peer that says nothing more is lost.
 """
 
 import hashlib
@@ -9,7 +10,6 @@ import json
 import logging
 import queue
 import struct
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
@@ -21,6 +21,7 @@ import torch
 from fuzz_damage import HUGE, any_json, damaged_bytes, damaged_json
 from fuzz_engines import OWN, SENT, WarmEngine
 from fuzz_target import ACCEPTED, REFUSED
+from mambaslots.distributed.transfer import exchange
 from mambaslots.distributed.transfer.cache_access import CacheAccess
 from mambaslots.distributed.transfer.exchange import Exchange
 from mambaslots.distributed.transfer.link import PairLink
@@ -91,8 +92,8 @@ def recorded(source: WarmEngine, target: WarmEngine) -> dict[Side, Said]:
         assert received.result().imported.states > 0
         hellos = {side: bytes(store.get(f"mambaslots/handover/{_NAME}/{side}/0")) for side in sides}
         said = {side: Said("good", hellos[side], tuple(links[side].said)) for side in sides}
-        for exchange in exchanges.values():
-            exchange.close()
+        for each in exchanges.values():
+            each.close()
     return said
 
 
@@ -106,7 +107,9 @@ class HandOver:
     documented: tuple[type[BaseException], ...] = ()
 
     def __init__(self, side: Side) -> None:
-        logging.getLogger("mambaslots").setLevel(logging.CRITICAL)
+        self._unforeseen = _Unforeseen()
+        self._logger = logging.Logger("fuzz")
+        self._logger.addHandler(self._unforeseen)
         self.name = "hand-overs received" if side == "destination" else "hand-overs sent"
         self._side = side
         source, target = WarmEngine(SENT), WarmEngine(OWN)
@@ -196,6 +199,8 @@ class HandOver:
             warm.check_unchanged()
             return REFUSED if failure else ACCEPTED
         try:
+            if drawn.kind == "frames":
+                assert _pieces(drawn) == _pieces(self._good), "altered pieces were accepted"
             warm.check_sane()
             if drawn.kind == "good":
                 warm.check_answers(SENT[:1])
@@ -210,15 +215,38 @@ class HandOver:
             link.inbox[tag].put(data)
         store = HashStore()
         store.set(f"mambaslots/handover/{_NAME}/{self._peer}/0", drawn.hello)  # type: ignore[arg-type]
-        exchange = Exchange(store, _NAME, self._side, "gloo")
+        own = Exchange(store, _NAME, self._side, "gloo")
         access = CacheAccess.of(self._warm.engine, "fuzz")
-        with patch.object(Rendezvous, "link", lambda self, *_: link), _no_turns():
+        with (
+            patch.object(Rendezvous, "link", lambda self, *_: link),
+            patch.object(exchange, "logger", self._logger),
+            _no_turns(),
+        ):
+            self._unforeseen.error = None
             try:
                 if self._side == "destination":
-                    return exchange.receive(access, drawn.timeout_s).failure
-                return exchange.send(access, None, "all", drawn.timeout_s).failure
+                    failure = own.receive(access, drawn.timeout_s).failure
+                else:
+                    failure = own.send(access, None, "all", drawn.timeout_s).failure
             finally:
-                exchange.close()
+                own.close()
+            if self._unforeseen.error is not None:
+                raise self._unforeseen.error
+            return failure
+
+
+def _pieces(said: Said) -> list[bytes]:
+    return [data for tag, data in said.frames if tag == _PIECES]
+
+
+class _Unforeseen(logging.Handler):
+    """Keeps the error of a hand-over that failed in a way that is not foreseen."""
+
+    error: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.error = record.exc_info[1]
 
 
 def _messages(frames: tuple[Frame, ...]) -> list[bytes]:
@@ -260,10 +288,6 @@ def _damaged_offer(random: Random, content: bytes) -> bytes:
     at = 8 * random.randrange(len(rest) // 8)
     number = random.choice([0, 1, -1, -2, -3, 2, 3, 2**31, 2**62, -(2**63)])
     return content[: 16 + length] + rest[:at] + struct.pack("<q", number) + rest[at + 8 :]
-
-
-def targets() -> list[Callable[[], HandOver]]:
-    return [lambda: HandOver("destination"), lambda: HandOver("source")]
 
 
 if __name__ == "__main__":

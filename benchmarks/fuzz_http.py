@@ -4,10 +4,11 @@ Malformed bodies are those of `malformed_bodies.py`. Each request goes over a co
 What the server of HTTP, not the application, refuses is answered with 400 and a line of text.
 """
 
+import errno
 import json
 import socket
 import sys
-from collections.abc import Callable
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from random import Random
 from typing import Any
 
 from fuzz_damage import NUMBERS, TEXTS, damaged_bytes, damaged_json
+from fuzz_engines import quiet
 from fuzz_target import ACCEPTED, REFUSED
 from malformed_bodies import GOOD, MAX_BODY_BYTES, Malformed
 
@@ -22,9 +24,12 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracle.served import serving, small_config, tiny_loaded
 
 _PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/health", "/metrics", "/status.json",
-    "/", "/page/page.js", "/page/index.html", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/v1/models/", "/v1//completions",
-    "/v1/completions/", "/%00", "/page/%ff", "/v1/models/%ed%a0%80", "//", "/..", "*", "http://other/health", "/docs",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/health", "/metrics",
+    "/status.json",
+    "/", "/page/page.js", "/page/index.html", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/v1/models/",
+    "/v1//completions",
+    "/v1/completions/", "/%00", "/page/%ff", "/v1/models/%ed%a0%80", "//", "/..", "*",
+    "http://other/health", "/docs",
     "/openapi.json", "/v1/models/" + "x" * 3000, "/é",
 )  # fmt: skip
 _METHODS = (
@@ -44,7 +49,7 @@ _METHODS = (
 _KEYS = {"one": "key-of-one", "two": "key-of-two"}
 _ADMIN = "key-of-the-operator"
 _PROTOCOL_REFUSALS = (b"Invalid HTTP request received.", b"Unsupported upgrade request.")
-_TIMEOUT_S = 10.0
+_TIMEOUT_S, _SILENCE_S = 10.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,16 @@ class Request:
         kind: how it is wrong; "good" where it is served.
         data: all that is sent.
         pieces: in how many parts it is sent.
-        closes: whether the sending half of the connection is closed then.
     """
 
     kind: str
     data: bytes
     pieces: int = 1
-    closes: bool = True
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the server may wait for more, or answer at length; else all of the answer is awaited."""
+        return self.kind in ("json", "headers", "chunks", "bytes", "upgrade", "routes")
 
 
 def request_bytes(
@@ -95,11 +103,16 @@ class Http:
         self._has_keys = has_keys
         keys: dict[str, Any] = {"api_keys": _KEYS, "admin_key": _ADMIN} if has_keys else {}
         self._stack = ExitStack()
+        self._stack.enter_context(quiet("uvicorn.error"))
         loaded = tiny_loaded()
         self._served = self._stack.enter_context(
             serving(loaded, small_config(), max_body_bytes=MAX_BODY_BYTES, **keys)
         )
         self._good = self._answers()
+
+    def close(self) -> None:
+        """Stop the server; what it leaves behind raises an AssertionError."""
+        self._stack.close()
 
     # ---- what is sent
 
@@ -155,8 +168,10 @@ class Http:
             "chunked",
         ]
         names = [
-            "content-length", "content-type", "content-encoding", "transfer-encoding", "authorization", "expect",
-            "x-cache-salt", "accept-encoding", "if-none-match", "host", "connection", "x-request-id", "cookie", "range",
+            "content-length", "content-type", "content-encoding", "transfer-encoding", "authorization",
+            "expect",
+            "x-cache-salt", "accept-encoding", "if-none-match", "host", "connection", "x-request-id",
+            "cookie", "range",
         ]  # fmt: skip
         for _ in range(random.choice((1, 1, 2, 5))):
             name, value = random.choice(names), random.choice(values)
@@ -207,12 +222,16 @@ class Http:
             try:
                 for start in range(0, len(drawn.data), size):
                     connection.sendall(drawn.data[start : start + size])
-                if drawn.closes:
+                if drawn.may_end_early:
+                    received = _until_silent(connection)
                     connection.shutdown(socket.SHUT_WR)
                 while part := connection.recv(1 << 16):
                     received += part
             except (ConnectionResetError, BrokenPipeError):
                 pass
+            except OSError as error:  # of `shutdown`: the server has closed the connection
+                if error.errno != errno.ENOTCONN:
+                    raise
         return received
 
     def _checked(self, drawn: Request, reply: bytes) -> int | None:
@@ -239,6 +258,7 @@ class Http:
         length = int(headers.get(b"content-length", b"0"))
         if not length and b"x-request-id" not in headers:
             return  # of an upgrade, by the server of websockets
+        assert length <= len(body), (headers, body)
         error = json.loads(body[:length])["error"]
         assert set(error) == {"message", "type", "param", "code"}, error
         assert isinstance(error["message"], str), error
@@ -252,6 +272,7 @@ class Http:
             stats = self._served.stats()
             if not (stats.num_running or stats.num_waiting):
                 break
+            time.sleep(0.01)
         cache = stats.cache
         left = stats.num_running, stats.num_waiting, cache.num_held_kv_blocks, cache.num_reserved_slots
         assert not any(left), f"left behind a request: {left}"
@@ -265,8 +286,20 @@ class Http:
         return [reply.json["choices"] for reply in replies]
 
 
-def targets() -> list[Callable[[], Http]]:
-    return [lambda: Http(has_keys=False), lambda: Http(has_keys=True)]
+def _until_silent(connection: socket.socket) -> bytes:
+    """What the server says until it waits, perhaps for the rest of a request that never comes.
+
+    An answer without end is not awaited: whoever leaves before it is complete is a client that is gone.
+    """
+    received, begin = b"", time.perf_counter()
+    connection.settimeout(_SILENCE_S)
+    try:
+        while time.perf_counter() - begin < 3 * _SILENCE_S and (part := connection.recv(1 << 16)):
+            received += part
+    except TimeoutError:
+        pass
+    connection.settimeout(_TIMEOUT_S)
+    return received
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Prefixes that come from outside: bytes that are imported, and folders of files that are loaded.
 
-Most inputs are damaged behind the checksum, which is computed again, so that what is checked after it is reached.
+Most inputs are damaged and get the checksum that they then need, so that what is checked behind it is
+reached.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from random import Random
 
 import torch
 from fuzz_damage import HUGE, any_json, damaged_bytes, damaged_json
-from fuzz_engines import OWN, SENT, WarmEngine
+from fuzz_engines import OWN, SENT, WarmEngine, quiet
 from fuzz_target import REFUSED, end_of
 from mambaslots.distributed import import_prefixes, load_prefixes, save_prefixes
 from mambaslots.distributed.transfer.codec import encode_prefixes
@@ -68,7 +69,7 @@ class Damages:
     """
 
     def __init__(self, good: list[bytes], others: list[bytes]) -> None:
-        self._good = good
+        self.good = good
         self._others = others
         self._kinds: dict[str, Callable[[Random, bytes], bytes]] = {
             "bytes": damaged_bytes,
@@ -82,7 +83,7 @@ class Damages:
         }
 
     def draw(self, random: Random) -> Export:
-        good = random.choice(self._good)
+        good = random.choice(self.good)
         if random.random() < 0.05:
             return Export(_GOOD, good)
         kind = random.choice(list(self._kinds))
@@ -179,7 +180,7 @@ class Damages:
 
     def _two(self, random: Random, data: bytes) -> bytes:
         """The description of one export over the tensors of another."""
-        other = random.choice(self._good + self._others)
+        other = random.choice(self.good + self._others)
         try:
             return sealed(save(load(other), metadata_of(data)))
         except Exception:  # an export that safetensors cannot write again
@@ -209,21 +210,33 @@ class ImportedBytes:
         assert isinstance(drawn, Export)
         return len(drawn.data)
 
+    @quiet()
     def feed(self, drawn: object) -> str:
         assert isinstance(drawn, Export)
         warm = self._warm
-        end = end_of(lambda: import_prefixes(warm.engine, drawn.data), self.documented)
+        end = end_of(lambda: foreseen(lambda: import_prefixes(warm.engine, drawn.data)), self.documented)
         if end == REFUSED:
             assert drawn.kind != _GOOD, "a good export was refused"
             warm.check_unchanged()
             return end
         try:
+            assert drawn.kind != "bytes" or drawn.data in self._damages.good, "altered bytes were accepted"
             warm.check_sane()
             if drawn.kind == _GOOD:
                 warm.check_answers(SENT[:1])
         finally:
             warm.renew()
         return end
+
+
+def foreseen(call: Callable[[], object]) -> None:
+    """Call, and raise the error of another kind of which the ranks have made a TransferError."""
+    try:
+        call()
+    except TransferError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, TransferError):
+            raise error.__cause__ from None
+        raise
 
 
 def damages() -> Damages:
@@ -300,6 +313,7 @@ class LoadedFolders:
         assert isinstance(drawn, Folder)
         return sum(map(len, drawn.files.values()))
 
+    @quiet()
     def feed(self, drawn: object) -> str:
         assert isinstance(drawn, Folder)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -309,7 +323,7 @@ class LoadedFolders:
         for name, what in drawn.odd.items():
             place(self._folder / name, what)
         warm = self._warm
-        end = end_of(lambda: load_prefixes(warm.engine, self._folder), self.documented)
+        end = end_of(lambda: foreseen(lambda: load_prefixes(warm.engine, self._folder)), self.documented)
         if end == REFUSED:
             assert drawn.kind != "good", "a good set was refused"
             warm.check_unchanged()

@@ -1,14 +1,13 @@
-"""States in host memory and in files, damaged while they are there: right answers, and misses, and nothing else.
+"""States in host memory and in files, damaged while they are there: right answers, and misses,
+and nothing else.
 
 The answers are those of a toy model, judged token by token in plain numpy (`tests/oracle/toy_answers.py`).
 """
 
 import errno
-import logging
 import os
 import shutil
 import zlib
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from unittest.mock import patch
 import mambaslots as ms
 import torch
 from fuzz_damage import damaged_bytes
+from fuzz_engines import quiet
 from fuzz_prefixes import place
 from fuzz_target import ACCEPTED, REFUSED
 from mambaslots.inference.contexts import state_files
@@ -30,7 +30,8 @@ from oracle.toy_lm import ToyLM
 _BLOCK, _HEADS, _LENGTH = 4, 5, 2
 _ROWS = ("flip", "swap", "copy", "zero", "nan", "noise")
 _FILES = (
-    "flip", "swap", "copy", "bytes", "longer", "head", "number", "missing", "directory", "pipe", "device", "loop", "nowhere",
+    "flip", "swap", "copy", "bytes", "longer", "head", "number", "missing", "directory", "pipe", "device",
+    "loop", "nowhere",
     "other", "folder", "full", "read-only",
 )  # fmt: skip
 
@@ -49,19 +50,20 @@ class Harm:
 
 
 class Tiers:
-    """An engine with one slot, so that nearly every state leaves, and comes back from host memory or a file."""
+    """An engine with one slot, so that nearly every state leaves,
+    and comes back from host memory or a file."""
 
     documented: tuple[type[BaseException], ...] = ()
 
     def __init__(self, folder: Path, where: str) -> None:
-        logging.getLogger("mambaslots").setLevel(logging.CRITICAL)
         self.name = "host memory rows" if where == "rows" else "state files"
         self._where = where
         model = ToyLM()
         host_slots = 40 if where == "rows" else 1
         config = ms.InferenceConfig(
             block_size_tokens=_BLOCK, max_requests=2, max_tokens=32, max_sequence_length=48, num_kv_blocks=60,
-            num_mamba_slots=1, host_cache_min_tokens=1, disk_cache_gb=1e-4, disk_cache_path=str(folder / where),
+            num_mamba_slots=1, host_cache_min_tokens=1,
+            disk_cache_gb=1e-4, disk_cache_path=str(folder / where),
             host_cache_gb=(host_slots + 0.5) * model.state_spec().slot_bytes / (1 << 30),
         )  # fmt: skip
         self._engine = ms.DynamicInferenceEngine(model, config)
@@ -96,6 +98,7 @@ class Tiers:
     def size_of(self, drawn: object) -> int:
         return self._engine.context.spec.slot_bytes * _HEADS
 
+    @quiet()
     def feed(self, drawn: object) -> str:
         assert isinstance(drawn, Harm)
         engine = self._engine
@@ -134,7 +137,8 @@ class Tiers:
     def _harm(self, where: str, what: str, random: Random) -> None:
         if where == "rows":
             host = self._tier.host
-            _harm_rows(self._copies.rows, [host.slot_of(key) for key in host.keys()], what, random)
+            used = [host.slot_of(key) for key in list(host.keys())]
+            _harm_rows(self._copies.rows, used, what, random)
         else:
             paths = sorted(self._files.directory.glob("*.state"))
             if paths and what not in ("full",):
@@ -245,10 +249,6 @@ class _FullDisk:
 
 def _no_space(path: Any, mode: str, opener: Any = None) -> _FullDisk:
     return _FullDisk(open(path, mode, opener=opener))
-
-
-def targets(folder: Path) -> list[Callable[[], Tiers]]:
-    return [lambda: Tiers(folder, "rows"), lambda: Tiers(folder, "files")]
 
 
 if __name__ == "__main__":

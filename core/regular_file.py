@@ -1,4 +1,4 @@
-"""Files that somebody else may have replaced, opened so that nothing waits and nothing is read without end."""
+"""Files that somebody else may have replaced: nothing waits for them, and nothing is read without end."""
 
 import os
 import stat

@@ -24,7 +24,7 @@ _MESSAGE_TAG, _PIECE_TAG = 0, 1
 _FRAME_BYTES = 4096
 """What a message begins with: its length in 8 bytes, and as much of it as fits. A message costs one wait."""
 _LENGTH = struct.Struct("<q")
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 20
 """The size of the chunks that a message goes in: a receiver allocates one chunk more than has arrived."""
 MAX_MESSAGE_BYTES = 1 << 32
 _MAX_REFUSAL_BYTES = 1 << 20

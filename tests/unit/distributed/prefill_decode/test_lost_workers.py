@@ -146,7 +146,8 @@ def test_an_address_that_leads_nowhere(place: Place, address: str) -> None:
 
 
 ASKS = (
-    b"\xff\x00\n", b"[]\n", b"{}\n", b'{"secret": 3}\n', b'{"secret": "\\ud800"}\n', b'{"secret": "' + b"0" * 32 + b'"}\n', b"",
+    b"\xff\x00\n", b"[]\n", b"{}\n", b'{"secret": 3}\n', b'{"secret": "\\ud800"}\n',
+    b'{"secret": "' + b"0" * 32 + b'"}\n', b"",
 )  # fmt: skip
 ASKS_LATER = (
     b"\xff\x00\n", b"{}\n", b'{"prefill": 0}\n', b'{"prefill": 0, "tokens": "x", "salt": null}\n',
