@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import mambaslots as ms
+import torch
 from fuzz_damage import NUMBERS, TEXTS, any_json, any_value, damaged_bytes, damaged_json, json_bytes
 from fuzz_settings import tiny_model
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
@@ -20,7 +21,9 @@ from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 TINY_CODE = Path(__file__).parents[1] / "models/tiny-code"
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "é"}]
 Files = dict[str, bytes | str]
-"""The files of a folder by their names; a str is the target of a symbolic link."""
+"""The files of a folder by their names; a str is the target of a symbolic link, or says that it is a pipe."""
+_PIPE = "a pipe"
+_LINKS = ("/dev/zero", "/dev/stdin", "/etc/passwd", "missing", "/", "/proc/self/mem", _PIPE)
 
 
 def targets(folder: Path) -> list[Target]:
@@ -58,15 +61,13 @@ class Folders:
         files = dict(random.choice(self._known))
         for _ in range(random.choice((0, 1, 1, 1, 2))):
             name = random.choice(sorted(files))
-            content = files[name]
-            if isinstance(content, bytes):
+            content, kind = files[name], random.random()
+            if kind < 0.06:
+                files[name] = random.choice((*_LINKS, name))
+            elif kind < 0.1:
+                del files[name]
+            elif isinstance(content, bytes):
                 files |= _damaged_file(random, name, content)
-                if random.random() < 0.04:
-                    files[name] = random.choice(
-                        ("/dev/zero", "/etc/passwd", "missing", name, "/", "/proc/self/mem")
-                    )
-                if random.random() < 0.04:
-                    del files[name]
         return files
 
     def size_of(self, drawn: Any) -> int:
@@ -76,7 +77,9 @@ class Folders:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         for name, content in drawn.items():
-            if isinstance(content, str):
+            if content == _PIPE:
+                os.mkfifo(self.folder / name)
+            elif isinstance(content, str):
                 os.symlink(content, self.folder / name)
             else:
                 (self.folder / name).write_bytes(content)
@@ -84,7 +87,14 @@ class Folders:
 
 
 def _damaged_file(random: Random, name: str, content: bytes) -> Files:
-    """The file `name`, damaged by its kind; perhaps with another one beside it."""
+    """The file `name`, damaged by its kind where it still is of that kind."""
+    try:
+        return _damaged_by_kind(random, name, content)
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError):
+        return {name: damaged_bytes(random, content)}
+
+
+def _damaged_by_kind(random: Random, name: str, content: bytes) -> Files:
     if name.endswith(".safetensors") and random.random() < 0.8:
         return {name: _damaged_safetensors(random, content)}
     if name.endswith(".json") and random.random() < 0.8:
@@ -163,7 +173,9 @@ def _own_files(folder: Path) -> list[Files]:
     tiny_model().save_pretrained(folder)
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
     copied = {name: (TINY_CODE / name).read_bytes() for name in names}
-    other = folder.with_name("of-transformers")  # a damaged config is given to transformers, which is imported
+    other = folder.with_name(
+        "of-transformers"
+    )  # a damaged config is given to transformers, which is imported
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "mamba2"}')
     assert end_of(lambda: _load_own(other), (ValueError,)) == REFUSED
@@ -209,6 +221,7 @@ _COMMON = {"vocab_size": 97, "hidden_size": 16, "pad_token_id": 0, "eos_token_id
 
 def _transformers_files(folder: Path) -> list[Files]:
     """Two models in one file each, one in shards, and one in block-scaled FP8."""
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, Lfm2Config, Mamba2Config
 
     mamba = Mamba2Config(
@@ -224,6 +237,18 @@ def _transformers_files(folder: Path) -> list[Files]:
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / str(number), max_shard_size=shard)
         found.append(_read(folder / str(number)))
+    whole, stored = folder / "1/model.safetensors", {}
+    for name, tensor in load_file(whole).items():
+        is_product = tensor.dim() == 2 and name.endswith("proj.weight")
+        stored[name] = tensor.to(torch.float8_e4m3fn) if is_product else tensor
+        if is_product:
+            rows, columns = tensor.shape
+            stored[f"{name}_scale_inv"] = torch.ones(-(-rows // 8), -(-columns // 8))
+    assert len(stored) > len(load_file(whole)), "no weight is in FP8"
+    save_file(stored, whole, metadata={"format": "pt"})
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    config = json.loads(found[1]["config.json"]) | quantised
+    found.append(_read(folder / "1") | {"config.json": json.dumps(config).encode()})
     return found
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..checkpoint_files import CONFIG, CheckpointError, read_object
+from ..checkpoint_files import CONFIG, CheckpointError, check_regular, read_object
 from ..validation import shown
 from .hybrid_config import HybridConfig
 
@@ -94,18 +94,17 @@ class SavedWeights:
     Parameters are read one at a time: a rank that keeps a part of each never holds them all.
 
     Raises:
-        CheckpointError: the file is missing, truncated or corrupt.
+        CheckpointError: the file is missing, truncated or corrupt, or no file.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS
+        check_regular(self._path)
         try:
             with self._path.open("rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
             self._left = set(self._file.keys())
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{folder} has no {WEIGHTS}") from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"

@@ -1,6 +1,7 @@
 """A model in a folder: what is saved is loaded, and what is wrong is named."""
 
 import json
+import os
 from pathlib import Path
 
 import mambaslots as ms
@@ -165,3 +166,22 @@ class TestTheShippedModel:
         bits = torch.nn.functional.cross_entropy(logits, torch.tensor(list(code))) / 0.6931
         print(f"bits per byte of a small class: {bits:.2f}")
         assert bits < 1.5
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+def test_what_never_ends_is_not_read(folder: Path, name: str, target: str) -> None:
+    """A pipe, which blocks whoever opens it, or a link to a device, which has no end."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if target == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    if name == "tokenizer.json":  # what is no file is no tokenizer
+        assert ms.load(folder).text is None
+        return
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be read: it is no file; accepted: a file, or a link"
+    ):
+        ms.load(folder)
