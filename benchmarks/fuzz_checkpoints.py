@@ -12,7 +12,7 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from fuzz_damage import NUMBERS, TEXTS, any_json, any_value, damaged_bytes, damaged_json, json_bytes
+from fuzz_damage import HUGE, NUMBERS, TEXTS, any_json, any_value, damaged_bytes, damaged_json, json_bytes
 from fuzz_settings import tiny_model
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 from mambaslots.models import HybridLM
@@ -105,6 +105,13 @@ def _damaged_by_kind(random: Random, name: str, content: bytes) -> Files:
                 ("../../etc/passwd", "/etc/passwd", "..", "x.safetensors", "./model.safetensors", "", None, 1)
             )
             return {name: json_bytes(random, value)}
+        if name == "config.json" and random.random() < 0.3:
+            field_name = random.choice(
+                sorted(name for name in value if isinstance(value[name], (int, float)))
+            )
+            return {
+                name: json_bytes(random, value | {field_name: random.choice((10**6, 2**24, *HUGE, -1, 0))})
+            }
         if name == "config.json" and random.random() < 0.2:
             quantised = {
                 "quant_method": "fp8",

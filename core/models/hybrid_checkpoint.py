@@ -109,6 +109,26 @@ class SavedWeights:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"
 
+    def check_widths(self, config: HybridConfig) -> None:
+        """Raise a CheckpointError where layers of `config` are wider than every tensor of the file.
+
+        Checked before layers are built: these list their channels, whatever the file has.
+        """
+        shapes = [self._file.get_slice(name).get_shape() for name in self._left]
+        widest = max((size for shape in shapes for size in shape), default=0)
+        widths = {
+            "M": config.conv_dim,
+            "G": config.delta_conv_dim,
+            "*": config.num_attention_heads * config.head_dim,
+            "-": config.mlp_hidden_size,
+        }
+        for kind, width in widths.items():
+            if kind in config.pattern and width > widest:
+                raise CheckpointError(
+                    f"{self._path.with_name(CONFIG)} has layers {kind!r} of {width} channels; accepted: at "
+                    f"most {widest}, the largest size of a tensor in {self._path.name}"
+                )
+
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         return self._take(name, shape)
 
