@@ -4,10 +4,11 @@
     python benchmarks/fuzz.py --targets "traces,plan specs" --inputs 5000
     python benchmarks/fuzz.py --targets traces --seed 0 --only 1234
 
-Each target draws inputs from the seed: good ones, and good ones that are damaged. An input is fed under a watch
-(`fuzz_watch.py`). A finding is: an error that the docs of the call do not name; a state that changed though the
-input was refused; more memory than the size of the input justifies; more than a second. The table has a line for
-each target. Each finding is shown with the command that repeats it. The exit status is 1 where there is one.
+Each target draws inputs from the seed: good ones, and good ones that are damaged. An input is fed under a
+watch (`fuzz_watch.py`). A finding is: an error that the docs of the call do not name; a state that changed
+though the input was refused; more memory than the size of the input justifies; more than a second. The table
+has a line for each target. Each finding is shown with the command that repeats it. The exit status is 1 where
+there is one.
 """
 
 import shlex
@@ -177,7 +178,8 @@ def show(findings: Sequence[Finding], seed: int) -> None:
         for one in same[:_SHOWN]:
             name = shlex.quote(one.target)
             print(
-                f"  {one.what}\n    python benchmarks/fuzz.py --targets {name} --seed {seed} --only {one.index}"
+                f"  {one.what}\n"
+                f"    python benchmarks/fuzz.py --targets {name} --seed {seed} --only {one.index}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Fuzz targets that are checkpoints: folders of ours and of transformers, tokenizers, chat templates, text."""
+"""Fuzz targets that are checkpoints: folders of ours and of transformers, tokenizers, templates, text."""
 
 import json
 import os
@@ -198,7 +198,7 @@ def _load_own(folder: Path) -> None:
 
 
 def logits_are_computed(model: Any) -> None:
-    """An engine on `model` answers: what was loaded is a whole model. Weights that are NaN may fail a step."""
+    """An engine on `model` answers: what was loaded is a whole model. NaN in weights may fail a step."""
     spec = model.state_spec()
     if spec.vocab_size < 4 or sum(state.state_bytes for state in spec.states) > 1 << 20:
         return
@@ -352,9 +352,7 @@ class Templates:
             if source in _HUNGRY:
                 return
             text = template.render(messages, **variables)
-            assert "root:" not in text and "<module" not in text and "__main__" not in text, (
-                "the sandbox leaks"
-            )
+            assert not any(sign in text for sign in ("root:", "<module", "__main__")), "the sandbox leaks"
 
         return end_of(call, self.documented)
 
@@ -386,7 +384,7 @@ _HUNGRY = (
     "{{ messages | batch(10**9, 0) | list }}",
     "{{ 'a' | indent(10**10, true) }}",
 )  # fmt: skip
-"""Templates that take time or memory when they are rendered: that is the checkpoint's. Reading them must not."""
+"""Templates that take time or memory when rendered, which is the checkpoint's. Reading them must not."""
 _HOSTILE = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
