@@ -11,6 +11,7 @@ has a line for each target. Each finding is shown with the command that repeats 
 there is one.
 """
 
+import json
 import shlex
 import sys
 import tempfile
@@ -74,11 +75,9 @@ def feed_one(target: Target, seed: int, index: int) -> tuple[str, str]:
             end = target.feed(drawn)
         assert end in (ACCEPTED, REFUSED), f"feed returned {end!r}"
         return end, ""
-    except (KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "undocumented error", _told(error)
-    except BaseException as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also a SystemExit, which no input may cause
         return kind_of(error), _told(error)
 
 
@@ -208,7 +207,7 @@ def main() -> int:
     print(f"memory: {before:.0f} MiB before, {resident_mib():.0f} MiB after")
     if options.json:
         plain = {name: {**tally.ends, "seconds": round(tally.seconds, 1)} for name, tally in tallies.items()}
-        options.json.write_text(__import__("json").dumps(plain, indent=1) + "\n")
+        options.json.write_text(json.dumps(plain, indent=1) + "\n")
     show(findings, options.seed)
     return 1 if findings else 0
 

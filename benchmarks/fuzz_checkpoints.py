@@ -60,7 +60,8 @@ class Folders:
                 assert self.feed(good) == ACCEPTED, "a good folder was refused"
         files = dict(random.choice(self._known))
         for _ in range(random.choice((0, 1, 1, 1, 2))):
-            name = random.choice(sorted(files))
+            name = "config.json" if "config.json" in files and random.random() < 0.3 else ""
+            name = name or random.choice(sorted(files))
             content, kind = files[name], random.random()
             if kind < 0.06:
                 files[name] = random.choice((*_LINKS, name))
@@ -86,6 +87,9 @@ class Folders:
         return end_of(lambda: self.load(self.folder), self.documented)
 
 
+_SIZES = (10**6, 2**24, 2**31 - 2, 2**31 - 2, 2**31 - 1, *HUGE, -1, 0)
+
+
 def _damaged_file(random: Random, name: str, content: bytes) -> Files:
     """The file `name`, damaged by its kind where it still is of that kind."""
     try:
@@ -105,13 +109,11 @@ def _damaged_by_kind(random: Random, name: str, content: bytes) -> Files:
                 ("../../etc/passwd", "/etc/passwd", "..", "x.safetensors", "./model.safetensors", "", None, 1)
             )
             return {name: json_bytes(random, value)}
-        if name == "config.json" and random.random() < 0.3:
+        if name == "config.json" and random.random() < 0.5:
             field_name = random.choice(
                 sorted(name for name in value if isinstance(value[name], (int, float)))
             )
-            return {
-                name: json_bytes(random, value | {field_name: random.choice((10**6, 2**24, *HUGE, -1, 0))})
-            }
+            return {name: json_bytes(random, value | {field_name: random.choice(_SIZES)})}
         if name == "config.json" and random.random() < 0.2:
             quantised = {
                 "quant_method": "fp8",
