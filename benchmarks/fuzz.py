@@ -4,12 +4,14 @@
     python benchmarks/fuzz.py --targets "traces,plan specs" --inputs 5000
     python benchmarks/fuzz.py --targets traces --seed 0 --only 1234
 
-Each target draws inputs from the seed: good ones, and good ones that are damaged. An input is fed under a watch
-(`fuzz_watch.py`). A finding is: an error that the docs of the call do not name; a state that changed though the
-input was refused; more memory than the size of the input justifies; more than a second. The table has a line for
-each target. Each finding is shown with the command that repeats it. The exit status is 1 where there is one.
+Each target draws inputs from the seed: good ones, and good ones that are damaged. An input is fed under a
+watch (`fuzz_watch.py`). A finding is: an error that the docs of the call do not name; a state that changed
+though the input was refused; more memory than the size of the input justifies; more than a second. The table
+has a line for each target. Each finding is shown with the command that repeats it. The exit status is 1 where
+there is one.
 """
 
+import json
 import shlex
 import sys
 import tempfile
@@ -74,11 +76,9 @@ def feed_one(target: Target, seed: int, index: int) -> tuple[str, str]:
             end = target.feed(drawn)
         assert end in (ACCEPTED, REFUSED), f"feed returned {end!r}"
         return end, ""
-    except (KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "undocumented error", _told(error)
-    except BaseException as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also a SystemExit, which no input may cause
         return kind_of(error), _told(error)
 
 
@@ -178,7 +178,8 @@ def show(findings: Sequence[Finding], seed: int) -> None:
         for one in same[:_SHOWN]:
             name = shlex.quote(one.target)
             print(
-                f"  {one.what}\n    python benchmarks/fuzz.py --targets {name} --seed {seed} --only {one.index}"
+                f"  {one.what}\n"
+                f"    python benchmarks/fuzz.py --targets {name} --seed {seed} --only {one.index}"
             )
 
 
@@ -207,7 +208,7 @@ def main() -> int:
     print(f"memory: {before:.0f} MiB before, {resident_mib():.0f} MiB after")
     if options.json:
         plain = {name: {**tally.ends, "seconds": round(tally.seconds, 1)} for name, tally in tallies.items()}
-        options.json.write_text(__import__("json").dumps(plain, indent=1) + "\n")
+        options.json.write_text(json.dumps(plain, indent=1) + "\n")
     show(findings, options.seed)
     return 1 if findings else 0
 

@@ -1,4 +1,4 @@
-"""Fuzz targets that are checkpoints: folders of ours and of transformers, tokenizers, chat templates, text."""
+"""Fuzz targets that are checkpoints: folders of ours and of transformers, tokenizers, templates, text."""
 
 import json
 import os
@@ -11,7 +11,8 @@ from random import Random
 from typing import Any
 
 import mambaslots as ms
-from fuzz_damage import NUMBERS, TEXTS, any_json, any_value, damaged_bytes, damaged_json, json_bytes
+import torch
+from fuzz_damage import HUGE, NUMBERS, TEXTS, any_json, any_value, damaged_bytes, damaged_json, json_bytes
 from fuzz_settings import tiny_model
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 from mambaslots.models import HybridLM
@@ -20,7 +21,9 @@ from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 TINY_CODE = Path(__file__).parents[1] / "models/tiny-code"
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "é"}]
 Files = dict[str, bytes | str]
-"""The files of a folder by their names; a str is the target of a symbolic link."""
+"""The files of a folder by their names; a str is the target of a symbolic link, or says that it is a pipe."""
+_PIPE = "a pipe"
+_LINKS = ("/dev/zero", "/dev/stdin", "/etc/passwd", "missing", "/", "/proc/self/mem", _PIPE)
 
 
 def targets(folder: Path) -> list[Target]:
@@ -57,16 +60,15 @@ class Folders:
                 assert self.feed(good) == ACCEPTED, "a good folder was refused"
         files = dict(random.choice(self._known))
         for _ in range(random.choice((0, 1, 1, 1, 2))):
-            name = random.choice(sorted(files))
-            content = files[name]
-            if isinstance(content, bytes):
+            name = "config.json" if "config.json" in files and random.random() < 0.3 else ""
+            name = name or random.choice(sorted(files))
+            content, kind = files[name], random.random()
+            if kind < 0.06:
+                files[name] = random.choice((*_LINKS, name))
+            elif kind < 0.1:
+                del files[name]
+            elif isinstance(content, bytes):
                 files |= _damaged_file(random, name, content)
-                if random.random() < 0.04:
-                    files[name] = random.choice(
-                        ("/dev/zero", "/etc/passwd", "missing", name, "/", "/proc/self/mem")
-                    )
-                if random.random() < 0.04:
-                    del files[name]
         return files
 
     def size_of(self, drawn: Any) -> int:
@@ -76,15 +78,27 @@ class Folders:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         for name, content in drawn.items():
-            if isinstance(content, str):
+            if content == _PIPE:
+                os.mkfifo(self.folder / name)
+            elif isinstance(content, str):
                 os.symlink(content, self.folder / name)
             else:
                 (self.folder / name).write_bytes(content)
         return end_of(lambda: self.load(self.folder), self.documented)
 
 
+_SIZES = (10**6, 2**24, 2**31 - 2, 2**31 - 2, 2**31 - 1, *HUGE, -1, 0)
+
+
 def _damaged_file(random: Random, name: str, content: bytes) -> Files:
-    """The file `name`, damaged by its kind; perhaps with another one beside it."""
+    """The file `name`, damaged by its kind where it still is of that kind."""
+    try:
+        return _damaged_by_kind(random, name, content)
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError):
+        return {name: damaged_bytes(random, content)}
+
+
+def _damaged_by_kind(random: Random, name: str, content: bytes) -> Files:
     if name.endswith(".safetensors") and random.random() < 0.8:
         return {name: _damaged_safetensors(random, content)}
     if name.endswith(".json") and random.random() < 0.8:
@@ -95,6 +109,11 @@ def _damaged_file(random: Random, name: str, content: bytes) -> Files:
                 ("../../etc/passwd", "/etc/passwd", "..", "x.safetensors", "./model.safetensors", "", None, 1)
             )
             return {name: json_bytes(random, value)}
+        if name == "config.json" and random.random() < 0.5:
+            field_name = random.choice(
+                sorted(name for name in value if isinstance(value[name], (int, float)))
+            )
+            return {name: json_bytes(random, value | {field_name: random.choice(_SIZES)})}
         if name == "config.json" and random.random() < 0.2:
             quantised = {
                 "quant_method": "fp8",
@@ -181,7 +200,7 @@ def _load_own(folder: Path) -> None:
 
 
 def logits_are_computed(model: Any) -> None:
-    """An engine on `model` answers: what was loaded is a whole model. Weights that are NaN may fail a step."""
+    """An engine on `model` answers: what was loaded is a whole model. NaN in weights may fail a step."""
     spec = model.state_spec()
     if spec.vocab_size < 4 or sum(state.state_bytes for state in spec.states) > 1 << 20:
         return
@@ -211,6 +230,7 @@ _COMMON = {"vocab_size": 97, "hidden_size": 16, "pad_token_id": 0, "eos_token_id
 
 def _transformers_files(folder: Path) -> list[Files]:
     """Two models in one file each, one in shards, and one in block-scaled FP8."""
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, Lfm2Config, Mamba2Config
 
     mamba = Mamba2Config(
@@ -226,6 +246,18 @@ def _transformers_files(folder: Path) -> list[Files]:
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / str(number), max_shard_size=shard)
         found.append(_read(folder / str(number)))
+    whole, stored = folder / "1/model.safetensors", {}
+    for name, tensor in load_file(whole).items():
+        is_product = tensor.dim() == 2 and name.endswith("proj.weight")
+        stored[name] = tensor.to(torch.float8_e4m3fn) if is_product else tensor
+        if is_product:
+            rows, columns = tensor.shape
+            stored[f"{name}_scale_inv"] = torch.ones(-(-rows // 8), -(-columns // 8))
+    assert len(stored) > len(load_file(whole)), "no weight is in FP8"
+    save_file(stored, whole, metadata={"format": "pt"})
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    config = json.loads(found[1]["config.json"]) | quantised
+    found.append(_read(folder / "1") | {"config.json": json.dumps(config).encode()})
     return found
 
 
@@ -322,9 +354,7 @@ class Templates:
             if source in _HUNGRY:
                 return
             text = template.render(messages, **variables)
-            assert "root:" not in text and "<module" not in text and "__main__" not in text, (
-                "the sandbox leaks"
-            )
+            assert not any(sign in text for sign in ("root:", "<module", "__main__")), "the sandbox leaks"
 
         return end_of(call, self.documented)
 
@@ -356,7 +386,7 @@ _HUNGRY = (
     "{{ messages | batch(10**9, 0) | list }}",
     "{{ 'a' | indent(10**10, true) }}",
 )  # fmt: skip
-"""Templates that take time or memory when they are rendered: that is the checkpoint's. Reading them must not."""
+"""Templates that take time or memory when rendered, which is the checkpoint's. Reading them must not."""
 _HOSTILE = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",

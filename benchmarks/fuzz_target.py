@@ -40,17 +40,20 @@ def end_of(call: Callable[[], object], documented: tuple[type[BaseException], ..
     A documented error that hides an allocation that failed is raised again as a MemoryError: the memory watch
     made it fail.
     """
+    refused: BaseException | None = None
     try:
         call()
     except documented as error:
         hidden: BaseException | None = error
+        refused = error
         while hidden is not None:
             if lacks_memory(hidden):
                 raise MemoryError(f"{type(error).__name__} hides {hidden!r:.300}") from error
             hidden = hidden.__cause__ or (None if hidden.__suppress_context__ else hidden.__context__)
-        assert str(error), f"{type(error).__name__} says nothing"
-        return REFUSED
-    return ACCEPTED
+    if refused is None:
+        return ACCEPTED
+    assert str(refused), f"{type(refused).__name__} says nothing"
+    return REFUSED
 
 
 def lacks_memory(error: BaseException) -> bool:

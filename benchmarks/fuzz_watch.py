@@ -4,12 +4,12 @@ Memory is watched in two ways, and both see what torch, numpy, safetensors and P
 
 - the peak of the resident memory (`VmHWM`, set back before each call by /proc/self/clear_refs) sees all that
   is written to;
-- the limit of the address space (`RLIMIT_AS`), which is lowered to what the process has and the budget of the
-  input, sees what is allocated and never written to: the allocation fails.
+- the limit of the address space (`RLIMIT_AS`), which is lowered to what the process has, the budget of the
+  input and `ADDRESSES_MIB`, sees what is allocated and never written to: the allocation fails.
 
 Time is the process's own (`ITIMER_PROF`), so that a loaded machine shows no hang that is none, and a wall
-clock of `PATIENCE` times the limit for calls that wait. A call that never comes back to Python ends the process
-after `LAST_S` with the stacks of its threads.
+clock of `PATIENCE` times the limit for calls that wait. A call that never comes back to Python ends the
+process after `LAST_S` with the stacks of its threads.
 """
 
 import faulthandler
@@ -25,6 +25,8 @@ from types import FrameType
 MIB = 1 << 20
 FREE_MIB = 64
 """What a call may take whatever its input: arenas of malloc, caches, modules that are imported late."""
+ADDRESSES_MIB = 2048
+"""Addresses for the stacks and arenas of threads that a call starts."""
 BYTES_PER_BYTE = 256
 """What a byte of input may become: a digit and a comma of JSON are an int object in a list."""
 LIMIT_S = 1.0
@@ -39,7 +41,7 @@ class Hang(BaseException):
     """An input took longer than it may. No `except Exception` catches it."""
 
 
-class TooMuchMemory(Exception):
+class TooMuchMemory(BaseException):
     """An input took more memory than its size justifies."""
 
 
@@ -55,7 +57,7 @@ def watched(size: int, limit_s: float = LIMIT_S) -> Iterator[None]:
     Raises:
         Hang: it took longer than `limit_s` seconds of the process, or much longer by the clock.
         TooMuchMemory: it wrote to more memory than `budget_of(size)`.
-        MemoryError, RuntimeError: it allocated more than twice that.
+        MemoryError, RuntimeError: it allocated far more than that.
     """
     before = _prepare()
     budget = budget_of(size)
@@ -64,7 +66,7 @@ def watched(size: int, limit_s: float = LIMIT_S) -> Iterator[None]:
     faulthandler.dump_traceback_later(LAST_S, exit=True)
     started_s = time.process_time()
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2 * budget, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + budget + ADDRESSES_MIB * MIB, hard))
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE * limit_s)
         yield

@@ -1,6 +1,7 @@
 """A checkpoint's folder and its JSON files."""
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,27 @@ def existing_folder(name: str, value: object) -> Path | None:
     raise CheckpointError(f"{name} is {shown(value)}{reason}; accepted: a folder, or a name on the hub")
 
 
+def check_regular(path: Path) -> None:
+    """Raise a CheckpointError unless `path` is a file: a pipe or a device, or a link to one, never ends."""
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} cannot be read: it is no file; accepted: a file, or a link to one")
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`.
 
     Raises:
         CheckpointError: the file is missing, cannot be read, or holds something else.
     """
+    check_regular(path)
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:

@@ -1,12 +1,14 @@
 """A served model from a checkpoint of transformers."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from .. import tensor_validation
-from ..checkpoint_files import CONFIG, CheckpointError, read_object
+from ..checkpoint_files import CONFIG, CheckpointError, read_object, section
 from ..parallel_groups import ParallelGroups
 from ..validation import instance
 from . import architectures
@@ -16,6 +18,8 @@ from .hub import checkpoint_folder
 from .served_model import ServedModel
 from .split.model_split import ModelSplit
 from .weights import load_weights
+
+_MOST_LAYERS = 10_000
 
 
 def load(
@@ -67,7 +71,19 @@ def load(
     return ServedModel(model, groups)
 
 
+def _check_counts(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError for more layers or experts than a model has: transformers lists all of them."""
+    for part in (config, section(folder / CONFIG, config, "text_config")):
+        for name, count in part.items():
+            is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
+            if is_count and count > _MOST_LAYERS:
+                raise CheckpointError(
+                    f"{folder / CONFIG}: {name} is {count}; accepted: at most {_MOST_LAYERS}"
+                )
+
+
 def _transformers_config(folder: Path) -> PretrainedConfig:
+    _check_counts(folder, read_object(folder / CONFIG))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

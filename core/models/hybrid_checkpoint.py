@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..checkpoint_files import CONFIG, CheckpointError, read_object
+from ..checkpoint_files import CONFIG, CheckpointError, check_regular, read_object
 from ..validation import shown
 from .hybrid_config import HybridConfig
 
@@ -94,21 +94,40 @@ class SavedWeights:
     Parameters are read one at a time: a rank that keeps a part of each never holds them all.
 
     Raises:
-        CheckpointError: the file is missing, truncated or corrupt.
+        CheckpointError: the file is missing, truncated or corrupt, or no file.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS
+        check_regular(self._path)
         try:
             with self._path.open("rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
             self._left = set(self._file.keys())
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{folder} has no {WEIGHTS}") from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"
+
+    def check_widths(self, config: HybridConfig) -> None:
+        """Raise a CheckpointError where layers of `config` are wider than every tensor of the file.
+
+        Checked before layers are built: these list their channels, whatever the file has.
+        """
+        shapes = [self._file.get_slice(name).get_shape() for name in self._left]
+        widest = max((size for shape in shapes for size in shape), default=0)
+        widths = {
+            "M": config.conv_dim,
+            "G": config.delta_conv_dim,
+            "*": config.num_attention_heads * config.head_dim,
+            "-": config.mlp_hidden_size,
+        }
+        for kind, width in widths.items():
+            if kind in config.pattern and width > widest:
+                raise CheckpointError(
+                    f"{self._path.with_name(CONFIG)} has layers {kind!r} of {width} channels; accepted: at "
+                    f"most {widest}, the largest size of a tensor in {self._path.name}"
+                )
 
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         return self._take(name, shape)

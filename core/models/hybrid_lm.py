@@ -114,6 +114,7 @@ class HybridLM(nn.Module):
         model.seed = None
         model.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
         source = SavedWeights(folder)
+        source.check_widths(model.config)
         model._make_layers(source, checked_device("device", device))
         source.check_all_taken()
         return model

@@ -163,7 +163,7 @@ def test_bad_templates_and_messages() -> None:
     with pytest.raises(ValueError, match="is no Jinja template"):
         ChatTemplate("{% if %}")
     for depth in (40, 150, 3000):  # more than Python nests, in three ways
-        with pytest.raises(ValueError, match="is no Jinja template: (too many|maximum recursion)"):
+        with pytest.raises(ValueError, match=r"is no Jinja template: (too many|maximum recursion)"):
             ChatTemplate("{% for i in x %}" * depth + "{% endfor %}" * depth)
     nested: Any = []
     for _ in range(20_000):

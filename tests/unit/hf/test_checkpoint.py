@@ -136,6 +136,15 @@ def test_a_conversion_of_another_kind_is_transformers_own(tmp_path: Path) -> Non
     assert torch.equal(made[name], stored[name].T.double())
 
 
+@pytest.mark.parametrize("count", [2**31 - 1, 2**62])
+def test_more_layers_than_a_model_has_are_not_listed(count: int, tmp_path: Path) -> None:
+    """transformers makes a list of the layers when it reads a config."""
+    save_checkpoint("mamba2", tmp_path)
+    change_config(tmp_path, num_hidden_layers=count)
+    with pytest.raises(hf.CheckpointError, match=rf"num_hidden_layers is {count}; accepted: at most 10000"):
+        hf.load(tmp_path)
+
+
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     save_checkpoint("lfm2", tmp_path)
     (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")

@@ -1,6 +1,7 @@
 """A model in a folder: what is saved is loaded, and what is wrong is named."""
 
 import json
+import os
 from pathlib import Path
 
 import mambaslots as ms
@@ -94,6 +95,11 @@ def test_a_call_that_fails_while_it_writes_leaves_the_old_files(folder: Path) ->
         ({"dtype": "int8"}, "dtype of .*config.json is 'int8'; accepted: float16, "),
         ({"dtype": []}, r"dtype of .*config.json is \[\]; accepted: float16, "),
         ({"mlp_hidden_size": 64}, r"layers.2.up_proj of .* has the shape \[128, 64\]; accepted: \[64, 64\]"),
+        ({"mamba_num_heads": 2**31 - 2}, "layers 'M' of .* channels; accepted: at most "),
+        ({"mamba_state_dim": 2**31 - 1}, "layers 'M' of .* channels; accepted: at most "),
+        ({"delta_value_dim": 2**31 - 1}, "layers 'G' of .* channels; accepted: at most "),
+        ({"head_dim": 2**31 - 2}, r"layers '\*' of .* channels; accepted: at most "),
+        ({"mlp_hidden_size": 2**31 - 1}, "layers '-' of .* channels; accepted: at most "),
         ({"pattern": "MG-C*-"}, "model.safetensors has no layers.5.up_proj"),
         ({"pattern": "MG-C"}, "has weights that the model has not: layers.4.k_proj, layers.4.o_proj"),
     ],
@@ -165,3 +171,22 @@ class TestTheShippedModel:
         bits = torch.nn.functional.cross_entropy(logits, torch.tensor(list(code))) / 0.6931
         print(f"bits per byte of a small class: {bits:.2f}")
         assert bits < 1.5
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+def test_what_never_ends_is_not_read(folder: Path, name: str, target: str) -> None:
+    """A pipe, which blocks whoever opens it, or a link to a device, which has no end."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if target == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    if name == "tokenizer.json":  # what is no file is no tokenizer
+        assert ms.load(folder).text is None
+        return
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be read: it is no file; accepted: a file, or a link"
+    ):
+        ms.load(folder)
