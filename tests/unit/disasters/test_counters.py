@@ -71,11 +71,11 @@ def test_a_call_that_is_refused_counts_nothing(prompt: Any, options: dict[str, A
     before = of_cache(engine), counters(monitor)
     given = {"cache_salt": None, "checkpoint_plan": None, "params": PARAMS} | options
     params = given.pop("params")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="accepted"):
         engine.add_request(prompt, params, **given)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="accepted"):
         engine.stream(prompt, params, **given)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="accepted"):
         engine.generate([[1, 2], prompt], params, **given)  # one of two is bad: neither counts
     assert (of_cache(engine), counters(monitor)) == before
     assert_idle(engine)
@@ -91,7 +91,7 @@ def test_a_request_that_waits_many_steps_for_memory_is_counted_once() -> None:
     waiting = engine.add_request([*HEAD[:32], *random_tokens(9, 4)], PARAMS)
     before, metrics = of_cache(engine), counters(monitor)
     steps = 0
-    while not engine.stats().num_waiting == 0 and steps < 12:
+    while engine.stats().num_waiting != 0 and steps < 12:
         engine.step()
         steps += 1
         now = of_cache(engine)
