@@ -17,6 +17,7 @@ from oracle.toy_answers import Ask, answer
 from oracle.toy_engine import BLOCK, ask, resumed, tier_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
 
+
 def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, version: int = 0) -> None:
     """Several conversations in turn; each answer is the oracle's."""
     random = Random(1)
