@@ -1,4 +1,4 @@
-"""What a prefix cache holds, against the recurrence: every findable state and every registered block of KV."""
+"""What a prefix cache holds, against the recurrence: every findable state and every block of KV."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +24,7 @@ class Found(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """One sequence behind some tokens: states by name, [layers, ...]; keys and values, [layers, tokens, ...]."""
+    """One sequence behind tokens: states by name, [layers, ...]; keys and values, [layers, tokens, ...]."""
 
     states: dict[str, np.ndarray[Any, Any]]
     keys: np.ndarray[Any, Any]
@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
 
 
 def assert_cache_is_right(engine: ms.DynamicInferenceEngine, tolerance: float = TOLERANCE) -> Found:
-    """Hold all tensors of each findable state, and each registered block's keys and values, to the recurrence.
+    """Hold all tensors of each findable state, and each block's keys and values, to the recurrence.
 
     The tokens of a prefix are those that the KV index has for it. `tolerance`: of states.
     """

@@ -190,6 +190,17 @@ class DynamicInferenceEngine:
         ids: Iterator[int],
         owned: bool = False,
     ) -> DynamicInferenceRequest:
+        checked = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
+        return self._request_of(*checked, next(ids), owned)
+
+    def _checked(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        cache_salt: Salt,
+        checkpoint_plan: CheckpointPlan | None,
+    ) -> tuple[list[int], SamplingParams, CheckpointPlan, bytes | None]:
+        """The tokens, sampling, plan and salt of a request; a ValueError where it can never run."""
         if self._books.state.stepping:
             self._books.state.check_not_broken()
         else:
@@ -200,7 +211,7 @@ class DynamicInferenceEngine:
         salt = salt_bytes("cache_salt", cache_salt)
         check_given(tokens, sampling)
         check_length(len(tokens) - sampling.num_generated, sampling, self.config, self._num_pool_tokens)
-        return self._request_of(tokens, sampling, plan, salt, next(ids), owned)
+        return tokens, sampling, plan, salt
 
     @property
     def _num_pool_tokens(self) -> int:
@@ -467,7 +478,8 @@ class DynamicInferenceEngine:
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
         arguments = zip(listed, params, salts, plans, strict=True)
-        requests = (self._new_request(*each, self._new_ids, owned=True) for each in arguments)
+        checked = [self._checked(*each) for each in arguments]  # all of them, before one counts as a request
+        requests = (self._request_of(*each, next(self._new_ids), owned=True) for each in checked)
         return self._serve(requests, shown_as)
 
     def score(

@@ -1,7 +1,7 @@
 """Keys and values that come from elsewhere without a state are a miss; and half an import is none.
 
-Elsewhere a connector brought the attention layers' KV and reported a hit for all layers: recurrent layers began
-from noise, in 40 % of the answers. A test with one worker "looked clean", because nothing was ever hit. Each
+Elsewhere a connector brought the attention layers' KV and reported a hit for all layers: recurrent layers
+began from noise, in 40 % of the answers. A test with one worker "looked clean", because nothing was hit. Each
 test here says how many tokens were resumed.
 """
 

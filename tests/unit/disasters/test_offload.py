@@ -1,4 +1,4 @@
-"""Copies to host memory and files that are late, stop half-way or fail: no slot is found before its bytes are.
+"""Copies to host memory and files that are late, stop or fail: no slot is found before its bytes are right.
 
 Elsewhere a slot was published before its copy from host memory ran, and an abort left it so; and states went
 out on a stream that nothing ordered with the steps that wrote the slots again.

@@ -1,6 +1,6 @@
 """New weights while requests run, copies wait and prefixes travel: no state of the old weights is ever found.
 
-Elsewhere the prefix cache, and the coordinator that routes by it, still had the states of the weights before a
+Elsewhere the prefix cache, and the coordinator that routes by it, still had states of the weights before a
 refit. Here every findable state and block is held to the recurrence of the weights that the model has now.
 """
 

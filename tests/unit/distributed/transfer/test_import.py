@@ -208,6 +208,7 @@ def test_into_a_half_warm_engine(source: ms.DynamicInferenceEngine, known: list[
     assert report.left_out == NONE
     assert report.known.blocks >= 24 // 8
     assert serve(target) == serve(warm_engine())
+    assert min(serve(target)) > 0
 
 
 def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) -> None:
@@ -220,6 +221,7 @@ def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) ->
     assert report.known == replace(expected_counts(source), prefixes=0, states=0)
     assert report.imported.states == expected_counts(source).states
     assert serve(target) == serve(warm_engine())
+    assert min(serve(target)) > 0
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 6, 8, 9, 12, 15])
@@ -460,6 +462,7 @@ def test_copies_take_no_more_than_they_may(
     import_prefixes(target, export)
     assert limit // 2 < max(sizes) <= limit
     assert serve(target) == serve(warm_engine())
+    assert min(serve(target)) > 0
 
 
 def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
@@ -669,6 +672,7 @@ def test_a_copy_that_fails_is_undone(
     monkeypatch.undo()
     moved(source, target)
     assert serve(target) == serve(warm_engine())
+    assert min(serve(target)) > 0
 
 
 @pytest.mark.parametrize(
@@ -696,6 +700,7 @@ def test_bookkeeping_that_fails_leaves_nothing_held(
     target.context.check_integrity()
     moved(source, target)
     assert serve(target) == serve(warm_engine())
+    assert min(serve(target)) > 0
 
 
 def test_a_damaged_file_changes_nothing(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
