@@ -21,6 +21,7 @@ from oracle.everything import Fuzzer, Totals
 from oracle.faults import InjectedError, failing
 from oracle.ledger import Entry, LeftWrongError, check_objects, objects
 from oracle.places import Monitor, monitored
+from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask
 from soak_answers import Recurrences, RoundedAnswers, SoakEntry, UncachedEngine
 from soak_prompts import SHAPES, Prompts
@@ -36,7 +37,8 @@ COMMON_EVENTS = (
 REQUIRED_EVENTS = {
     "cpu": (
         *COMMON_EVENTS, "int8 rounds", "bfloat16 rounds", "replay rounds", "async rounds",
-        "one-memory rounds", "failed forwards", "paused", "interrupts", "toy rounds", "disk fetches",
+        "one-memory rounds", "free memory was zero", "failed forwards", "paused", "interrupts",
+        "toy rounds", "disk fetches",
         "held against an uncached engine", "held against the recurrence",
         "held against the rounded recurrence", "steps poisoned",
     ),
@@ -128,6 +130,11 @@ class EngineRound(Fuzzer):
         self._num_checks += 1
         if self._num_checks % self._check_every == 0:
             super().check_integrity()
+            if self.engine.config.scrub:
+                if self._device == "cuda":  # zeros may be on their way to host memory
+                    torch.cuda.synchronize()
+                assert_scrubbed(self.engine)
+                self.tally.events["free memory was zero"] += 1
 
     # ---- what is asked
 

@@ -10,10 +10,9 @@ from typing import Any
 import mambaslots as ms
 import soak_rounds  # noqa: F401  (whose path has the oracles)
 import torch
-from mambaslots.inference.contexts.host_copies import HostCopies
 from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.pool_sizes import GIGABYTE, PoolSizes
-from oracle.faulty_copies import CopyFailedError, FaultyCopies
+from oracle.faulty_copies import CopyFailedError, FaultyCopies, make_faulty
 from oracle.model_kinds import KINDS, WITH_ATTENTION, kind_of_model
 from oracle.random_engine import random_plan
 from oracle.serving import small_config
@@ -173,6 +172,7 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
         "salt_key": random.randbytes(16),
     }
     settings["poison_free_memory"] = not settings["async_scheduling"] and random.random() < 0.2
+    settings["scrub"] = not settings["poison_free_memory"] and random.random() < 0.3
     if random.random() < 0.3 and kind in WITH_ATTENTION:
         settings["total_gb"] = _least_total(settings, model.state_spec()) * random.uniform(1.0, 3.0)
     else:
@@ -222,6 +222,7 @@ def bits_world(random: Random, turn: int, device: str) -> World:
         "max_tokens": longest,
         "num_cuda_graphs": 16,
         "use_cuda_graphs_for_non_decode_steps": "num_cuda_graphs" in shape,
+        "scrub": turn // len(BITS_SHAPES) % 2 == 1,
     }
     common |= {"batch_invariant": True} if on_gpu else {"decode_by_replay": True}
     settings = common | {"prefix_caching_eviction_policy": "value", "salt_key": random.randbytes(16)} | shape
@@ -310,10 +311,7 @@ def _make_faulty(
     tier = engine.context.prefix_cache.tier
     if tier is None:
         return None
-    assert isinstance(tier.copies, HostCopies)
-    copies = faulty(tier.copies, Random(random.random()), share)
-    tier.copies = copies
-    return copies
+    return make_faulty(tier, Random(random.random()), share, faulty)
 
 
 if __name__ == "__main__":

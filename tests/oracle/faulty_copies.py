@@ -87,10 +87,12 @@ class FaultyCopies:
         self._copies.free()
 
 
-def make_faulty(tier: HostTier, random: Random, share: float = 0.15) -> FaultyCopies:
+def make_faulty(
+    tier: HostTier, random: Random, share: float = 0.15, kind: type[FaultyCopies] = FaultyCopies
+) -> FaultyCopies:
     """Let the tier's copies go wrong from now on."""
     assert isinstance(tier.copies, HostCopies)
-    copies = FaultyCopies(tier.copies, random, share)
+    copies = kind(tier.copies, random, share)
     tier.copies = copies
     if tier.host.left.is_active:
         tier.host.left._zero = copies.zero
