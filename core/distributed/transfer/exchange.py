@@ -86,6 +86,7 @@ class Exchange:
             connection.rendezvous.start_clock(access.parallel, timeout_s)
             if connection.rendezvous.form == PrefixFormat.of(access):
                 return connection
+            self._refused.update(connection.rendezvous.peer_ids)  # a peer that has not come yet begins anew
             self.drop()
         facts = None if self._transport == "gloo" else nccl_facts(access.spec.device)
         self._ends = [end for end in self._ends if end.is_alive()]

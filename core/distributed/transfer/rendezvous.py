@@ -118,7 +118,7 @@ class Rendezvous:
         i-j/<ids>/...             the link from source rank i to destination rank j
 
     A rank that has read all hellos counts itself in `left` when it leaves, and the last one deletes all keys.
-    A rank that has not read all hellos deletes its own hello.
+    A rank that has not read all hellos deletes its own hello, when it leaves and when the time is over.
 
     Attributes:
         rank: of this rank in its replica.
@@ -145,7 +145,8 @@ class Rendezvous:
             side: which side this replica is.
             timeout_s: the time for the first hand-over, in seconds.
             nccl: what NCCL can use on this rank; None to do without.
-            refused: ids of the hellos that the last hand-over refused; `pairs` changes it.
+            refused: ids of hellos that are of no use any more: those that the last hand-over refused, and
+                those of peers of a connection whose format this rank has left; `pairs` changes it.
 
         Raises:
             ValueError: a bad argument, or a `timeout_s` that the replica's own groups do not outlast.
@@ -192,10 +193,14 @@ class Rendezvous:
         with suppress(RuntimeError):  # a store that is lost has no keys to delete
             keys = [f"{side}/{rank}" for side, hellos in self._hellos.items() for rank in range(len(hellos))]
             if len(self._hellos) < 2:
-                self._store.delete_key(f"{self._side}/{self.rank}")
+                self._delete_hello()
             elif self._store.add("left", 1) == len(keys):
                 for key in [*keys, "left"]:
                     self._store.delete_key(key)
+
+    def _delete_hello(self) -> None:
+        with suppress(RuntimeError):
+            self._store.delete_key(f"{self._side}/{self.rank}")
 
     def pairs(self) -> list[tuple[int, int, Shard]]:
         """(Source rank, destination rank, the part to send) of every transfer.
@@ -249,6 +254,11 @@ class Rendezvous:
     def id_of(self, rank: int) -> str:
         """The id of the hello of a rank of the other side, as `pairs` found it."""
         return self._hellos[OTHER_SIDE[self._side]][rank].id
+
+    @property
+    def peer_ids(self) -> list[str]:
+        """The ids of all hellos of the other side, as `pairs` found them; none before."""
+        return [hello.id for hello in self._hellos.get(OTHER_SIDE[self._side], ())]
 
     def await_turn(self, peers: list[tuple[int, int]]) -> None:
         """Say that this rank is there for the next hand-over, and wait until its peers are.
@@ -322,6 +332,8 @@ class Rendezvous:
         except RecursionError as error:
             raise TransferError(f"rank {rank} of the {side} is no rank of a hand-over") from error
         except RuntimeError as error:
+            if len(self._hellos) < 2:  # else a peer that comes later takes this rank for one that waits
+                self._delete_hello()
             raise TransferError(f"rank {rank} of the {side} did not come in {self.timeout_s:g} s") from error
         except TransferError:
             raise
