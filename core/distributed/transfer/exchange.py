@@ -86,7 +86,6 @@ class Exchange:
             connection.rendezvous.start_clock(access.parallel, timeout_s)
             if connection.rendezvous.form == PrefixFormat.of(access):
                 return connection
-            self._refused.update(connection.rendezvous.peer_ids)  # a peer that has not come yet begins anew
             self.drop()
         facts = None if self._transport == "gloo" else nccl_facts(access.spec.device)
         self._ends = [end for end in self._ends if end.is_alive()]
@@ -131,6 +130,10 @@ class Exchange:
     def drop(self, reason: str = "") -> None:
         """End what connects the two sides; the next hand-over connects them anew."""
         if self.connection is not None:
+            ids = self.connection.rendezvous.known_ids
+            if not ids <= self._refused:  # who said these begins anew, too, and perhaps later
+                self._refused.clear()
+                self._refused.update(ids)
             self._ends.append(self.connection.close(reason))
             self.connection = None
 

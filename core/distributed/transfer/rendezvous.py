@@ -146,7 +146,7 @@ class Rendezvous:
             timeout_s: the time for the first hand-over, in seconds.
             nccl: what NCCL can use on this rank; None to do without.
             refused: ids of hellos that are of no use any more: those that the last hand-over refused, and
-                those of peers of a connection whose format this rank has left; `pairs` changes it.
+                those of a connection that was dropped; `pairs` changes it.
 
         Raises:
             ValueError: a bad argument, or a `timeout_s` that the replica's own groups do not outlast.
@@ -256,9 +256,9 @@ class Rendezvous:
         return self._hellos[OTHER_SIDE[self._side]][rank].id
 
     @property
-    def peer_ids(self) -> list[str]:
-        """The ids of all hellos of the other side, as `pairs` found them; none before."""
-        return [hello.id for hello in self._hellos.get(OTHER_SIDE[self._side], ())]
+    def known_ids(self) -> set[str]:
+        """The ids of the hellos of all other ranks, as `pairs` found them; none before."""
+        return {hello.id for hellos in self._hellos.values() for hello in hellos} - {self._hello.id}
 
     def await_turn(self, peers: list[tuple[int, int]]) -> None:
         """Say that this rank is there for the next hand-over, and wait until its peers are.
@@ -311,7 +311,7 @@ class Rendezvous:
                     hello.format.check_fits(hellos["source"][0].format)
                 return hellos
             except TransferError:
-                ids = {hello.id for side in hellos.values() for hello in side} - {self._hello.id}
+                ids = self.known_ids
                 if not ids & self._refused or self.remaining_s() <= 0.001:
                     self._refused.clear()
                     self._refused.update(ids)
