@@ -130,6 +130,10 @@ class Exchange:
     def drop(self, reason: str = "") -> None:
         """End what connects the two sides; the next hand-over connects them anew."""
         if self.connection is not None:
+            ids = self.connection.rendezvous.known_ids
+            if not ids <= self._refused:  # who said these begins anew, too, and perhaps later
+                self._refused.clear()
+                self._refused.update(ids)
             self._ends.append(self.connection.close(reason))
             self.connection = None
 

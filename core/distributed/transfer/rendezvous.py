@@ -118,7 +118,7 @@ class Rendezvous:
         i-j/<ids>/...             the link from source rank i to destination rank j
 
     A rank that has read all hellos counts itself in `left` when it leaves, and the last one deletes all keys.
-    A rank that has not read all hellos deletes its own hello.
+    A rank that has not read all hellos deletes its own hello, when it leaves and when the time is over.
 
     Attributes:
         rank: of this rank in its replica.
@@ -145,7 +145,8 @@ class Rendezvous:
             side: which side this replica is.
             timeout_s: the time for the first hand-over, in seconds.
             nccl: what NCCL can use on this rank; None to do without.
-            refused: ids of the hellos that the last hand-over refused; `pairs` changes it.
+            refused: ids of hellos that are of no use any more: those that the last hand-over refused, and
+                those of a connection that was dropped; `pairs` changes it.
 
         Raises:
             ValueError: a bad argument, or a `timeout_s` that the replica's own groups do not outlast.
@@ -192,10 +193,14 @@ class Rendezvous:
         with suppress(RuntimeError):  # a store that is lost has no keys to delete
             keys = [f"{side}/{rank}" for side, hellos in self._hellos.items() for rank in range(len(hellos))]
             if len(self._hellos) < 2:
-                self._store.delete_key(f"{self._side}/{self.rank}")
+                self._delete_hello()
             elif self._store.add("left", 1) == len(keys):
                 for key in [*keys, "left"]:
                     self._store.delete_key(key)
+
+    def _delete_hello(self) -> None:
+        with suppress(RuntimeError):
+            self._store.delete_key(f"{self._side}/{self.rank}")
 
     def pairs(self) -> list[tuple[int, int, Shard]]:
         """(Source rank, destination rank, the part to send) of every transfer.
@@ -250,6 +255,11 @@ class Rendezvous:
         """The id of the hello of a rank of the other side, as `pairs` found it."""
         return self._hellos[OTHER_SIDE[self._side]][rank].id
 
+    @property
+    def known_ids(self) -> set[str]:
+        """The ids of the hellos of all other ranks, as `pairs` found them; none before."""
+        return {hello.id for hellos in self._hellos.values() for hello in hellos} - {self._hello.id}
+
     def await_turn(self, peers: list[tuple[int, int]]) -> None:
         """Say that this rank is there for the next hand-over, and wait until its peers are.
 
@@ -301,7 +311,7 @@ class Rendezvous:
                     hello.format.check_fits(hellos["source"][0].format)
                 return hellos
             except TransferError:
-                ids = {hello.id for side in hellos.values() for hello in side} - {self._hello.id}
+                ids = self.known_ids
                 if not ids & self._refused or self.remaining_s() <= 0.001:
                     self._refused.clear()
                     self._refused.update(ids)
@@ -322,6 +332,8 @@ class Rendezvous:
         except RecursionError as error:
             raise TransferError(f"rank {rank} of the {side} is no rank of a hand-over") from error
         except RuntimeError as error:
+            if len(self._hellos) < 2:  # else a peer that comes later takes this rank for one that waits
+                self._delete_hello()
             raise TransferError(f"rank {rank} of the {side} did not come in {self.timeout_s:g} s") from error
         except TransferError:
             raise

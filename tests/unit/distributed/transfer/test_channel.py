@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
@@ -220,6 +221,33 @@ def test_a_side_that_comes_first_after_a_refusal_waits_for_the_other_one(pair: P
         time.sleep(0.3)
         assert calls[1]().failure == ""
         assert early.result().failure == ""
+
+
+@pytest.mark.parametrize("first", ["source", "destination"])
+@pytest.mark.parametrize("before", ["connected", "failed", "source alone", "destination alone"])
+def test_weights_of_both_sides_change_before_the_next_hand_over(pair: Pair, first: str, before: str) -> None:
+    """What a side said of its old weights may be in the store still when the other one comes."""
+    serve(pair.source, PROMPTS[:1])
+    if before == "connected":
+        pair.hand_over()
+    elif before == "failed":
+        with patch.object(GlooPipe, "send", side_effect=RuntimeError("no way")):
+            assert all(report.failure for report in pair.hand_over(timeout_s=2.0))
+    else:
+        end = pair.ends[before != "source alone"]
+        assert (end.send if before == "source alone" else end.receive)(timeout_s=0.3).failure
+    for engine in (pair.source, pair.target):
+        engine.set_weights_version("weights 2")
+    serve(pair.source, PROMPTS[:1])
+    calls: list[Callable[[], SendReport | ImportReport]] = [pair.ends[0].send, pair.ends[1].receive]
+    if first == "destination":
+        calls.reverse()
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(calls[0])
+        time.sleep(0.3)
+        assert calls[1]().failure == ""
+        assert early.result().failure == ""
+    assert serve(pair.target, PROMPTS[:1])[0] >= 32
 
 
 def test_connecting_ahead(pair: Pair) -> None:
