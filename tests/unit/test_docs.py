@@ -183,8 +183,7 @@ def test_every_fault_of_the_megatron_table_has_the_tests_that_it_names() -> None
 def test_every_disaster_names_a_test_that_exists() -> None:
     page = (ROOT / "docs/disasters.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
-    assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
-    assert len(rows) >= 12
+    assert [int(number) for number, *_ in rows] == list(range(1, 25))
     for number, _, where, tests in rows:
         assert re.search(r"\w #\d+", where), f"disaster {number} names no thread"
         named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", tests)
