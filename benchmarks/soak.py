@@ -16,9 +16,11 @@ where a kind of event never happened, or memory at rest grew by more than 1 %.
 
 import argparse
 import json
+import platform
 import sys
 import time
 from collections import Counter
+from datetime import date
 
 import torch
 from command_line import add_count, add_device, check_device, make_parser
@@ -132,7 +134,9 @@ class Soak:
             "benchmark": "soak",
             "seed": self._seed,
             "seconds": self._seconds,
-            "device": self._device,
+            "device": torch.cuda.get_device_name() if self._device == "cuda" else platform.machine(),
+            "torch": torch.__version__,
+            "date": date.today().isoformat(),
             "rounds": self.num_rounds,
             **vars(self.tally),
             "resident": self.memory.resident,
