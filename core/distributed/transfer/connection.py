@@ -240,12 +240,17 @@ class Connection:
         aborts.join()
 
     def _end_pipes(self, peers: list[Peer]) -> None:
+        """End pipes, and zero what a hand-over that failed has left in the staging."""
+        is_leaked = False
         for pipe in [peer.pipe for peer in peers if peer.pipe is not None]:
             is_idle = False
             with suppress(Exception):
                 is_idle = pipe.close()
             if not is_idle:
+                is_leaked = True
                 _leaked.append(self.staging)
+        if not is_leaked:
+            self.staging.scrub()
 
 
 def _named(rank: int, side: Side) -> Any:

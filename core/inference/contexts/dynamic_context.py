@@ -477,6 +477,7 @@ class DynamicInferenceContext:
             self.release(request)
         self.reset_prefix_cache()
         if self.prefix_cache.tier is not None:
+            self.memory.scrubber.host_rows.scrub()  # it takes device memory, which `free` gives back
             self.prefix_cache.tier.copies.free()
         self.memory.free()
 

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import struct
 import tempfile
 import threading
@@ -193,14 +194,21 @@ def _delete(directory: Path, names: Sequence[Path] | None, remove: Remove) -> No
 
 
 def _overwrite_and_unlink(name: Path) -> None:
+    """Overwrite and remove a file of this user's that has no other name; of a link, only the link goes."""
     try:
-        with name.open("r+b", buffering=0) as opened:
-            left = os.fstat(opened.fileno()).st_size
+        with open(name, "r+b", buffering=0, opener=_open_no_link) as opened:
+            found = os.fstat(opened.fileno())
+            owned = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid()
+            left = found.st_size if owned else 0
             while left > 0:
                 left -= opened.write(bytes(min(left, _PAGE_OF_ZEROS)))
             os.fsync(opened.fileno())
     finally:
         name.unlink(missing_ok=True)
+
+
+def _open_no_link(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _remove_all(directory: Path, remove: Remove) -> None:
@@ -240,6 +248,8 @@ def _close(
 def _remove_leftovers(root: Path, remove: Remove) -> None:
     """Remove the directories of engines that have died: nobody locks them any more."""
     for directory in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError), (directory / _LOCK).open("r+") as lock:
+        if directory.is_symlink():
+            continue
+        with suppress(OSError), open(directory / _LOCK, "r+", opener=_open_no_link) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_all(directory, remove)

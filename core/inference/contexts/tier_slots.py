@@ -81,6 +81,7 @@ class TierSlots:
             watcher([victim])
         slot = self._slots.pop(victim)
         self.left_by_cause["new_state"] += 1
+        self.left.give([slot])  # a copy that failed may be in it
         return slot, victim
 
     def publish(self, key: int, slot: int, serial: int) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mambaslots.distributed import ImportReport, SendReport, TransferChannel
+from mambaslots.distributed.transfer.link import PairLink
 from mambaslots.distributed.transfer.pipe import Done, GlooPipe
+from mambaslots.distributed.transfer.staging import Staging
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
@@ -158,6 +160,43 @@ def test_a_peer_that_is_late_costs_no_connection(pair: Pair) -> None:
     sent, received = pair.hand_over()
     assert (sent.failure, received.failure) == ("", "")
     assert kept == [end._exchange.connection for end in pair.ends if end._exchange is not None]
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_with_scrub_no_piece_stays_in_the_staging(
+    host: Any, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """Neither behind a hand-over nor where it fails once pieces have come."""
+    pair = Pair(host, engine_of(scrub=True), engine_of(scrub=True))
+    staged: list[Staging] = []
+    packed = list[bool]()
+    reserve = Staging.reserve
+
+    def reserved(staging: Staging, layout: Any) -> Any:
+        staged.append(staging)
+        return reserve(staging, layout)
+
+    def breaks(*_: object) -> None:
+        packed.extend(bool(buffer.any()) for staging in staged for buffer in staging.buffers)
+        if any(packed) and broken:
+            raise RuntimeError("the link broke")
+
+    monkeypatch.setattr(Staging, "reserve", reserved)
+    serve(pair.source, PROMPTS)
+    send = PairLink.send_values
+
+    def sends(link: PairLink, values: dict[str, Any]) -> None:
+        if "checksums" in values:
+            breaks()
+        send(link, values)
+
+    monkeypatch.setattr(PairLink, "send_values", sends)
+    sent, _ = pair.hand_over([(PROMPTS[0], None)], timeout_s=3.0)
+    assert bool(sent.failure) == broken
+    pair.close()
+    assert any(packed)
+    assert len(set(staged)) == 2
+    assert not any(bool(buffer.any()) for staging in staged for buffer in staging.buffers)
 
 
 @pytest.mark.parametrize("broken", ["send", "receive"])

@@ -1,6 +1,7 @@
 """The books of a tier: against a list of copies, and the bytes that the books point to."""
 
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from mambaslots.inference.contexts.host_copies import HostCopies
 from mambaslots.inference.contexts.host_tier import HostTier
 from mambaslots.inference.contexts.tier_slots import TierSlots
 from mambaslots.inference.kernels.row_checksum import RowChecksum
-from oracle.faulty_copies import FaultyCopies
+from oracle.faulty_copies import CopyFailedError, FaultyCopies
 
 MODULUS = 1 << 64
 BYTES = 24
@@ -178,6 +179,18 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
     assert tier.host.keys() == [102, 103, 104]
     for block in (2, 3, 4):
         assert torch.equal(copies.rows[tier.host.slot_of(block + 100)], BooksMachine.content(block))
+
+
+def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None:
+    states = torch.arange(1, 129, dtype=torch.uint8).view(2, 64)
+    copies = HostCopies(1, 64, states.__getitem__, torch.device("cpu"), None, True)
+    tier = HostTier(1, copies, scrubs=True)
+    with patch.object(copies, "store", side_effect=CopyFailedError):
+        tier.spill([0], [11])
+    tier.spill([1], [22])
+    tier.host.left.scrub()
+    assert 22 in tier
+    assert torch.equal(copies.rows[0], states[1])
 
 
 def test_a_bad_copy_that_cost_another_state_is_told() -> None:

@@ -187,6 +187,35 @@ def test_a_pipe_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
     files.close()
 
 
+@pytest.mark.parametrize("scrubs", [False, True])
+@pytest.mark.parametrize("link", ["symbolic", "hard", "folder"])
+def test_links_in_a_dead_engines_folder_lead_to_no_file_of_others(
+    tmp_path: Path, link: str, scrubs: bool
+) -> None:
+    """Whoever may write to the folder could otherwise have any file of the engine's user overwritten."""
+    others, root = tmp_path / "others", tmp_path / "states"
+    others.mkdir()
+    root.mkdir()
+    for name in ("lock", "own.state", "own.part"):
+        (others / name).write_text("precious")
+    dead = root / "mambaslots-dead"
+    if link == "folder":
+        dead.symlink_to(others)
+    else:
+        dead.mkdir()
+        (dead / "lock").touch()
+        (dead / "left.state").write_text("left")
+        linked = dead / "linked.state"
+        linked.symlink_to(others / "own.state") if link == "symbolic" else linked.hardlink_to(
+            others / "own.state"
+        )
+    StateFiles(str(root), 8, "model", scrubs).close()
+    assert {file.name: file.read_text() for file in others.iterdir()} == dict.fromkeys(
+        ("lock", "own.state", "own.part"), "precious"
+    )
+    assert dead.exists() == (link == "folder")
+
+
 def test_the_engine_measures_when_none_is_given() -> None:
     model = ToyLM()
     config = ms.InferenceConfig(
