@@ -95,7 +95,7 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
     shard.check()
     if tensors["hashes"].tolist() != list(shard.forest.keys):
         raise TransferError("hashes are not those of the export's roots and tokens")
-    _check_finite(shard)
+    check_finite(shard)
     return shard
 
 
@@ -130,7 +130,7 @@ def _check_checksum(data: bytes, expected: str) -> None:
         )
 
 
-def _check_finite(shard: PrefixShard) -> None:
+def check_finite(shard: PrefixShard) -> None:
     """TransferError for a number that no model takes further: the request that resumes there would end."""
     for name, tensor in shard.tensors.items():
         if not all(torch.isfinite(layer).all() for layer in tensor):

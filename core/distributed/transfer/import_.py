@@ -9,7 +9,7 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import shown
 from ..all_ranks import Notes
 from .cache_access import CacheAccess
-from .codec import decode_prefixes
+from .codec import check_finite, decode_prefixes
 from .forest import PrefixForest
 from .format import PrefixFormat, TransferError
 from .parts import shard_of
@@ -98,6 +98,8 @@ def _joined(access: CacheAccess, parts: Sequence[Piece]) -> PrefixShard:
         shard = part if isinstance(part, PrefixShard) else decode_prefixes(part)
         shard.format.check_fits(own)
         shard.check()
+        if isinstance(part, PrefixShard):
+            check_finite(shard)  # `decode_prefixes` has done so
         shards.append(shard)
     return join(shards, shard_of(access.spec))
 

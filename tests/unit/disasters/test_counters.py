@@ -159,6 +159,7 @@ def test_a_step_that_fails_counts_each_token_once(point: str, after: bool) -> No
             else:
                 assert not seen["failed"]
         engine.check_integrity()
+    assert failed > 0
     results = run_checked(engine)
     result = results.get(request_id) or engine.take_result(request_id)
     assert result is not None

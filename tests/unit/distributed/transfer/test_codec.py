@@ -240,6 +240,18 @@ def test_forgeries_with_a_checksum_that_holds(changes: dict[str, object], text: 
         decode_prefixes(forged(**changes))
 
 
+def test_an_export_that_never_was_bytes_holds_numbers_or_is_refused() -> None:
+    source, target = engine_of(), engine_of()
+    source.generate([random_tokens(40, 1)], ms.SamplingParams(num_tokens_to_generate=1))
+    export = export_prefixes(source)
+    name = next(name for name in export.tensors if name != "kv")
+    export.tensors[name].view(-1)[0] = math.nan
+    with pytest.raises(TransferError, match=f"{re.escape(name)} holds NaN"):
+        import_prefixes(target, export)
+    target.check_integrity()
+    assert target.stats().cache.num_cached_kv_blocks == 0
+
+
 def test_a_forgery_without_a_change_is_none() -> None:
     assert equal(decode_prefixes(forged()), EXPORT)
 
