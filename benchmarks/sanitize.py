@@ -2,7 +2,7 @@
 
 Every part is a choice of tests that launch kernels of the project, each tool one of compute-sanitizer's:
 
-kernels     tests of kernels at small shapes, with padding, tails and empty rows, cut into six by file
+kernels     tests of kernels at small shapes, with padding, tails and empty rows; a file is one part or more
 models      kernel sets in whole forwards, padded and not, with drafts
 align       the kernels of vLLM's align mode
 graphs      an engine whose pool is so small that states leave for pinned memory and come back while captured
@@ -18,7 +18,9 @@ when they end. All but "graphs" run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so th
 allocation of its own and an access one number beyond it is seen; no graph can be captured so. The project's
 own kernels alone are checked, by their names; `--all-kernels` checks those of libraries, too. initcheck
 always does: it knows of no write of a kernel that it does not check. Reports are counted by the kernel that
-they name.
+they name. Threads of `update_kernel` store equal sums by one instruction: such write-write pairs of racecheck
+are counted apart. Under racecheck a product of 16 bits that is summed in float32 is computed in float32:
+there the library's kernel for it ends in an illegal access.
 
 `sanitized_plants.py` breaks, for each tool, what the tool watches over, in the same run. It also reads with a
 kernel of its own what a product of cuBLAS has written: where initcheck reports that, its reports of "models"
@@ -48,7 +50,11 @@ from sanitized_tests import STOPPED
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 KERNEL_TESTS = ROOT / "tests/unit/inference/kernels"
-NUM_KERNEL_PARTS = 6
+SHARES = {
+    "test_attention_segments_gpu.py": 6, "test_attention_gpu.py": 3, "test_gated_delta_rule_gpu.py": 3,
+    "test_delta_replay.py": 2, "test_conv_replay.py": 2, "test_ssd_scan.py": 2,
+}  # fmt: skip
+"""Files whose tests take longer than others' -> into how many parts they are cut."""
 MODEL_TESTS = ("test_kernel_sets.py", "test_speculation_kernels.py")
 GRAPH_TEST = "tests/unit/inference/engines/test_graphs_over_tier_gpu.py"
 PLANTS, PRODUCT = "plants", "product"
@@ -65,6 +71,10 @@ LEFT_OUT = (
     "capture",
 )
 """Parts of names of tests: those that take GiBs or minutes, that profile or count, that capture graphs."""
+
+SAME_STORE = ("update_kernel",)
+"""Kernels of which several threads store the same sum by one instruction; see docs/gpu.md."""
+PAIRS = " (write-write pairs of one instruction)"
 
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: .*")
 REPORT = re.compile(
@@ -140,7 +150,8 @@ class Outcome:
         found = [f"{self.job.name:24} {self.seconds:6.0f} s  {self.tests}{cut}"]
         found.append(f"    {self.summary}")
         for kernel, count in self.reports.most_common():
-            owner = "planted" if "planted" in kernel else "ours" if kernel in ours else "a library's"
+            owner = "planted" if "planted" in kernel else "a library's"
+            owner = "ours" if kernel.removesuffix(PAIRS) in ours else owner
             found.append(f"    {count} x {kernel} ({owner})")
         found += [f"    FAULT: {fault}" for fault in self.faults(ours)]
         if self.job.part not in (PLANTS, PRODUCT):
@@ -171,10 +182,12 @@ def tests_by_part() -> dict[str, tuple[str, ...]]:
     """The arguments of pytest for each part."""
     files = sorted(KERNEL_TESTS.glob("test_*.py"), key=lambda path: path.stat().st_size)
     files = [path for path in files if "cuda" in path.read_text()]
-    parts = {
-        f"kernels {number + 1}": tuple(map(str, files[number::NUM_KERNEL_PARTS]))
-        for number in range(NUM_KERNEL_PARTS)
-    }
+    parts: dict[str, tuple[str, ...]] = {}
+    for path in files:
+        count = SHARES.get(path.name, 1)
+        for number in range(count):
+            name = f"kernels {path.stem.removeprefix('test_')}" + f" {number + 1}" * (count > 1)
+            parts[name] = (str(path), *[f"--share={number}/{count}"] * (count > 1))
     parts["models"] = tuple(str(ROOT / "tests/unit/models" / name) for name in MODEL_TESTS)
     parts["align"] = (str(ROOT / "tests/unit/vllm/test_align_kernels.py"),)
     parts["graphs"] = (str(ROOT / GRAPH_TEST),)
@@ -192,6 +205,7 @@ def command(job: Job, sanitizer: str, kernels: Sequence[str], log: Path, options
         ]
     else:
         run = [sys.executable, str(scripts / "sanitized_tests.py"), str(options.limit)]
+        run += ["--float32-products"] * (job.tool == "racecheck")
         run += ["-p", "no:cacheprovider", "-m", "gpu and not long"]
         choice = [f"({options.keyword})"] * bool(options.keyword)
         choice += [f"not ({' or '.join(LEFT_OUT)})"] * (job.part != "graphs")
@@ -242,18 +256,25 @@ def excerpts_of(log: str, lines: Sequence[str]) -> list[str]:
 
 
 def reported(text: str) -> Iterator[str]:
-    """The kernel that each report of a sanitizer's log names."""
+    """The kernel that each report of a sanitizer's log names; with PAIRS where that is all it reports."""
+    lines = text.splitlines()
     waiting = False
-    for line in text.splitlines():
+    for line, behind in zip(lines, [*lines[1:], ""], strict=True):
         begins = REPORT.match(line) is not None
         if begins and waiting:
             yield "no kernel named"
         waiting = waiting or begins
         if waiting and (found := AT.match(line)):
-            yield found[1]
+            yield found[1] + PAIRS * (found[1] in SAME_STORE and _is_pair(line, behind))
             waiting = False
     if waiting:
         yield "no kernel named"
+
+
+def _is_pair(line: str, behind: str) -> bool:
+    """Whether a race is one of two writes by the same instruction."""
+    first, second = (part.partition("Write access at ")[2].split(" [")[0] for part in (line, behind))
+    return "+0x" in first and first == second
 
 
 def main() -> int:
@@ -314,13 +335,15 @@ def show(outcomes: Sequence[Outcome], ours: set[str]) -> int:
             checked = [outcome for outcome in checked if outcome.job.part not in ("models", "graphs")]
         counts = sum((outcome.reports for outcome in checked), Counter())
         about_ours = sum(count for kernel, count in counts.items() if kernel in ours)
+        pairs = sum(count for kernel, count in counts.items() if kernel.endswith(PAIRS))
         seen = any(outcome.job.part == PLANTS and not outcome.faults(ours) for outcome in mine)
         num_faults += sum(len(outcome.faults(ours)) for outcome in checked) + (not seen)
         passed = sum(int(found[1]) for one in checked if (found := re.search(r"(\d+) passed", one.tests)))
         whole = sum(outcome.is_whole for outcome in checked)
         print(
             f"{tool}: {passed} tests passed in {len(checked)} parts, {whole} of them whole; {about_ours} "
-            f"reports about the project's kernels, {counts.total() - about_ours} about libraries'; the "
+            f"reports about the project's kernels, {counts.total() - about_ours - pairs} about libraries'; "
+            f"{f'{pairs} write-write pairs of one instruction; ' if pairs else ''}the "
             f"planted fault is {'reported' if seen else 'NOT reported'}"
         )
     print("sanitized:", f"{num_faults} faults" if num_faults else "no faults")

@@ -115,7 +115,9 @@ def update_kernel(
             key = tl.load(B + token * b_token_stride, mask=n < STATE_DIM, other=0.0).to(tl.float32)
             query = tl.load(C + token * c_token_stride, mask=n < STATE_DIM, other=0.0).to(tl.float32)
             state = tl.fma(state, tl.exp(step * a), (step * xs)[:, None] * key[None, :])
-            y = tl.fma(xs, d, tl.sum(state * query[None, :], axis=1))
+            # Rounded here, not in the sum: all threads that hold y have the same bits, whichever stores it.
+            products = tl.fma(state, query[None, :], 0.0)
+            y = tl.fma(xs, d, tl.sum(products, axis=1))
             tl.store(out + token * HEADS * HEAD_DIM, y.to(out.dtype.element_ty), mask=p < HEAD_DIM)
             destination = tl.load(destinations + token * destination_token_stride)
             if destination >= 0:

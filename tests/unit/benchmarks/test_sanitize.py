@@ -39,9 +39,31 @@ def test_the_projects_kernels_and_the_tests_that_launch_them(sanitize: Any) -> N
     kernels = sanitize.our_kernels()
     assert {"write_kv_kernel", "move_states", "chunk_scan_kernel"} <= set(kernels)
     assert "softplus" not in kernels, "another kernel's part"
-    files = [name for tests in sanitize.tests_by_part().values() for name in tests]
-    assert len(files) == len(set(files)) > 20
+    parts = list(sanitize.tests_by_part().values())
+    files = {name for tests in parts for name in tests if not name.startswith("--share=")}
+    assert len(parts) == len(set(parts)) > len(files) > 20
     assert all(Path(name).is_file() for name in files)
+    assert set(sanitize.SHARES) <= {Path(name).name for name in files}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "second", "is_pair"),
+    [
+        ("update_kernel", "Write access at update_kernel+0x8d0 in selective_state_update.py:119", True),
+        ("update_kernel", "Write access at update_kernel+0x8e0 in selective_state_update.py:119", False),
+        ("update_kernel", "Read access at update_kernel+0x8d0 in selective_state_update.py:119", False),
+        ("chunk_scan_kernel", "Write access at chunk_scan_kernel+0x8d0 in ssd_output.py:119", False),
+    ],
+)
+def test_pairs_of_writes_of_one_instruction_are_counted_apart(
+    sanitize: Any, kernel: str, second: str, is_pair: bool
+) -> None:
+    file = "ssd_output" if kernel == "chunk_scan_kernel" else "selective_state_update"
+    log = (
+        f"========= Error: Race reported between Write access at {kernel}+0x8d0 in {file}.py:119\n"
+        f"=========     and {second} [104 hazards]\n"
+    )
+    assert list(sanitize.reported(log)) == [kernel + sanitize.PAIRS * is_pair]
 
 
 @pytest.mark.parametrize(

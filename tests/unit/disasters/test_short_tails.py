@@ -1,17 +1,19 @@
 """A prompt ended one token behind a hit: its short tail took another path through a kernel, and was NaN."""
 
+import copy
 from typing import Any
 
 import mambaslots as ms
 import numpy as np
 import pytest
 import torch
+from mambaslots.hf.served_model import ServedModel
 from mambaslots.inference.kernels import attention, attention_torch, reference
 from oracle.attention_batch import AttentionBatch
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES
 from oracle.float32_rule import Comparison
-from oracle.hf_models import served_model
+from oracle.hf_models import reference_model
 from oracle.serving import TOLERANCE, random_tokens, serve_checked, small_engine, tiny_model
 from oracle.transformers_lm import TransformersOracle, whole_model
 
@@ -124,7 +126,7 @@ def test_on_a_gpu_experts_of_few_tokens_give_numbers(case: str) -> None:
         "num_kv_blocks": 40, "num_mamba_slots": 20,
     }  # fmt: skip
     params = ms.SamplingParams(num_tokens_to_generate=1, return_log_probs=True)
-    model = served_model(case, torch.bfloat16).to("cuda")
+    model = ServedModel(copy.deepcopy(reference_model(case, torch.bfloat16)).to("cuda"))
     plain = ms.InferenceConfig(**settings | {"enable_prefix_caching": False, "num_mamba_slots": None})
     cached, uncached = (
         ms.DynamicInferenceEngine(model, config) for config in (ms.InferenceConfig(**settings), plain)

@@ -4,6 +4,8 @@ On the CPU in Triton's interpreter; the same cases on CUDA under the gpu mark.
 """
 
 import dataclasses
+import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import pytest
 import torch
 from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import selective_state_update as fused
+from oracle.fresh_process import run_code
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
@@ -368,3 +371,36 @@ def test_replays_in_a_graph_without_synchronising(device: str) -> None:
     assert torch.equal(out[rows], eager[rows])
     assert torch.equal(bits(pool), bits(eager_pool))
     assert close(out[rows].cpu(), made.expected()[0][made.real], 1e-6)
+
+
+COMPILE = """
+import triton
+from mambaslots.inference.kernels.selective_state_update import NUM_WARPS, block_sizes, update_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+block_p, block_n = block_sizes(8, 16)
+constants = dict(
+    TOKENS=1, HEADS=4, HEADS_A_GROUP=2, HEAD_DIM=8, STATE_DIM=16, BLOCK_P=block_p, BLOCK_N=block_n,
+    x_p_stride=1, b_n_stride=1, c_n_stride=1, n_stride=1,
+)
+types = dict.fromkeys(("x", "dt", "A", "B", "C", "D", "states", "out"), "*fp32")
+types |= dict.fromkeys(("sources", "destinations"), "*i32")
+names = update_kernel.arg_names
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+source = ASTSource(fn=update_kernel, signature=signature, constexprs=constants)
+options = {"num_warps": NUM_WARPS, "num_stages": 1}
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def test_threads_that_hold_one_sum_hold_the_same_bits() -> None:
+    """Any of them may store it. A product fused into a sum is rounded in one of two threads."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = run_code(COMPILE, env=environment)
+    assert result.returncode == 0, result.stderr
+    exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", result.stdout))
+    sums = re.findall(r"(add|fma\.rn)\.(?:rn\.)?f32\s+%r\d+, ([^;]*);", result.stdout)
+    users = [operation for operation, operands in sums if exchanged & set(operands.split(", "))]
+    assert users == ["add"] * len(exchanged)
+    assert len(exchanged) == 4
