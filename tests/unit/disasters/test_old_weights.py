@@ -96,6 +96,7 @@ def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
     assert fresh > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("running", [False, True])
@@ -136,6 +137,7 @@ def first(engine: ms.DynamicInferenceEngine, version: int) -> int:
     return 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["bytes", "shard", "files"])
 @pytest.mark.parametrize("whose", ["exporter", "importer", "both"])
 def test_an_export_of_old_weights_that_arrives_behind_the_change(
