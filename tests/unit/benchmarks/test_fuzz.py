@@ -15,7 +15,7 @@ import fuzz_damage
 import fuzz_files
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 
-INPUTS = 250
+INPUTS = 120
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_sample_of_inputs_finds_nothing(targets: list[Target]) -> None:
 def test_a_sample_of_all_targets_finds_nothing(tmp_path: Path) -> None:
     targets = fuzz.all_targets(tmp_path)
     assert {target.name for target in targets} >= fuzz.REMEMBERING | fuzz.WEIGHTS.keys()
-    check_sample(targets, 4 * INPUTS)
+    check_sample(targets, 8 * INPUTS)
     for target in targets:
         getattr(target, "close", lambda: None)()
 

@@ -193,7 +193,7 @@ def test_a_hand_over_between_the_changes_of_both_sides_brings_nothing(first_side
         return dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=minute)
 
     ends = [
-        msd.TransferChannel(engine, client(), "a to b", side, timeout_s=10.0)  # type: ignore[arg-type]
+        msd.TransferChannel(engine, client(), "a to b", side, timeout_s=4.0)  # type: ignore[arg-type]
         for engine, side in ((source, "source"), (target, "destination"))
     ]
 
