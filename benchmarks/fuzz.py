@@ -6,9 +6,12 @@
 
 Each target draws inputs from the seed: good ones, and good ones that are damaged. An input is fed under a
 watch (`fuzz_watch.py`). A finding is: an error that the docs of the call do not name; a state that changed
-though the input was refused; more memory than the size of the input justifies; more than a second. The table
-has a line for each target. Each finding is shown with the command that repeats it. The exit status is 1 where
-there is one.
+though the input was refused; more memory than the size of the input justifies; more than a second. The exit
+status is 1 where there is one.
+
+The table has a line for each target; "grown MiB" is by how much the process is larger behind its inputs. Each
+finding is shown with the command that repeats it. --only N feeds input N; where a target remembers inputs,
+those before it come first.
 """
 
 import json
@@ -33,6 +36,8 @@ SOURCES: list[Callable[[Path], list[Target]]] = [fuzz_files.targets, fuzz_bytes.
 """Where targets come from, each as a function of a folder that they may write to."""
 WEIGHTS: dict[str, float] = {**fuzz_files.WEIGHTS, **fuzz_bytes.WEIGHTS}
 """Shares of the inputs of slow targets; 1 for the others."""
+REMEMBERING = fuzz_files.REMEMBERING | fuzz_bytes.REMEMBERING
+"""Targets for which an input may depend on those before it."""
 _SHOWN = 3
 """So many findings of a kind are shown."""
 
@@ -54,6 +59,7 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
+    grown_mib: float = 0.0
 
 
 KINDS = ("undocumented error", "state", "memory", "time")
@@ -82,13 +88,30 @@ def feed_one(target: Target, seed: int, index: int) -> tuple[str, str]:
         return kind_of(error), _told(error)
 
 
+def prepare(targets: Sequence[Target]) -> None:
+    """Have all targets import and make what they need: the watch could interrupt an import."""
+    for target in targets:
+        target.draw(Random(0))
+
+
+def feed_only(target: Target, seed: int, index: int) -> str:
+    """Feed input `index`, and raise what it raises; a target that remembers gets those before it first."""
+    if target.name in REMEMBERING:
+        for before in range(index):
+            feed_one(target, seed, before)
+    drawn = target.draw(Random(f"{seed}/{target.name}/{index}"))
+    print(f"{target.name}: {drawn!r:.4000}".encode("ascii", "backslashreplace").decode())
+    with watched(target.size_of(drawn)):
+        return target.feed(drawn)
+
+
 def run(targets: Sequence[Target], num_inputs: int, seed: int, weights: dict[str, float]) -> dict[str, Tally]:
     """Feed all targets, each its share of the inputs."""
     whole = sum(weights.get(target.name, 1.0) for target in targets)
     tallies: dict[str, Tally] = {}
+    prepare(targets)
     for target in targets:
-        target.draw(Random(0))  # imports what it needs before the watch, which could interrupt an import
-    for target in targets:
+        before_mib = resident_mib()
         tally = tallies[target.name] = Tally()
         started_s = time.perf_counter()
         for index in range(max(1, round(num_inputs * weights.get(target.name, 1.0) / whole))):
@@ -97,6 +120,7 @@ def run(targets: Sequence[Target], num_inputs: int, seed: int, weights: dict[str
             if what:
                 tally.findings.append(Finding(target.name, index, end, what))
         tally.seconds = time.perf_counter() - started_s
+        tally.grown_mib = resident_mib() - before_mib
         ends = ", ".join(f"{count:,} {end}" for end, count in sorted(tally.ends.items()))
         print(f"{target.name}: {ends}", file=sys.stderr, flush=True)
     return tallies
@@ -130,6 +154,7 @@ def table(tallies: dict[str, Tally]) -> str:
         REFUSED,
         *(f"{kind} findings" for kind in KINDS[1:]),
         KINDS[0],
+        "grown MiB",
         "s",
     )
     rows = [(name, *_row(tally)) for name, tally in tallies.items()]
@@ -137,6 +162,7 @@ def table(tallies: dict[str, Tally]) -> str:
     for tally in tallies.values():
         together.ends += tally.ends
         together.seconds += tally.seconds
+        together.grown_mib += tally.grown_mib
     rows.append(("all", *_row(together)))
     widths = [max(map(len, column)) + 2 for column in zip(heads, *rows, strict=True)]
     lines = [heads, *rows]
@@ -156,7 +182,7 @@ def _row(tally: Tally) -> tuple[str, ...]:
         *(ends[kind] for kind in KINDS[1:]),
         ends[KINDS[0]],
     )
-    return *(f"{count:,}" for count in counts), f"{tally.seconds:.1f}"
+    return *(f"{count:,}" for count in counts), f"{tally.grown_mib:.1f}", f"{tally.seconds:.1f}"
 
 
 def _told(error: BaseException) -> str:
@@ -188,26 +214,25 @@ def main() -> int:
     add_count(parser, "--inputs", 20_000, "over all targets")
     add_count(parser, "--seed", 0, "of all inputs", at_least=0)
     parser.add_argument("--targets", help="names of targets, separated by commas; default: all")
-    parser.add_argument(
-        "--only", type=int, help="feed this one input of each target, and raise what it raises"
-    )
+    parser.add_argument("--only", type=int, help="feed this input of each target, and raise what it raises")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         targets = chosen(all_targets(Path(folder)), options.targets)
         if options.only is not None:
             for target in targets:
-                drawn = target.draw(Random(f"{options.seed}/{target.name}/{options.only}"))
-                print(f"{target.name}: {drawn!r:.4000}".encode("ascii", "backslashreplace").decode())
-                with watched(target.size_of(drawn)):
-                    print(target.feed(drawn))
+                print(feed_only(target, options.seed, options.only))
             return 0
+        prepare(targets)
         before = resident_mib()
         tallies = run(targets, options.inputs, options.seed, WEIGHTS)
     findings = [one for tally in tallies.values() for one in tally.findings]
     print(table(tallies))
-    print(f"memory: {before:.0f} MiB before, {resident_mib():.0f} MiB after")
+    print(f"memory: {before:.0f} MiB before the first input, {resident_mib():.0f} MiB behind the last")
     if options.json:
-        plain = {name: {**tally.ends, "seconds": round(tally.seconds, 1)} for name, tally in tallies.items()}
+        plain = {
+            name: {**tally.ends, "grown_mib": round(tally.grown_mib, 1), "seconds": round(tally.seconds, 1)}
+            for name, tally in tallies.items()
+        }
         options.json.write_text(json.dumps(plain, indent=1) + "\n")
     show(findings, options.seed)
     return 1 if findings else 0

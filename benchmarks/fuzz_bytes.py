@@ -36,6 +36,8 @@ WEIGHTS: dict[str, float] = {
     "fleet requests": 0.5,
 }
 """Shares of the inputs of some targets; 1 for the others."""
+REMEMBERING = {"host memory rows", "state files", "HTTP", "HTTP with keys"}
+"""Targets with one engine for all inputs, which is not set back behind each."""
 
 
 def targets(folder: Path) -> list[Target]:

@@ -24,6 +24,8 @@ WEIGHTS = {
     "transformers tokenizer folders": 0.15, "chat templates": 0.7, "calls of an engine": 0.7,
 }  # fmt: skip
 """Shares of the inputs of targets whose inputs take milliseconds."""
+REMEMBERING = {"calls of an engine"}
+"""Targets with one engine for all inputs, which is not set back behind each."""
 _MOST_READ = 4
 """So many requests of an accepted trace are read."""
 

@@ -123,7 +123,12 @@ def tiny_model() -> HybridLM:
 
 @cache
 def small_engine() -> ms.DynamicInferenceEngine:
-    """An engine that all targets share."""
+    """An engine that targets share whose inputs leave nothing in it."""
+    return make_engine()
+
+
+def make_engine() -> ms.DynamicInferenceEngine:
+    """A small engine."""
     config = ms.InferenceConfig(
         block_size_tokens=8, max_requests=2, max_tokens=32, max_sequence_length=128, num_kv_blocks=24,
         num_mamba_slots=6,
@@ -163,7 +168,7 @@ class Calls:
     def feed(self, drawn: Any) -> str:
         name, arguments, options = drawn
         if self._engine is None:
-            self._engine = small_engine()
+            self._engine = make_engine()
         engine = self._engine
         if not engine.pins():
             engine.warm(_PREFIX)

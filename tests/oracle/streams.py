@@ -374,6 +374,8 @@ class _Factories(TorchFunctionMode):
         simulator, name = self._simulator, getattr(function, "__name__", "")
         if name == "__get__" and getattr(function, "__self__", None) is Tensor.device:
             return CUDA if simulator.is_device(args[0]) else torch.device("cpu")
+        if name == "__get__" and getattr(function, "__self__", None) is Tensor.is_cuda:
+            return simulator.is_device(args[0])
         if name == "pin_memory":
             return simulator.host_memory(args[0].clone())
         if name == "to" and any(isinstance(one, torch.device) and one.type == "cuda" for one in args[1:]):

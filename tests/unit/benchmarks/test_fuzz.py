@@ -12,24 +12,39 @@ from mambaslots.replay.traces import hashed_requests, trace_line
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import fuzz
 import fuzz_damage
+import fuzz_files
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 
-INPUTS = 250
+INPUTS = 120
 
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> list[Target]:
-    return fuzz.all_targets(tmp_path_factory.mktemp("fuzz"))
+    """Those of files; `test_fuzz_bytes.py` has the others."""
+    return fuzz_files.targets(tmp_path_factory.mktemp("fuzz"))
 
 
-def test_a_sample_of_all_inputs_finds_nothing(targets: list[Target]) -> None:
-    quick = [target for target in targets if "transformers" not in target.name]  # importing takes seconds
-    tallies = fuzz.run(quick, INPUTS, 7, fuzz.WEIGHTS)
+def check_sample(targets: list[Target], num_inputs: int) -> None:
+    tallies = fuzz.run(targets, num_inputs, 7, fuzz.WEIGHTS)
     assert [str(one) for tally in tallies.values() for one in tally.findings] == []
     ends = sum((tally.ends for tally in tallies.values()), start=fuzz.Tally().ends)
-    assert ends.total() > INPUTS // 2
+    assert ends.total() > num_inputs // 2
     assert min(ends[ACCEPTED], ends[REFUSED]) > ends.total() // 10
     assert "all" in fuzz.table(tallies)
+
+
+def test_a_sample_of_inputs_finds_nothing(targets: list[Target]) -> None:
+    slow = ("transformers", "own checkpoint")  # which import transformers
+    check_sample([target for target in targets if not target.name.startswith(slow)], INPUTS)
+
+
+@pytest.mark.long
+def test_a_sample_of_all_targets_finds_nothing(tmp_path: Path) -> None:
+    targets = fuzz.all_targets(tmp_path)
+    assert {target.name for target in targets} >= fuzz.REMEMBERING | fuzz.WEIGHTS.keys()
+    check_sample(targets, 8 * INPUTS)
+    for target in targets:
+        getattr(target, "close", lambda: None)()
 
 
 def test_equal_seeds_draw_equal_inputs(targets: list[Target]) -> None:
@@ -91,6 +106,28 @@ def test_each_kind_of_finding_is_found(what: str, kind: str) -> None:
     end, told = fuzz.feed_one(Faulty(what), 0, 0)
     assert (end, bool(told)) == (kind, True)
     assert fuzz.feed_one(Faulty("nothing"), 0, 0) == (ACCEPTED, "")
+
+
+class Third(Faulty):
+    """A target whose third input is wrong."""
+
+    fed = 0
+
+    def feed(self, drawn: object) -> str:
+        self.fed += 1
+        assert self.fed < 3
+        return ACCEPTED
+
+
+def test_an_input_of_a_target_that_remembers_comes_behind_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    findings = fuzz.run([Third("")], 3, 0, {})["faulty"].findings
+    assert [one.index for one in findings] == [2]
+    assert fuzz.feed_only(Third(""), 0, 2) == ACCEPTED
+    monkeypatch.setattr(fuzz, "REMEMBERING", {"faulty"})
+    with pytest.raises(AssertionError):
+        fuzz.feed_only(Third(""), 0, 2)
 
 
 @pytest.mark.parametrize(

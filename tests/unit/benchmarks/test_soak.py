@@ -34,7 +34,7 @@ def run(soak: ModuleType, *arguments: str) -> int:
 
 def test_a_short_soak(soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
-    code = run(soak, "--minutes", "0.08", "--rounds", "engine", "--seed", "5", "--json", str(figures))
+    code = run(soak, "--minutes", "0.04", "--rounds", "engine", "--seed", "5", "--json", str(figures))
     printed = capsys.readouterr().out
     assert code == 0, printed
     last = printed.splitlines()[-1]
@@ -56,7 +56,7 @@ def test_the_rounds_of_a_gpu_on_the_cpu(soak: ModuleType, shape: int) -> None:
         return worlds.bits_world(random, turn, "cpu")
 
     with patch.object(engine.EngineRound, "_new_world", world):
-        tally = engine.run_round(shape, 1.5, "cpu")
+        tally = engine.run_round(shape, 1.0, "cpu")
     assert not tally.mismatches
     assert tally.comparisons > 0
 

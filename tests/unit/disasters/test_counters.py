@@ -141,6 +141,7 @@ def test_a_request_that_fits_nowhere_counts_nothing_until_it_fits() -> None:
     assert of_cache(engine)["num_requests"] == before["num_requests"] + 1
 
 
+@pytest.mark.sampled(point=("matching", "admission", "slot reservation", "begin", "inputs"))
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", [name for name in POINTS if name not in ("leaving", "slot unpin")])
 def test_a_step_that_fails_counts_each_token_once(point: str, after: bool) -> None:

@@ -55,6 +55,7 @@ def serve_by_turns(
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"decode_by_replay": True}], ids=["", "replay"])
 @pytest.mark.parametrize("kind", TWO_GROUPS)
 def test_a_graph_of_two_groups_reads_the_tables_of_the_step_that_replays_it(

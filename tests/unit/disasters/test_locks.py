@@ -54,6 +54,7 @@ def conserved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
 # ---- a client that leaves between match and admission (SGLang)
 
 
+@pytest.mark.sampled(point=("matching", "admitted", "slot reservation", "begin"))
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("from_tier", "after")
 @pytest.mark.parametrize("from_tier", [False, True], ids=["device", "tier"])
@@ -185,6 +186,7 @@ def test_an_import_that_holds_every_slot_stops_nobody(monkeypatch: pytest.Monkey
     assert_idle(target)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_states_pinned_by_requests_users_and_the_tier_at_once(slots: int, rows: int) -> None:

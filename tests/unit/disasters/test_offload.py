@@ -54,6 +54,7 @@ def states_of(engine: ms.DynamicInferenceEngine) -> dict[int, int]:
     return dict(engine.context.prefix_cache.slots.map.hash_to_block_id)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("error", [CopyFailedError, MemoryError, KeyboardInterrupt, "wrong bytes", ""])
 @pytest.mark.parametrize("where", ["before", "half-way", "behind"])
 def test_a_slot_is_not_found_before_its_copy_is_known_to_be_right(
@@ -101,6 +102,7 @@ def test_a_slot_is_not_found_before_its_copy_is_known_to_be_right(
     assert resumed(tiered) > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("error", [CopyFailedError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", ["store", "save", "load"])
 @pytest.mark.parametrize("after", [False, True])
@@ -167,6 +169,7 @@ def converse(engine: ms.DynamicInferenceEngine, turns: int, check: Callable[[], 
             check()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("toy", ["one sum", "two sums", "window", "sums alone"])
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("slots", [1, 2])

@@ -96,6 +96,7 @@ def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
     assert fresh > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("running", [False, True])
@@ -136,6 +137,7 @@ def first(engine: ms.DynamicInferenceEngine, version: int) -> int:
     return 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["bytes", "shard", "files"])
 @pytest.mark.parametrize("whose", ["exporter", "importer", "both"])
 def test_an_export_of_old_weights_that_arrives_behind_the_change(
@@ -191,7 +193,7 @@ def test_a_hand_over_between_the_changes_of_both_sides_brings_nothing(first_side
         return dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=minute)
 
     ends = [
-        msd.TransferChannel(engine, client(), "a to b", side, timeout_s=10.0)  # type: ignore[arg-type]
+        msd.TransferChannel(engine, client(), "a to b", side, timeout_s=4.0)  # type: ignore[arg-type]
         for engine, side in ((source, "source"), (target, "destination"))
     ]
 

@@ -42,6 +42,7 @@ def deepest(plan: str, num_computed: int) -> int:
     return max(prompt, num_computed // step * step) if step else prompt
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", list(PLANS))
 @pytest.mark.parametrize("mode", list(MODES))
 def test_a_prompt_is_resent_while_and_after_its_answer_grows_past_many_boundaries(
@@ -86,6 +87,7 @@ def test_a_prompt_is_resent_while_and_after_its_answer_grows_past_many_boundarie
     assert_idle(engine)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["ahead", "mixed", "in place", "replay", "replay, mixed", "encoded, mixed"])
 def test_where_slots_are_short_what_is_found_is_right(mode: str, slots: int) -> None:

@@ -69,6 +69,7 @@ class Inputs:
         return state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", list(SCANS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cached_state_of_a_16_bit_model_is_the_float32_accumulator(

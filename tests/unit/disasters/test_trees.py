@@ -125,6 +125,7 @@ def assert_found(engine: ms.DynamicInferenceEngine, prompts: Iterable[Sequence[i
     return hits
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["value", "lru", "ref_zero"])
 @pytest.mark.parametrize(("slots", "blocks"), [(2, 30), (6, 60), (60, 400)])
 def test_forks_at_every_depth_leave_every_prefix_where_it_was(policy: str, slots: int, blocks: int) -> None:

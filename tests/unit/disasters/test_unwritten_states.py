@@ -74,7 +74,7 @@ def assert_the_prompt_resumes(engine: ms.DynamicInferenceEngine, num_computed: i
     return result.num_resumed_tokens
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(mode=("", "ahead", "encoded", "replay, ahead"))
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("mode", ASKED)
 def test_a_cancelled_prefill_leaves_no_findable_state_that_was_never_written(mode: str) -> None:

@@ -28,6 +28,7 @@ from mambaslots.inference.contexts.host_tier import HostTier
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines.graph_runner import GraphRunner
+from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.sampling import _Results
 from mambaslots.vllm.align_buffers import StagedBuffer
 from oracle.budget import dear
@@ -206,6 +207,20 @@ def sampled(simulator: Simulator, random: Random) -> None:
         previous = results
 
 
+def looks_for_nan(simulator: Simulator, random: Random) -> None:
+    """The host reads whether a step's logits are NaN once the device has looked."""
+    logits = simulator.device_memory(torch.zeros(4, 2))
+    poison = MemoryPoison.__new__(MemoryPoison)
+    for number in (1.0, float("nan"), 2.0, float("nan")):
+        logits.fill_(number)
+        raise_where_lost, was_lost = poison.check(logits), False
+        try:
+            raise_where_lost()
+        except RuntimeError:
+            was_lost = True
+        assert was_lost == (number != number)
+
+
 class Layout:
     """Pieces of one row each."""
 
@@ -323,6 +338,7 @@ SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "inference/contexts/host_copies.py": (tier, scrubbed_tier),
     "inference/contexts/step_buffer.py": (step_buffer,),
     "vllm/align_buffers.py": (align_buffer,),
+    "inference/engines/memory_poison.py": (looks_for_nan,),
     "inference/engines/sampling.py": (sampled,),
     "distributed/transfer/staging.py": (hand_over,),
     "distributed/transfer/nccl_pipe.py": (hand_over,),

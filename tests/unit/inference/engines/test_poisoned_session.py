@@ -108,6 +108,7 @@ def kernels_on(device: torch.device) -> ModuleType:
     return gpu_kernels
 
 
+@pytest.mark.sampled(plant=("an unwritten row", "a free state slot", "scratch"))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_read_shows_with_poison(plant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ STEM = random_tokens(30, seed=1)
 PROMPTS = [STEM, STEM[:17] + random_tokens(9, seed=2), STEM + random_tokens(20, seed=3), STEM]
 
 
+@pytest.mark.sampled(mode=("", "mixed", "encoded, mixed", "replay, mixed"))
 @pytest.mark.parametrize("mode", ["", *drafters.MODES])
 def test_free_memory_is_zero_and_new_owners_get_zeros(mode: str) -> None:
     engine = pressed(**(drafters.MODES[mode] if mode else {}))
@@ -92,6 +93,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(place=("_add_free", "_free_slots", "gather"))
 @pytest.mark.parametrize("kind", [MIX], indirect=True)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_place_that_frees_memory_is_noted(
