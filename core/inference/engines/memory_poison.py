@@ -108,9 +108,9 @@ class MemoryPoison:
         """
         lost, num_tokens = logits.isnan().any(dim=1).sum(), len(logits)
         seen: torch.cuda.Event | None = None
-        if lost.is_cuda:
+        if lost.device.type == "cuda":
             there = lost
-            lost = torch.zeros_like(there, device="cpu").pin_memory()
+            lost = torch.empty((), dtype=there.dtype, pin_memory=True, device="cpu")
             lost.copy_(there, non_blocking=True)
             seen = torch.cuda.Event()  # type: ignore[no-untyped-call]
             seen.record()

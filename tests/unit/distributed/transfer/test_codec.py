@@ -2,20 +2,24 @@
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
 
+import mambaslots as ms
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.distributed import export_prefixes, import_prefixes
 from mambaslots.distributed.transfer import codec
 from mambaslots.distributed.transfer.codec import decode_prefixes, encode_prefixes
 from mambaslots.distributed.transfer.format import TransferError
 from mambaslots.distributed.transfer.shard import PrefixShard
 from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
-from oracle.transfers import Declared, random_export, with_forest
+from oracle.serving import random_tokens
+from oracle.transfers import Declared, engine_of, random_export, with_forest
 from safetensors.torch import load, save
 
 MODEL = Declared("MG*C")

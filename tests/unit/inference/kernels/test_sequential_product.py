@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mambaslots.inference.kernels.sequential_product import head_product, linear, matmul
+from oracle.dots_in_order import dots_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -34,6 +35,13 @@ def test_against_float64(dtype, rows, inner, outer):
     )
 
 
+@pytest.fixture
+def _in_order():
+    with dots_in_order():
+        yield
+
+
+@pytest.mark.usefixtures("_in_order")
 @DTYPES
 def test_rows_have_the_same_bits_alone_and_anywhere(dtype):
     x, weight = operands(150, 160, 70, dtype)
