@@ -1,7 +1,7 @@
 """Triton's interpreter with products that add over K in order.
 
-The interpreter multiplies by numpy's matmul. Its bits of a row depend on the rows beside it on some CPUs; a GPU
-adds in the same order for each row.
+The interpreter multiplies by numpy's matmul. Its bits of a row depend on the rows beside it on some CPUs.
+A GPU adds in the same order for each row.
 """
 
 from collections.abc import Iterator
