@@ -28,7 +28,8 @@ PROTOCOL_VERSION = 1
 """Of the messages and the order in which they go; rises with every change. Another one is refused."""
 _MAX_RANKS = 1 << 20
 GRACE_S = 1.0
-"""How long after the deadline a rank still waits for its thread, which can say why nothing came."""
+"""How long after the deadline a rank still waits for its thread, which can say why nothing came; and how long a
+hello that does not fit may be replaced."""
 _PAUSE_S = 0.01
 _GONE = "gone"  # what the store returns for a key that is not there; no hello
 
@@ -206,7 +207,8 @@ class Rendezvous:
         """(Source rank, destination rank, the part to send) of every transfer.
 
         Blocks until all ranks are there. The hello of a rank that fitted no more in the last hand-over may
-        still be in the store: the rank gets the time to begin anew.
+        still be in the store: the rank gets the time to begin anew. Another hello that does not fit gets
+        `GRACE_S` seconds of it: a rank that has died may have left it.
 
         All ranks get the same list and go through it in this order, so no two ranks wait for each other.
 
@@ -301,6 +303,7 @@ class Rendezvous:
             raise RenewedError(f"rank {peer} of the {side} has begun anew")
 
     def _await_fitting_hellos(self) -> dict[Side, list[Hello]]:
+        found, since = set[str](), 0.0
         while True:
             hellos = {side: self._await_hellos(side) for side in (self._side, OTHER_SIDE[self._side])}
             self._hellos = hellos
@@ -312,7 +315,11 @@ class Rendezvous:
                 return hellos
             except TransferError:
                 ids = self.known_ids
-                if not ids & self._refused or self.remaining_s() <= 0.001:
+                if ids != found:
+                    found, since = ids, time.monotonic()
+                # Who said these may be gone, or about to begin anew: a little time for a hello never seen.
+                is_over = not ids & self._refused and time.monotonic() - since >= GRACE_S
+                if is_over or self.remaining_s() <= 0.001:
                     self._refused.clear()
                     self._refused.update(ids)
                     raise

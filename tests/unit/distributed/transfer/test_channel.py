@@ -263,8 +263,10 @@ def test_a_side_that_comes_first_after_a_refusal_waits_for_the_other_one(pair: P
 
 
 @pytest.mark.parametrize("first", ["source", "destination"])
-@pytest.mark.parametrize("before", ["connected", "failed", "source alone", "destination alone"])
-def test_weights_of_both_sides_change_before_the_next_hand_over(pair: Pair, first: str, before: str) -> None:
+@pytest.mark.parametrize("before", ["connected", "failed", "restarted", "source alone", "destination alone"])
+def test_weights_of_both_sides_change_before_the_next_hand_over(
+    pair: Pair, first: str, before: str, request: pytest.FixtureRequest
+) -> None:
     """What a side said of its old weights may be in the store still when the other one comes."""
     serve(pair.source, PROMPTS[:1])
     if before == "connected":
@@ -272,6 +274,11 @@ def test_weights_of_both_sides_change_before_the_next_hand_over(pair: Pair, firs
     elif before == "failed":
         with patch.object(GlooPipe, "send", side_effect=RuntimeError("no way")):
             assert all(report.failure for report in pair.hand_over(timeout_s=2.0))
+    elif before == "restarted":  # whoever comes first has lost all that it knew of the other side
+        pair.hand_over()
+        forgotten = pair.ends[first != "source"]
+        pair.ends[first != "source"] = pair.end(first)
+        request.addfinalizer(lambda: forgotten._exchange and forgotten._exchange.drop())
     else:
         end = pair.ends[before != "source alone"]
         assert (end.send if before == "source alone" else end.receive)(timeout_s=0.3).failure
