@@ -28,8 +28,10 @@ PROTOCOL_VERSION = 1
 """Of the messages and the order in which they go; rises with every change. Another one is refused."""
 _MAX_RANKS = 1 << 20
 GRACE_S = 1.0
-"""How long after the deadline a rank still waits for its thread, which can say why nothing came; and how long a
-hello that does not fit may be replaced."""
+"""How long after the deadline a rank still waits for its thread, which can say why nothing came.
+
+So long may a hello that does not fit be replaced, too.
+"""
 _PAUSE_S = 0.01
 _GONE = "gone"  # what the store returns for a key that is not there; no hello
 
