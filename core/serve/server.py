@@ -66,6 +66,7 @@ class _Server(uvicorn.Server):
             app,
             lifespan="on",
             ws="none",
+            http="h11",  # httptools, which may be installed for others, takes headers of any size
             log_config=None,
             log_level="warning",
             access_log=False,  # it would show what stands in a query
