@@ -109,25 +109,30 @@ class UncachedEngine:
     def __init__(self, model: HybridLM, versions: Sequence[HybridLM], config: ms.InferenceConfig) -> None:
         """`model`: is served by this engine, and by no other one."""
         self._model, self._versions = model, versions
+        self._loaded: int | None = None
         self._engine = ms.DynamicInferenceEngine(model, config)
 
     def answer(self, entries: Sequence[SoakEntry]) -> None:
-        """Find the answers of entries of one version."""
-        self._use_version(entries[0].ask.version)
-        results = self._engine.generate([one.ask.prompt for one in entries], [one.params for one in entries])
-        for entry, result in zip(entries, results, strict=True):
-            log_probs = tuple(result.log_probs or ())
-            entry.found = Answer(tuple(result.tokens), log_probs, result.finish_reason)
-            entry.found_prompt = tuple(result.prompt_log_probs or ())
+        """Find the answers of entries of any versions."""
+        for version in sorted({one.ask.version for one in entries}):
+            self._use_version(version)
+            asked = [one for one in entries if one.ask.version == version]
+            results = self._engine.generate([one.ask.prompt for one in asked], [one.params for one in asked])
+            for entry, result in zip(asked, results, strict=True):
+                log_probs = tuple(result.log_probs or ())
+                entry.found = Answer(tuple(result.tokens), log_probs, result.finish_reason)
+                entry.found_prompt = tuple(result.prompt_log_probs or ())
 
     def scores(self, tokens: Sequence[int], start: int, version: int) -> list[float]:
         self._use_version(version)
         return self._engine.score([tokens], start)[0].log_probs
 
     def _use_version(self, version: int) -> None:
-        if version != self._engine.weights_version:
+        if version != self._loaded:
+            self._loaded = None  # a round's interrupts may come here, too
             self._model.load_state_dict(self._versions[version].state_dict())
             self._engine.set_weights_version(version)
+            self._loaded = version
 
 
 if __name__ == "__main__":
