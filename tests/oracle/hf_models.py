@@ -1,10 +1,12 @@
 """Tiny random models of every architecture of transformers that is served, and what they answer."""
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -182,8 +184,22 @@ def reference_model(case: str, dtype: torch.dtype = torch.float32, vocabulary: i
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         )
+    _take_torchs_functions(sys.modules[type(model).__module__])
     _draw_weights(model)
     return model.eval().requires_grad_(False)
+
+
+def _take_torchs_functions(modelling: ModuleType) -> None:
+    """Whoever has imported this file beside fla-core first has given it fla-core's kernels, which need a GPU."""
+    for name, function in list(vars(modelling).items()):
+        own = getattr(function, "__wrapped__", None)
+        if name.startswith("torch_") and own is not None:
+            known = frozenset(inspect.signature(own).parameters)
+            setattr(modelling, name, partial(_call_with, own, known))
+
+
+def _call_with(function: Any, known: frozenset[str], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
 
 def served_model(case: str, dtype: torch.dtype = torch.float32) -> ServedModel:
