@@ -106,8 +106,8 @@ def test_units_move_by_themselves_where_traffic_changes() -> None:
 def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_units: int) -> None:
     engine = engine_of(num_units, poison_free_memory=True)
     Churn(engine)
-    traffic(engine, rounds=6)
-    assert min(moves(engine)) > 1
+    traffic(engine, rounds=12)
+    assert min(moves(engine)) > 2
     assert engine.stats().cache.num_resumed_tokens > 0
     assert_idle(engine)
 
