@@ -52,10 +52,10 @@ import mambaslots as ms
 import stock_host
 import torch
 from command_line import add_count, make_parser
+from mambaslots.inference.contexts.cache.kv_block_allocator import KVBlockAllocator
+from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.kv_block_allocator import KVBlockAllocator
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from mambaslots.state_spec import HybridStateSpec
 from stock_host import ContextSizes, SlotHost
 

@@ -15,7 +15,7 @@ import mambaslots as ms
 from fuzz_damage import NUMBERS, TEXTS, damaged_bytes, damaged_json, json_bytes
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 from mambaslots.cli.main import make_parser
-from mambaslots.inference.policies.plan_spec import parse_plan, shown_plan
+from mambaslots.inference.contexts.cache.plan_spec import parse_plan, shown_plan
 from mambaslots.replay.traces import TraceRecorder, read_trace
 
 WEIGHTS = {

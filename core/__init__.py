@@ -14,14 +14,16 @@ from .errors import (
     QueueFullError,
     RequestOverflowError,
 )
-from .inference.contexts.cached_path import CachedPath
+from .inference.contexts.cache.cached_path import CachedPath
+from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
+from .inference.contexts.cache.pinned_prefixes import PinnedPrefix
+from .inference.contexts.cache.prefix_cache import PrefixCache
+from .inference.contexts.cache.prefix_hash import PrefixHashChain
+from .inference.contexts.cache.prefix_match import PrefixMatch
 from .inference.contexts.dynamic_context import DynamicInferenceContext
-from .inference.contexts.kv_block_allocator import KVBlockAllocator
 from .inference.contexts.mamba_metadata import MambaMetadata
 from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from .inference.contexts.pinned_prefixes import PinnedPrefix
-from .inference.contexts.prefix_cache import PrefixCache
-from .inference.contexts.prefix_match import PrefixMatch
 from .inference.contexts.request import DynamicInferenceRequest, GeneratedToken
 from .inference.contexts.request_step import RequestStep
 from .inference.contexts.state_pool import StatePool
@@ -37,8 +39,6 @@ from .inference.engines.step_report import StepReport
 from .inference.engines.token_stream import TokenStream
 from .inference.kernels.attention_rows import AttentionRows
 from .inference.kernels.kernel_set import KernelSet, kernel_set
-from .inference.policies.checkpoint_plan import CheckpointPlan
-from .inference.policies.prefix_hash import PrefixHashChain
 from .input_tensor import InputTensor
 from .loaded_model import LoadedModel, load
 from .model_shard import ModelShard

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .inference.policies.compute_reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
-from .inference.policies.departures import (
+from .inference.contexts.cache.compute_reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
+from .inference.contexts.cache.departures import (
     TIER_LEAVE_CAUSES,
     AgeCounts,
     KVLeaveCause,

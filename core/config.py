@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .inference.policies.checkpoint_plan import CheckpointPlan
-from .inference.policies.salt_key import key_bytes
-from .inference.policies.slot_eviction import EVICTION_POLICIES
+from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from .inference.contexts.cache.salt_key import key_bytes
+from .inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from .state_encoding import DURABLE_DTYPES, DurableDtype
 from .validation import (
     INT32_MAX,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .config import InferenceConfig
-from .inference.policies.memory_division import MemoryDivision, RankBudget, UnitSizes
-from .inference.policies.row_ladder import power_of_two
+from .inference.contexts.cache.memory_division import MemoryDivision, RankBudget, UnitSizes
+from .inference.contexts.row_ladder import power_of_two
 from .state_spec import HybridStateSpec
 from .validation import INT32_MAX
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.policies.checkpoint_plan import CheckpointPlan
 from ..loaded_model import LoadedModel
 from .options import add_engine, add_json, add_model, count, text_file
 from .setup import load_model, make_engine

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.request import GeneratedToken
-from ..inference.policies.checkpoint_plan import CheckpointPlan
 from ..request import FinishReason, PromptFigures
 from ..sampling_params import SamplingParams
 

@@ -12,9 +12,9 @@ from itertools import count
 from typing import Any
 
 from ..errors import NoReplicaError, QueueFullError
-from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..inference.policies.prefix_hash import PrefixHashChain
-from ..inference.policies.salt_key import SaltKey
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.prefix_hash import PrefixHashChain
+from ..inference.contexts.cache.salt_key import SaltKey
 from ..request import EarlyEnd
 from ..sampling_params import SamplingParams
 from ..serve.errors import cut

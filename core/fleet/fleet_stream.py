@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from types import TracebackType
 
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.prefix_hash import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
-from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..inference.policies.prefix_hash import PrefixHashChain
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult
 from ..sampling_params import SamplingParams
 from .engine_request import AnswerEnd, AnswerPart, EngineRequest

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..inference.policies.slot_eviction import EVICTION_POLICIES
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from ..validation import boolean, instance, one_of
 from . import (
     admission,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..inference.policies import compute_reasons as policy
-from ..inference.policies.compute_reasons import Span
+from ..inference.contexts.cache import compute_reasons as policy
+from ..inference.contexts.cache.compute_reasons import Span
 from .host_record import HostRecord
 
 

@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import torch
 
-from ..inference.policies.checkpoint_plan import CheckpointPlan
-from ..inference.policies.plan_spec import UNLIMITED_PLAN_SYNTAX, parse_plan
-from ..inference.policies.slot_eviction import EVICTION_POLICIES
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.plan_spec import UNLIMITED_PLAN_SYNTAX, parse_plan
+from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from .install import built_contexts, install
 from .installation import Installation, shown_versions
 from .overrides import MissingHostError, UnknownHostError

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.rolling_states import RollingStates
 from ..inference.contexts.host_settings import HostSettings
 from ..inference.contexts.intermediate_states import StateSource
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from ..inference.contexts.rolling_states import RollingStates
 from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
-from ..inference.policies.checkpoint_plan import CheckpointPlan
 from ..validation import integers
 from .answers import Crossing, crossings, register_block, rows_of
 from .host_record import check_lengths, record_of

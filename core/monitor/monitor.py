@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from ..cache_stats import EngineStats
+from ..inference.contexts.cache.root_use import RootUse, use_by_root
+from ..inference.contexts.cache.salt_key import salt_bytes
 from ..inference.contexts.request import DynamicInferenceRequest
 from ..inference.contexts.request_step import RequestStep
-from ..inference.contexts.root_use import RootUse, use_by_root
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.step_report import NewTokens
-from ..inference.policies.salt_key import salt_bytes
 from ..request import FinishReason, RequestResult
 from ..validation import instance, integer, real, shown
 from ..version import VERSION

@@ -2,7 +2,7 @@
 
 import heapq
 
-from ..inference.policies.departures import NANOSECONDS
+from ..inference.contexts.cache.departures import NANOSECONDS
 from .trace import Trace
 
 

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from ..config import InferenceConfig
 from ..inference.contexts.books_only_context import BooksOnlyContext
+from ..inference.contexts.cache.departures import NANOSECONDS
 from ..inference.contexts.request import DynamicInferenceRequest
 from ..inference.contexts.request_step import RequestStep
 from ..inference.engines.scheduler import Scheduler
-from ..inference.policies.departures import NANOSECONDS
 from ..sampling_params import SamplingParams
 from ..state_spec import HybridStateSpec
 from .arrivals import Arrivals

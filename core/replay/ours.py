@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..config import InferenceConfig
-from ..inference.policies.slot_eviction import EVICTION_POLICIES
+from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from ..pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec
 from ..state_tensor import StateTensor

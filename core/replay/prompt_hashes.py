@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..inference.policies.prefix_hash import PrefixHashChain
+from ..inference.contexts.cache.prefix_hash import PrefixHashChain
 from .trace import Tokens, Trace
 
 _MAX_KEPT = 4

@@ -5,10 +5,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.async_stream import AsyncStream
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.policies.checkpoint_plan import CheckpointPlan
 from ..monitor import Monitor
 from ..sampling_params import SamplingParams
 from .metrics import metrics_text

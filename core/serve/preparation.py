@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..inference.policies.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..loaded_model import LoadedModel, LoadedText
 from ..sampling_params import SamplingParams
 from ..text import PromptTooLongError, TextCodec

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.policies.checkpoint_plan import CheckpointPlan
 from ..request import PromptFigures, RequestResult
 from ..sampling_params import SamplingParams
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..inference.policies.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from .model_audit import ModelAudit
 from .rules import Rule
 from .scripted_engine import Script, ScriptedEngine

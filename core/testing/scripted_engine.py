@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from ..config import InferenceConfig
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.policies.checkpoint_plan import CheckpointPlan
 from ..request import RequestResult
 from ..sampling_params import SamplingParams
 from .model_audit import ModelAudit

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.inference.contexts.prefix_tree import PrefixTree
+from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
 from oracle.recurrent_lm import RecurrentLM
 from oracle.serving import small_model
 from oracle.toy_answers import Sequence as ToySequence

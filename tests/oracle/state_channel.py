@@ -3,7 +3,7 @@
 from random import Random
 
 from mambaslots.distributed import StateIndex, StatePublisher, decode_events, encode_events
-from mambaslots.inference.contexts.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 
 
 def resumable_keys(cache: PrefixCache) -> set[int]:

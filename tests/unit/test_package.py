@@ -19,7 +19,7 @@ ROOMS = (
     "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
     "state_spec", "state_encoding", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params",
     "cache_stats",
-    "inference.policies", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
+    "inference.contexts.cache", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
     "checkpoint_files", "regular_file", "errors", "brief_repr", "validation", "version",
 )  # fmt: skip
 
@@ -30,7 +30,7 @@ PUBLIC_PACKAGES = {
 
 
 def room_of(module: str) -> str:
-    return next(room for room in ROOMS if module == room or module.startswith(room + "."))
+    return max((room for room in ROOMS if module == room or module.startswith(room + ".")), key=len)
 
 
 def relative_imports(path: Path) -> list[str]:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from itertools import count
 
+from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ...inference.contexts.cache.prefix_hash import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.call_maker import CallsHere
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.policies.checkpoint_plan import CheckpointPlan
-from ...inference.policies.prefix_hash import PrefixHashChain
 from ...request import FinishReason
 from ...sampling_params import SamplingParams
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...errors import QueueFullError
+from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ...inference.contexts.cache.prefix_hash import PrefixHashChain
+from ...inference.contexts.cache.salt_key import salt_bytes
 from ...inference.engines.arguments import (
     Prompt,
     Salt,
@@ -19,9 +22,6 @@ from ...inference.engines.arguments import (
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.async_stream import AsyncStream
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.policies.checkpoint_plan import CheckpointPlan
-from ...inference.policies.prefix_hash import PrefixHashChain
-from ...inference.policies.salt_key import salt_bytes
 from ...sampling_params import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .engine_channel import check_engine

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...errors import MambaSlotCapacityError
-from ...inference.contexts.pinned_prefixes import PinnedPrefix
+from ...inference.contexts.cache.pinned_prefixes import PinnedPrefix
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.contexts.request_step import RequestStep
 from ...inference.engines.async_engine import AsyncEngine

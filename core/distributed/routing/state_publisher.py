@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from ...inference.contexts.state_journal import StateJournal
+from ...inference.contexts.cache.state_journal import StateJournal
 from ...validation import shown
 from .state_events import StateEvents
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...inference.contexts.durable_slots import DurableSlots
-from ...inference.contexts.kv_block_allocator import KVBlockAllocator
-from ...inference.contexts.prefix_cache import PrefixCache
+from ...inference.contexts.cache.durable_slots import DurableSlots
+from ...inference.contexts.cache.kv_block_allocator import KVBlockAllocator
+from ...inference.contexts.cache.prefix_cache import PrefixCache
+from ...inference.contexts.cache.salt_key import SaltKey
 from ...inference.contexts.state_pool import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.policies.salt_key import SaltKey
 from ...parallel_groups import ParallelGroups
 from ...state_spec import HybridStateSpec
 from ...validation import instance

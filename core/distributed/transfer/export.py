@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from ...inference.contexts.cache.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from ...inference.contexts.cache.salt_key import salt_bytes
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
-from ...inference.policies.salt_key import salt_bytes
 from ...validation import integers, shown
 from .cache_access import CacheAccess
 from .forest import PrefixForest

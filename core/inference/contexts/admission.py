@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from ...config import InferenceConfig
 from ...errors import RequestOverflowError
-from ..policies.checkpoint_plan import Boundary
-from ..policies.parting_depths import PartingDepths
+from .cache.checkpoint_plan import Boundary
+from .cache.parting_depths import PartingDepths
+from .cache.prefix_cache import PrefixCache
+from .cache.prefix_match import PrefixMatch
 from .holding import Holding
-from .prefix_cache import PrefixCache
-from .prefix_match import PrefixMatch
 from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates

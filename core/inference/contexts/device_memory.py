@@ -8,7 +8,7 @@ import torch
 from ...state_encoding import TensorEncoding
 from ...state_spec import HybridStateSpec
 from ...tensor_validation import addressable
-from ..policies.memory_division import MemoryDivision, UnitSizes
+from .cache.memory_division import MemoryDivision, UnitSizes
 from .input_pool import InputPool
 from .scrubber import Scrubber
 from .state_pool import StatePool

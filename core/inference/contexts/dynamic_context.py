@@ -18,18 +18,18 @@ from ...pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots, num_padd
 from ...state_encoding import encodings_of
 from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
-from ..policies.compute_reasons import TokenLedger
-from ..policies.departures import Clock
 from .admission import Admission
+from .cache.compute_reasons import TokenLedger
+from .cache.departures import Clock
+from .cache.kv_block_allocator import KVBlockAllocator
+from .cache.prefix_cache import PrefixCache
+from .cache.prefix_match import PrefixMatch
 from .device_memory import DeviceMemory
 from .encoded_states import EncodedStates
 from .host_view import HostView
 from .input_pool import InputPool
-from .kv_block_allocator import KVBlockAllocator
 from .mamba_metadata import MambaMetadata
 from .mamba_slot_allocator import MambaSlotAllocator
-from .prefix_cache import PrefixCache
-from .prefix_match import PrefixMatch
 from .replayed_states import ReplayedStates
 from .request import DynamicInferenceRequest
 from .request_rows import RequestRows

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from ...state_encoding import TensorEncoding
 from ..kernels.state_codec import decode_states, encode_states
 from ..kernels.state_tensors import CodedTensor
+from .cache.left_entries import LeftEntries
+from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .holding import Holding
-from .left_entries import LeftEntries
 from .mamba_metadata import MambaMetadata
-from .prefix_cache import PrefixCache
 from .request_states import RequestStates
 from .request_step import RequestStep
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..policies.compute_reasons import Span
-from .cached_path import CachedPath
+from .cache.cached_path import CachedPath
+from .cache.compute_reasons import Span
 
 
 @dataclass(eq=False)

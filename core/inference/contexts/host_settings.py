@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...validation import INT32_MAX, instance, integer, one_of, shown
-from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.slot_eviction import EVICTION_POLICIES
+from .cache.checkpoint_plan import CheckpointPlan
+from .cache.slot_eviction import EVICTION_POLICIES
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
 """Offsets per request where the host does not state `max_intermediate_offsets_per_request`."""

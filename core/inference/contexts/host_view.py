@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
-from ..policies.checkpoint_plan import CheckpointPlan
+from .cache.checkpoint_plan import CheckpointPlan
+from .cache.kv_block_allocator import KVBlockAllocator
 from .device_memory import DeviceMemory
-from .kv_block_allocator import KVBlockAllocator
 from .mamba_metadata import MambaMetadata
 from .request_step import RequestStep
 from .state_pool import StatePool

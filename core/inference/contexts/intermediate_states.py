@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...validation import integer, shown
 from ..kernels.state_tensors import StateTensors
-from ..policies.slot_choice import choose_for_slots
-from .durable_slots import DurableSlots
+from .cache.durable_slots import DurableSlots
+from .cache.slot_choice import choose_for_slots
 from .host_settings import HostSettings
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import RequestOverflowError
 from ...validation import INT32_MAX, integer, integers
-from .left_entries import LeftEntries
+from .cache.left_entries import LeftEntries
 
 _MOVED = (
     "Mamba2AttentionBackend",

@@ -25,11 +25,11 @@ from ...validation import (
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
-from ..policies.ghost_list import GhostList
-from .durable_slots import DurableSlots
+from .cache.durable_slots import DurableSlots
+from .cache.ghost_list import GhostList
+from .cache.kv_block_allocator import MAX_HASH
 from .host_settings import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, HostSettings
 from .intermediate_states import IntermediateStates, StateSource
-from .kv_block_allocator import MAX_HASH
 from .mirrored import MirroredTensor
 from .state_pool import StatePool
 

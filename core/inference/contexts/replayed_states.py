@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from .cache.prefix_cache import PrefixCache
 from .holding import Holding
-from .prefix_cache import PrefixCache
 from .request_states import RequestStates
 from .request_step import RequestStep
 from .state_pool import StatePool

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from ...request import FinishReason, PromptFigures, RequestResult, TopLogProbs
 from ...sampling_params import SamplingParams
-from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.compute_reasons import TokenLedger
-from ..policies.prefix_hash import PrefixHashChain
+from .cache.checkpoint_plan import CheckpointPlan
+from .cache.compute_reasons import TokenLedger
+from .cache.prefix_hash import PrefixHashChain
+from .cache.prefix_match import PrefixMatch
 from .holding import Holding
-from .prefix_match import PrefixMatch
 from .token_view import TokenView
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .cache.left_entries import LeftEntries
+from .cache.prefix_cache import PrefixCache
 from .holding import Holding
-from .left_entries import LeftEntries
 from .mamba_metadata import MambaMetadata
-from .prefix_cache import PrefixCache
 from .request import DynamicInferenceRequest
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from ..policies.checkpoint_plan import Boundary
-from ..policies.compute_reasons import Span, TokenLedger
+from .cache.checkpoint_plan import Boundary
+from .cache.compute_reasons import Span, TokenLedger
 from .holding import Holding
 from .request import DynamicInferenceRequest
 

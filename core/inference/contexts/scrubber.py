@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.state_tensors import device_indices
+from .cache.left_entries import LeftEntries
 from .input_pool import InputPool
-from .left_entries import LeftEntries
 from .state_pool import StatePool
 
 

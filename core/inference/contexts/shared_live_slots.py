@@ -1,7 +1,7 @@
 """Live slots that come from the pool of cached states."""
 
+from .cache.shared_slots import SharedSlots
 from .mamba_metadata import MambaMetadata
-from .shared_slots import SharedSlots
 
 
 class SharedLiveSlots(MambaMetadata):

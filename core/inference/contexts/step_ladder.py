@@ -1,6 +1,6 @@
 """Steps padded so that each product of a model has as many rows as a rung of the ladder."""
 
-from ..policies.row_ladder import MOST_PADDING, power_of_two, rung
+from .row_ladder import MOST_PADDING, power_of_two, rung
 from .step_inputs import StepShape
 
 

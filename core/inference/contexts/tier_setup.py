@@ -4,8 +4,8 @@ from ...config import InferenceConfig
 from ...pool_sizes import GIGABYTE
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
+from .cache.host_tier import HostTier
 from .host_copies import HostCopies
-from .host_tier import HostTier
 from .state_files import StateFiles
 from .state_pool import StatePool
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...sampling_params import SamplingParams
 from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
-from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.salt_key import salt_bytes
+from ..contexts.cache.checkpoint_plan import CheckpointPlan
+from ..contexts.cache.salt_key import salt_bytes
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor

@@ -13,7 +13,7 @@ from ...errors import QueueFullError
 from ...request import EarlyEnd, RequestResult
 from ...sampling_params import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
-from ..policies.checkpoint_plan import CheckpointPlan
+from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from .arguments import Prompt, Salt
 from .async_stream import Answer, AsyncStream, OpenAnswers
 from .dynamic_engine import DynamicInferenceEngine

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...cuda_device import on_device_of
 from ...state_spec import HybridStateSpec
+from ..contexts.row_ladder import FEW_ROWS, power_of_two, rung, rungs
 from ..contexts.step_inputs import StepShape
 from ..kernels import attention, attention_flash
-from ..policies.row_ladder import FEW_ROWS, power_of_two, rung, rungs
 from . import attention_check, forward_check, product_check, replaced_products
 from .attention_check import AttentionSizes
 from .blas_switches import BLAS_SWITCHES

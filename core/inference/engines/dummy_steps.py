@@ -9,12 +9,12 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
+from ..contexts.cache.prefix_hash import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
+from ..contexts.row_ladder import MOST_PADDING, rung
 from ..contexts.step_inputs import StepShape
-from ..policies.prefix_hash import PrefixHashChain
-from ..policies.row_ladder import MOST_PADDING, rung
 from .model import Model
 
 ROOM = 2

@@ -22,14 +22,14 @@ from ...request import EarlyEnd, FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
 from ...validation import boolean, instance, integer, shown
+from ..contexts.cache.checkpoint_plan import CheckpointPlan
+from ..contexts.cache.pinned_prefixes import PinnedPrefix
+from ..contexts.cache.prefix_hash import PrefixHashChain
+from ..contexts.cache.salt_key import salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.pinned_prefixes import PinnedPrefix
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
 from ..kernels.kernel_set import kernel_set
-from ..policies.checkpoint_plan import CheckpointPlan
-from ..policies.prefix_hash import PrefixHashChain
-from ..policies.salt_key import salt_bytes
 from .acceptance import count_accepted
 from .agreed_salt_key import agreed_salt_key
 from .arguments import (

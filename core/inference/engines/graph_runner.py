@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.row_ladder import FEWEST_ROWS, power_of_two, rung
 from ..contexts.step_inputs import StepInputs, StepShape
-from ..policies.row_ladder import FEWEST_ROWS, power_of_two, rung
 from .model import Model
 from .model_runner import ModelRunner
 

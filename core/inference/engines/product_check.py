@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policies.row_ladder import rungs
+from ..contexts.row_ladder import rungs
 from .recorded_products import CHOICE, GROUPED, Product
 
 BASE_ROWS = 256

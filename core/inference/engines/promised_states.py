@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from ..contexts.prefix_cache import PrefixCache
-from ..contexts.prefix_match import PrefixMatch
+from ..contexts.cache.prefix_cache import PrefixCache
+from ..contexts.cache.prefix_match import PrefixMatch
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
 

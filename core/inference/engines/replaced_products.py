@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..contexts.row_ladder import FEW_ROWS
 from ..contexts.step_inputs import StepInputs
-from ..policies.row_ladder import FEW_ROWS
 from .model import Model
 from .recorded_products import DecomposingMode, Product, operator_name, weight_key
 

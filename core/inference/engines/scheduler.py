@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ...errors import KVBlockCapacityError
+from ..contexts.cache.prefix_match import PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.prefix_match import PrefixMatch
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep
 from .drafter import Drafter

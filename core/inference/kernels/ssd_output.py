@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..policies.row_ladder import power_of_two
+from ..contexts.row_ladder import power_of_two
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether Triton's interpreter runs the kernels of this process, on a CPU."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ...distributed.routing.routers import ROUTERS
-from ...inference.policies.departures import NANOSECONDS
+from ...inference.contexts.cache.departures import NANOSECONDS
 from ..arrivals import Arrivals
 from ..cells import TraceSource
 from ..engine_replay import EngineReplay

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ...config import InferenceConfig
 from ...distributed.routing.router import ReplicaLoad
-from ...inference.policies.departures import NANOSECONDS
+from ...inference.contexts.cache.departures import NANOSECONDS
 from ...state_spec import HybridStateSpec
 from ..engine_replay import EngineReplay
 from ..setting import StepCost

@@ -3,7 +3,7 @@
 from ...config import InferenceConfig
 from ...distributed.routing.router import Router, RouteRequest
 from ...distributed.routing.state_publisher import StatePublisher
-from ...inference.policies.departures import NANOSECONDS
+from ...inference.contexts.cache.departures import NANOSECONDS
 from ...state_spec import HybridStateSpec
 from ..arrivals import Arrivals
 from ..prompt_hashes import chains_of

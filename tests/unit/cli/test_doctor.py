@@ -8,7 +8,7 @@ import pytest
 import torch
 from mambaslots.cli import doctor, self_test
 from mambaslots.cli.main import main
-from mambaslots.inference.contexts.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.models import HybridLM
 from packaging.requirements import Requirement
 

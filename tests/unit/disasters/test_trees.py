@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.policies.state_tree import StateNode, StateTree
+from mambaslots.inference.contexts.cache.state_tree import StateNode, StateTree
 from oracle.budget import costly, thinned
 from oracle.cached_prefixes import assert_cache_is_right, tokens_to
 from oracle.drafters import MODES

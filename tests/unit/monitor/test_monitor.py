@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.policies.departures import STATE_LEAVE_CAUSES
+from mambaslots.inference.contexts.cache.departures import STATE_LEAVE_CAUSES
 from mambaslots.monitor import Monitor
 from mambaslots.monitor.explanations import why_not_deeper
 from oracle.faults import InjectedError, failing

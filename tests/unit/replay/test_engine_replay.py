@@ -6,7 +6,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.policies.slot_eviction import EVICTION_POLICIES
+from mambaslots.inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
 from mambaslots.replay.ours import spec_of
 from mambaslots.replay.setting import ModelShape, StepCost

@@ -8,7 +8,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.policies.departures import KV_LEAVE_CAUSES, STATE_LEAVE_CAUSES
+from mambaslots.inference.contexts.cache.departures import KV_LEAVE_CAUSES, STATE_LEAVE_CAUSES
 from oracle.serving import small_engine
 
 pytest.importorskip("prometheus_client")

@@ -11,9 +11,9 @@ import mambaslots.distributed as msd
 import pytest
 from mambaslots.distributed.routing import state_publisher
 from mambaslots.inference.contexts.books_only_context import BooksOnlyContext
-from mambaslots.inference.contexts.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.state_journal import StateJournal
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
+from mambaslots.inference.contexts.cache.state_journal import StateJournal
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError
 from oracle.places import Monitor, monitored

@@ -17,7 +17,7 @@ from mambaslots.distributed.transfer import codec
 from mambaslots.distributed.transfer.codec import decode_prefixes, encode_prefixes
 from mambaslots.distributed.transfer.format import TransferError
 from mambaslots.distributed.transfer.shard import PrefixShard
-from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from mambaslots.inference.contexts.cache.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from oracle.serving import random_tokens
 from oracle.transfers import Declared, engine_of, random_export, with_forest
 from safetensors.torch import load, save

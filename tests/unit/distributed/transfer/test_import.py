@@ -26,8 +26,8 @@ from mambaslots.distributed import (
 from mambaslots.distributed.transfer import placement, pool_rows
 from mambaslots.distributed.transfer.format import PrefixFormat, TensorFormat
 from mambaslots.distributed.transfer.placement import Placement
-from mambaslots.inference.contexts.durable_slots import DurableSlots
-from mambaslots.inference.policies.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
+from mambaslots.inference.contexts.cache.prefix_hash import PUBLIC_ROOT, PrefixHashChain
 from oracle.budget import costly
 from oracle.model_kinds import MIX, kind_of_model
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from mambaslots.inference.policies.checkpoint_plan import CheckpointPlan
 from oracle.fake_host import Chunk, FakeHost, FakeRequest, durable, same_bytes
 
 

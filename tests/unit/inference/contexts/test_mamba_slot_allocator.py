@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import MambaSlotCapacityError
-from mambaslots.inference.contexts.kv_block_allocator import KVBlockAllocator
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from mambaslots.inference.contexts.cache.kv_block_allocator import KVBlockAllocator
 from mambaslots.inference.contexts.mamba_slot_allocator import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     MambaSlotAllocator,
 )
 from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.policies.checkpoint_plan import CheckpointPlan
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest, durable, same_bytes
 from oracle.state_tensors import conv_and_ssm
 

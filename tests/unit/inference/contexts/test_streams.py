@@ -22,9 +22,9 @@ from mambaslots.distributed.transfer.staging import (
 )
 from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts import host_copies
-from mambaslots.inference.contexts.durable_slots import DurableSlots
+from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
+from mambaslots.inference.contexts.cache.host_tier import HostTier
 from mambaslots.inference.contexts.host_copies import HostCopies
-from mambaslots.inference.contexts.host_tier import HostTier
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines.graph_runner import GraphRunner

@@ -6,8 +6,8 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.contexts.cache.host_tier import HostTier, NullCopies
 from mambaslots.inference.contexts.host_copies import HostCopies
-from mambaslots.inference.contexts.host_tier import HostTier, NullCopies
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.contexts.tier_setup import tier_of
 from mambaslots.parallel_groups import ParallelGroups

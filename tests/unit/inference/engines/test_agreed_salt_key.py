@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mambaslots.inference.contexts.cache.salt_key import ENVIRONMENT_NAME, SaltKey
 from mambaslots.inference.engines.agreed_salt_key import agreed_salt_key
-from mambaslots.inference.policies.salt_key import ENVIRONMENT_NAME, SaltKey
 
 ONE = SimpleNamespace(is_split=False)
 

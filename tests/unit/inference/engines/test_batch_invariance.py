@@ -10,6 +10,7 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.nn.functional as F
+from mambaslots.inference.contexts.row_ladder import rungs
 from mambaslots.inference.engines import (
     batch_invariance,
     forward_check,
@@ -29,7 +30,6 @@ from mambaslots.inference.engines.recorded_products import (
     StepSizes,
     products,
 )
-from mambaslots.inference.policies.row_ladder import rungs
 from oracle.dots_in_order import ProductsInOrder, dots_in_order
 from oracle.hf_models import served_model
 from oracle.serving import small_config

@@ -10,8 +10,8 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.distributed import export_prefixes, import_prefixes
-from mambaslots.inference.contexts import borrowing
-from mambaslots.inference.policies.memory_division import MemoryDivision, UnitSizes
+from mambaslots.inference.contexts.cache import borrowing
+from mambaslots.inference.contexts.cache.memory_division import MemoryDivision, UnitSizes
 from mambaslots.pool_sizes import PoolSizes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
 from oracle.scrubbed import NewOwners, assert_scrubbed
@@ -35,7 +35,7 @@ def engine_of(num_units: int, **settings: object) -> ms.DynamicInferenceEngine:
 
 
 def _budget(sizes: UnitSizes, live: int) -> Any:
-    from mambaslots.inference.policies.memory_division import RankBudget
+    from mambaslots.inference.contexts.cache.memory_division import RankBudget
 
     return RankBudget(sizes, 1 << 30, live)
 
@@ -180,7 +180,7 @@ def test_pinned_states_leave_room_for_one_longest_sequence() -> None:
 
 
 def _chain(tokens: list[int]) -> Any:
-    from mambaslots.inference.policies.prefix_hash import PrefixHashChain
+    from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
 
     chain = PrefixHashChain(BLOCK)
     chain.extend_to(tokens)

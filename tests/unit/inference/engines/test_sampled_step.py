@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.inference.engines.acceptance import accepted_tokens
 from mambaslots.inference.engines.sampling import request_seed, sample_step
-from mambaslots.inference.policies.prefix_hash import PrefixHashChain
 from oracle.sampled_rows import sample_rows
 from oracle.serving import random_tokens, small_engine
 

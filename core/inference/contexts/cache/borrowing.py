@@ -1,0 +1,145 @@
+"""States and KV blocks borrow memory from each other."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ..scrubber import Scrubber
+from .memory_units import MemoryUnits
+from .shared_kv_blocks import SharedKVBlocks
+from .unit_choice import KVUnit, kv_unit_for_states
+from .unit_slots import UnitSlots
+
+MOST_LOOKS = 64
+"""Units that one call looks at, at most, to find one that can be emptied."""
+
+
+class Borrowing:
+    """Moves units between states and KV, as one of them needs memory. Moves no bytes.
+
+    Addresses are fixed: a slot or a block that leaves the free ones is not used, and the memory that it names
+    is used under another number. So index tensors and CUDA graphs stay valid. What was launched before reads
+    and writes the memory before what is launched later.
+
+    A state and the KV before it are worth nothing without each other. So one order decides for both, that in
+    which states are evicted: where states need memory, a unit of KV goes that is free, or whose states would
+    be evicted next; where KV needs memory, cached blocks go that nothing can be resumed with, then units of
+    free slots, then the next state with what it leaves. Decisions depend on the books alone, so that all
+    ranks of a model take the same.
+
+    Attributes:
+        num_to_states, num_to_kv: units that have changed sides.
+    """
+
+    def __init__(
+        self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: UnitSlots, scrubber: Scrubber
+    ) -> None:
+        self._units = units
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._hand = 0  # the unit at which the next look begins
+        self.num_to_states = 0
+        self.num_to_kv = 0
+        self._scrubber = scrubber
+        kv_blocks.lender = self
+
+    # ---- states need memory
+
+    def lend_slots(self, num_slots: int) -> None:
+        """Add free slots until so many are free, or until it is better to evict states."""
+        while len(self._slots.free) < num_slots:
+            whole = [unit for unit in self._kv_blocks.whole_units if unit >= self._units.num_kv_units]
+            if whole:
+                self._give_to_states(whole[0])
+                continue
+            found = kv_unit_for_states(self._candidates(), self._units.slots_per_unit, self._next_victims)
+            if found is None:
+                return
+            self._kv_blocks.empty_unit(found.leaves)
+            self._give_to_states(found.unit)
+
+    def _candidates(self) -> Iterator[KVUnit]:
+        """Units that could be emptied, of those that the hand passes; ends with the first without states."""
+        units, kv, slot_of = self._units, self._kv_blocks, self._slots.map.slot_of
+        first, count = units.num_kv_units, units.num_units - units.num_kv_units
+        for step in range(min(count, MOST_LOOKS)):
+            unit = first + (self._hand + step) % count
+            if units.holds_states[unit] or (leaves := kv.unit_leaves(unit)) is None:
+                continue
+            slots = [slot_of(block) for block in leaves if kv.leaves.holds_state(block)]
+            if -1 in slots or not self._slots.pins.keys().isdisjoint(slots):
+                continue  # a state of a tier, or one that is read
+            yield KVUnit(unit, leaves, slots, kv.last_use(leaves))
+        self._hand = (self._hand + MOST_LOOKS) % max(1, count)
+
+    def _next_victims(self, count: int) -> list[int]:
+        return self._slots.next_victims(count)
+
+    def _give_to_states(self, unit: int) -> None:
+        self._scrubber.move_unit(unit, self._units.blocks_of(unit), self._scrubber.blocks)
+        self._kv_blocks.withdraw_unit(unit)
+        self._units.holds_states[unit] = True
+        self._slots.enter(self._units.slots_of(unit))
+        self.num_to_states += 1
+
+    # ---- KV needs memory
+
+    def num_blocks_to_lend(self, keep: Sequence[int] = (), num_spare_units: int = 0) -> int:
+        """How many blocks `lend_blocks` could add at most; O(slots).
+
+        Args:
+            keep: slots whose states must stay.
+            num_spare_units: units that states are about to need.
+        """
+        units, slots = self._units, self._slots
+        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *keep])
+        movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
+        number = min(movable, self._num_units_that_may_go) - num_spare_units
+        return max(0, number) * units.blocks_per_unit
+
+    @property
+    def _num_units_that_may_go(self) -> int:
+        """Of the units that hold states, those that neither pins nor the live slots of idle rows need."""
+        return sum(self._units.holds_states) - self._units.num_units_for_pins(self._slots.pins)
+
+    def lend_blocks(self, num_blocks: int) -> None:
+        """Add free blocks until so many are free, or until only pinned states are left.
+
+        Cached blocks go that nothing can be resumed with, then units of free slots; then the state that is
+        next in the order of eviction, which leaves its slot and perhaps its blocks to that.
+        """
+        kv, slots = self._kv_blocks, self._slots
+        while kv.total_avail < num_blocks:
+            if kv.leaves.first_is_stateless:
+                kv.evict_lru_blocks(1)
+            elif (unit := self._free_state_unit()) >= 0:
+                self._give_to_kv(unit)
+            elif self._num_units_that_may_go > 0 and (victims := slots.next_victims(1)):
+                slots.evict_slots(victims)
+            else:
+                return
+
+    def _free_state_unit(self) -> int:
+        """A unit of states all of whose slots are free, or -1; O(free slots)."""
+        units = self._units
+        if self._num_units_that_may_go < 1:
+            return -1
+        counts: Counter[int] = Counter()
+        for slot in reversed(self._slots.free):
+            if (unit := units.unit_of_slot(slot)) >= 0:
+                counts[unit] += 1
+                if counts[unit] == units.slots_per_unit:
+                    return unit
+        return -1
+
+    def _give_to_kv(self, unit: int) -> None:
+        self._scrubber.move_unit(unit, self._units.slots_of(unit), self._scrubber.slots)
+        self._slots.withdraw(self._units.slots_of(unit))
+        self._units.holds_states[unit] = False
+        self._kv_blocks.enter_unit(unit)
+        self.num_to_kv += 1
+
+    # ---- the whole
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a unit that always holds KV holds states."""
+        assert not any(self._units.holds_states[: self._units.num_kv_units]), "KV has too few units"

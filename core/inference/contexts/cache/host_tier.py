@@ -1,0 +1,319 @@
+"""Cached states behind the device: in host memory, and behind that in files."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ....cache_stats import TierStats
+from ....errors import MambaSlotCapacityError
+from .departures import TierLeaveCause
+from .durable_slots import DurableSlots
+from .left_entries import LeftEntries
+from .tier_slots import TierSlots
+
+logger = logging.getLogger(__name__)
+
+
+class StateCopies(Protocol):
+    """Copies states between durable slots, slots in host memory, and files. Knows nothing of prefixes.
+
+    None of the calls makes the caller wait for a copy, except `fetch` and `load`, whose bytes the caller
+    needs next. What `store` and `save` could not copy, or have not copied yet, `fetch` and `load` refuse:
+    they may answer False at any time, and never True for other bytes than were stored under the same serial
+    number. No two states are stored under one number, so that no former content of a slot is taken for
+    another.
+    """
+
+    def store(self, slot: int, host_slot: int, serial: int) -> None:
+        """Copy a durable slot to host memory. Behind the call the slot may be written, in stream order."""
+
+    def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
+        """Copy back; whether the durable slot now holds the bytes that were stored under `serial`."""
+
+    def save(self, host_slot: int, file: int, serial: int) -> None:
+        """Write a slot of host memory to a file, some time."""
+
+    def load(self, file: int, host_slot: int, serial: int) -> bool:
+        """Read a file; whether it is whole, and was written under `serial`."""
+
+    def delete(self, files: Sequence[int] | None) -> None:
+        """Remove these files, or all."""
+
+    def zero(self, host_slots: Sequence[int]) -> None:
+        """Zero slots in host memory, behind the copies under way; does not wait."""
+
+    def free(self) -> None:
+        """Free device memory, as far as the next `store` can make it again."""
+
+
+class NullCopies:
+    """Copies nothing, and finds every copy good: for books without tensors."""
+
+    def store(self, slot: int, host_slot: int, serial: int) -> None: ...
+
+    def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
+        return True
+
+    def save(self, host_slot: int, file: int, serial: int) -> None: ...
+
+    def load(self, file: int, host_slot: int, serial: int) -> bool:
+        return True
+
+    def delete(self, files: Sequence[int] | None) -> None: ...
+
+    def zero(self, host_slots: Sequence[int]) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class HostTier:
+    """The books of host memory and of files, and the copies that follow them.
+
+    A state that leaves its durable slot for another state is copied to host memory, and to a file where
+    there are files. Both copies are found by the state's prefix hash, and live as long as the hash names a KV
+    block. A copy that was brought back to the device stays, so that the next eviction copies nothing.
+
+    Every decision follows from the books alone, not from when a copy is done, so that all ranks of a split
+    model decide alike. Whether a copy is good is found out when it comes back, and the ranks agree on it.
+
+    Attributes:
+        host, files: the books; `files` has no slots without a disk tier.
+        copies: what copies the bytes.
+        min_tokens, min_tokens_from_file: a state is brought back if it saves at least so many tokens.
+        on_left: called with hashes whose copies left for others; the owner of the KV sets it.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        copies: StateCopies | None = None,
+        *,
+        num_files: int = 0,
+        min_tokens: int = 1,
+        min_tokens_from_file: int = 1,
+        agree: Callable[[bool], bool] = bool,
+        scrubs: bool = False,
+    ) -> None:
+        """
+        Args:
+            num_slots: states that host memory holds.
+            copies: copies the bytes; None for books without tensors.
+            num_files: states that the disk holds.
+            min_tokens, min_tokens_from_file: see the class.
+            agree: whether a copy is good on all ranks, given whether it is good on this one.
+            scrubs: whether rows of host memory are zeroed when their copies leave.
+        """
+        self.files = TierSlots(num_files)
+        self.copies: StateCopies = NullCopies() if copies is None else copies
+        self.host = TierSlots(num_slots, LeftEntries(self.copies.zero if scrubs else None))
+        self.min_tokens = min_tokens
+        self.min_tokens_from_file = min_tokens_from_file
+        self.num_fetched = 0
+        self.num_fetched_from_files = 0
+        self.num_failed_stores = 0
+        self.on_left: Callable[[Sequence[int]], None] = lambda keys: None
+        self._agree = agree
+        self._serial = 0
+
+    def __contains__(self, key: int) -> bool:
+        """Whether there is a copy under this hash."""
+        return key in self.host or key in self.files
+
+    def stats(self) -> TierStats:
+        """How full both tiers are, and what went through them."""
+        return TierStats(
+            num_host_slots=self.host.num_slots,
+            num_host_states=len(self.host),
+            num_states_spilled=self.host.num_entered,
+            num_states_fetched=self.num_fetched,
+            num_failed_stores=self.num_failed_stores,
+            host_copies_left_by_cause=self.host.left_by_cause.copy(),
+            num_disk_slots=self.files.num_slots,
+            num_disk_states=len(self.files),
+            num_states_fetched_from_disk=self.num_fetched_from_files,
+            disk_copies_left_by_cause=self.files.left_by_cause.copy(),
+        )
+
+    # ---- out
+
+    def spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Keep the states of durable slots that are about to hold others; does not wait.
+
+        An error of a copy costs the copy, and nothing else. The books know a copy that failed as one that is
+        there, so that the books of all ranks stay equal; it is refused when it is to come back.
+
+        Args:
+            slots: durable slots that nobody has written to yet.
+            keys: the prefix hash of each slot's state; a state without a hash has one < 1.
+        """
+        for slot, key in zip(slots, keys, strict=True):
+            if key <= 0:
+                continue
+            if key in self.host:
+                self.host.use(key)
+                continue
+            host_slot = self._take(self.host)
+            if host_slot < 0:
+                continue
+            self._serial = serial = self._serial + 1
+            try:
+                self.copies.store(slot, host_slot, serial)
+            except Exception:
+                self._note_failure()
+                self.host.left.note([host_slot])  # of another state; what is published is refused
+            self.host.publish(key, host_slot, serial)  # also what failed, so that ranks agree
+            self._save(host_slot, key, serial)
+
+    def _save(self, host_slot: int, key: int, serial: int) -> None:
+        if key in self.files:
+            self.files.use(key)
+            return
+        file = self._take(self.files)
+        if file < 0:
+            return
+        try:
+            self.copies.save(host_slot, file, serial)
+        except Exception:
+            self._note_failure()
+        self.files.publish(key, file, serial)
+
+    def _take(self, tier: TierSlots) -> int:
+        slot, left = tier.take()
+        if left and left not in self:
+            self.on_left([left])
+        return slot
+
+    def _note_failure(self) -> None:
+        if not self.num_failed_stores:
+            logger.warning("a state could not be copied from the device; the state is lost", exc_info=True)
+        self.num_failed_stores += 1
+
+    # ---- back
+
+    def bring_back(
+        self,
+        slots: DurableSlots,
+        blocks: Sequence[int],
+        keys: Sequence[int],
+        start: int,
+        block_size_tokens: int,
+    ) -> bool:
+        """Bring the deepest state of a prefix back to the device, where that is worth it.
+
+        Takes a durable slot for the state, and may evict others, which spill in turn. Waits for the copy. A
+        copy that turns out to be bad is forgotten, and the next deepest one is tried. The state can be found
+        once its copy is complete; a call that is interrupted leaves a reserved slot and nothing else. Where
+        the model is split, a collective.
+
+        Args:
+            slots: the book of durable slots.
+            blocks: the registered blocks that a sequence may resume behind.
+            keys: their hashes, and perhaps more.
+            start: tokens of the sequence that need not be computed in any case.
+            block_size_tokens: tokens of a block.
+
+        Returns:
+            Whether states have come or gone, so that matches are to be made again. That is so, too, where the
+                copies were bad: another state may have left for them.
+        """
+        changed = False
+        if not (self.host or self.files):
+            return changed
+        for depth in range(len(blocks), -(-start // block_size_tokens), -1):
+            key, block = keys[depth - 1], blocks[depth - 1]
+            if self._is_worth(key, depth * block_size_tokens - start) and block not in slots.map:
+                self._pin(key)
+                try:
+                    (slot,) = slots.reserve([block])
+                except MambaSlotCapacityError:
+                    self._unpin()
+                    return changed
+                changed = True
+                if self._fetch(key, slot):
+                    slots.commit([slot])
+                    return True
+                slots.release([slot])
+        return changed
+
+    def _is_worth(self, key: int, num_tokens: int) -> bool:
+        """Whether there is a copy under `key` that is worth its way where it saves `num_tokens`."""
+        if key in self.host:
+            return num_tokens >= self.min_tokens
+        return key in self.files and num_tokens >= self.min_tokens_from_file
+
+    def _pin(self, key: int) -> None:
+        """Keep the copy under `key` where it is while others spill."""
+        for tier in (self.host, self.files):
+            if key in tier:
+                tier.use(key)
+                tier.pin(key)
+
+    def _unpin(self) -> None:
+        self.host.pin(None)
+        self.files.pin(None)
+
+    def _fetch(self, key: int, slot: int) -> bool:
+        """Copy the state under `key` to a reserved slot; whether it is there on all ranks of the model.
+
+        A copy that is bad on any rank is forgotten on all.
+        """
+        from_file = key not in self.host
+        good = loaded = False
+        try:
+            loaded = not from_file or self._load(key)
+            if loaded:
+                good = self.copies.fetch(self.host.slot_of(key), slot, self.host.serial_of(key))
+        except Exception:
+            logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
+        self._unpin()
+        if not self._agree(good):
+            self.forget([key], "damaged" if loaded else "not_written")
+            self.on_left([key])
+            return False
+        self.num_fetched += 1
+        self.num_fetched_from_files += from_file
+        return True
+
+    def _load(self, key: int) -> bool:
+        """Read a file into a slot of host memory. The books change alike on all ranks, whatever is read."""
+        host_slot = self._take(self.host)
+        if host_slot < 0:
+            return False
+        serial = self.files.serial_of(key)
+        self.host.publish(key, host_slot, serial)
+        self.host.pin(key)
+        return self.copies.load(self.files.slot_of(key), host_slot, serial)
+
+    # ---- the whole
+
+    def forget(self, keys: Iterable[int], cause: TierLeaveCause = "forgotten") -> None:
+        """Forget the copies under these hashes. `cause`: what they count as."""
+        listed = list(keys)
+        self.host.forget(listed, cause)
+        gone = self.files.forget(listed, cause)
+        if gone:
+            self.copies.delete(gone)
+
+    def clear(self, totals: bool = False) -> None:
+        """Forget every copy; with `totals` also the counts."""
+        had_files = len(self.files) > 0
+        self.host.clear(totals)
+        self.files.clear(totals)
+        if totals:
+            self.num_fetched = self.num_fetched_from_files = self.num_failed_stores = 0
+        if had_files:
+            self.copies.delete(None)
+
+    def mend(self) -> None:
+        """Put the books in order behind an interrupted change; O(slots)."""
+        self.host.mend()
+        self.files.mend()
+
+    def check_integrity(self, known: Callable[[int], bool]) -> None:
+        """Raise AssertionError where the books contradict themselves, or keep what nobody can resume from.
+
+        `known`: whether a prefix hash names a registered KV block.
+        """
+        for tier in (self.host, self.files):
+            tier.check_integrity()
+            assert all(map(known, tier.keys())), "a tier keeps a state whose KV is gone"

@@ -1,0 +1,549 @@
+"""KV blocks: who holds them, and which of them are free.
+
+This file is over 400 lines long because hosts call this class. Every argument is checked here, once, also for
+the tree and the eviction order.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from operator import countOf
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ....errors import KVBlockCapacityError
+from ....validation import INT32_MAX, boolean, checked_integers, integer, one_of, shown
+from ..mirrored import MirroredTensor
+from .departures import Clock, KVLeaveCause
+from .free_blocks import BlockStack, FreeBlocks
+from .leaf_eviction import LeafEviction
+from .left_entries import LeftEntries
+from .prefix_tree import Parent, PrefixTree
+from .slot_eviction import EVICTION_POLICIES
+
+logger = logging.getLogger(__name__)
+
+DeregistrationObserver = Callable[[list[int], set[int]], None]
+ForgetStates = Callable[[Sequence[int] | None, KVLeaveCause], None]
+MAX_HASH = (1 << 63) - 1
+
+
+class KVBlockAllocator:
+    """The bookkeeping of a pool of KV blocks; the tensors belong to the context.
+
+    A block is *free*, *held* (reference count > 0) or *cached* (registered under its prefix hash, and held by
+    nobody). A registered block's parent is the registered block before it in the sequence. Whoever holds a
+    block also holds the block's parents. So cached blocks hang below held ones, and all of them can be
+    evicted, leaf first. The cost of a call grows with the blocks that it names (times the logarithm of the
+    number of cached blocks), not with the pool.
+
+    Attributes (for hosts to read; writing them is not supported):
+        block_ref_counts [total_count] int32, block_hashes [total_count] int64, -1 where not registered, and
+        block_timestamps [total_count] int64, nanoseconds, which grow with each use: CPU tensors. Reading an
+        attribute brings its tensor up to date, in O(total_count) where something changed. The tensor object
+        never changes, but a reference that a host keeps shows the last read: index
+        `allocator.block_hashes[...]` anew.
+        kv_hash_to_block_id: dict from prefix hash to registered block; another dict after all was forgotten.
+        tree: the registered blocks, as `PrefixTree` keeps them.
+        leaves: the order in which cached blocks are evicted.
+        on_blocks_deregistered: megatron-core's single observer; `observe_deregistration` adds more.
+    """
+
+    def __init__(
+        self,
+        total_count: int,
+        enable_prefix_caching: bool = True,
+        prefix_caching_eviction_policy: str = "value",
+        forget_states: ForgetStates = lambda blocks, cause: None,
+        clock: Clock = time.monotonic_ns,
+        left: LeftEntries | None = None,
+    ) -> None:
+        """
+        Args:
+            total_count: blocks of the pool.
+            enable_prefix_caching: whether blocks may be registered.
+            prefix_caching_eviction_policy: "value" and "lru" keep registered blocks that nobody holds until
+                their memory is needed; "ref_zero" deregisters a block with its last holder.
+            forget_states: called with blocks before they leave the index, None for all, and with why they
+                leave; the owner of the blocks' states forgets these. What it raises goes on to the caller,
+                because a state must not outlive its block.
+            clock: tells when blocks are used. Two uses at one time count as one after the other.
+            left: notes the blocks that become free; None for nothing.
+        """
+        if not callable(forget_states):
+            raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
+        self._forget_states = forget_states
+        self._now = clock
+        self.total_count = integer("total_count", total_count, 1, INT32_MAX)
+        self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
+        policy = one_of("prefix_caching_eviction_policy", prefix_caching_eviction_policy, EVICTION_POLICIES)
+        self._drops_unheld = policy == "ref_zero"
+        self.tree = PrefixTree(self.total_count)
+        self.on_blocks_deregistered: DeregistrationObserver | None = None
+        self._observers: list[DeregistrationObserver] = []
+        self._timestamps = [0] * self.total_count
+        self.leaves = LeafEviction(self._timestamps)
+        self._version = 0
+        self._left = left or LeftEntries()
+        self._free = self._new_free_blocks()
+        zeros = torch.zeros(total_count, dtype=torch.int64, device="cpu")
+        self._ref_counts_tensor = MirroredTensor(zeros.to(torch.int32), self._fill_ref_counts)
+        self._hashes_tensor = MirroredTensor(zeros - 1, self._fill_hashes)
+        self._timestamps_tensor = MirroredTensor(zeros, self._fill_timestamps)
+        self._clear_references()
+
+    def _clear_references(self) -> None:
+        self._refs = [0] * self.total_count + [1]  # the tree's origin is always held
+        for block in self._lent_blocks():
+            self._refs[block] = 1
+        self._timestamps[:] = [0] * self.total_count
+        self._clock = 0
+        self._num_cached = 0
+        self._restart_free(self.total_count - len(self._lent_blocks()))
+
+    def _restart_free(self, num_free: int) -> None:
+        """Note that every block is free that is neither held nor registered."""
+        self._free.restart(num_free, self._refs, self.tree.parents)
+        if self._left.is_active:
+            self._left.note(self._free.listed(self._refs, self.tree.parents))
+
+    def _add_free(self, blocks: list[int]) -> None:
+        self._left.note(blocks)
+        self._free.add(blocks)
+
+    # ---- the tensors
+
+    @property
+    def block_ref_counts(self) -> torch.Tensor:
+        return self._ref_counts_tensor.read(self._version)
+
+    @property
+    def block_hashes(self) -> torch.Tensor:
+        return self._hashes_tensor.read(self._version)
+
+    @property
+    def block_timestamps(self) -> torch.Tensor:
+        return self._timestamps_tensor.read(self._version)
+
+    def _fill_ref_counts(self, array: npt.NDArray[np.generic]) -> None:
+        array[:] = self._refs[: self.total_count]
+
+    def _fill_hashes(self, array: npt.NDArray[np.generic]) -> None:
+        array[:] = -1
+        array[list(self.kv_hash_to_block_id.values())] = list(self.kv_hash_to_block_id)
+
+    def _fill_timestamps(self, array: npt.NDArray[np.generic]) -> None:
+        array[:] = self._timestamps
+
+    @property
+    def kv_hash_to_block_id(self) -> dict[int, int]:
+        return self.tree.block_of_hash
+
+    @property
+    def references(self) -> dict[int, int]:
+        """The reference counts of the held blocks."""
+        held = {block: count for block, count in enumerate(self._refs[: self.total_count]) if count}
+        for block in self._lent_blocks():
+            held.pop(block, None)
+        return held
+
+    # ---- how much there is
+
+    @property
+    def total_avail(self) -> int:
+        """The number of free blocks; cached blocks do not count."""
+        return len(self._free)
+
+    @property
+    def cached_count(self) -> int:
+        """The number of registered blocks that nobody holds."""
+        return self._num_cached
+
+    @property
+    def held_count(self) -> int:
+        return self.total_count - self.total_avail - self._num_cached
+
+    # ---- a memory that blocks share with states: `SharedKVBlocks` has it
+
+    def _new_free_blocks(self) -> FreeBlocks:
+        return BlockStack(self.total_count)
+
+    def _lent_blocks(self) -> Sequence[int]:
+        """The blocks whose memory holds states. They have a reference, which nobody counts as held."""
+        return ()
+
+    def _num_blocks_to_borrow(self, keep_slots: Sequence[int] | None) -> int:
+        """How many blocks `_borrow` could add at most to those that are free or cached."""
+        return 0
+
+    def _borrow(self, num_blocks: int) -> None:
+        """Add free blocks until so many are free, or until it is better to evict cached blocks."""
+
+    def is_memory_available(
+        self,
+        num_blocks: int,
+        potential_matched_count: int = 0,
+        keep_slots: Sequence[int] | None = None,
+    ) -> bool:
+        """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held.
+
+        `keep_slots`: slots of states that a request pins before, beside which it takes live slots.
+        """
+        needed = integer("num_blocks", num_blocks, 0)
+        matched = integer("potential_matched_count", potential_matched_count, 0)
+        missing = needed - (self.total_avail + self._num_cached - matched)
+        return missing <= 0 or missing <= self._num_blocks_to_borrow(keep_slots)
+
+    def count_cached(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks nobody holds; all of them must be registered."""
+        return countOf(map(self._refs.__getitem__, self._checked(block_ids)), 0)
+
+    # ---- allocation and references
+
+    def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
+        """Take `num_blocks` unregistered blocks, with one reference each; evicts cached blocks where needed.
+
+        Raises:
+            KVBlockCapacityError: too few blocks are free or cached; nothing is evicted.
+        """
+        num_blocks = integer("num_blocks", num_blocks, 0)
+        if num_blocks > self.total_avail:
+            self._borrow(num_blocks)
+        missing = num_blocks - self.total_avail
+        if missing > self._num_cached:
+            raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
+        if missing > 0:
+            self._evict(missing)
+        blocks = self._free.take(num_blocks, self._refs, self.tree.parents)
+        self._left.give(blocks)
+        if self.tree.remains:
+            self.tree.remains.free(512 + 16 * num_blocks)
+        refs = self._refs
+        for block in blocks:
+            refs[block] = 1
+        self._version += 1
+        return blocks
+
+    def add_references(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each of these held or registered blocks; parents come before children."""
+        blocks = self._checked(block_ids)
+        refs, tree = self._refs, self.tree
+        parents = tree.parents
+        seen: set[int] = set()
+        for block in blocks:
+            seen.add(block)
+            if refs[block]:
+                continue
+            parent = parents[block]
+            if parent < 0:
+                raise ValueError(
+                    f"block_ids names {block}; accepted: held or registered blocks, this one is free"
+                )
+            if not refs[parent] and parent not in seen:
+                raise ValueError(
+                    f"block_ids names {block}; accepted: after its parent {parent}, which nobody holds"
+                )
+        for block in blocks:
+            if refs[block] == 0:
+                self._num_cached -= 1
+                self.leaves.withdraw(block)
+                tree.num_cached_children[parents[block]] -= 1
+                tree.num_held_children[parents[block]] += 1
+            refs[block] += 1
+        self._version += 1
+
+    def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
+        """Remove one reference from each block; the blocks of a sequence come in order.
+
+        Unregistered blocks without a reference become free. Registered ones stay cached, or are
+        deregistered under "ref_zero". A block named twice loses two references.
+
+        `forget`: also deregister the blocks that nobody holds any more and no other sequence continues.
+        """
+        blocks = self._checked(block_ids)
+        refs, tree = self._refs, self.tree
+        parents, num_held_children = tree.parents, tree.num_held_children
+        if len(set(blocks)) == len(blocks):
+            left = [refs[block] - 1 for block in blocks]
+        else:
+            counts = Counter(blocks)
+            blocks, left = list(counts), [refs[block] - count for block, count in counts.items()]
+        leaving = blocks
+        if any(left):
+            if min(left) < 0:
+                block, less = next((b, less) for b, less in zip(blocks, left, strict=True) if less < 0)
+                raise ValueError(
+                    f"block_ids names {block} {refs[block] - less} times; accepted: at most as often as it "
+                    f"has references ({refs[block]})"
+                )
+            leaving = [block for block, held in zip(blocks, left, strict=True) if not held]
+        cached = [block for block in leaving if parents[block] >= 0]
+        for block in cached:
+            num_held_children[parents[block]] -= 1
+        if sum([num_held_children[block] for block in cached]):
+            block = next(block for block in cached if num_held_children[block])
+            for child in cached:
+                num_held_children[parents[child]] += 1
+            raise ValueError(f"block_ids names {block}; accepted: with the held blocks that continue it")
+        for block, held in zip(blocks, left, strict=True):
+            refs[block] = held
+        self._version += 1
+        if len(cached) < len(leaving):
+            self._add_free([block for block in reversed(leaving) if parents[block] < 0])
+        cached.reverse()
+        self._num_cached += len(cached)
+        cause: KVLeaveCause = "discarded" if forget else "released"
+        if self._drops_unheld and self._num_cached == len(cached):
+            self._deregister(cached, cause)
+            return
+        self._clock = max(self._clock + 1, self._now())
+        timestamps, clock, num_cached_children = self._timestamps, self._clock, tree.num_cached_children
+        for block in cached:
+            timestamps[block] = clock
+            num_cached_children[parents[block]] += 1
+        for block in cached:
+            if not num_cached_children[block]:
+                self.leaves.offer(block)
+        if forget or self._drops_unheld:  # what an interrupted release has left cached may continue a block
+            self._deregister(self._without_continuation(cached), cause)
+
+    def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
+        """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.
+
+        `blocks`: children come before their parents.
+        """
+        tree, gone = self.tree, []
+        for block in blocks:
+            if not tree.num_children(block):
+                self.leaves.withdraw(block)
+                tree.num_cached_children[tree.parents[block]] -= 1
+                gone.append(block)
+        return gone
+
+    # ---- prefixes
+
+    def match_chain(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
+        """The registered blocks that continue `parent`, up to the first one that is unknown.
+
+        Token ids are compared, not only hashes.
+
+        `parent`: a registered block, or the root digest.
+        """
+        if not isinstance(parent, bytes):
+            parent = integer("parent", parent, 0, self.total_count - 1)
+        keys = checked_integers("hashes", hashes, 1, MAX_HASH)
+        contents = _checked_contents(tokens)
+        if len(keys) != len(contents):
+            raise ValueError(
+                f"hashes has {len(keys)} entries and tokens {len(contents)}; accepted: equally many"
+            )
+        return self.tree.match(parent, keys, contents)
+
+    def register_chain(
+        self, parent: Parent, block_ids: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
+    ) -> list[int]:
+        """Make consecutive, fully written blocks of one sequence findable; the first to register wins.
+
+        `parent`: the registered block before the first of these blocks, or the root digest.
+
+        Returns:
+            For each block the registered block that stores its prefix: the block itself, or a duplicate that
+                was registered earlier, which the caller should use instead. The list ends early where a hash
+                collides with that of another prefix (probability 2**-63), because no later block could be
+                found.
+        """
+        if not self._registers:
+            raise ValueError(
+                "enable_prefix_caching is False; accepted: no registration without prefix caching"
+            )
+        blocks = self._checked(block_ids)
+        keys = checked_integers("hashes", hashes, 1, MAX_HASH)
+        contents = _checked_contents(tokens)
+        if not len(blocks) == len(keys) == len(contents):
+            raise ValueError(
+                f"block_ids, hashes and tokens have {len(blocks)}, {len(keys)} and {len(contents)} entries; "
+                "accepted: equally many"
+            )
+        parent = self._checked_parent(parent)
+        refs, parents = self._refs, self.tree.parents
+        registered = [parents[block] for block in blocks] != [-1] * len(blocks)
+        if registered or len(set(blocks)) < len(blocks) or 0 in [refs[block] for block in blocks]:
+            raise ValueError(
+                f"block_ids is {blocks}; accepted: distinct, held blocks that are not registered yet"
+            )
+        canonical = self.tree.register(parent, blocks, keys, contents)
+        self._version += 1
+        new = next((i for i, block in enumerate(canonical) if block == blocks[i]), 0)
+        if new:  # the duplicate is continued now, and so is no leaf
+            self.leaves.withdraw(canonical[new - 1])
+        return canonical
+
+    def _checked_parent(self, parent: object) -> Parent:
+        if isinstance(parent, bytes):
+            return parent
+        block = integer("parent", parent, 0, self.total_count - 1)
+        if block not in self.tree or not self._refs[block]:
+            raise ValueError(
+                f"parent is {block}; accepted: a held, registered block, or the root digest for a first one"
+            )
+        return block
+
+    # ---- eviction
+
+    def evict_lru_blocks(self, num_blocks: int) -> list[int]:
+        """Deregister and free `num_blocks` cached blocks and return them (none for a number <= 0).
+
+        Only leaves are evicted, so that no chain loses its middle. Leaves without a state go first, because
+        nothing can resume there; then the leaves used longest ago.
+
+        Raises:
+            KVBlockCapacityError: fewer blocks are cached; nothing is changed.
+        """
+        num_blocks = integer("num_blocks", num_blocks)
+        if num_blocks > self._num_cached:
+            raise KVBlockCapacityError(num_blocks, self._num_cached)
+        return self._evict(num_blocks) if num_blocks > 0 else []
+
+    def _evict(self, num_blocks: int) -> list[int]:
+        refs, tree = self._refs, self.tree
+        parents, num_held, num_cached = tree.parents, tree.num_held_children, tree.num_cached_children
+
+        def parent_left_as_leaf(block: int) -> int:
+            parent = parents[block]
+            num_cached[parent] = left = num_cached[parent] - 1
+            return -1 if left or refs[parent] or num_held[parent] else parent
+
+        victims = self.leaves.pop(num_blocks, parent_left_as_leaf)
+        self._deregister(victims, "new_block")
+        last_used_ns = list(map(self._timestamps.__getitem__, victims))
+        self.tree.departures.note_ages(self._now(), last_used_ns)
+        return victims
+
+    def observe_deregistration(self, observer: DeregistrationObserver) -> None:
+        """Call `observer(block_ids, hashes)` after each deregistration, before the blocks are reused.
+
+        Where an observer raises, the error is logged, the other observers are called and the blocks are
+        freed.
+        """
+        if not callable(observer):
+            raise ValueError(f"observer is {shown(observer)}; accepted: a callable of blocks and hashes")
+        self._observers.append(observer)
+
+    def unobserve_deregistration(self, observer: DeregistrationObserver) -> None:
+        """Stop calling `observer`; ValueError for one that does not observe."""
+        if not callable(observer) or observer not in self._observers:
+            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this allocator")
+        self._observers = [known for known in self._observers if known != observer]
+
+    def _deregister(self, blocks: list[int], cause: KVLeaveCause) -> None:
+        """Forget the hashes of cached blocks that nothing continues any more, and free the blocks.
+
+        The states go first: no state may be findable once its block is free. Observers come last, so that a
+        raising observer loses no block.
+        """
+        if not blocks:
+            return
+        try:
+            self._forget_states(blocks, cause)
+        except BaseException:
+            self._put_back(blocks)
+            raise
+        hashes = self.tree.deregister(blocks, cause)
+        self._version += 1
+        self._num_cached -= len(blocks)
+        self._add_free(blocks[::-1])
+        self._notify(blocks, hashes)
+
+    def _put_back(self, blocks: list[int]) -> None:
+        """Give blocks that were about to leave their places among the cached ones again."""
+        tree = self.tree
+        for block in blocks:
+            tree.num_cached_children[tree.parents[block]] += 1
+            self.leaves.withdraw(tree.parents[block])
+        for block in blocks:
+            if not tree.num_children(block):
+                self.leaves.offer(block)
+
+    @property
+    def _strangers(self) -> list[DeregistrationObserver]:
+        single = [self.on_blocks_deregistered] if self.on_blocks_deregistered else []
+        return single + self._observers
+
+    def _notify(self, blocks: list[int], hashes: list[int]) -> None:
+        for observer in self._strangers:
+            try:
+                observer(list(blocks), set(hashes))
+            except Exception:
+                logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
+
+    def deregister_all(self) -> None:
+        """Forget every prefix and ghost. Cached blocks become free; held blocks stay held.
+
+        Costs O(states) and a few copies of lists of the pool's length; O(registered blocks) for observers.
+        """
+        self._forget_states(None, "reset")
+        num_free, by_hash = self.total_avail + self._num_cached, self.tree.block_of_hash
+        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
+        self._forget_prefixes()
+        self._restart_free(num_free)
+        self._notify(registered, hashes)
+
+    def reset(self, *, keep_totals: bool = False) -> None:
+        """Forget every reference and prefix, without calling observers: the caller resets them, too.
+
+        `keep_totals`: whether the counts of what entered and left stay.
+        """
+        self._forget_prefixes()
+        if not keep_totals:
+            self.tree.departures.clear()
+        self._clear_references()
+
+    def _forget_prefixes(self) -> None:
+        self._version += 1
+        self._num_cached = 0
+        self.tree.clear()
+        self.leaves.clear()
+
+    # ---- checks
+
+    def _checked(self, block_ids: Sequence[int]) -> list[int]:
+        return checked_integers("block_ids", block_ids, 0, self.total_count - 1)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the maps contradict each other; O(pool)."""
+        registered = set(self.kv_hash_to_block_id.values())
+        listed = self._free.listed(self._refs, self.tree.parents)
+        free = set(listed)
+        assert len(listed) == len(free), "a block is free twice"
+        assert len(free) == self.total_avail, "the count of free blocks is off"
+        assert not free & registered, "a free block is registered"
+        assert all(self._refs[block] == 0 for block in free), "a free block is held"
+        held = {block for block in range(self.total_count) if self._refs[block] > 0}
+        cached = registered - held
+        assert min(self._refs) >= 0, "a reference count is negative"
+        lent = self._lent_blocks()
+        assert registered.isdisjoint(lent), "a registered block's memory holds states"
+        assert all(self._refs[block] == 1 for block in lent), "the memory of a block in use holds states"
+        assert len(free) + len(held | registered) == self.total_count, "a block is nowhere"
+        assert len(cached) == self._num_cached, "the count of cached blocks is off"
+        assert self._refs[self.total_count] == 1, "the origin of all prefixes is not held"
+        self.tree.check_integrity(held)
+        leaves = {block for block in cached if not self.tree.num_children(block)}
+        assert leaves == self.leaves.blocks, "the cached leaves are others"
+        self.leaves.check_integrity()
+        for tensor, values in (
+            (self._ref_counts_tensor, self._refs[:-1]),
+            (self._timestamps_tensor, self._timestamps),
+            (self._hashes_tensor, [self.tree.hash_of(block) for block in range(self.total_count)]),
+        ):
+            if tensor.shows(self._version):
+                assert tensor.read(self._version).tolist() == values, "a tensor shows other values"
+
+
+def _checked_contents(tokens: Sequence[bytes]) -> list[bytes]:
+    if not isinstance(tokens, Sequence) or countOf(map(type, tokens), bytes) < len(tokens):
+        raise ValueError(f"tokens is {shown(tokens)}; accepted: a list of bytes, the token ids of each block")
+    return tokens if type(tokens) is list else list(tokens)

@@ -1,0 +1,229 @@
+"""Which prefix each KV block stores: a tree of registered blocks."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from .departures import KV_LEAVE_CAUSES, Departures, KVLeaveCause
+from .ghost_list import GhostList
+from .remains import Remains
+
+Parent = int | bytes
+"""What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
+
+
+class PrefixTree:
+    """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
+
+    The tree handles integers only, and trusts its arguments. The parent of a prefix's first block is the
+    *origin*, which counts as a block that is always held; the prefix's root digest is stored beside the first
+    block.
+    `KVBlockAllocator` knows which blocks are held, and keeps the two counts of children up to date.
+
+    Attributes:
+        origin: the number of the origin: one more than the last block.
+        block_of_hash: prefix hash -> registered block. `clear` puts another dict in its place.
+        parents: parent of each block, -1 for unregistered blocks.
+        num_held_children, num_cached_children: for each block the number of registered blocks that continue
+            it and are held, or are held by nobody. The last entry is the origin's.
+        ghosts: hashes of evicted blocks.
+        remains: what `clear` has left to free.
+        departures: how many blocks were registered, and how many left, by cause and age.
+        clock: grows with every registration and every change of a state. It is never set back.
+        serials: for each block the clock at its registration; see `stands`.
+        family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
+            state's ghost, of any prefix that begins with the block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.origin = num_blocks
+        self.block_of_hash: dict[int, int] = {}
+        self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
+        self._ghost_parents = GhostList(2 * num_blocks)  # hashes of the blocks before evicted ones
+        self.remains = Remains()
+        self.departures = Departures[KVLeaveCause](KV_LEAVE_CAUSES)
+        self.clock = 0
+        self.serials = [0] * num_blocks
+        self.family_changes = [0] * num_blocks
+        self._roots = [0] * num_blocks  # the first block of each registered block's prefix
+        self.parents: list[int] = []
+        self.num_held_children: list[int] = []
+        self.num_cached_children: list[int] = []
+        # The last registration of each block; meaningless once the block is deregistered.
+        self._hashes = [-1] * num_blocks
+        self._tokens = [b""] * num_blocks
+        self._root_digests: dict[int, bytes] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every prefix and ghost."""
+        old = self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children
+        num_left = len(self.block_of_hash)
+        self.block_of_hash = present = dict[int, int]()
+        self.ghosts.present = present
+        self.remains.leave(*old, *self.ghosts.clear(), *self._ghost_parents.clear())
+        num_blocks = self.origin
+        self.parents = [-1] * num_blocks
+        self.num_held_children = [0] * (num_blocks + 1)
+        self.num_cached_children = [0] * (num_blocks + 1)
+        self._root_digests.clear()
+        self.departures.by_cause["reset"] += num_left
+
+    def mend_counts(self) -> None:
+        """Put `departures` in order behind an interrupted change; O(1)."""
+        self.departures.mend(len(self.block_of_hash))
+
+    def __contains__(self, block: int) -> bool:
+        """Whether the block is registered."""
+        return self.parents[block] >= 0
+
+    def hash_of(self, block: int) -> int:
+        """The hash that the block is registered under, or -1."""
+        return self._hashes[block] if self.parents[block] >= 0 else -1
+
+    def content_of(self, block: int) -> tuple[Parent, bytes]:
+        """A registered block's parent (the block before it, or the root digest), and its token ids."""
+        parent = self.parents[block]
+        return self._root_digests[block] if parent == self.origin else parent, self._tokens[block]
+
+    def keys_to(self, block: int) -> list[int]:
+        """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
+        keys: list[int] = []
+        parents, hashes = self.parents, self._hashes
+        while 0 <= block != self.origin and len(keys) <= self.origin:
+            keys.append(hashes[block])
+            block = parents[block]
+        return keys[::-1]
+
+    def stands(self, block: int, since: int) -> bool:
+        """Whether a block that was registered at clock `since` has not left. Then no ancestor has, either."""
+        return self.parents[block] >= 0 and self.serials[block] <= since
+
+    def note_states_changed(self, blocks: Iterable[int]) -> None:
+        """Note that a state of these blocks, or the ghost of one, came or went."""
+        self.clock = clock = self.clock + 1
+        changes, roots, parents = self.family_changes, self._roots, self.parents
+        for block in blocks:
+            if parents[block] >= 0:
+                changes[roots[block]] = clock
+
+    def count_by_root(self, blocks: Iterable[int]) -> Counter[bytes]:
+        """How many of these registered blocks belong to sequences with each root digest."""
+        counts: Counter[bytes] = Counter()
+        for first, number in Counter(map(self._roots.__getitem__, blocks)).items():
+            counts[self._root_digests.get(first, b"")] += number
+        return counts
+
+    def num_children(self, block: int) -> int:
+        """Registered blocks that continue this one; two or more make it a fork."""
+        return self.num_held_children[block] + self.num_cached_children[block]
+
+    def was_continued(self, key: int) -> bool:
+        """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
+        block = self.block_of_hash.get(key, -1)
+        return (block >= 0 and self.num_children(block) > 0) or key in self._ghost_parents
+
+    def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
+        """The registered blocks that continue `parent`, up to the first one that is unknown.
+
+        Token ids are compared, not only hashes.
+
+        `parent`: a registered block, or a root digest.
+        """
+        matched: list[int] = []
+        parents, contents, block_of_hash = self.parents, self._tokens, self.block_of_hash
+        for key, content in zip(hashes, tokens, strict=True):
+            block = block_of_hash.get(key, -1)
+            if block < 0 or contents[block] != content:
+                break
+            if parents[block] != parent and not self._begins(block, parent):
+                break
+            matched.append(block)
+            parent = block
+        return matched
+
+    def _begins(self, block: int, parent: Parent) -> bool:
+        """Whether a registered block is the first one of a prefix with this root digest."""
+        return self.parents[block] == self.origin and self._root_digests[block] == parent
+
+    def register(
+        self, parent: Parent, blocks: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
+    ) -> list[int]:
+        """Enter consecutive, held blocks below `parent`; the first to register a prefix wins.
+
+        Returns:
+            For each block the registered block that stores its prefix: the block itself, or one that was
+                registered earlier. The list ends early where a hash collides with that of another prefix
+                (probability 2**-63).
+        """
+        canonical = self.match(parent, hashes, tokens)
+        num_known = len(canonical)
+        before = canonical[-1] if canonical else self.origin if isinstance(parent, bytes) else parent
+        block_of_hash, parents, num_held = self.block_of_hash, self.parents, self.num_held_children
+        own_hashes, contents = self._hashes, self._tokens
+        serials, roots = self.serials, self._roots
+        self.clock = clock = self.clock + 1
+        root = -1 if before == self.origin else roots[before]
+        if before == self.origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
+            self._root_digests[blocks[0]] = parent
+        for block, key, content in zip(
+            blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
+        ):
+            if key in block_of_hash:  # the key of another prefix, which `match` did not accept
+                break
+            block_of_hash[key] = block
+            own_hashes[block] = key
+            contents[block] = content
+            roots[block] = root = root if root >= 0 else block
+            serials[block] = clock
+            parents[block] = before
+            num_held[before] += 1
+            canonical.append(block)
+            before = block
+        self.departures.num_entered += len(canonical) - num_known
+        return canonical
+
+    def deregister(self, blocks: Sequence[int], cause: KVLeaveCause) -> list[int]:
+        """Forget blocks that nothing continues.
+
+        The caller has subtracted the blocks from their parents' counts of children.
+
+        Returns:
+            The blocks' hashes, which become ghosts.
+        """
+        own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
+        hashes = [own_hashes[block] for block in blocks]
+        for key in hashes:
+            del block_of_hash[key]
+        self.ghosts.add_all(hashes, "evicted")
+        before = {parents[block] for block in blocks}
+        before.discard(self.origin)
+        self._ghost_parents.add_all([own_hashes[block] for block in before], "evicted")
+        for block in blocks:
+            parents[block] = -1
+        self.departures.by_cause[cause] += len(hashes)
+        return hashes
+
+    def check_integrity(self, held: set[int]) -> None:
+        """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
+        registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
+        cached = registered - held
+        self.departures.check_integrity(len(registered), "KV blocks")
+        assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
+        for counts, blocks in (
+            (self.num_held_children, registered & held),
+            (self.num_cached_children, cached),
+        ):
+            counted = Counter(self.parents[block] for block in blocks)
+            assert counts == [counted[b] for b in range(self.origin + 1)], "a count of children is off"
+            assert counted.keys() <= registered | {self.origin}, (
+                "a registered block's parent is not registered"
+            )
+        for block in registered:
+            parent = self.parents[block]
+            root = block if parent == self.origin else self._roots[parent]
+            assert self._roots[block] == root, "a block is in another family than its parent"
+            older = parent == self.origin or self.serials[parent] <= self.serials[block]
+            assert older, "a block is older than its parent"
+            assert self.serials[block] <= self.clock, "a block is newer than the clock"
+        held_parents = {self.parents[block] for block in registered & held}
+        assert held_parents <= held | {self.origin}, "a block is held, its parent is not"

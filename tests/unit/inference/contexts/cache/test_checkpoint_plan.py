@@ -1,0 +1,212 @@
+"""Which boundaries are taken, and in what order of worth."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
+
+WORTH = ["mark", "tail", "branch", "chunk_end", "interval", "decode"]
+NOTHING = CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
+
+
+def boundaries(plan, start, stop, prompt, block=4, seen=0):
+    return plan.boundaries(
+        start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, seen_tokens=seen
+    )
+
+
+def positions(*arguments, **keywords):
+    return {b.position: b.kind for b in boundaries(*arguments, **keywords)}
+
+
+# ---- each part of a plan
+
+
+def test_the_tail_is_the_deepest_boundary_a_repeat_can_resume_from():
+    assert positions(CheckpointPlan(), 0, 11, 11) == {8: "tail"}
+    assert positions(CheckpointPlan(), 0, 9, 9) == {8: "tail"}
+
+
+def test_a_prompt_that_ends_on_a_boundary_keeps_the_boundary_before_and_its_end():
+    assert boundaries(CheckpointPlan(), 0, 8, 8) == (Boundary(4, "tail"), Boundary(8, "tail"))
+
+
+def test_a_prompt_within_one_block_keeps_nothing():
+    assert boundaries(CheckpointPlan(), 0, 3, 3) == ()
+
+
+def test_the_branch_is_where_the_prompt_leaves_what_was_seen():
+    assert positions(CheckpointPlan(), 4, 23, 23, seen=12) == {20: "tail", 12: "branch"}
+    assert positions(CheckpointPlan(), 12, 23, 23, seen=12) == {20: "tail"}
+
+
+def test_branch_and_tail_are_taken_in_one_prefill():
+    plan = CheckpointPlan(chunk_ends=False)
+    assert boundaries(plan, 0, 23, 23, seen=8) == (Boundary(20, "tail"), Boundary(8, "branch"))
+
+
+def test_a_chunk_end_on_a_boundary_is_taken():
+    assert positions(CheckpointPlan(), 0, 8, 23) == {8: "chunk_end"}
+    assert positions(CheckpointPlan(), 0, 9, 23) == {}
+    assert positions(CheckpointPlan(chunk_ends=False), 0, 8, 23) == {}
+
+
+def test_an_interval_counts_from_the_start_of_the_prompt():
+    plan = CheckpointPlan(tail=False, chunk_ends=False, prefill_interval=8)
+    assert positions(plan, 4, 23, 23) == {8: "interval", 16: "interval"}
+    assert positions(plan, 8, 24, 30) == {16: "interval", 24: "interval"}
+
+
+def test_distances_from_either_end_and_marks_are_rounded_down():
+    plan = CheckpointPlan(tail=False, offsets_from_start=(6,), offsets_from_end=(2,), marks=(13,))
+    assert positions(plan, 0, 23, 23) == {4: "mark", 20: "mark", 12: "mark"}
+
+
+def test_distances_beyond_the_prompt_are_nowhere():
+    plan = CheckpointPlan(tail=False, offsets_from_start=(99,), offsets_from_end=(99,), marks=(99, 0))
+    assert positions(plan, 0, 23, 23) == {}
+
+
+def test_a_position_wanted_twice_appears_once_for_its_best_reason():
+    plan = CheckpointPlan(marks=(20,), prefill_interval=4)
+    assert positions(plan, 16, 23, 23, seen=20) == {20: "mark"}
+
+
+def test_while_decoding_each_crossed_boundary_is_taken():
+    assert positions(CheckpointPlan(), 11, 12, 10) == {12: "decode"}
+    assert positions(CheckpointPlan(), 12, 13, 10) == {}
+    assert positions(CheckpointPlan(), 11, 20, 10) == {12: "decode", 16: "decode", 20: "decode"}
+    assert positions(CheckpointPlan(decode="off"), 11, 12, 10) == {}
+
+
+def test_parts_for_prompts_say_nothing_of_decoding():
+    plan = CheckpointPlan(decode="off", marks=(12,), prefill_interval=4)
+    assert positions(plan, 11, 16, 10) == {}
+
+
+def test_every_block_takes_every_boundary():
+    plan = CheckpointPlan.every_block(4)
+    assert sorted(positions(plan, 0, 19, 19)) == [4, 8, 12, 16]
+    assert plan.keeps_decode_state(20)
+
+
+def test_only_multiples_of_decode_outlive_the_next_state():
+    assert [CheckpointPlan(decode=8).keeps_decode_state(p) for p in (4, 8, 12, 16)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not CheckpointPlan().keeps_decode_state(8)
+    assert not CheckpointPlan(decode="off").keeps_decode_state(8)
+
+
+# ---- against the plan's description, position by position
+
+plans = st.builds(
+    CheckpointPlan,
+    tail=st.booleans(),
+    branch=st.booleans(),
+    chunk_ends=st.booleans(),
+    decode=st.sampled_from(["rolling", "off", 8]),
+    prefill_interval=st.sampled_from([None, 4, 8, 12]),
+    offsets_from_start=st.lists(st.integers(0, 60), max_size=2).map(tuple),
+    offsets_from_end=st.lists(st.integers(0, 60), max_size=2).map(tuple),
+    marks=st.lists(st.integers(0, 60), max_size=2).map(tuple),
+)
+
+
+def reasons(plan, p, stop, prompt, seen, decoding):
+    """Why position p, a boundary of blocks of 4 in this step, is wanted."""
+    if decoding:
+        return ["decode"] if plan.decode != "off" else []
+    in_block = range(p, p + 4)
+    marks = [*plan.marks, *plan.offsets_from_start, *(prompt - end for end in plan.offsets_from_end)]
+    deepest_of_a_repeat = max(q for q in range(prompt) if q % 4 == 0)
+    wanted = {
+        "mark": any(mark in in_block for mark in marks),
+        "tail": plan.tail and p in (deepest_of_a_repeat, prompt),
+        "branch": plan.branch and seen in in_block,
+        "chunk_end": plan.chunk_ends and p == stop,
+        "interval": plan.prefill_interval is not None and p % plan.prefill_interval == 0,
+    }
+    return [kind for kind in WORTH if wanted.get(kind)]
+
+
+@given(plan=plans, prompt=st.integers(1, 50), data=st.data())
+def test_a_step_takes_each_wanted_boundary_once_in_order_of_worth(plan, prompt, data):
+    decoding = data.draw(st.booleans())
+    start = data.draw(st.integers(prompt, prompt + 20) if decoding else st.integers(0, prompt - 1))
+    stop = data.draw(st.integers(start, start + 20) if decoding else st.integers(start, prompt))
+    seen = data.draw(st.integers(0, prompt))
+    got = boundaries(plan, start, stop, prompt, seen=seen)
+    expected = {
+        p: reasons(plan, p, stop, prompt, seen, decoding)[0]
+        for p in range(start + 1, stop + 1)
+        if p % 4 == 0 and reasons(plan, p, stop, prompt, seen, decoding)
+    }
+    assert len({b.position for b in got}) == len(got)
+    assert dict(got) == expected
+    worth = [WORTH.index(b.kind) for b in got]
+    assert worth == sorted(worth)
+
+
+@given(plan=plans, prompt=st.integers(1, 50), data=st.data())
+def test_cutting_a_prompt_into_chunks_loses_no_boundary(plan, prompt, data):
+    cuts = sorted({0, prompt, *data.draw(st.lists(st.integers(1, prompt), max_size=4))})
+    seen = data.draw(st.integers(0, prompt))
+    whole = set(positions(plan, 0, prompt, prompt, seen=seen))
+    parts = [set(positions(plan, a, b, prompt, seen=seen)) for a, b in pairwise(cuts)]
+    extra = {cut for cut in cuts if cut % 4 == 0} if plan.chunk_ends else set()
+    assert whole <= set().union(*parts) <= whole | extra
+
+
+# ---- bad settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tail", 1),
+        ("branch", None),
+        ("chunk_ends", "yes"),
+        ("decode", "on"),
+        ("decode", 0),
+        ("decode", True),
+        ("decode", 2.0),
+        ("decode", None),
+        ("prefill_interval", 0),
+        ("prefill_interval", 4.0),
+        ("offsets_from_start", (-1,)),
+        ("offsets_from_end", 4),
+        ("marks", ("4",)),
+        ("max_states_per_path", 0),
+    ],
+)
+def test_a_bad_part_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"{name}.* is .*accepted"):
+        CheckpointPlan(**{name: value})
+
+
+def test_lists_of_positions_become_tuples():
+    plan = CheckpointPlan(marks=[4, 8], offsets_from_end=[1])
+    assert (plan.marks, plan.offsets_from_end) == ((4, 8), (1,))
+    assert hash(plan) == hash(CheckpointPlan(marks=(4, 8), offsets_from_end=(1,)))
+
+
+def test_a_plan_that_takes_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"checkpoint_plan is .*accepted"):
+        NOTHING.check_useful()
+    for useful in (CheckpointPlan(), replace(NOTHING, marks=(4,)), CheckpointPlan.every_block(4)):
+        useful.check_useful()
+
+
+@pytest.mark.parametrize("plan", [CheckpointPlan(decode=6), CheckpointPlan(prefill_interval=6)])
+def test_intervals_are_multiples_of_the_block(plan):
+    with pytest.raises(ValueError, match=r"is 6; accepted: a multiple of block_size_tokens \(4\)"):
+        plan.check_block_size(4)
+    plan.check_block_size(3)
+    CheckpointPlan().check_block_size(4)

@@ -1,0 +1,126 @@
+"""Why prompt tokens are computed, token by token, and the counts of them."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.inference.contexts.cache.compute_reasons import (
+    COMPUTE_REASONS,
+    Span,
+    TokenLedger,
+    compute_spans,
+)
+from mambaslots.inference.contexts.cache.ghost_list import GhostList
+
+
+@st.composite
+def matches(draw):
+    """What a match found, in blocks, of a prompt of 1 to 40 tokens."""
+    size = draw(st.integers(1, 4))
+    num_tokens = draw(st.integers(1, 40))
+    whole = num_tokens // size
+    num_seen = draw(st.integers(0, whole))
+    num_matched = draw(st.integers(0, num_seen))
+    num_reachable = min(num_matched, (num_tokens - 1) // size)
+    ghosts = draw(st.dictionaries(st.integers(1, whole + 1), st.sampled_from(["evicted", "capacity"])))
+    return {
+        "keys": list(range(1, whole + 1)),
+        "num_resumed": draw(st.integers(0, num_reachable)),
+        "num_reachable": num_reachable,
+        "num_matched": num_matched,
+        "num_seen": num_seen,
+        "num_tokens": num_tokens,
+        "block_size_tokens": size,
+        "state_ghosts": ghosts,
+    }
+
+
+def spans_of(match):
+    ghosts = GhostList(100)
+    for key, reason in match["state_ghosts"].items():
+        ghosts.add(key, reason)
+    return compute_spans(**match | {"state_ghosts": ghosts})
+
+
+def reason_of(token, match):
+    """The reason for one token, by looking at everything."""
+    depth = token // match["block_size_tokens"] + 1  # blocks up to and with the token's
+    keys, reachable = match["keys"], match["num_reachable"]
+    lost = [d for d in range(depth, reachable + 1) if keys[d - 1] in match["state_ghosts"]]
+    if lost:
+        return {"evicted": "state_evicted", "capacity": "capacity"}[match["state_ghosts"][keys[lost[-1] - 1]]]
+    follows_to_the_end = match["num_seen"] == len(keys)
+    if depth <= reachable:
+        return "state_not_taken" if follows_to_the_end else "branch_first_seen"
+    if depth <= match["num_matched"]:
+        return "last_token"
+    if depth <= match["num_seen"]:
+        return "kv_evicted"
+    return "partial_block" if follows_to_the_end else "never_seen"
+
+
+@given(matches())
+def test_every_computed_token_has_the_reason_that_a_look_at_everything_gives(match):
+    told = [(token, span.reason) for span in spans_of(match) for token in range(span.start, span.stop)]
+    first = match["num_resumed"] * match["block_size_tokens"]
+    assert told == [(token, reason_of(token, match)) for token in range(first, match["num_tokens"])]
+
+
+@given(matches())
+def test_spans_are_not_empty_and_name_known_reasons(match):
+    for span in spans_of(match):
+        assert span.start < span.stop
+        assert span.reason in COMPUTE_REASONS
+
+
+@st.composite
+def prompts_in_steps(draw):
+    """A prompt computed in steps, restarts among them: (resumed_from, start, stop) of each step."""
+    num_prompt = draw(st.integers(1, 30))
+    length = num_prompt + draw(st.integers(0, 10))
+    steps, done = [], 0
+    for _ in range(draw(st.integers(1, 8))):
+        if done and draw(st.integers(0, 3)) == 0:
+            done = 0  # preempted
+        if done == length:
+            break
+        start = draw(st.integers(done, length - 1))
+        stop = draw(st.integers(start + 1, length))
+        steps.append((done, start, stop))
+        done = stop
+    cuts = sorted(draw(st.lists(st.integers(0, num_prompt), max_size=4)))
+    edges = [0, *cuts, num_prompt]
+    reasons = draw(
+        st.lists(st.sampled_from(COMPUTE_REASONS), min_size=len(edges) - 1, max_size=len(edges) - 1)
+    )
+    spans = [Span(a, b, why) for a, b, why in zip(edges, edges[1:], reasons, strict=False) if a < b]
+    return num_prompt, steps, spans
+
+
+@given(prompts_in_steps())
+def test_every_prompt_token_is_counted_once_on_the_first_way_through(case):
+    num_prompt, steps, spans = case
+    ledger, furthest = TokenLedger(), 0
+    resumed, recomputed, computed = 0, 0, Counter()
+    why = {token: span.reason for span in spans for token in range(span.start, span.stop)}
+    for resumed_from, start, stop in steps:
+        ledger += TokenLedger.of_step(
+            resumed_from=resumed_from,
+            start=start,
+            stop=stop,
+            spans=spans,
+            num_counted=furthest,
+            num_prompt_tokens=num_prompt,
+        )
+        resumed += sum(1 for token in range(resumed_from, start) if furthest <= token < num_prompt)
+        recomputed += sum(1 for token in range(start, stop) if token < furthest)
+        computed.update(why[token] for token in range(start, stop) if furthest <= token < num_prompt)
+        furthest = max(furthest, stop)
+    assert (ledger.resumed, ledger.recomputed, +ledger.computed) == (resumed, recomputed, +computed)
+    assert ledger.num_prompt_tokens == min(furthest, num_prompt)
+    assert ledger.num_computed_tokens == computed.total()
+
+
+def test_counts_by_reason_name_every_reason():
+    ledger = TokenLedger(computed=Counter({"never_seen": 3}))
+    assert ledger.by_reason() == dict.fromkeys(COMPUTE_REASONS, 0) | {"never_seen": 3}

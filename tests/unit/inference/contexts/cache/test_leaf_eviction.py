@@ -1,0 +1,157 @@
+"""The order in which cached KV blocks go, against a scan over all leaves."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from mambaslots.inference.contexts.cache.leaf_eviction import LeafEviction
+
+
+def no_parent(block):
+    return -1
+
+
+def made(times, states=()):
+    leaves = LeafEviction(times)
+    leaves.holds_state = set(states).__contains__
+    for block in range(len(times)):
+        leaves.offer(block)
+    return leaves
+
+
+def test_leaves_without_a_state_go_first_then_those_used_longest_ago():
+    assert made([3, 1, 2, 0], states=[3]).pop(4, no_parent) == [1, 2, 0, 3]
+
+
+def test_blocks_used_at_one_time_go_by_number():
+    assert made([1, 1, 1]).pop(2, no_parent) == [0, 1]
+
+
+def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
+    parents = {0: 5}
+    leaves = LeafEviction([1, 2, 9, 9, 9, 1])
+    for block in (0, 1):
+        leaves.offer(block)
+    assert leaves.pop(2, lambda block: parents.get(block, -1)) == [0, 5]
+    assert list(leaves.blocks) == [1]
+    leaves.check_integrity()
+
+
+def test_a_parent_that_was_not_taken_stays_as_a_leaf():
+    leaves = LeafEviction([1, 2])
+    leaves.offer(0)
+    assert leaves.pop(1, lambda block: 1) == [0]
+    assert list(leaves.blocks) == [1]
+    leaves.check_integrity()
+
+
+def test_a_state_that_went_unnoted_is_seen_when_its_turn_comes():
+    states = {0}
+    leaves = made([1, 2])
+    leaves.holds_state = states.__contains__
+    leaves.note_states_changed([0])
+    states.add(1)  # nobody says so
+    assert leaves.pop(1, no_parent) == [0]
+
+
+def test_a_withdrawn_block_does_not_go():
+    leaves = made([1, 2, 3])
+    leaves.withdraw(0)
+    leaves.withdraw(0)
+    assert leaves.pop(2, no_parent) == [1, 2]
+    leaves.check_integrity()
+
+
+def test_a_cleared_order_has_no_leaves():
+    leaves = made([1, 2])
+    leaves.clear()
+    assert not leaves.blocks
+    leaves.check_integrity()
+
+
+class LeafMachine(RuleBasedStateMachine):
+    """Blocks of a forest (a block's parent has a smaller number) are cached, held, used and evicted.
+
+    The model is the set of cached blocks that are in the order, and scans over it.
+    """
+
+    num_blocks = 10
+
+    @initialize(data=st.data())
+    def start(self, data):
+        self.times = [0] * self.num_blocks
+        self.time = 0
+        self.parent = [data.draw(st.integers(-1, block - 1)) for block in range(self.num_blocks)]
+        self.states = set()
+        self.cached = set()
+        self.leaves = LeafEviction(self.times)
+        self.leaves.holds_state = self.states.__contains__
+
+    def children(self, block):
+        return {other for other in self.cached if self.parent[other] == block}
+
+    def expected_leaves(self):
+        return {block for block in self.cached if not self.children(block)}
+
+    @rule(block=st.integers(0, 9))
+    def a_chain_is_cached(self, block):
+        """The block and what is above it: used now, as when its last holder leaves."""
+        self.time += 1
+        chain = []
+        while block >= 0:
+            chain.append(block)
+            block = self.parent[block]
+        for block in chain:
+            self.leaves.withdraw(block)
+            self.cached.add(block)
+            self.times[block] = self.time
+        for block in chain:
+            if not self.children(block):
+                self.leaves.offer(block)
+
+    @rule(block=st.integers(0, 9))
+    def a_leaf_is_held(self, block):
+        if block in self.expected_leaves():
+            self.leaves.withdraw(block)
+            self.cached.discard(block)
+            parent = self.parent[block]
+            if parent >= 0 and not self.children(parent):
+                self.leaves.offer(parent)
+
+    @rule(blocks=st.lists(st.integers(0, 9), max_size=4))
+    def states_come_and_go(self, blocks):
+        for block in blocks:
+            self.states ^= {block}
+        self.leaves.note_states_changed(blocks)
+
+    @rule(data=st.data())
+    def leaves_are_taken(self, data):
+        count = data.draw(st.integers(0, len(self.cached)))
+        expected, remaining = [], set(self.cached)
+        for _ in range(count):
+            ends = {b for b in remaining if not any(self.parent[other] == b for other in remaining)}
+            best = min(ends, key=lambda block: (block in self.states, self.times[block], block))
+            expected.append(best)
+            remaining.discard(best)
+
+        def parent_left_as_leaf(block):
+            self.cached.discard(block)
+            parent = self.parent[block]
+            return parent if parent >= 0 and not self.children(parent) else -1
+
+        assert self.leaves.pop(count, parent_left_as_leaf) == expected
+        assert self.cached == remaining
+
+    @rule()
+    def all_is_forgotten(self):
+        self.leaves.clear()
+        self.cached.clear()
+
+    @invariant()
+    def the_leaves_are_the_models(self):
+        if hasattr(self, "leaves"):
+            self.leaves.check_integrity()
+            assert self.leaves.blocks == self.expected_leaves()
+
+
+TestLeavesInAnyOrder = LeafMachine.TestCase
+TestLeavesInAnyOrder.settings = settings(max_examples=2 * settings.default.max_examples)

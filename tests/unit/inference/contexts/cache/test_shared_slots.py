@@ -1,0 +1,167 @@
+"""One pool for live and cached states: its book against a plain one, whatever is taken and given back."""
+
+import mambaslots as ms
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mambaslots.inference.contexts.cache.shared_slots import SharedSlots
+from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
+from mambaslots.inference.contexts.shared_live_slots import SharedLiveSlots
+
+ROWS = 3
+
+
+def make_slots(num_slots: int) -> SharedSlots:
+    return SharedSlots(num_slots, "lru", lambda block: block + 1, lambda blocks: None)
+
+
+class SharedSlotsMachine(RuleBasedStateMachine):
+    """Rows take and give back live slots, beside states that come, are used, pinned and dropped.
+
+    The oracle is a list of cached blocks in the order of their last use, and a number of live slots.
+    """
+
+    @initialize(cached=st.integers(0, 4), per_row=st.integers(1, 3))
+    def start(self, cached: int, per_row: int) -> None:
+        self.per_row = per_row
+        self.num_slots = cached + ROWS * per_row
+        self.max_pins = cached
+        self.slots = make_slots(self.num_slots)
+        self.live = SharedLiveSlots(ROWS, ROWS * per_row, self.slots)
+        self.rows: list[tuple[int, ...]] = []
+        self.order: list[int] = []  # cached blocks, the one used longest ago first
+        self.pinned: list[int] = []
+        self.next_block = 0
+
+    def evict(self, number: int, keep: int = -1) -> None:
+        """What the oracle loses where `number` slots are needed."""
+        num_free = self.num_slots - len(self.order) - self.per_row * len(self.rows)
+        victims = [block for block in self.order if block not in self.pinned and block != keep]
+        for block in victims[: max(0, number - num_free)]:
+            self.order.remove(block)
+
+    @property
+    def num_available(self) -> int:
+        return self.num_slots - self.per_row * len(self.rows) - len(self.pinned)
+
+    @rule(number=st.integers(1, 3))
+    def store(self, number: int) -> None:
+        """A step stores states; it takes as many as there is room for."""
+        number = min(number, self.num_available)
+        blocks = list(range(self.next_block, self.next_block + number))
+        self.next_block += number
+        reserved = self.slots.reserve(blocks)
+        self.evict(number)
+        assert self.slots.commit(reserved) == reserved
+        self.order += blocks
+
+    @precondition(lambda self: len(self.rows) < ROWS)
+    @rule(which=st.integers(0, 100), resumes=st.booleans())
+    def seat(self, which: int, resumes: bool) -> None:
+        """Wherever a row is free there is room for a request, also for one that resumes from any state."""
+        block = self.order[which % len(self.order)] if resumes and self.order else -1
+        slot = self.slots.map.slot_of(block)
+        assert self.live.has_room(self.per_row, slot)
+        takes_over = block >= 0 and block not in self.pinned and self.num_available == self.per_row
+        used = self.slots.map.departures.by_cause["live_state"]
+        live = self.live.allocate_slots(self.per_row, slot)
+        assert len(set(live)) == self.per_row
+        assert (slot in live) == takes_over
+        before = len(self.order)
+        if takes_over:
+            assert live[0] == slot
+            self.evict(self.per_row, block)
+            self.order.remove(block)
+        else:
+            self.evict(self.per_row, block)
+        self.rows.append(live)
+        assert self.slots.map.departures.by_cause["live_state"] - used == before - len(self.order)
+
+    @precondition(lambda self: self.rows)
+    @rule(which=st.integers(0, 100))
+    def leave(self, which: int) -> None:
+        for slot in self.rows.pop(which % len(self.rows)):
+            self.live.free_slot(slot)
+            with pytest.raises(ValueError, match=f"slots \\[{slot}\\]"):
+                self.live.free_slot(slot)
+
+    @precondition(lambda self: self.order)
+    @rule(which=st.integers(0, 100), what=st.sampled_from(["pin", "use", "drop"]))
+    def handle(self, which: int, what: str) -> None:
+        block = self.order[which % len(self.order)]
+        slot = self.slots.map.slot_of(block)
+        if what == "use":
+            self.slots.note_use(slot)
+            self.order.remove(block)
+            self.order.append(block)
+        elif what == "drop":
+            assert self.slots.drop(block) == (block not in self.pinned)
+            if block not in self.pinned:
+                self.order.remove(block)
+        elif block in self.pinned or len(self.pinned) < self.max_pins:
+            self.slots.pin(slot)
+            self.pinned += [block] * (block not in self.pinned)
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=st.integers(0, 100))
+    def unpin(self, which: int) -> None:
+        block = self.pinned.pop(which % len(self.pinned))
+        slot = self.slots.map.slot_of(block)
+        for _ in range(self.slots.pins[slot]):
+            self.slots.unpin(slot)
+
+    @rule(live=st.booleans())
+    def reset(self, live: bool) -> None:
+        self.slots.clear(live=live)
+        self.order, self.pinned = [], []
+        if live:
+            self.live.reset()
+            self.rows = []
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "slots"):
+            return
+        self.slots.check_integrity()
+        self.live.check_integrity()
+        assert self.slots.map.blocks_of(self.slots.order.by_eviction()) == self.order
+        assert self.slots.live == {slot for row in self.rows for slot in row}
+        assert self.slots.num_available == self.num_available
+        assert self.live.free_count == (ROWS - len(self.rows)) * self.per_row
+
+
+TestSharedSlots = SharedSlotsMachine.TestCase
+
+
+def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
+    slots = make_slots(3)
+    live = SharedLiveSlots(1, 1, slots)
+    (pinned,) = slots.commit(slots.reserve([0]))
+    slots.pin(pinned)
+    assert not live.has_room(3)
+    with pytest.raises(ms.MambaSlotCapacityError) as raised:
+        live.allocate_slots(3)
+    assert (raised.value.required, raised.value.available) == (3, 2)
+    assert (len(slots.free), slots.live) == (2, set())
+    with pytest.raises(ValueError, match="distinct live slots"):
+        slots.free_live([pinned])
+
+
+def test_rows_of_hosts_are_freed_as_those_of_a_pool_of_its_own() -> None:
+    for live in (SharedLiveSlots(2, 2, make_slots(4)), MambaMetadata(2)):
+        for row in range(2):
+            live.request_to_mamba_state_idx[row] = live.allocate_slot()
+        live.check_integrity()
+        live.free_slots([1])
+        live.check_integrity()
+        assert (live.free_count, int(live.request_to_mamba_state_idx[1])) == (1, -1)
+
+
+def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
+    for spoil in (lambda slots, slot: slots.live.clear(), lambda slots, slot: slots.free.append(slot)):
+        slots = make_slots(2)
+        (slot,) = slots.take_live(1)
+        slots.check_integrity()
+        spoil(slots, slot)
+        with pytest.raises(AssertionError):
+            slots.check_integrity()

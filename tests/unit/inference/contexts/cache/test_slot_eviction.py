@@ -1,0 +1,94 @@
+"""Which state goes when a slot is needed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.inference.contexts.cache.slot_eviction import LRUEviction, RefZeroEviction
+
+
+def anything(slot):
+    return True
+
+
+def filled(policy, *slots):
+    for slot in slots:
+        policy.insert(slot)
+    return policy
+
+
+def test_the_state_committed_longest_ago_goes_first():
+    assert filled(LRUEviction(), 3, 1, 2).victims(2, anything) == [3, 1]
+
+
+def test_use_makes_a_state_the_last_to_go():
+    policy = filled(LRUEviction(), 3, 1, 2)
+    policy.use(3)
+    assert policy.victims(3, anything) == [1, 2, 3]
+
+
+def test_only_evictable_states_are_named():
+    assert filled(LRUEviction(), 3, 1, 2).victims(3, lambda slot: slot != 1) == [3, 2]
+
+
+def test_naming_victims_evicts_none():
+    policy = filled(LRUEviction(), 3, 1)
+    assert policy.victims(1, anything) == policy.victims(1, anything) == [3]
+    assert policy.victims(0, anything) == []
+
+
+def test_removed_and_cleared_states_are_forgotten():
+    policy = filled(LRUEviction(), 3, 1, 2)
+    policy.remove(3)
+    assert policy.victims(3, anything) == [1, 2]
+    policy.clear()
+    assert policy.victims(3, anything) == []
+
+
+def test_a_slot_inserted_anew_is_the_youngest():
+    policy = filled(LRUEviction(), 3, 1)
+    policy.remove(3)
+    policy.insert(3)
+    assert policy.victims(2, anything) == [1, 3]
+
+
+def test_a_choice_looks_no_further_than_it_must():
+    policy = filled(LRUEviction(), *range(10_000))
+    asked = []
+    policy.victims(3, lambda slot: asked.append(slot) or slot > 0)
+    assert asked == [0, 1, 2, 3]
+
+
+def test_under_ref_zero_the_first_inserted_goes_first_used_or_not():
+    policy = filled(RefZeroEviction(), 4, 1, 3, 2)
+    policy.use(4)
+    assert policy.victims(2, anything) == [4, 1]
+    assert policy.victims(9, lambda slot: slot != 4) == [1, 3, 2]
+
+
+@given(
+    calls=st.lists(st.tuples(st.sampled_from(["insert", "use", "remove"]), st.integers(0, 7)), max_size=30),
+    pinned=st.sets(st.integers(0, 7)),
+    count=st.integers(0, 9),
+    ref_zero=st.booleans(),
+)
+def test_the_order_is_that_of_a_list_kept_by_hand(calls, pinned, count, ref_zero):
+    policy = RefZeroEviction() if ref_zero else LRUEviction()
+    order = []
+    for call, slot in calls:
+        if (slot in order) == (call == "insert"):
+            continue
+        getattr(policy, call)(slot)
+        if call == "use" and ref_zero:
+            continue
+        if call != "insert":
+            order.remove(slot)
+        if call != "remove":
+            order.append(slot)
+    expected = [slot for slot in order if slot not in pinned]
+    assert policy.victims(count, lambda slot: slot not in pinned) == expected[:count]
+
+
+@pytest.mark.parametrize("call", ["use", "remove"])
+def test_an_unknown_slot_is_an_error(call):
+    with pytest.raises(KeyError):
+        getattr(LRUEviction(), call)(1)

@@ -1,0 +1,219 @@
+"""The books of a tier: against a list of copies, and the bytes that the books point to."""
+
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
+from mambaslots.inference.contexts.cache.host_tier import HostTier
+from mambaslots.inference.contexts.cache.tier_slots import TierSlots
+from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.kernels.row_checksum import RowChecksum
+from oracle.faulty_copies import CopyFailedError, FaultyCopies
+
+MODULUS = 1 << 64
+BYTES = 24
+
+
+def test_the_copy_used_longest_ago_leaves_first() -> None:
+    tier = TierSlots(2)
+    for key in (11, 12):
+        tier.publish(key, tier.take()[0], key)
+    tier.use(11)
+    slot, left = tier.take()
+    assert left == 12
+    tier.publish(13, slot, 13)
+    assert tier.keys() == [11, 13]
+    tier.pin(11)
+    assert tier.take()[1] == 13
+    assert tier.take() == (-1, 0)
+    tier.mend()
+    tier.check_integrity()
+
+
+def test_a_tier_without_slots_takes_nothing() -> None:
+    assert TierSlots(0).take() == (-1, 0)
+
+
+def test_a_slot_that_an_interrupt_lost_is_found_again() -> None:
+    tier = TierSlots(2)
+    tier.publish(11, tier.take()[0], 1)
+    tier.take()
+    with pytest.raises(AssertionError, match="nowhere"):
+        tier.check_integrity()
+    tier.mend()
+    tier.check_integrity()
+    assert len(tier) == 1
+
+
+def expected_checksum(row: bytes, seed: int, checksum: RowChecksum) -> int:
+    """The definition, one word after the other, in integers."""
+    size = checksum._word.itemsize
+    words = [int.from_bytes(row[i : i + size], "little") for i in range(0, len(row), size)]
+    columns, rows = checksum._columns.tolist(), checksum._rows.tolist()
+    num_inner = len(rows) * len(columns)
+    total = sum(word * columns[i] for i, word in enumerate(words[num_inner:])) % MODULUS ^ seed
+    for i, word in enumerate(words[:num_inner]):
+        total += word * columns[i % len(columns)] * rows[i // len(columns)]
+    total %= MODULUS
+    return total - MODULUS if total >= MODULUS // 2 else total
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, 13, 1016, 8 * 1024, 8 * 3100, 1029])
+def test_the_checksum_is_the_weighted_sum_of_words(num_bytes: int) -> None:
+    checksum = RowChecksum(num_bytes, torch.device("cpu"))
+    checksum._rows_at_once = 2
+    checksum._scratch = torch.empty(2, 1024, dtype=torch.int64)
+    row = Random(num_bytes).randbytes(num_bytes)
+    seed = (1 << 63) - 5
+    tensor = torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else torch.empty(0, dtype=torch.uint8)
+    assert int(checksum(tensor, seed)) == expected_checksum(row, seed, checksum)
+
+
+@given(st.data())
+def test_a_byte_that_changes_changes_the_checksum(data: st.DataObject) -> None:
+    num_bytes = 8 * data.draw(st.sampled_from([1, 5, 1024, 1030]))
+    checksum = RowChecksum(num_bytes, torch.device("cpu"))
+    row = torch.zeros(num_bytes, dtype=torch.uint8)
+    row[data.draw(st.integers(0, num_bytes - 1))] = data.draw(st.integers(0, 255))
+    before = int(checksum(row, 7))
+    row[data.draw(st.integers(0, num_bytes - 1))] ^= data.draw(st.integers(1, 255))
+    assert int(checksum(row, 7)) != before
+    assert int(checksum(row, 7)) != int(checksum(row, 8))
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """Durable slots over a tier; each state is the bytes of its key, so that any wrong byte is seen."""
+
+    @initialize(
+        slots=st.integers(1, 3),
+        host_slots=st.integers(1, 6),
+        share=st.sampled_from([0.0, 0.3]),
+        seed=st.integers(0, 999),
+    )
+    def start(self, slots: int, host_slots: int, share: float, seed: int) -> None:
+        self.memory = torch.zeros(slots, BYTES, dtype=torch.uint8)
+        copies = HostCopies(host_slots, BYTES, self.memory.__getitem__, torch.device("cpu"))
+        self.tier = HostTier(host_slots, FaultyCopies(copies, Random(seed), share))
+        self.registered: set[int] = set()
+        self.share = share
+        self.slots = DurableSlots(slots, "lru", self.hash_of, lambda blocks: None, on_evict=self.tier.spill)
+        self.ever: set[int] = set()  # keys whose states were taken since they were registered
+
+    def hash_of(self, block: int) -> int:
+        return block + 100 if block in self.registered else -1
+
+    @staticmethod
+    def content(block: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(Random(block).randbytes(BYTES)), dtype=torch.uint8)
+
+    @rule(block=st.integers(0, 9))
+    def take(self, block: int) -> None:
+        self.registered.add(block)
+        if block not in self.slots.map:
+            (slot,) = self.slots.reserve([block])
+            self.memory[slot] = 255  # whoever reads what was here must have done so
+            self.memory[slot] = self.content(block)
+            self.slots.commit([slot])
+            self.ever.add(block)
+
+    @rule(block=st.integers(0, 9))
+    def bring_back(self, block: int) -> None:
+        if block in self.registered:
+            there = block in self.slots.map
+            came = self.tier.bring_back(self.slots, [block], [block + 100], 0, 1)
+            assert not (came and there)
+            assert not came or self.share or block in self.slots.map
+            assert came or self.share or there or block + 100 not in self.tier
+
+    @rule(block=st.integers(0, 9))
+    def kv_leaves(self, block: int) -> None:
+        if block in self.registered:
+            self.tier.forget([block + 100])
+            self.slots.forget([block], blocks_leave=True)
+            self.registered.discard(block)
+            self.ever.discard(block)
+
+    @rule()
+    def clear(self) -> None:
+        self.tier.clear()
+        self.slots.clear()
+        self.ever.clear()
+
+    @rule(block=st.integers(0, 9))
+    def use(self, block: int) -> None:
+        if block in self.slots.map:
+            self.slots.note_use(self.slots.map.slot_of(block))
+
+    @invariant()
+    def every_state_is_its_own(self) -> None:
+        if not hasattr(self, "slots"):
+            return
+        self.slots.check_integrity()
+        self.tier.check_integrity(lambda key: key - 100 in self.registered)
+        for block in range(10):
+            slot = self.slots.map.slot_of(block)
+            if slot >= 0:
+                assert torch.equal(self.memory[slot], self.content(block))
+            if slot >= 0 or block + 100 in self.tier:
+                assert block in self.ever
+
+
+TestBooks = BooksMachine.TestCase
+
+
+def test_the_least_recent_states_are_in_host_memory() -> None:
+    """A byte-level oracle: the tier holds what left, the least recently used copies gone first."""
+    memory = torch.zeros(2, BYTES, dtype=torch.uint8)
+    copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
+    tier = HostTier(3, copies)
+    slots = DurableSlots(2, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)
+    for block in range(7):
+        (slot,) = slots.reserve([block])
+        memory[slot] = BooksMachine.content(block)
+        slots.commit([slot])
+    assert tier.host.keys() == [102, 103, 104]
+    for block in (2, 3, 4):
+        assert torch.equal(copies.rows[tier.host.slot_of(block + 100)], BooksMachine.content(block))
+
+
+def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None:
+    states = torch.arange(1, 129, dtype=torch.uint8).view(2, 64)
+    copies = HostCopies(1, 64, states.__getitem__, torch.device("cpu"), None, True)
+    tier = HostTier(1, copies, scrubs=True)
+    with patch.object(copies, "store", side_effect=CopyFailedError):
+        tier.spill([0], [11])
+    tier.spill([1], [22])
+    tier.host.left.scrub()
+    assert 22 in tier
+    assert torch.equal(copies.rows[0], states[1])
+
+
+def test_a_bad_copy_that_cost_another_state_is_told() -> None:
+    """The sequence would have resumed from the state that left for the bad copy."""
+    memory = torch.zeros(1, BYTES, dtype=torch.uint8)
+    copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
+    tier = HostTier(3, copies)
+    slots = DurableSlots(1, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)
+    for block in (5, 4):
+        slots.commit(slots.reserve([block]))
+    copies.rows ^= 1
+    assert tier.bring_back(slots, [4, 5], [104, 105], 1, 1)
+    assert not slots.map.slot_by_block
+    assert tier.host.keys() == [104]
+    assert tier.bring_back(slots, [4], [104], 0, 1)
+    assert 4 in slots.map
+
+
+def test_books_without_tensors_find_every_copy() -> None:
+    tier = HostTier(4)
+    slots = DurableSlots(1, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)
+    for block in (1, 2):
+        slots.commit(slots.reserve([block]))
+    assert tier.bring_back(slots, [1], [101], 0, 1)
+    assert 1 in slots.map
+    assert tier.stats().num_states_fetched == 1
