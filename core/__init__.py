@@ -1,91 +1,126 @@
-"""mambaslots: the prefix cache for hybrid language models."""
+"""mambaslots: the prefix cache for hybrid language models.
+
+A name is imported at its first use: `import mambaslots` and the cache alone need no torch.
+"""
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from . import models, text
-from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
-from .config import InferenceConfig
-from .errors import (
-    EngineDeadError,
-    KVBlockCapacityError,
-    MambaSlotCapacityError,
-    QueueFullError,
-    RequestOverflowError,
-)
-from .inference.contexts.cache.cached_path import CachedPath
-from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
-from .inference.contexts.cache.pinned_prefixes import PinnedPrefix
-from .inference.contexts.cache.prefix_cache import PrefixCache
-from .inference.contexts.cache.prefix_hash import PrefixHashChain
-from .inference.contexts.cache.prefix_match import PrefixMatch
-from .inference.contexts.dynamic_context import DynamicInferenceContext
-from .inference.contexts.mamba_metadata import MambaMetadata
-from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from .inference.contexts.request import DynamicInferenceRequest, GeneratedToken
-from .inference.contexts.request_step import RequestStep
-from .inference.contexts.state_pool import StatePool
-from .inference.contexts.step import Step, StepObserver
-from .inference.contexts.step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape
-from .inference.engines.async_engine import AsyncEngine
-from .inference.engines.async_stream import AsyncStream
-from .inference.engines.drafter import Drafter, NgramDrafter
-from .inference.engines.dynamic_engine import DynamicInferenceEngine
-from .inference.engines.engine_observer import EngineObserver
-from .inference.engines.model import Model
-from .inference.engines.step_report import StepReport
-from .inference.engines.token_stream import TokenStream
-from .inference.kernels.attention_rows import AttentionRows
-from .inference.kernels.kernel_set import KernelSet, kernel_set
-from .input_tensor import InputTensor
-from .loaded_model import LoadedModel, load
-from .model_shard import ModelShard
-from .parallel_groups import ParallelGroups
-from .request import FinishReason, RequestResult, ScoreResult
-from .sampling_params import SamplingParams
-from .state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
-from .state_spec import HybridStateSpec
-from .state_tensor import StateSegment, StateSplit, StateTensor
-from .text import TextCodec
 from .version import VERSION
 
 if TYPE_CHECKING:
     from . import hf as hf
-    from . import testing
+    from . import models, testing, text
+    from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
+    from .config import InferenceConfig
+    from .errors import (
+        EngineDeadError,
+        KVBlockCapacityError,
+        MambaSlotCapacityError,
+        QueueFullError,
+        RequestOverflowError,
+    )
+    from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
+    from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
+    from .inference.contexts.cache.pinned_prefixes import PinnedPrefix
+    from .inference.contexts.cache.prefix_cache import PrefixCache
+    from .inference.contexts.cache.prefix_hash import PrefixHashChain
+    from .inference.contexts.cache.prefix_match import PrefixMatch
+    from .inference.contexts.dynamic_context import DynamicInferenceContext
+    from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+    from .inference.contexts.request import GeneratedToken
+    from .inference.contexts.step_inputs import StepInputs
+    from .inference.engines.async_engine import AsyncEngine
+    from .inference.engines.async_stream import AsyncStream
+    from .inference.engines.drafter import Drafter, NgramDrafter
+    from .inference.engines.dynamic_engine import DynamicInferenceEngine
+    from .inference.engines.engine_observer import EngineObserver
+    from .inference.engines.model import Model
+    from .inference.engines.step_report import StepReport
+    from .inference.engines.token_stream import TokenStream
+    from .inference.kernels.attention_rows import AttentionRows
+    from .inference.kernels.kernel_set import kernel_set
+    from .loaded_model import LoadedModel, load
+    from .parallel_groups import ParallelGroups
+    from .request import FinishReason, RequestResult, ScoreResult
+    from .sampling_params import SamplingParams
+    from .state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
+    from .state_spec import HybridStateSpec
+    from .state_tensor import StateTensor
+    from .text import TextCodec
 
 __version__ = VERSION
 
 __all__ = [
     # serving
-    "DynamicInferenceEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
-    "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "StepReport",
-    "AsyncEngine", "AsyncStream", "EngineObserver",
-    "PinnedPrefix",
+    "DynamicInferenceEngine", "AsyncEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
+    "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "AsyncStream",
+    "StepReport", "EngineObserver", "PinnedPrefix", "Drafter", "NgramDrafter",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
-    "Drafter", "NgramDrafter",
     "load", "LoadedModel", "TextCodec", "text",
-    # the parts
-    "DynamicInferenceContext", "DynamicInferenceRequest", "RequestStep", "Step", "StepObserver",
-    "PrefixCache", "PrefixMatch", "PrefixHashChain", "CachedPath", "KVBlockAllocator", "MambaSlotAllocator",
-    "MambaMetadata", "StatePool",
+    # the cache, in an engine of your own
+    "PrefixCache", "PrefixMatch", "PrefixHashChain", "KVBlockAllocator", "MambaSlotAllocator",
+    "DynamicInferenceContext",
     # bringing a model
-    "Model", "HybridStateSpec", "StateTensor", "StateSplit", "StateSegment", "InputTensor", "mamba2_states",
-    "gated_delta_net_states", "short_conv_states",
-    "StepInputs", "StepShape", "PrefillChunks", "Checkpoints", "Replay", "kernel_set", "KernelSet",
-    "AttentionRows",
-    "ModelShard", "ParallelGroups", "models", "testing",
+    "Model", "HybridStateSpec", "StateTensor", "mamba2_states", "gated_delta_net_states", "short_conv_states",
+    "StepInputs", "kernel_set", "AttentionRows", "ParallelGroups", "models", "testing",
     # errors
-    "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError",
-    "QueueFullError", "EngineDeadError",
+    "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError", "QueueFullError",
+    "EngineDeadError",
 ]  # fmt: skip
 
+_NAMES_OF_MODULES = {
+    "mambaslots.cache_stats": "COMPUTE_REASONS CacheStats ComputeReason EngineStats SpeculationStats",
+    "mambaslots.config": "InferenceConfig",
+    "mambaslots.errors": (
+        "EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError RequestOverflowError"
+    ),
+    "mambaslots.inference.contexts.cache.checkpoint_plan": "CheckpointPlan",
+    "mambaslots.inference.contexts.cache.kv_block_allocator": "KVBlockAllocator",
+    "mambaslots.inference.contexts.cache.pinned_prefixes": "PinnedPrefix",
+    "mambaslots.inference.contexts.cache.prefix_cache": "PrefixCache",
+    "mambaslots.inference.contexts.cache.prefix_hash": "PrefixHashChain",
+    "mambaslots.inference.contexts.cache.prefix_match": "PrefixMatch",
+    "mambaslots.inference.contexts.dynamic_context": "DynamicInferenceContext",
+    "mambaslots.inference.contexts.mamba_slot_allocator": "MambaSlotAllocator",
+    "mambaslots.inference.contexts.request": "GeneratedToken",
+    "mambaslots.inference.contexts.step_inputs": "StepInputs",
+    "mambaslots.inference.engines.async_engine": "AsyncEngine",
+    "mambaslots.inference.engines.async_stream": "AsyncStream",
+    "mambaslots.inference.engines.drafter": "Drafter NgramDrafter",
+    "mambaslots.inference.engines.dynamic_engine": "DynamicInferenceEngine",
+    "mambaslots.inference.engines.engine_observer": "EngineObserver",
+    "mambaslots.inference.engines.model": "Model",
+    "mambaslots.inference.engines.step_report": "StepReport",
+    "mambaslots.inference.engines.token_stream": "TokenStream",
+    "mambaslots.inference.kernels.attention_rows": "AttentionRows",
+    "mambaslots.inference.kernels.kernel_set": "kernel_set",
+    "mambaslots.loaded_model": "LoadedModel load",
+    "mambaslots.parallel_groups": "ParallelGroups",
+    "mambaslots.request": "FinishReason RequestResult ScoreResult",
+    "mambaslots.sampling_params": "SamplingParams",
+    "mambaslots.state_kinds": "gated_delta_net_states mamba2_states short_conv_states",
+    "mambaslots.state_spec": "HybridStateSpec",
+    "mambaslots.state_tensor": "StateTensor",
+    "mambaslots.text": "TextCodec",
+}
+_SOURCES = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
+_PACKAGES = ("hf", "models", "testing", "text")
 
-if not TYPE_CHECKING:  # a type checker would take any name for a module
 
-    def __getattr__(name: str) -> ModuleType:
-        """`testing` and `hf` are imported when they are first asked for: few servers need them."""
-        if name in ("testing", "hf"):
-            return import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name at its first use."""
+        if name in _SOURCES:
+            value = getattr(import_module(_SOURCES[name]), name)
+        elif name in _PACKAGES:
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

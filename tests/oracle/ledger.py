@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import mambaslots as ms
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.monitor import Monitor
 
 from .toy_answers import Answer, Ask, answer, prompt_log_probs
@@ -140,16 +142,16 @@ class EndWatch:
     def __init__(self) -> None:
         self.running: set[int] = set()
 
-    def request_added(self, request: ms.DynamicInferenceRequest) -> None:
+    def request_added(self, request: DynamicInferenceRequest) -> None:
         self.running.add(request.request_id)
 
-    def request_resumed(self, step: ms.RequestStep) -> None:
+    def request_resumed(self, step: RequestStep) -> None:
         pass
 
-    def step_made(self, steps: Sequence[ms.RequestStep], tokens: object, duration_s: float) -> None:
+    def step_made(self, steps: Sequence[RequestStep], tokens: object, duration_s: float) -> None:
         pass
 
-    def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+    def request_ended(self, request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
         self.running.discard(request.request_id)  # an end may be told twice
 
 

@@ -5,31 +5,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import mambaslots as ms
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.request_step import RequestStep
 
 
 class Recorder:
     """Notes every call of an engine, and objects to calls that contradict each other."""
 
     def __init__(self) -> None:
-        self.requests: dict[int, ms.DynamicInferenceRequest] = {}
+        self.requests: dict[int, DynamicInferenceRequest] = {}
         self.tokens: dict[int, list[int]] = {}
         self.reasons: Counter[str] = Counter()
         self.num_resumed = 0
         self.ended: list[tuple[int, ms.RequestResult]] = []
-        self.resumed: list[ms.RequestStep] = []
+        self.resumed: list[RequestStep] = []
         self.num_steps = 0
         self._counted: dict[int, int] = {}  # request -> leading tokens that were counted
 
-    def request_added(self, request: ms.DynamicInferenceRequest) -> None:
+    def request_added(self, request: DynamicInferenceRequest) -> None:
         assert request.request_id not in self.requests
         self.requests[request.request_id] = request
 
-    def request_resumed(self, step: ms.RequestStep) -> None:
+    def request_resumed(self, step: RequestStep) -> None:
         assert step.request.request_id in self.requests
         assert step.num_resumed or not step.start
         self.resumed.append(step)
 
-    def step_made(self, steps: Sequence[ms.RequestStep], tokens: Any, duration_s: float) -> None:
+    def step_made(self, steps: Sequence[RequestStep], tokens: Any, duration_s: float) -> None:
         assert duration_s > 0
         self.num_steps += 1
         for step in steps:
@@ -37,11 +39,11 @@ class Recorder:
         for request_id, new in tokens.items():
             self.tokens.setdefault(request_id, []).extend(generated.token for generated in new)
 
-    def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+    def request_ended(self, request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
         assert self.requests.pop(request.request_id) is request
         self.ended.append((request.request_id, result))
 
-    def _count(self, step: ms.RequestStep) -> None:
+    def _count(self, step: RequestStep) -> None:
         """Count each prompt token when a step first passes it, one by one."""
         request_id, last = step.request.request_id, len(step.request.prompt_tokens)
         for position in range(self._counted.get(request_id, 0), min(step.stop, last)):

@@ -3,6 +3,8 @@
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -107,15 +109,34 @@ def test_importing_mambaslots_imports_none_of_its_hosts_and_no_triton() -> None:
         "triton", "megatron", "transformers", "vllm", "fastapi", "uvicorn", "prometheus_client", "ray",
         "nccl",
     }  # fmt: skip
-    code = f"import sys, mambaslots; print(*{others} & sys.modules.keys())"
+    code = f"import sys; from mambaslots import *; print(*{others} & sys.modules.keys())"
     done = run_code(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
 
+def test_importing_mambaslots_imports_no_torch() -> None:
+    modules = "mambaslots, mambaslots.errors, mambaslots.cache_stats, mambaslots.inference.contexts.cache"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"], done.stderr
+
+
 def test_every_public_name_exists_and_the_package_is_typed() -> None:
+    assert len(ms.__all__) <= 50
     for name in ms.__all__:
         assert hasattr(ms, name)
+    with pytest.raises(AttributeError, match="nothing"):
+        ms.nothing  # noqa: B018
+    imported_for_types = {
+        alias.asname or alias.name
+        for block in ast.parse((CORE / "__init__.py").read_text()).body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported_for_types == {*ms.__all__, "hf"}
     assert (resources.files("mambaslots") / "py.typed").is_file()
 
 

@@ -8,6 +8,8 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
+from mambaslots.inference.contexts.state_pool import StatePool
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, UNPRINTABLE, Bad, meta, refuse, refuse_all
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest
@@ -212,14 +214,14 @@ def test_slots_are_made_for_a_host():
 
 
 _pools = [
-    ms.StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64), 4, 4),  # another dtype
-    ms.StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 5),
-    ms.StatePool(conv_and_ssm(1, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 4),
+    StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64), 4, 4),  # another dtype
+    StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 5),
+    StatePool(conv_and_ssm(1, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 4),
 ]
 HOST_ATTRIBUTES = {
     "kv_block_allocator": bad.anything(),
     "mamba_ssm_states": bad.anything(torch.Tensor).also(meta(2, 4, *SSM_SHAPE)),
-    "state_pool": bad.anything(ms.StatePool, type(None)).also(*_pools),
+    "state_pool": bad.anything(StatePool, type(None)).also(*_pools),
     "max_requests": bad.integer(0, INT32_MAX, optional=True),
     "max_intermediate_offsets_per_request": bad.integer(0, INT32_MAX, optional=True),
     "max_mamba_intermediate_states_per_step": bad.integer(0, INT32_MAX, optional=True),
@@ -345,9 +347,9 @@ def test_a_bad_prefix_cache(name: str, enabled: bool):
 # ---- MambaMetadata
 
 
-def metadata() -> ms.MambaMetadata:
+def metadata() -> MambaMetadata:
     """4 rows, 3 slots: rows 0 and 1 have one each, one is free."""
-    made = ms.MambaMetadata(4, 3)
+    made = MambaMetadata(4, 3)
     made.request_to_mamba_state_idx[0] = made.allocate_slot()
     made.request_to_mamba_state_idx[1] = made.allocate_slot()
     return made
@@ -355,9 +357,9 @@ def metadata() -> ms.MambaMetadata:
 
 def test_bad_sizes_of_the_metadata():
     count = bad.integer(1, INT32_MAX)
-    refuse_all("MambaMetadata", count, ms.MambaMetadata, "max_requests")
+    refuse_all("MambaMetadata", count, MambaMetadata, "max_requests")
     optional = count.only(lambda value: value is None)
-    refuse_all("MambaMetadata", optional, lambda value: ms.MambaMetadata(4, value), "num_live_slots")
+    refuse_all("MambaMetadata", optional, lambda value: MambaMetadata(4, value), "num_live_slots")
 
 
 def test_bad_slots_and_rows_of_the_metadata():
@@ -392,11 +394,11 @@ POOL_ARGUMENTS = {
 
 @pytest.mark.parametrize("name", POOL_ARGUMENTS)
 def test_a_bad_pool_of_states(name: str):
-    refuse_all("StatePool", POOL_ARGUMENTS[name], lambda value: ms.StatePool(**POOL | {name: value}), name)
+    refuse_all("StatePool", POOL_ARGUMENTS[name], lambda value: StatePool(**POOL | {name: value}), name)
 
 
 def test_the_index_of_a_slot_that_is_none():
-    pool = ms.StatePool(**POOL)
+    pool = StatePool(**POOL)
     before = picture(pool)
     refuse_all("StatePool", bad.integer(0, 1), pool.durable_index, "slot")
     assert picture(pool) == before

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mambaslots.model_shard import ModelShard, Part
+from mambaslots.state_tensor import StateSplit
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, Bad, refuse, refuse_all
 from oracle.serving import small_model
@@ -43,7 +44,7 @@ TENSOR_ARGUMENTS: dict[str, Bad] = {
     "shape": bad.shape(1),
     "dtype": bad.dtype(),
     "grid": _length,
-    "split": bad.anything(ms.StateSplit, type(None)),
+    "split": bad.anything(StateSplit, type(None)),
 }
 CONFIG_ARGUMENTS: dict[str, Bad] = {
     "block_size_tokens": _length,

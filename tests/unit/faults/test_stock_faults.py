@@ -16,6 +16,7 @@ from weakref import ref
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
 from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from mambaslots.inference.kernels import state_copy
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
@@ -109,7 +110,7 @@ def test_fault_07_after_a_reset_nothing_that_was_pending_is_done() -> None:
 
 
 def test_fault_08_a_live_slot_number_does_not_change_after_it_was_given() -> None:
-    metadata = ms.MambaMetadata(4)
+    metadata = MambaMetadata(4)
     first = metadata.allocate_slot()
     kept = int(first)
     others = [metadata.allocate_slot() for _ in range(3)]

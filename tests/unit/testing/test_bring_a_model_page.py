@@ -6,13 +6,14 @@ from pathlib import Path
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepShape
 
 PAGE = (Path(__file__).parents[3] / "docs" / "bring_a_model.md").read_text()
 
 
 @pytest.mark.parametrize(
     "described",
-    [ms.StepInputs, ms.StepShape, ms.PrefillChunks, ms.Checkpoints, ms.HybridStateSpec],
+    [ms.StepInputs, StepShape, PrefillChunks, Checkpoints, ms.HybridStateSpec],
     ids=lambda c: c.__name__,
 )
 def test_every_field_is_described(described: type) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.inference.contexts.request_step import RequestStep
 from oracle.serving import (
     assert_answers,
@@ -122,7 +123,7 @@ def test_an_idle_engine_keeps_no_request_whose_next_step_ran(ended_by: str) -> N
         engine.cancel(request_id)
     assert not engine.has_unfinished_requests()
     gc.collect()
-    kept = [one for one in gc.get_objects() if type(one) is ms.DynamicInferenceRequest]
+    kept = [one for one in gc.get_objects() if type(one) is DynamicInferenceRequest]
     assert request_id not in [one.request_id for one in kept]
 
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.monitor import Monitor
 from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder
@@ -109,7 +110,7 @@ class Interrupting(Recorder):
         self.notes = notes
         self.num_heard = 0
 
-    def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+    def request_ended(self, request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
         self.num_heard += 1
         if self.num_heard > 1 + self.notes:  # an end that was noted comes twice
             super().request_ended(request, result)
@@ -141,7 +142,7 @@ def test_an_end_is_told_where_noting_it_is_interrupted(after: bool) -> None:
     engine.step()
     note_end = engine._books.observers.note_end
 
-    def interrupted(request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+    def interrupted(request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
         if after:
             note_end(request, result)
         raise Interrupted
@@ -162,7 +163,7 @@ class Asking(Recorder):
 
     engine: ms.DynamicInferenceEngine
 
-    def request_ended(self, request: ms.DynamicInferenceRequest, result: ms.RequestResult) -> None:
+    def request_ended(self, request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
         super().request_ended(request, result)
         self.engine.stats()
         if self.requests:
