@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from command_line import add_count, add_device, check_device, make_parser
 from mambaslots.inference.kernels.kernel_set import kernel_set
+from mambaslots.vllm.align_host import kernels_for
+from mambaslots.vllm.align_reference import AlignLayout, AlignState
 from mambaslots.vllm.align_rule import advance, save_boundary
-from mambaslots.vllm.kernels.align_layout import AlignLayout, AlignState
-from mambaslots.vllm.state_binding import kernels_for
 from state_movement import Device
 
 REQUESTS, DRAFTS, HISTORY = 32, 3, 3
@@ -127,7 +127,16 @@ class Window:
 
     @property
     def state_bytes(self) -> int:
-        return self.layout.bytes_copied(0)
+        return bytes_copied(self.layout, 0)
+
+
+def bytes_copied(layout: AlignLayout, bias: int) -> int:
+    """Bytes that copying a row reads, and also writes; conv windows lack their first `bias` inputs."""
+    copied = 0
+    for states, width, _ in layout.states:
+        whole = states[0].numel() * states.itemsize
+        copied += whole // width * max(width - bias, 0) if width else whole
+    return copied
 
 
 def counted(layout: AlignLayout, block: int, odds: float) -> Counted:
@@ -137,19 +146,19 @@ def counted(layout: AlignLayout, block: int, odds: float) -> Counted:
     computed = draw.integers(block, 2 * block, requests)
     columns = (computed - 1) // block
     accepted = np.ones_like(computed)
-    scheduled, drafted = np.full_like(computed, 1 + DRAFTS), np.full_like(computed, DRAFTS)
-    one_way = np.array([layout.bytes_copied(bias) for bias in range(DRAFTS + 1)])
+    scheduled = np.full_like(computed, 1 + DRAFTS)
+    one_way = np.array([bytes_copied(layout, bias) for bias in range(DRAFTS + 1)])
     copied, tokens, steps = np.zeros(2), 0, 4 * block // (1 + DRAFTS)
     for _ in range(steps):
         before = advance(columns, accepted, computed, scheduled, block)
         right = (draw.random((requests, DRAFTS)) < odds).cumprod(1).sum(1)
-        after = save_boundary(before.columns, 1 + right, computed, scheduled, drafted, block)
+        after = save_boundary(before.columns, 1 + right, computed + 1 + right, block)
         for side, step in enumerate((before, after)):
             copied[side] += 2 * one_way[step.biases[step.moves]].sum()
         columns, accepted, computed = before.columns, after.accepted, computed + 1 + right
         tokens += int((1 + right).sum())
     precopy, postcopy = (copied / steps / requests * REQUESTS).tolist()
-    forward = REQUESTS * layout.bytes_copied(0) * (2 + DRAFTS)
+    forward = REQUESTS * bytes_copied(layout, 0) * (2 + DRAFTS)
     return Counted(block, tokens / steps / requests, precopy, postcopy, forward)
 
 
@@ -183,7 +192,7 @@ def launches(device: Device, window: Window, bandwidth: float) -> list[Timed]:
             ) -> None:
                 kernels.postprocess_align(layout, accepted, running, new, out, rows, REQUESTS, 512)
 
-            size = 2 * n * layout.bytes_copied(bias)
+            size = 2 * n * bytes_copied(layout, bias)
             found.append(timed(device, "precopy", n, bias, size, precopy, bandwidth))
             found.append(timed(device, "postprocess", n, bias, size, postprocess, bandwidth))
     return found

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mambaslots.vllm.kernels.align import (
+from mambaslots.vllm.align_kernels import (
     COPY_BYTES,
     GROUP,
     LANES,

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from command_line import add_count, make_parser
-from mambaslots.vllm import Mamba2AttentionBackend
+from mambaslots.vllm.chunk_metadata import Mamba2AttentionBackend
 from torch import Tensor
 
 Lists = tuple[list[int], list[int], list[int]]

@@ -1,22 +1,21 @@
 """Align mode's rule: which column of a request's slot table holds which state while drafts are unverified.
 
 A request's row of the slot table has one column for each block of its sequence. The *running column* is the
-column of the step's last token. It begins a window of 1 + K columns; K is the number of draft tokens of a
-step:
+column of the step's last token. It begins a window of 1 + K columns; K is the number of drafts of a step:
 
     column        running         running + 1     ...  running + K
     SSM state     after token 1   after token 2        after token 1 + K   of the last decode step
     conv state    one window of kernel - 1 + K inputs; the window after token j + 1 begins at offset j
 
-A recurrence cannot run backwards, so the window keeps a whole SSM state for each token. A conv state is raw
-inputs, so one longer window serves all tokens: rolling back means reading at a smaller offset. A prefill
-step leaves only its last state, in the running column. Every column before the running column holds the
-state at its block's end, after exactly (column + 1) * block_size_tokens tokens; no step writes there again.
+Columns before the running column hold the state at their block's end and are never written again. A prefill
+step stores only its last state, in the running column. An accepted count includes the bonus token: 1 means
+that no draft was right, 0 that nothing was sampled.
 
-The functions take and return integer arrays [n], one entry for each row of a batch.
-`kernels.align_reference` applies them on the CPU, and `kernels.align` states them again for the GPU, which
-alone knows the accepted counts. An accepted count includes the bonus token: 1 means that no draft was
-right, 0 that nothing was sampled.
+Example, blocks of 560 tokens, K = 3: 557 computed tokens, running column 0, 2 accepted. The next step of 4
+tokens ends at 561, so the running column becomes 1: the SSM state moves from column 0 + 1 to column 1.
+
+Either a copy moves the state before the forward, or the forward reads the old column and writes the new ones
+(copy-free), from slots `table[row, sources + biases]` (SSM) and `table[row, sources]` (conv, offset biases).
 """
 
 from dataclasses import dataclass
@@ -40,11 +39,10 @@ class Advance:
     Attributes:
         columns: the running columns of this step.
         sources: the running columns of the step before; FRESH or PADDING where there was none.
-        biases: accepted drafts of the step before. The state of the accepted tokens is in SSM column
-            source + bias, and in the conv window of the source at offset bias.
+        biases: accepted drafts of the step before. Their state is in SSM column source + bias, and in the
+            conv window of the source at offset bias.
         accepted: the counts of this step's forward; 1 where the state moves.
-        moves: whether the forward must find the state in another column than the one that holds the state
-            now. Either a copy moves the state, or the forward reads the old column.
+        moves: whether the state is copied to the new column, or read from the old one.
     """
 
     columns: Integers
@@ -59,16 +57,14 @@ class BoundarySave:
     """Where the state at a reached block boundary goes after sampling; all fields [n].
 
     Attributes:
-        boundaries: tokens before the last boundary that the accepted tokens reached.
         sources: the running columns.
         biases: accepted drafts up to the boundary; they locate its state as in `Advance`.
-        destinations: the column of the boundary's block, boundary / block_size_tokens - 1.
+        destinations: the column of the boundary's block.
         accepted: the counts for the next step; 1 where the boundary's state now begins the running column.
-        reached: whether this step reached the boundary. After the copy the destination holds its state.
+        reached: whether this step reached the boundary.
         moves: whether the boundary's state must be copied to the destination.
     """
 
-    boundaries: Integers
     sources: Integers
     biases: Integers
     destinations: Integers
@@ -89,60 +85,26 @@ def advance(
     num_scheduled: Integers,
     block_size_tokens: int,
 ) -> Advance:
-    """The rule before a forward of `num_scheduled` tokens that follow `num_computed` tokens.
-
-    Args:
-        columns: [n] running columns of the step before; an entry below FRESH stays.
-        accepted: [n] accepted counts of the step before.
-        num_computed, num_scheduled: [n] tokens before this step, and of this step.
-    """
+    """The rule before a forward; `columns` and `accepted` are those of the step before."""
     last_columns = -(-(num_computed + num_scheduled) // block_size_tokens) - 1
     running = np.where(columns < FRESH, columns, last_columns)
     moves = (columns >= 0) & (columns != running)
-    return Advance(
-        columns=running,
-        sources=columns,
-        biases=np.maximum(accepted - 1, 0),
-        accepted=np.where(moves, 1, accepted),
-        moves=moves,
-    )
+    return Advance(running, columns, np.maximum(accepted - 1, 0), np.where(moves, 1, accepted), moves)
 
 
 def save_boundary(
-    columns: Integers,
-    accepted: Integers,
-    num_computed: Integers,
-    num_scheduled: Integers,
-    num_drafted: Integers,
-    block_size_tokens: int,
-) -> BoundarySave:
-    """The rule after sampling, given the step's own counts.
-
-    Args:
-        columns: [n] running columns of this step.
-        accepted: [n] accepted counts of this step.
-        num_computed, num_scheduled: [n] tokens before this step, and of this step.
-        num_drafted: [n] drafts among the scheduled tokens.
-    """
-    new_num_computed = num_computed + num_scheduled - num_drafted + accepted - 1
-    return save_boundary_at(columns, accepted, new_num_computed, block_size_tokens)
-
-
-def save_boundary_at(
     columns: Integers, accepted: Integers, new_num_computed: Integers, block_size_tokens: int
 ) -> BoundarySave:
-    """`save_boundary`, given the tokens computed after this step.
+    """The rule after sampling, given the tokens computed after this step.
 
     The rule compares columns and never slots, because two columns may share a slot.
     """
-    first_counts = new_num_computed - accepted + 1
     boundaries = new_num_computed // block_size_tokens * block_size_tokens
-    biases = boundaries - first_counts
+    biases = boundaries - (new_num_computed - accepted + 1)
     destinations = boundaries // block_size_tokens - 1
     reached = (columns >= 0) & (accepted > 0) & (destinations >= 0) & (biases >= 0)
     in_place = destinations == columns
     return BoundarySave(
-        boundaries=boundaries,
         sources=columns,
         biases=biases,
         destinations=destinations,

@@ -6,7 +6,7 @@ wherever the scheduler cut the prompt.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,22 +68,6 @@ class Mamba2AttentionBackend:
         return Mamba2AttentionMetadataBuilder
 
 
-class _ModelConfig(Protocol):
-    def get_mamba_chunk_size(self) -> int | None: ...
-
-
-class _VllmConfig(Protocol):
-    @property
-    def model_config(self) -> _ModelConfig: ...
-
-
-class _CommonAttentionMetadata(Protocol):
-    @property
-    def query_start_loc_cpu(self) -> Tensor: ...
-
-    def compute_num_computed_tokens(self) -> Tensor: ...
-
-
 class Mamba2AttentionMetadataBuilder:
     """Builds the `Mamba2AttentionMetadata` of each step on the CPU."""
 
@@ -91,18 +75,10 @@ class Mamba2AttentionMetadataBuilder:
         self,
         kv_cache_spec: object,
         layer_names: list[str],
-        vllm_config: _VllmConfig,
+        vllm_config: Any,
         device: torch.device | str,
     ) -> None:
-        """A builder for the layers of one model.
-
-        Args:
-            vllm_config: the chunk size is its `model_config.get_mamba_chunk_size()`.
-            device: where the tensors of the metadata go.
-
-        Raises:
-            ValueError: the model has no chunk size, or one below 1; or there is no such device.
-        """
+        """`vllm_config.model_config.get_mamba_chunk_size()` is the chunk size; ValueError without one."""
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = layer_names
         self.vllm_config = vllm_config
@@ -117,25 +93,22 @@ class Mamba2AttentionMetadataBuilder:
     def build(
         self,
         common_prefix_len: int,
-        common_attn_metadata: _CommonAttentionMetadata,
+        common_attn_metadata: Any,
         fast_build: bool = False,
     ) -> Mamba2AttentionMetadata:
         """The metadata of one step, its tensors on the builder's device.
 
-        The leading requests are decodes: those with one token of this step and tokens before it, and those
-        without tokens, which are padding. From the first other request on, all requests are prefills. Mutates
-        nothing. Synchronises only if the computed counts lie on a device.
+        The leading requests with at most one token of this step and tokens before it are decodes; from the
+        first other request on, all are prefills. Synchronises only if the computed counts lie on a device.
 
         Args:
-            common_prefix_len: changes nothing.
+            common_prefix_len, fast_build: change nothing.
             common_attn_metadata: has `query_start_loc_cpu` [requests + 1] and
                 `compute_num_computed_tokens()` [requests]. If it has `block_table_tensor` [requests, blocks],
                 column 0 becomes `state_indices_tensor`.
-            fast_build: changes nothing.
 
         Raises:
-            ValueError: `query_start_loc_cpu` is not 1-D, not on the CPU, does not start at 0 or decreases; or
-                the computed counts are negative or not one for each request.
+            ValueError: one of these is no such tensor, or its numbers describe no step.
         """
         compute = getattr(common_attn_metadata, "compute_num_computed_tokens", None)
         if not callable(compute) or not hasattr(common_attn_metadata, "query_start_loc_cpu"):
@@ -194,13 +167,7 @@ class Mamba2AttentionMetadataBuilder:
         num_computed_tokens_p_cpu: Tensor,
         query_start_loc_p_cpu: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`build_chunk_metadata` for [prefills] and [prefills + 1] CPU integers and the builder's chunk size.
-
-        Reads `chunk_size` and nothing else of the builder.
-
-        Raises:
-            ValueError: as `build_chunk_metadata`, or `num_prefills` is not the number of computed counts.
-        """
+        """`build_chunk_metadata` with the builder's chunk size, the only part of the builder that is read."""
         metadata = build_chunk_metadata(num_computed_tokens_p_cpu, query_start_loc_p_cpu, self.chunk_size)
         num_counts = num_computed_tokens_p_cpu.numel()
         if num_counts != integer("num_prefills", num_prefills, 0):
@@ -216,7 +183,8 @@ def build_chunk_metadata(
     """The SSD chunks of packed sequences, cut at absolute multiples of `chunk_size`.
 
     Kernels return one state for each *chunk*: read a sequence's state at `last_chunk_indices`, not at the
-    sequence's number. Mutates and synchronises nothing.
+    sequence's number. Example: computed (0, 3), starts (0, 5, 15), chunks of 8 gives ([0, 5, 10, 15],
+    [0, 1, 1], [0, 2]); the cut at 10 is position 8 of the second sequence.
 
     Args:
         num_computed_tokens: [sequences] integers on the CPU, tokens before this step.
@@ -225,13 +193,12 @@ def build_chunk_metadata(
         chunk_size: tokens of one chunk, at least 1.
 
     Returns:
-        (cu_chunk_seqlen [chunks + 1], seq_idx [chunks], last_chunk_indices [sequences]), int32 CPU tensors:
-        the first token of each chunk with a trailing total, the sequence of each chunk, and the last chunk of
-        each sequence. A sequence without tokens has no chunk, and -1 as its last chunk.
+        (cu_chunk_seqlen [chunks + 1], seq_idx [chunks], last_chunk_indices [sequences]), int32 CPU tensors. A
+        sequence without tokens has no chunk, and -1 as its last chunk.
 
     Raises:
-        ValueError: an argument has another type, shape or device; positions decrease or do not start at 0; a
-            count is negative.
+        ValueError: an argument is no such tensor, positions decrease or do not start at 0, a count is
+            negative.
     """
     chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
     num_computed = _host_integers("num_computed_tokens", num_computed_tokens)
@@ -247,21 +214,12 @@ def build_chunk_metadata(
 def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The SSD chunks of packed sequences, cut at multiples of `chunk_size` of the *packed* position.
 
-    The packed grid serves no prefix cache. It equals the absolute grid of sequences whose computed tokens are
-    as many as their packed position.
-
-    Args:
-        query_start_loc: [sequences + 1] integers, the first token of each sequence, from 0 on, with a
-            trailing total. Reading it synchronises if it lies on a device.
-        chunk_size: tokens of one chunk, at least 1.
+    The packed grid serves no prefix cache. Lengths (5, 10), chunks of 8: cuts at 0, 5, 8, not at 0, 5, 13.
+    Synchronises if `query_start_loc` lies on a device.
 
     Returns:
         (cu_chunk_seqlens [chunks + 1], last_chunk_indices [sequences], seq_idx_chunks [chunks]), int32 on
-        the device of `query_start_loc`. The order is not that of `build_chunk_metadata`. A sequence without
-        tokens has no chunk, and -1 as its last chunk.
-
-    Raises:
-        ValueError: `query_start_loc` is not 1-D, does not start at 0 or decreases; `chunk_size` is below 1.
+        the device of `query_start_loc`. The order is not that of `build_chunk_metadata`.
     """
     chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
     starts = _host_integers("query_start_loc", _on_host(query_start_loc))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from mambaslots.vllm import FRESH, NO_SLOT, PADDING, AlignRows
+from mambaslots.vllm.align_rule import FRESH, PADDING
+from oracle.align_rows import NO_SLOT, AlignRows
 from oracle.dense_states import HISTORY, DenseForward, DenseStates
 
 
@@ -91,7 +92,7 @@ class Lives:
         self.compare_read(padded[real], indices, real)
         self.compute(padded, indices, computed, scheduled, prefill, right)
         accepted = np.where(real, 1 + right, 0)
-        after = self.state.after_sampling(rows, accepted, computed, scheduled, drafted)
+        after = self.state.after_sampling(rows, accepted, computed + scheduled - drafted + accepted - 1)
         self.copy_after(rows, accepted, computed, scheduled, drafted, after)
         reached = after.reached & real
         assert (reached == self.crossed(computed, scheduled, drafted, accepted)).all()

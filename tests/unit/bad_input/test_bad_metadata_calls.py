@@ -9,7 +9,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts.chunk_grid import chunk_grid
 from mambaslots.inference.engines.sampling import sample
-from mambaslots.vllm import (
+from mambaslots.vllm.chunk_metadata import (
     Mamba2AttentionMetadataBuilder,
     build_chunk_metadata,
     compute_varlen_chunk_metadata,

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "core/inference/kernels"
-VLLM_KERNELS = ROOT / "core/vllm/kernels"
+VLLM_KERNELS = ROOT / "core/vllm"
 
 
 def compile_kernels(*arguments, **environment):

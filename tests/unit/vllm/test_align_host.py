@@ -9,15 +9,12 @@ import torch
 from mambaslots.vllm import (
     MambaBuffers,
     MambaCacheConfig,
-    MambaSpecDecodeGPUContext,
     cleanup_mamba_state_idx,
     postprocess_mamba_align_gpu,
-    postprocess_mamba_all,
     preprocess_mamba,
-    stage_mamba_state_idx_to_gpu,
     stage_postprocess_inputs_to_gpu,
-    stage_postprocess_metadata_to_gpu,
 )
+from mambaslots.vllm.align_host import MambaSpecDecodeGPUContext
 from oracle.dense_states import HISTORY, NO_TOKEN, DenseStates, next_state
 from oracle.synchronisation import no_synchronisation
 
@@ -209,9 +206,9 @@ def test_steps_read_and_keep_the_states_of_a_dense_model(device, conv_dim_first,
 def test_states_that_were_allocated_anew_are_bound_anew(device):
     host = Host(device, True, 0)
     host.random_step()
-    layout = host.bufs.preprocess.binding.layout
+    layout = host.bufs.preprocess.layout
     host.random_step()
-    assert host.bufs.preprocess.binding.layout is layout
+    assert host.bufs.preprocess.layout is layout
     old = host.context
     host.allocate()
     for layer, states in host.context.items():
@@ -220,8 +217,8 @@ def test_states_that_were_allocated_anew_are_bound_anew(device):
             tensor.fill_(-1)
     for _ in range(6):
         assert host.random_step() == 0
-    host.bufs.preprocess.binding.unbind()
-    assert not host.bufs.preprocess.binding.is_initialized
+    host.bufs.preprocess.unbind()
+    assert not host.bufs.preprocess.is_initialized
 
 
 @pytest.mark.gpu
@@ -301,31 +298,26 @@ class TestContext:
 
 
 class TestBuffers:
-    @pytest.mark.parametrize(
-        ("mode", "drafts", "hybrid", "made"),
-        [
-            ("align", 3, True, (True, True)),
-            ("align", 0, True, (True, False)),
-            ("align", 3, False, (True, False)),
-            ("all", 3, True, (False, False)),
-            ("none", 0, True, (False, False)),
-        ],
-    )
-    def test_what_a_mode_needs(self, mode, drafts, hybrid, made):
-        config = MambaCacheConfig(BLOCK, (("layer",),), drafts, mode)
+    @pytest.mark.parametrize(("drafts", "hybrid"), [(3, True), (0, True), (3, False)])
+    def test_postprocessing_is_for_drafts_of_models_with_attention(self, drafts, hybrid):
+        config = MambaCacheConfig(BLOCK, (("layer",),), drafts)
         bufs = MambaBuffers.create(4, config, 2, torch.device("cpu"), is_hybrid=hybrid)
-        assert (bufs.preprocess is not None, bufs.postprocess_align is not None) == made
+        assert (bufs.postprocess_align is not None) == bool(drafts and hybrid)
+
+    @pytest.mark.parametrize(("name", "sizes"), [("block_size_tokens", (0, 1)), ("num_spec", (1, -1))])
+    def test_sizes_out_of_range_are_refused(self, name, sizes):
+        with pytest.raises(ValueError, match=name):
+            MambaCacheConfig(sizes[0], (("layer",),), sizes[1])
+        with pytest.raises(ValueError, match="max_num_reqs"):
+            MambaBuffers.create(0, MambaCacheConfig(1, ()), 2, torch.device("cpu"))
 
     def test_postprocessing_without_a_context_is_an_error(self):
         with pytest.raises(RuntimeError, match="no postprocessing context"):
             postprocess_mamba_align_gpu(
-                bufs=MambaBuffers(None, None), num_reqs=0, num_accepted_tokens_gpu=torch.ones(1),
-                input_batch=None, kv_cache_config=None, forward_context={}, mamba_state_copy_funcs=(),
+                bufs=MambaBuffers(TestContext().context(), None), num_reqs=0,
+                num_accepted_tokens_gpu=torch.ones(1), input_batch=None, kv_cache_config=None,
+                forward_context={}, mamba_state_copy_funcs=(),
             )  # fmt: skip
-
-    def test_a_mode_that_is_none_is_refused(self):
-        with pytest.raises(ValueError, match="cache_mode"):
-            MambaCacheConfig(BLOCK, (), 0, "sometimes")
 
 
 class TestStaging:
@@ -355,7 +347,7 @@ class TestStaging:
     def test_buffers_take_turns(self, device):
         context = self.staged(device)
         for turn in range(5):
-            stage_mamba_state_idx_to_gpu({"x": turn}, ["x"], 1, context.state_idx)
+            context.state_idx.send([turn])
             assert context.state_idx.gpu.tolist() == [turn, 77, 77, 77]
 
     def test_a_request_without_a_column_is_an_error_and_nothing_is_sent(self, device):
@@ -363,19 +355,6 @@ class TestStaging:
         with pytest.raises(ValueError, match=r"\['y'\] have no column"):
             stage_postprocess_inputs_to_gpu(context, scheduled(), ["x", "y"], 2, {}, {"x": 1})
         assert context.state_idx.gpu.tolist() == [77] * 4
-
-    def test_a_hosts_own_buffers_serve(self):
-        class Own:
-            def __init__(self, size):
-                self.np, self.gpu = np.zeros(size, dtype=np.int32), torch.zeros(size, dtype=torch.int32)
-
-            def copy_to_gpu(self, n):
-                self.gpu[:n] = torch.from_numpy(self.np[:n])
-
-        buffers = [Own(4) for _ in range(3)]
-        requests = {"x": SimpleNamespace(num_computed_tokens=8)}
-        stage_postprocess_metadata_to_gpu(scheduled({"x": 2}), ["x"], 1, requests, *buffers)
-        assert [buffer.gpu.tolist() for buffer in buffers] == [[2, 0, 0, 0], [8, 0, 0, 0], [0] * 4]
 
 
 class TestColumns:
@@ -385,15 +364,3 @@ class TestColumns:
         assert list(columns) == ["d", "e"]
         cleanup_mamba_state_idx(scheduled(preempted=None), columns)
         assert list(columns) == ["d", "e"]
-
-    def test_all_mode_keeps_the_column_of_full_verify_steps(self):
-        config = MambaCacheConfig(560, (("layer",),), K := 3, "all")
-        computed = {"a": 556, "b": 557, "c": 10, "d": 0}
-        requests = {name: SimpleNamespace(num_computed_tokens=tokens) for name, tokens in computed.items()}
-        batch = SimpleNamespace(req_ids=list("abcd"))
-        output = scheduled({"a": 1 + K, "b": 1 + K, "c": 2, "d": 1 + K})
-        columns = {"c": 7, "d": 9}
-        postprocess_mamba_all(output, config, batch, requests, columns, 0, 4)
-        assert columns == {"c": 7, "d": 9}
-        postprocess_mamba_all(output, config, batch, requests, columns, K, 3)
-        assert columns == {"a": 0, "b": 1, "d": 9}

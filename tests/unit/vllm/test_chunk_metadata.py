@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.vllm import (
+from mambaslots.vllm.chunk_metadata import (
     Mamba2AttentionBackend,
     Mamba2AttentionMetadata,
     Mamba2AttentionMetadataBuilder,

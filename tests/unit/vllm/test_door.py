@@ -27,7 +27,7 @@ MambaBuffers.create(2, MambaCacheConfig(16, (("layer",),), 3), 2, torch.device("
 """
     modules = imported(code)
     assert "mambaslots.vllm" in modules
-    assert modules.isdisjoint({"triton", "mambaslots.vllm.kernels.align"})
+    assert modules.isdisjoint({"triton", "mambaslots.vllm.align_kernels"})
 
 
 def test_mambaslots_alone_does_not_open_it() -> None:

@@ -30,9 +30,9 @@ def test_names_that_moved_are_still_imported_from_here():
         "from mambaslots.inference.contexts import mamba_metadata\n"
         "assert 'mambaslots.vllm' not in sys.modules\n"
         f"from mambaslots.inference.contexts.mamba_metadata import {', '.join(MOVED)}\n"
-        "import mambaslots.vllm\n"
+        "from mambaslots.vllm import chunk_metadata\n"
         f"for name in {MOVED}:\n"
-        "    assert globals()[name] is getattr(mambaslots.vllm, name), name\n"
+        "    assert globals()[name] is getattr(chunk_metadata, name), name\n"
     )
     done = run_code(code)
     assert done.returncode == 0, done.stderr

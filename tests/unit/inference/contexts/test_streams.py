@@ -30,7 +30,7 @@ from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines.graph_runner import GraphRunner
 from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.sampling import _Results
-from mambaslots.vllm.align_buffers import StagedBuffer
+from mambaslots.vllm.align_host import StagedBuffer
 from oracle.budget import dear
 from oracle.streams import CUDA, RaceError, Simulator, Site, ordering_calls
 from torch import Tensor
@@ -188,9 +188,8 @@ def align_buffer(simulator: Simulator, random: Random) -> None:
     """The same in the buffers of the drop-in for vLLM."""
     buffer = StagedBuffer(4, CUDA)
     for number in range(8):
-        simulator.host((), [buffer._hosts[buffer._turn]], "the host writes a step's numbers")
-        buffer.np[:] = number
-        sent = buffer.copy_to_gpu(4)
+        simulator.host((), [buffer._writable()], "the host writes a step's numbers")
+        sent = buffer.send([number] * 4)
         simulator.launch(expect(sent, torch.full_like(sent, number), "a kernel"), [sent], [], "a kernel")
 
 
@@ -339,7 +338,7 @@ def graphs(simulator: Simulator, random: Random) -> None:
 SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "inference/contexts/host_copies.py": (tier, scrubbed_tier),
     "inference/contexts/step_buffer.py": (step_buffer,),
-    "vllm/align_buffers.py": (align_buffer,),
+    "vllm/align_host.py": (align_buffer,),
     "inference/engines/memory_poison.py": (looks_for_nan,),
     "inference/engines/sampling.py": (sampled,),
     "distributed/transfer/staging.py": (hand_over,),
