@@ -1,36 +1,43 @@
 """Tests that run as several ranks: `torchrun --nproc-per-node 2 -m pytest tests/distributed`.
 
-Every rank runs the same tests in the same order. A test that fails on one rank fails on all of them, and ends
-the run: after it, the ranks' collectives would no longer meet. Rank 0 shows what failed where. Without
-torchrun these tests deselect themselves. On a machine with a GPU for each rank the same tests are marked
-`gpu`, and run on those, over nccl.
+Every rank runs the same tests in the same order. A setup, test or teardown that fails on one rank fails on
+all of them, and ends the run: after it, the ranks' collectives would no longer meet. Rank 0 shows what failed
+where. A collective fails after TIMEOUT; a test that hangs otherwise prints all stacks (see the Makefile).
+Each rank has a temporary folder of its own. Without torchrun these tests deselect themselves. On a machine
+with a GPU for each rank the same tests are marked `gpu`, and run on those, over nccl.
 """
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracle.distributed_world import World
+from oracle.distributed_world import TIMEOUT, World
 from oracle.model_kinds import KINDS, OF_TRANSFORMERS, kind_of_model
 
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 RANK = int(os.environ.get("RANK", "0"))
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_GPUS = 0 < RANKS <= GPUS
-TIMEOUT = timedelta(seconds=120)
+_STORE = pytest.StashKey[dist.Store]()  # outlives the process group, which ends with the last teardown
 # The kernels of a GPU do not take the chunks of eight tokens that these models have.
 _ARE_SERVED = find_spec("transformers") is not None and not ON_GPUS
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*numbers): how many ranks the test is for")
+    if RANKS:
+        # pytest's default folder is shared: a rank that removes old ones while another lists them gets a
+        # ResourceWarning, which is an error here.
+        folder = tempfile.mkdtemp(prefix=f"mambaslots-rank{RANK}-")
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,24 +93,24 @@ def folder(world: World) -> Iterator[Path]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Each rank tells the others how its test went, over the store of the default group."""
+    """The ranks exchange how setup, call and teardown went, over the default group's store."""
     outcome = yield
     report = outcome.get_result()
-    ends_here = call.when == "call" or (call.when == "setup" and not report.passed)
-    if not dist.is_initialized() or not ends_here:
+    if dist.is_initialized() and _STORE not in item.config.stash:
+        item.config.stash[_STORE] = dist.distributed_c10d._get_default_store()
+    store = item.config.stash.get(_STORE, None)
+    if store is None:
         return
-    store, key = dist.distributed_c10d._get_default_store(), f"outcome of {item.nodeid}"
-    failure = str(report.longrepr) if report.failed else ""
-    store.set(f"{key} on {RANK}", json.dumps(failure))
-    keys = {rank: f"{key} on {rank}" for rank in range(RANKS)}
+    keys = {rank: f"{call.when} of {item.nodeid} on {rank}" for rank in range(RANKS)}
+    store.set(keys[RANK], json.dumps(str(report.longrepr) if report.failed else ""))
     try:
         store.wait(list(keys.values()), TIMEOUT)
     except RuntimeError:
         missing = [rank for rank, name in keys.items() if not store.check([name])]
-        failures = dict.fromkeys(missing, "did not end this test")
+        failures = dict.fromkeys(missing, f"did not end the {call.when} of this test")
     else:
-        told = {rank: json.loads(store.get(name)) for rank, name in keys.items()}
-        failures = {rank: text for rank, text in told.items() if text}
+        found = {rank: json.loads(store.get(name)) for rank, name in keys.items()}
+        failures = {rank: text for rank, text in found.items() if text}
     if failures:
         item.session.shouldstop = "a test failed on one rank; the others cannot go on without it"
         if not report.failed:

@@ -166,16 +166,15 @@ calls = st.lists(
 @given(calls=calls, ahead=st.booleans())
 @settings(costly(), phases=[Phase.explicit, Phase.generate])
 def _make_any_calls(calls: list[tuple[Any, Any]], ahead: bool) -> None:
-    engine = pressed_engine(async_scheduling=ahead)
-    compare_steps(engine)
-    caller = Caller(engine)
-    for name, argument in calls:
-        if isinstance(name, str):
-            caller.call(name, argument)
-        else:
-            caller.add(name, argument)
-    caller.finish()
-    engine.close()
+    with pressed_engine(async_scheduling=ahead) as engine:
+        compare_steps(engine)
+        caller = Caller(engine)
+        for name, argument in calls:
+            if isinstance(name, str):
+                caller.call(name, argument)
+            else:
+                caller.add(name, argument)
+        caller.finish()
 
 
 def test_any_calls_of_rank_0_leave_equal_books_on_all_ranks() -> None:
@@ -382,13 +381,12 @@ ASYNC_CALLS = [name for name in traffic.CALLS if name != "preempts"]  # by a cha
 )
 @settings(costly(), phases=[Phase.explicit, Phase.generate])
 def _serve_any_traffic(sizes: dict[str, Any], visits: list[Any], calls: list[Any], end: str) -> None:
-    engine = small_engine(**sizes)
-    asyncio.run(traffic.Server(engine, []).run(visits, calls, end))
-    gc.collect()
-    assert not engine.has_unfinished_requests()
-    assert_idle(engine)
-    Caller(engine).call("generate", 2)
-    engine.close()
+    with small_engine(**sizes) as engine:
+        asyncio.run(traffic.Server(engine, []).run(visits, calls, end))
+        gc.collect()
+        assert not engine.has_unfinished_requests()
+        assert_idle(engine)
+        Caller(engine).call("generate", 2)
 
 
 def test_tasks_are_answered_by_an_async_engine_over_all_ranks() -> None:
@@ -407,6 +405,29 @@ def test_a_closed_engine_makes_no_calls() -> None:
     assert engine.stats().num_running == 0
     with pytest.raises(RuntimeError, match="the LeadingEngine is closed"):
         engine.add_request(PROMPTS[0])
+
+
+@on_leader
+def test_no_second_engine_is_built_over_groups_that_another_thread_uses() -> None:
+    engine = small_engine()
+    served, ended = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        engine.generate(PROMPTS[:1], EIGHT)
+        served.set()
+        ended.wait()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    served.wait()
+    try:
+        with pytest.raises(RuntimeError, match="close that engine first"):
+            msd.LeadingEngine(present().model, engine.config)
+    finally:
+        ended.set()
+        thread.join()
+    with small_engine() as second:
+        assert second.generate(PROMPTS[:1], EIGHT)[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]
 
 
 def test_who_leads_and_who_follows_is_checked(world: World) -> None:

@@ -1,5 +1,6 @@
 """The ranks of a test under torchrun, split in Megatron's ways, and small models split over them."""
 
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -25,11 +26,12 @@ def splits(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.ranks(size)) for name, size in sizes.items()]
 
 
-class World:
-    """This rank among all that run the test.
+TIMEOUT = timedelta(seconds=120)
+"""Limit of one collective, in every process group of the tests."""
 
-    `device`: where its tensors belong, a GPU of its own or the CPU.
-    """
+
+class World:
+    """This rank among all that run the test; `device`: where its tensors belong."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,10 +49,10 @@ class World:
         for first in range(0, self.size, replica):
             ranks = torch.arange(first, first + replica).view(pipeline_size, tensor_size)
             for members in ranks.tolist():
-                group = dist.new_group(members)
+                group = dist.new_group(members, timeout=TIMEOUT)
                 tensor = group if self.rank in members else tensor
             for members in ranks.T.tolist():
-                group = dist.new_group(members)
+                group = dist.new_group(members, timeout=TIMEOUT)
                 pipeline = group if self.rank in members else pipeline
         return ParallelGroups(tensor, pipeline)
 

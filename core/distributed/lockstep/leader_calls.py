@@ -51,12 +51,17 @@ class LeaderCalls:
         self._lock = threading.Lock()
         self._late: deque[tuple[Callable[[], object], tuple[object, ...]]] = deque()
         self._making_in: int | None = None  # the thread that makes a call now
+        self.caller = threading.current_thread()  # of the last call
         self._runs_on_all = False
         self._closed = threading.Event()
 
     def closer(self) -> Callable[[], None]:
         """A function that ends the followers; it refers to no engine. A second call of it does nothing."""
         return partial(_close, self._closed, self._lock, self._followers, self._thread)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
 
     @property
     def is_running_on_all(self) -> bool:
@@ -78,6 +83,7 @@ class LeaderCalls:
     def make[T](self, name: str, change: Callable[[], T], *told: object) -> T:
         if self._runs_on_all:
             return change()
+        self.caller = threading.current_thread()
         if self._making_in == threading.get_ident():
             if name != "enter":
                 raise RuntimeError(f"{name} is called from inside a step; call it between steps")

@@ -1,6 +1,7 @@
 """The engine of a split model for one caller: it makes each call on all ranks."""
 
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +13,14 @@ from ...config import InferenceConfig
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.model import Model
+from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
 from ..heartbeat import Heartbeat
 from .leader_calls import LeaderCalls
 from .meeting import meet_followers
+
+_open: "weakref.WeakKeyDictionary[LeaderCalls, ParallelGroups]" = weakref.WeakKeyDictionary()
+"""The calls of open engines, and the process groups that they use."""
 
 
 class LeadingEngine(DynamicInferenceEngine):
@@ -60,6 +65,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
         Raises:
             ValueError: this is not rank 0 of the model, or as for `DynamicInferenceEngine`.
+            RuntimeError: another thread calls an open LeadingEngine of these process groups.
             RankDiedError: a rank does not follow within `timeout_s`.
         """
         if heartbeat is not None:
@@ -70,6 +76,8 @@ class LeadingEngine(DynamicInferenceEngine):
             raise ValueError(
                 f"model is of rank {spec.groups.rank}; accepted: rank 0 leads, the others call `follow`"
             )
+        if spec is not None:
+            _check_unused(spec.groups)
         super().__init__(model, config, drafter=drafter)
         self._leading: LeaderCalls | None = None
         self._finalizer: Callable[[], object] = lambda: None
@@ -80,6 +88,7 @@ class LeadingEngine(DynamicInferenceEngine):
             self._finalizer = weakref.finalize(self, calls.closer())
             self._books.state.interrupts_break = False
             self._books.calls = self._leading = calls
+            _open[calls] = groups
 
     def call_on_all(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call `function(engine, *arguments)` on all ranks at once, each with its own engine.
@@ -151,3 +160,15 @@ class LeadingEngine(DynamicInferenceEngine):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_unused(groups: ParallelGroups) -> None:
+    """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
+    here = {group for group in (groups.tensor, groups.pipeline) if group is not None}
+    for calls, used in list(_open.items()):
+        other = calls.caller is not threading.current_thread() and calls.caller.is_alive()
+        if other and not calls.is_closed and here & {used.tensor, used.pipeline}:
+            raise RuntimeError(
+                f"thread {calls.caller.name!r} calls an open LeadingEngine over the process groups of this "
+                "model; close that engine first"
+            )

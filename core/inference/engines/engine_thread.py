@@ -242,6 +242,7 @@ class EngineThread(Thread):
     def _announce(self, answer: Answer) -> None:
         if not answer.announced:
             answer.announced = True
+            self._count()  # before the loop can see the end: after `drain`, nothing waits or runs
             self._bell.post(answer.wake)
 
     def _publish(self) -> None:

@@ -166,6 +166,13 @@ class Server:
                 raise
 
     async def run(self, visits: list[Visit], calls: list[tuple[str, int]], end: str) -> None:
+        try:
+            await self._run(visits, calls, end)
+        finally:
+            self.ended = True
+            await asyncio.wait_for(self.served.close(), PATIENCE_S)
+
+    async def _run(self, visits: list[Visit], calls: list[tuple[str, int]], end: str) -> None:
         self.served.start()
         tasks = [asyncio.create_task(self.visit(visit)) for visit in visits]
         tasks += [asyncio.create_task(self.call(*call)) for call in calls]
