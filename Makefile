@@ -19,7 +19,7 @@ endef
 QUICK := not gpu and not long
 LONG := not gpu
 # Suites that run with poison in all memory that nobody may read; see tests/oracle/poisoned_session.py.
-POISONED := $(addprefix tests/unit/,inference models hf vllm distributed/transfer distributed/prefill_decode faults)
+POISONED := $(addprefix tests/unit/,inference models hf vllm net/transfer net/prefill_decode faults)
 IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
 BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py ssd_shapes.py specialisation.py \
   crowd_rows.py crowd_engines.py crowd_cases.py serving_models.py serving_limits.py serving_prefill.py serving_decode.py \
@@ -40,7 +40,7 @@ test: $(FOR_DEV)
 
 test-ranks: $(FOR_DEV)
 	for ranks in 2 4; do \
-	  export CUDA_VISIBLE_DEVICES=; $(call on_ranks,-m "$(QUICK)" tests/distributed $(ARGS)) || exit 1; done
+	  export CUDA_VISIBLE_DEVICES=; $(call on_ranks,-m "$(QUICK)" tests/net $(ARGS)) || exit 1; done
 
 test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
@@ -66,8 +66,8 @@ test-gpus: $(FOR_DEV)
 	(set -x; $(BIN)/python -m $(PYTEST) -m gpu tests/unit $(ARGS)) || exit 1; \
 	$(if $(ARGS),,(set -x; $(BIN)/python -m $(PYTEST) --poison -m "gpu and not long" $(POISONED)) || exit 1;) \
 	for ranks in $(if $(ARGS),,2 4); do \
-	  if test $$gpus -lt $$ranks; then echo "tests/distributed was not run with $$ranks ranks: GPUs here: $$gpus"; \
-	  else (set -x; $(call on_ranks,-m gpu tests/distributed)) || exit 1; fi; done
+	  if test $$gpus -lt $$ranks; then echo "tests/net was not run with $$ranks ranks: GPUs here: $$gpus"; \
+	  else (set -x; $(call on_ranks,-m gpu tests/net)) || exit 1; fi; done
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

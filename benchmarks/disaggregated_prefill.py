@@ -29,7 +29,7 @@ from datetime import timedelta
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from command_line import add_count, add_device, make_parser

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 
 SHORT_PROMPT, SHORT_ANSWER = 256, 256
 

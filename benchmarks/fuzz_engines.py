@@ -14,9 +14,9 @@ import mambaslots as ms
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from mambaslots.distributed import export_prefixes, import_prefixes
-from mambaslots.distributed.transfer.cache_access import CacheAccess
-from mambaslots.distributed.transfer.codec import encode_prefixes
+from mambaslots.net import export_prefixes, import_prefixes
+from mambaslots.net.transfer.cache_access import CacheAccess
+from mambaslots.net.transfer.codec import encode_prefixes
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from fuzz_damage import damaged_bytes
 from fuzz_target import ACCEPTED, REFUSED
-from mambaslots.distributed import StateEvents, StateIndex, decode_events, encode_events
 from mambaslots.fleet.state_channel import StateChannel
+from mambaslots.net import StateEvents, StateIndex, decode_events, encode_events
 
 _NAMES = ("a", "b", "replica 2", "é")
 _NUMBERS = (0, 1, 2, 3, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)

@@ -21,11 +21,11 @@ import torch
 from fuzz_damage import HUGE, any_json, damaged_bytes, damaged_json
 from fuzz_engines import OWN, SENT, WarmEngine
 from fuzz_target import ACCEPTED, REFUSED
-from mambaslots.distributed.transfer import exchange
-from mambaslots.distributed.transfer.cache_access import CacheAccess
-from mambaslots.distributed.transfer.exchange import Exchange
-from mambaslots.distributed.transfer.link import PairLink
-from mambaslots.distributed.transfer.rendezvous import Rendezvous, Side
+from mambaslots.net.transfer import exchange
+from mambaslots.net.transfer.cache_access import CacheAccess
+from mambaslots.net.transfer.exchange import Exchange
+from mambaslots.net.transfer.link import PairLink
+from mambaslots.net.transfer.rendezvous import Rendezvous, Side
 from torch.distributed import HashStore
 
 Frame = tuple[int, bytes]

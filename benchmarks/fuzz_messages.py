@@ -20,18 +20,18 @@ from typing import Any
 from fuzz_damage import HUGE, any_json, any_value, damaged_bytes, damaged_json
 from fuzz_engines import OWN, SENT, WarmEngine, quiet
 from fuzz_target import ACCEPTED, REFUSED
-from mambaslots.distributed.lockstep.connection import Connection, Listener
-from mambaslots.distributed.prefill_decode.message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
-from mambaslots.distributed.prefill_decode.prefill_client import PrefillClient, RemotePrefill
-from mambaslots.distributed.prefill_decode.prefill_session import PrefillSession
-from mambaslots.distributed.prefill_decode.prefix_computer import PrefixComputer
-from mambaslots.distributed.prefill_decode.prompt_room import PromptRoom
-from mambaslots.distributed.transfer.exchange import SendReport
-from mambaslots.distributed.transfer.placement import ImportReport
 from mambaslots.errors import KVBlockCapacityError, QueueFullError
 from mambaslots.fleet.engine_request import EngineRequest, ReplicaLostError
 from mambaslots.fleet.replica_answers import answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine
+from mambaslots.net.lockstep.connection import Connection, Listener
+from mambaslots.net.prefill_decode.message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
+from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill
+from mambaslots.net.prefill_decode.prefill_session import PrefillSession
+from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
+from mambaslots.net.prefill_decode.prompt_room import PromptRoom
+from mambaslots.net.transfer.exchange import SendReport
+from mambaslots.net.transfer.placement import ImportReport
 from mambaslots.sampling_params import SamplingParams
 from mambaslots.serve.local_engine import LocalEngine
 

@@ -19,10 +19,10 @@ import torch
 from fuzz_damage import HUGE, any_json, damaged_bytes, damaged_json
 from fuzz_engines import OWN, SENT, WarmEngine, quiet
 from fuzz_target import REFUSED, end_of
-from mambaslots.distributed import import_prefixes, load_prefixes, save_prefixes
-from mambaslots.distributed.transfer.codec import encode_prefixes
-from mambaslots.distributed.transfer.format import TransferError
-from mambaslots.distributed.transfer.manifest import MANIFEST
+from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
+from mambaslots.net.transfer.codec import encode_prefixes
+from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.manifest import MANIFEST
 from oracle.transfers import Declared, engine_of, random_export
 from safetensors.torch import load, save
 

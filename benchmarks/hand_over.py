@@ -35,16 +35,16 @@ from functools import partial
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from command_line import add_count, add_device, make_parser
-from mambaslots.distributed.transfer import exchange, staging
-from mambaslots.distributed.transfer.link import PairLink
-from mambaslots.distributed.transfer.nccl_pipe import NcclPipe
-from mambaslots.distributed.transfer.placement import Placement
-from mambaslots.distributed.transfer.rendezvous import Rendezvous
 from mambaslots.inference.kernels.row_checksum import RowChecksum
+from mambaslots.net.transfer import exchange, staging
+from mambaslots.net.transfer.link import PairLink
+from mambaslots.net.transfer.nccl_pipe import NcclPipe
+from mambaslots.net.transfer.placement import Placement
+from mambaslots.net.transfer.rendezvous import Rendezvous
 from serving_models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}

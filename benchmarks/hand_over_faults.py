@@ -28,16 +28,16 @@ from datetime import timedelta
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from command_line import add_count, add_device, make_parser
-from mambaslots.distributed.transfer import exchange, pieces
-from mambaslots.distributed.transfer.connection import Connection
-from mambaslots.distributed.transfer.link import PairLink
-from mambaslots.distributed.transfer.nccl_pipe import NcclPipe
-from mambaslots.distributed.transfer.pipe import GlooPipe
-from mambaslots.distributed.transfer.rendezvous import Rendezvous
+from mambaslots.net.transfer import exchange, pieces
+from mambaslots.net.transfer.connection import Connection
+from mambaslots.net.transfer.link import PairLink
+from mambaslots.net.transfer.nccl_pipe import NcclPipe
+from mambaslots.net.transfer.pipe import GlooPipe
+from mambaslots.net.transfer.rendezvous import Rendezvous
 from serving_models import HYBRID_SHAPES
 
 PIECE_BYTES = 1 << 16  # many pieces, so that a peer can be lost between two of them

@@ -16,7 +16,7 @@ import threading
 import time
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 

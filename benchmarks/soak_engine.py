@@ -15,8 +15,8 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from mambaslots.distributed import TransferError, load_prefixes, save_prefixes
 from mambaslots.models import HybridLM
+from mambaslots.net import TransferError, load_prefixes, save_prefixes
 from oracle.everything import Fuzzer, Totals
 from oracle.faults import InjectedError, failing
 from oracle.ledger import Entry, LeftWrongError, check_objects, objects

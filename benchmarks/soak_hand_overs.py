@@ -13,12 +13,12 @@ from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch.distributed as dist
-from mambaslots.distributed.transfer import pieces
-from mambaslots.distributed.transfer.link import PairLink
-from mambaslots.distributed.transfer.offer import Offer
-from mambaslots.distributed.transfer.pipe import GlooPipe
+from mambaslots.net.transfer import pieces
+from mambaslots.net.transfer.link import PairLink
+from mambaslots.net.transfer.offer import Offer
+from mambaslots.net.transfer.pipe import GlooPipe
 from mambaslots.serve.local_engine import LocalEngine
 
 FAULTS = (

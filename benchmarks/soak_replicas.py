@@ -24,12 +24,12 @@ from typing import Any
 import mambaslots as ms
 import torch.distributed as dist
 from malformed_bodies import MAX_BODY_BYTES
-from mambaslots.distributed import StatePublisher
-from mambaslots.distributed.routing.router import ReplicaLoad, RouteRequest
-from mambaslots.distributed.routing.state_router import StateRouter
 from mambaslots.fleet.engine_request import AnswerPart, EngineRequest, ReplicaLostError
 from mambaslots.fleet.replica_answers import answer_parts
 from mambaslots.fleet.replica_report import ReplicaReport, replica_report
+from mambaslots.net import StatePublisher
+from mambaslots.net.routing.router import ReplicaLoad, RouteRequest
+from mambaslots.net.routing.state_router import StateRouter
 from mambaslots.serve.local_engine import LocalEngine
 from soak_checks import LOGGED, check_end, compare, counts_of, quiet, watched_round
 from soak_clients import World, clients

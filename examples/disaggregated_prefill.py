@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from arguments import check_device

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..distributed.routing.routers import ROUTERS
+from ..net.routing.routers import ROUTERS
 from ..replay.cells import TraceSource, replay_cells
 from ..replay.progress_line import ReplayProgress
 from ..replay.report import plain_setting

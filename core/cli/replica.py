@@ -4,11 +4,11 @@ import argparse
 import os
 from dataclasses import dataclass
 
-from ..distributed import LeadingEngine
 from ..fleet.weights_version import weights_version
 from ..inference.contexts.cache.salt_key import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedText, load_text
+from ..net import LeadingEngine
 from ..parallel_groups import ParallelGroups
 from .setup import load_model, make_engine
 

@@ -29,7 +29,7 @@ def is_under_torchrun() -> bool:
 
 def serve_split(options: argparse.Namespace, settings: "ServerSettings") -> int:
     """Serve on rank 0 until it is told to stop, and follow on the others; returns the exit code."""
-    from ..distributed import Heartbeat, LeadingEngine, RankDiedError, follow
+    from ..net import Heartbeat, LeadingEngine, RankDiedError, follow
     from ..replay.traces import TraceRecorder
     from ..serve import serve
 

@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from ..distributed.routing.event_bytes import decode_events
-from ..distributed.routing.router import Router
+from ..net.routing.event_bytes import decode_events
+from ..net.routing.router import Router
 from .state_channel import News, StateChannel
 
 logger = logging.getLogger(__name__)

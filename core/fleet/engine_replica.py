@@ -11,7 +11,7 @@ from typing import Any
 
 from ray import serve
 
-from ..distributed.routing.state_publisher import StatePublisher
+from ..net.routing.state_publisher import StatePublisher
 from ..serve.local_engine import LocalEngine
 from ..serve.served_engine import EngineFacts
 from .engine_request import AnswerPart, EngineRequest, ReplicaLostError

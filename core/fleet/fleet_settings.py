@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..distributed.routing.routers import ROUTERS
+from ..net.routing.routers import ROUTERS
 from ..validation import INT32_MAX, LONGEST_TIMEOUT_S, boolean, instance, integer, real, set_field, shown
 
 RAY_PREFIX = "ray-prefix"

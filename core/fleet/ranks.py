@@ -14,8 +14,8 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ..distributed.lockstep.following import follow
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..net.lockstep.following import follow
 from ..parallel_groups import ParallelGroups
 from .fleet_settings import FleetSettings
 

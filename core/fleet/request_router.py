@@ -13,8 +13,8 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from ..distributed.routing.router import Router, RouteRequest
-from ..distributed.routing.routers import ROUTERS
+from ..net.routing.router import Router, RouteRequest
+from ..net.routing.routers import ROUTERS
 from .channel_reader import ChannelReader
 from .engine_request import EngineRequest
 from .replica_loads import ReplicaLoads
@@ -26,7 +26,7 @@ BLOCK_SIZE = "block_size_tokens"
 
 
 class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as one of `mambaslots.distributed.routing.ROUTERS` does.
+    """Ranks replicas as one of `mambaslots.net.routing.ROUTERS` does.
 
     Ray gives it the replicas that live, their queue lengths and each request; an `EngineRequest` brings the
     hashes of its blocks. Ray tries the replicas in the order that this class returns: a replica whose queue

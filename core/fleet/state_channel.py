@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..distributed.routing.event_bytes import decode_events, encode_events
-from ..distributed.routing.state_events import StateEvents
+from ..net.routing.event_bytes import decode_events, encode_events
+from ..net.routing.state_events import StateEvents
 from ..validation import shown
 
 _LOG_LENGTH = 4096

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from ..distributed.routing.event_bytes import encode_events
-from ..distributed.routing.state_events import StateEvents
 from ..inference.engines.async_engine import AsyncEngine
+from ..net.routing.event_bytes import encode_events
+from ..net.routing.state_events import StateEvents
 from .channel_reader import find_channel
 from .state_channel import HandOver, Orders
 

@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import RayError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ..distributed.transfer.channel import TransferChannel
-from ..distributed.transfer.export import recent_states
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..net.transfer.channel import TransferChannel
+from ..net.transfer.export import recent_states
 from .channel_reader import find_channel
 from .state_channel import HandOver
 

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
-from mambaslots.distributed.prefill_decode.message_stream import MessageStream, PeerLostError
+import mambaslots.net as msd
+from mambaslots.net.prefill_decode.message_stream import MessageStream, PeerLostError
 from oracle.serving import assert_answers
 from oracle.transfers import engine_of
 from torch.distributed import TCPStore

@@ -20,7 +20,7 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.distributed as dist
-from mambaslots.distributed import Heartbeat
+from mambaslots.net import Heartbeat
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.serving import random_tokens, small_config, small_engine
 

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import pytest
 import torch.distributed as dist
 from oracle import serving

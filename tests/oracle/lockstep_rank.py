@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import torch.distributed as dist
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.heartbeat_rank import RankProcess

@@ -24,13 +24,13 @@ from unittest.mock import patch
 
 import mambaslots as ms
 import torch
-from mambaslots.distributed.transfer.staging import Staging
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
 from mambaslots.inference.engines.graph_runner import GraphRunner
 from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.model_runner import ModelRunner
+from mambaslots.net.transfer.staging import Staging
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
@@ -50,9 +50,9 @@ EXCEPTIONS: dict[str, tuple[tuple[Part, ...], str]] = {
     "tests/unit/testing/test_wrong_models.py": (POISON, "what a wrong model forgets shows once more"),
     _ENGINES + "test_bits_grid.py": (("padding",), "looks at the fields of steps without padding"),
     _ENGINES + "test_score.py::test_one_prefill_without": (("padding",), "counts rows and tokens of steps"),
-    "tests/unit/distributed/transfer/test_files.py": (("memory",), "compares pools; NaN equals nothing"),
-    "tests/unit/distributed/transfer/test_import.py": (("memory",), "as before"),
-    "tests/unit/distributed/transfer/test_channel.py::test_a_thread_that": (("memory",), "as before"),
+    "tests/unit/net/transfer/test_files.py": (("memory",), "compares pools; NaN equals nothing"),
+    "tests/unit/net/transfer/test_import.py": (("memory",), "as before"),
+    "tests/unit/net/transfer/test_channel.py::test_a_thread_that": (("memory",), "as before"),
     _ENGINES + "test_cuda_graphs.py::TestBits": (("memory",), "as before"),
     _ENGINES + "test_scrub.py::test_on_a_gpu": (("memory",), "its free memory is zeros"),
     _ENGINES + "test_no_sync.py::test_one_copy": (("memory", "check"), "counts copies"),

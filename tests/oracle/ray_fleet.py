@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import openai
 import ray
 from mambaslots.fleet.cluster import check_address

@@ -2,8 +2,8 @@
 
 from random import Random
 
-from mambaslots.distributed import StateIndex, StatePublisher, decode_events, encode_events
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.net import StateIndex, StatePublisher, decode_events, encode_events
 
 
 def resumable_keys(cache: PrefixCache) -> set[int]:

@@ -223,9 +223,7 @@ def objections_to_name(dotted: str) -> Iterator[str]:
         if rest[0] == "context" and len(rest) > 1:
             first, rest = "DynamicInferenceContext", rest[1:]
     if first in ("ms", "msd", "mambaslots"):
-        yield from _objections_to_public_name(
-            "mambaslots.distributed" if first == "msd" else "mambaslots", rest
-        )
+        yield from _objections_to_public_name("mambaslots.net" if first == "msd" else "mambaslots", rest)
     elif first in classes() and not hasattr(builtins, first) and not has_member(first, rest[0]):
         known = importlib.import_module("mambaslots.mcore.known_sources")  # names methods of megatron-core
         if dotted not in known.KNOWN_SOURCES:

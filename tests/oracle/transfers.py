@@ -7,13 +7,13 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.distributed.transfer.forest import PrefixForest
-from mambaslots.distributed.transfer.format import PrefixFormat
-from mambaslots.distributed.transfer.parts import Shard, shard_of
-from mambaslots.distributed.transfer.shard import PrefixShard, shapes_of
 from mambaslots.inference.contexts.cache.prefix_hash import PUBLIC_ROOT
 from mambaslots.inference.contexts.cache.salt_key import SaltKey
 from mambaslots.model_shard import ModelShard, Part
+from mambaslots.net.transfer.forest import PrefixForest
+from mambaslots.net.transfer.format import PrefixFormat
+from mambaslots.net.transfer.parts import Shard, shard_of
+from mambaslots.net.transfer.shard import PrefixShard, shapes_of
 from mambaslots.state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.serving import small_model
 

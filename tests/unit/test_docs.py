@@ -135,7 +135,7 @@ def test_nothing_cites_a_text_that_is_not_here(folder: str) -> None:
 
 WRONG_NAMES = (
     "core/none.py", "core/errors.py:NoError", "core/request.py:RequestResult.none", "examples/none_*.py",
-    "ms.none", "mambaslots.distributed.none", "engine.none", "engine.generate(prompts, none=4)",
+    "ms.none", "mambaslots.net.none", "engine.none", "engine.generate(prompts, none=4)",
     "InferenceConfig.none", "InferenceConfig(none=4)",
 )  # fmt: skip
 WRONG_COMMANDS = (

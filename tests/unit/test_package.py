@@ -17,7 +17,7 @@ CORE = ROOT / "core"
 # From the top down; a room imports only from itself and from those after it. Files count as rooms.
 ROOMS = (
     "__init__", "__main__", "replay.__main__", "cli", "fleet", "serve", "monitor", "testing", "mcore", "vllm",
-    "replay", "distributed", "loaded_model", "hf", "models",
+    "replay", "net", "loaded_model", "hf", "models",
     "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
     "state_spec", "state_encoding", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params",
     "cache_stats",
@@ -27,7 +27,7 @@ ROOMS = (
 
 PUBLIC_PACKAGES = {
     f"mambaslots.{name}"
-    for name in ("monitor", "mcore", "vllm", "replay", "distributed", "hf", "models", "testing", "text")
+    for name in ("monitor", "mcore", "vllm", "replay", "net", "hf", "models", "testing", "text")
 }
 
 

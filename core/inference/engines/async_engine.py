@@ -64,7 +64,7 @@ class AsyncEngine:
         if not engine.has_one_caller:
             raise ValueError(
                 "engine serves a model that is split over ranks; accepted: a model that one process serves, "
-                "or a mambaslots.distributed.LeadingEngine, which makes its calls on all ranks"
+                "or a mambaslots.net.LeadingEngine, which makes its calls on all ranks"
             )
         self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
         self._max_step_failures = integer("max_step_failures", max_step_failures, 1)

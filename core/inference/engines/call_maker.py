@@ -22,7 +22,7 @@ class CallMaker(Protocol):
         """Make a call.
 
         Args:
-            name: of the call; `mambaslots.distributed` has a method of this name for ranks that follow.
+            name: of the call; `mambaslots.net` has a method of this name for ranks that follow.
             change: this rank's part.
             told: the arguments of that method.
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from ...distributed.routing.routers import ROUTERS
 from ...inference.contexts.cache.departures import NANOSECONDS
+from ...net.routing.routers import ROUTERS
 from ..arrivals import Arrivals
 from ..cells import TraceSource
 from ..engine_replay import EngineReplay

@@ -2,8 +2,8 @@
 
 import heapq
 
-from ...distributed.routing.event_bytes import encode_events
-from ...distributed.routing.state_events import StateEvents
+from ...net.routing.event_bytes import encode_events
+from ...net.routing.state_events import StateEvents
 
 
 class EventChannel:

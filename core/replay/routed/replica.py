@@ -7,8 +7,8 @@ from itertools import chain
 from typing import Protocol
 
 from ...config import InferenceConfig
-from ...distributed.routing.router import ReplicaLoad
 from ...inference.contexts.cache.departures import NANOSECONDS
+from ...net.routing.router import ReplicaLoad
 from ...state_spec import HybridStateSpec
 from ..engine_replay import EngineReplay
 from ..setting import StepCost

@@ -1,9 +1,9 @@
 """Serves a trace with several replicas behind a router, without a model."""
 
 from ...config import InferenceConfig
-from ...distributed.routing.router import Router, RouteRequest
-from ...distributed.routing.state_publisher import StatePublisher
 from ...inference.contexts.cache.departures import NANOSECONDS
+from ...net.routing.router import Router, RouteRequest
+from ...net.routing.state_publisher import StatePublisher
 from ...state_spec import HybridStateSpec
 from ..arrivals import Arrivals
 from ..prompt_hashes import chains_of

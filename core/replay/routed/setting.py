@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ...distributed.routing.routers import ROUTERS
+from ...net.routing.routers import ROUTERS
 from ..setting import ReplayResult
 
 ONE_CACHE = "one cache"

@@ -6,7 +6,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch.distributed as dist
-from mambaslots.distributed import Agreement, Heartbeat
+from mambaslots.net import Agreement, Heartbeat
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse_all
 from oracle.serving import small_engine

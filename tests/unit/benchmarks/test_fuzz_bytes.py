@@ -12,11 +12,11 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from fuzz_bytes import MAKERS
 from fuzz_target import ACCEPTED, REFUSED, Target
-from mambaslots.distributed.transfer import codec, exchange
-from mambaslots.distributed.transfer.format import PrefixFormat
-from mambaslots.distributed.transfer.offer import Offer
-from mambaslots.distributed.transfer.shard import PrefixShard
 from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.net.transfer import codec, exchange
+from mambaslots.net.transfer.format import PrefixFormat
+from mambaslots.net.transfer.offer import Offer
+from mambaslots.net.transfer.shard import PrefixShard
 
 QUICK = (
     "imported prefixes", "hand-overs received", "state files", "events of replicas", "state channel",

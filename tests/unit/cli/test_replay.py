@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mambaslots.cli.main import main
 from mambaslots.cli.replay import OWN_ROW
-from mambaslots.distributed import ROUTERS
+from mambaslots.net import ROUTERS
 from mambaslots.replay.cells import TraceSource
 from mambaslots.replay.rows import GROUPS, ROWS
 from mambaslots.replay.traces import KINDS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from mambaslots.cli.main import main
-from mambaslots.distributed.routing.routers import ROUTERS
+from mambaslots.net.routing.routers import ROUTERS
 from mambaslots.replay import ReplaySetting, generate, model_shape, row_named
 from mambaslots.replay.routed.cells import one_cache_replay, routed_replay, sum_of
 from mambaslots.replay.routed.setting import ONE_CACHE, Routing

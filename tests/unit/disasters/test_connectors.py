@@ -15,7 +15,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch.distributed as dist
-from mambaslots.distributed import (
+from mambaslots.net import (
     ImportReport,
     TransferError,
     encode_prefixes,
@@ -26,8 +26,8 @@ from mambaslots.distributed import (
     save_prefixes,
     send_prefixes,
 )
-from mambaslots.distributed.transfer import exchange, placement
-from mambaslots.distributed.transfer.placement import Placement
+from mambaslots.net.transfer import exchange, placement
+from mambaslots.net.transfer.placement import Placement
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run
 from oracle.serving import random_tokens, resumable, serve_checked, small_model

@@ -11,9 +11,9 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.distributed import encode_prefixes, export_prefixes, import_prefixes
-from mambaslots.distributed.transfer import placement
 from mambaslots.inference.contexts.cache.memory_division import MemoryDivision, RankBudget, UnitSizes
+from mambaslots.net import encode_prefixes, export_prefixes, import_prefixes
+from mambaslots.net.transfer import placement
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.faults import POINTS, InjectedError, failing
 from oracle.model_kinds import WITH_ATTENTION

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import pytest
 import torch.distributed as dist
 from mambaslots.inference.contexts.host_copies import HostCopies

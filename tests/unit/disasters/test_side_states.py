@@ -10,7 +10,7 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import pytest
-from mambaslots.distributed import (
+from mambaslots.net import (
     decode_prefixes,
     encode_prefixes,
     export_prefixes,

@@ -1,7 +1,7 @@
 """The first 23 faults of the table in docs/megatron.md, each shown absent from ours.
 
 Numbers and order are the table's. Fault 15 (pipeline stages that size their pools alone) needs
-several ranks: it is in tests/distributed. `test_put_back.py` shows that each test here fails when its fault
+several ranks: it is in tests/net. `test_put_back.py` shows that each test here fails when its fault
 is put back.
 """
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.distributed.routing.routers import ROUTERS
-from mambaslots.distributed.routing.state_events import StateEvents
 from mambaslots.fleet.engine_request import EngineRequest
 from mambaslots.fleet.replica_loads import ReplicaLoads
+from mambaslots.net.routing.routers import ROUTERS
+from mambaslots.net.routing.state_events import StateEvents
 
 BLOCK = 16
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.distributed.routing.event_bytes import decode_events, encode_events
-from mambaslots.distributed.routing.state_events import StateEvents
-from mambaslots.distributed.routing.state_router import StateRouter
 from mambaslots.fleet import state_channel
 from mambaslots.fleet.channel_reader import ChannelReader
 from mambaslots.fleet.state_channel import HandOver, StateChannel
+from mambaslots.net.routing.event_bytes import decode_events, encode_events
+from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_router import StateRouter
 
 
 def run[T](coroutine: Coroutine[Any, Any, T]) -> T:

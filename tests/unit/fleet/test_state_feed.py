@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mambaslots.distributed.routing.event_bytes import decode_events
-from mambaslots.distributed.routing.state_events import StateEvents
 from mambaslots.fleet.state_channel import Orders, StateChannel
+from mambaslots.net.routing.event_bytes import decode_events
+from mambaslots.net.routing.state_events import StateEvents
 
 
 class Publisher:

@@ -11,15 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.distributed.transfer.format import TransferError
-from mambaslots.distributed.transfer.nccl_pipe import NcclPipe
-from mambaslots.distributed.transfer.staging import (
-    NUM_BUFFERS,
-    PoolGate,
-    Staging,
-    receive_pieces,
-    send_pieces,
-)
 from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts import host_copies
 from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
@@ -30,6 +21,15 @@ from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines.graph_runner import GraphRunner
 from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.sampling import _Results
+from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.nccl_pipe import NcclPipe
+from mambaslots.net.transfer.staging import (
+    NUM_BUFFERS,
+    PoolGate,
+    Staging,
+    receive_pieces,
+    send_pieces,
+)
 from mambaslots.vllm.align_host import StagedBuffer
 from oracle.budget import dear
 from oracle.streams import CUDA, RaceError, Simulator, Site, ordering_calls
@@ -341,8 +341,8 @@ SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "vllm/align_host.py": (align_buffer,),
     "inference/engines/memory_poison.py": (looks_for_nan,),
     "inference/engines/sampling.py": (sampled,),
-    "distributed/transfer/staging.py": (hand_over,),
-    "distributed/transfer/nccl_pipe.py": (hand_over,),
+    "net/transfer/staging.py": (hand_over,),
+    "net/transfer/nccl_pipe.py": (hand_over,),
     "inference/engines/graph_runner.py": (graphs,),
 }
 FOR_TIMES = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.distributed import export_prefixes, import_prefixes
 from mambaslots.inference.contexts.cache import borrowing
 from mambaslots.inference.contexts.cache.memory_division import MemoryDivision, UnitSizes
+from mambaslots.net import export_prefixes, import_prefixes
 from mambaslots.pool_sizes import PoolSizes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
 from oracle.scrubbed import NewOwners, assert_scrubbed

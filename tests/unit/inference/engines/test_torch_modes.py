@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import pytest
 import torch
 from oracle.budget import thinned

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import mambaslots as ms
-import mambaslots.distributed as msd
+import mambaslots.net as msd
 import pytest
 from oracle.model_kinds import KINDS, WITH_ATTENTION
 from oracle.serving import random_tokens, run_checked, serve_checked, small_config, small_engine

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.distributed.routing.router import ReplicaLoad, Router, RouteRequest
-from mambaslots.distributed.routing.routers import ROUTERS
-from mambaslots.distributed.routing.state_events import StateEvents
-from mambaslots.distributed.routing.state_index import StateIndex
+from mambaslots.net.routing.router import ReplicaLoad, Router, RouteRequest
+from mambaslots.net.routing.routers import ROUTERS
+from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_index import StateIndex
 from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
 from mambaslots.replay.ours import spec_of
 from mambaslots.replay.routed.routed_replay import RoutedReplay

@@ -1,0 +1,118 @@
+"""Tests that run as several ranks: `torchrun --nproc-per-node 2 -m pytest tests/net`.
+
+Every rank runs the same tests in the same order. A setup, test or teardown that fails on one rank fails on
+all of them, and ends the run: after it, the ranks' collectives would no longer meet. Rank 0 shows what failed
+where. A collective fails after TIMEOUT; a test that hangs otherwise prints all stacks (see the Makefile).
+Each rank has a temporary folder of its own. Without torchrun these tests deselect themselves. On a machine
+with a GPU for each rank the same tests are marked `gpu`, and run on those, over nccl.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle.distributed_world import TIMEOUT, World
+from oracle.model_kinds import KINDS, OF_TRANSFORMERS, kind_of_model
+
+RANKS = int(os.environ.get("WORLD_SIZE", "0"))
+RANK = int(os.environ.get("RANK", "0"))
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+ON_GPUS = 0 < RANKS <= GPUS
+_STORE = pytest.StashKey[dist.Store]()  # outlives the process group, which ends with the last teardown
+# The kernels of a GPU do not take the chunks of eight tokens that these models have.
+_ARE_SERVED = find_spec("transformers") is not None and not ON_GPUS
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*numbers): how many ranks the test is for")
+    if RANKS:
+        # pytest's default folder is shared: a rank that removes old ones while another lists them gets a
+        # ResourceWarning, which is an error here.
+        folder = tempfile.mkdtemp(prefix=f"mambaslots-rank{RANK}-")
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    others = [item for item in here if not RANKS or not _is_for(item, RANKS)]
+    config.hook.pytest_deselected(items=others)
+    deselected = set(others)
+    items[:] = [item for item in items if item not in deselected]
+    if ON_GPUS:
+        for item in here:
+            item.add_marker("gpu")
+
+
+def _is_for(item: pytest.Item, ranks: int) -> bool:
+    wanted = item.get_closest_marker("ranks")
+    return (wanted is None or ranks in wanted.args) and not _is_refused(item)
+
+
+def _is_refused(item: pytest.Item) -> bool:
+    """Whether a test would split a model of transformers into stages, or run one that is not served here."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = [value for value in values if isinstance(value, str)]
+    is_of_transformers = any(name in OF_TRANSFORMERS for name in names)
+    return is_of_transformers and (not _ARE_SERVED or any("pp" in name.split() for name in names))
+
+
+@pytest.fixture(params=[*KINDS, *OF_TRANSFORMERS])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As the fixture of all tests; also models of transformers."""
+    with kind_of_model(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """The default process group, and the groups that tests split it into."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPUS else torch.device("cpu")
+    if ON_GPUS:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=TIMEOUT)
+    yield World(device)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def folder(world: World) -> Iterator[Path]:
+    """One directory for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(world.gathered(own)[0])
+        world.gathered(None)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """The ranks exchange how setup, call and teardown went, over the default group's store."""
+    outcome = yield
+    report = outcome.get_result()
+    if dist.is_initialized() and _STORE not in item.config.stash:
+        item.config.stash[_STORE] = dist.distributed_c10d._get_default_store()
+    store = item.config.stash.get(_STORE, None)
+    if store is None:
+        return
+    keys = {rank: f"{call.when} of {item.nodeid} on {rank}" for rank in range(RANKS)}
+    store.set(keys[RANK], json.dumps(str(report.longrepr) if report.failed else ""))
+    try:
+        store.wait(list(keys.values()), TIMEOUT)
+    except RuntimeError:
+        missing = [rank for rank, name in keys.items() if not store.check([name])]
+        failures = dict.fromkeys(missing, f"did not end the {call.when} of this test")
+    else:
+        found = {rank: json.loads(store.get(name)) for rank, name in keys.items()}
+        failures = {rank: text for rank, text in found.items() if text}
+    if failures:
+        item.session.shouldstop = "a test failed on one rank; the others cannot go on without it"
+        if not report.failed:
+            report.outcome = "failed"
+            report.longrepr = "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())

@@ -1,0 +1,448 @@
+"""What rank 0 calls is made on all ranks: the answers are those of the whole model, the books are equal."""
+
+import asyncio
+import gc
+import signal
+import threading
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import mambaslots as ms
+import mambaslots.net as msd
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from mambaslots.inference.engines import dynamic_engine
+from oracle.budget import costly, is_quick
+from oracle.distributed_world import World, splits
+from oracle.faults import InjectedError
+from oracle.led_ranks import begin, check_alike, compare_steps, on_leader, present
+from oracle.scenarios import engine_tests
+from oracle.serving import TOLERANCE, random_tokens, serve_checked, small_engine, small_model
+from oracle.workload import (
+    Asked,
+    answer,
+    assert_idle,
+    engine_settings,
+    plans,
+    pressed_engine,
+    prompt_log_probs,
+    requests,
+)
+
+PROMPTS = [random_tokens(length, seed=length) for length in (20, 37, 5)]
+EIGHT = ms.SamplingParams(num_tokens_to_generate=8)
+traffic = engine_tests("test_async_engine_traffic")
+
+
+@pytest.fixture(autouse=True, params=splits("tp 2", "tp 2, pp 2"))
+def _led(kind: str, world: World, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(world, request.param, monkeypatch)
+
+
+# ---- any calls
+
+
+class Caller:
+    """Calls an engine on rank 0; holds answers against the recurrence, and all ranks' books together."""
+
+    def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
+        assert isinstance(engine, msd.LeadingEngine)
+        self.engine = engine
+        self.asked: dict[int, Asked] = {}
+        self.streams: list[ms.TokenStream] = []
+
+    def call(self, name: str, number: int) -> None:
+        """Make a call, if there is something to call it for."""
+        getattr(self, name)(number)
+        for request_id in list(self.asked):
+            result = self.engine.take_result(request_id)
+            if result is not None:
+                self.take(result)
+        self.engine.call_on_all(check_alike)
+
+    def take(self, result: ms.RequestResult) -> None:
+        asked = self.asked.pop(result.request_id, None)
+        if asked is not None:
+            assert result.tokens == answer(asked.prompt)[0][: len(result.tokens)]
+            assert result.finish_reason == "cancelled" or len(result.tokens) == asked.length
+
+    def add(self, asked: Asked, plan: ms.CheckpointPlan) -> None:
+        params = ms.SamplingParams(
+            num_tokens_to_generate=asked.length, skip_prompt_log_probs=not asked.prompt_log_probs
+        )
+        number = self.engine.add_request(asked.prompt, params, cache_salt=asked.salt, checkpoint_plan=plan)
+        self.asked[number] = asked
+
+    def step(self, number: int) -> None:
+        for result in self.engine.step().finished:
+            self.take(result)
+
+    def cancel(self, number: int) -> None:
+        if self.asked:
+            self.take(self.engine.cancel(sorted(self.asked)[number % len(self.asked)]))
+
+    def warm(self, number: int) -> None:
+        self.engine.warm(PROMPTS[number % 2])
+
+    def pin(self, number: int) -> None:
+        if not self.engine.pins():
+            self.engine.warm(PROMPTS[0][:16])
+            with suppress(ValueError):  # the state was not worth a slot
+                self.engine.pin(PROMPTS[0])
+
+    def unpin(self, number: int) -> None:
+        for pinned in self.engine.pins():
+            self.engine.unpin(pinned)
+
+    def forget(self, number: int) -> None:
+        self.engine.reset_prefix_cache()
+
+    def stream(self, number: int) -> None:
+        self.streams.append(self.engine.stream(PROMPTS[number % 3], EIGHT))
+        assert next(self.streams[-1]).token == answer(tuple(PROMPTS[number % 3]))[0][0]
+
+    def drop(self, number: int) -> None:
+        thread = threading.Thread(target=self.streams.clear)
+        thread.start()
+        thread.join()
+
+    def close(self, number: int) -> None:
+        if self.streams:
+            self.streams.pop().close()
+
+    def name(self, number: int) -> None:
+        self.engine.set_weights_version(f"version {number % 2}")
+
+    def suspend(self, number: int) -> None:
+        self.engine.suspend()
+        self.engine.call_on_all(check_alike)
+        self.engine.resume()
+
+    def generate(self, number: int) -> None:
+        prompts = PROMPTS[: 1 + number % 3]
+        for prompt, result in zip(prompts, self.engine.generate(prompts, EIGHT), strict=True):
+            assert result.tokens == answer(tuple(prompt))[0][:8]
+
+    def score(self, number: int) -> None:
+        prompt = tuple(PROMPTS[number % 3])
+        (scored,) = self.engine.score([prompt])
+        np.testing.assert_allclose(scored.log_probs, prompt_log_probs(prompt), rtol=0, atol=TOLERANCE)
+
+    def reset(self, number: int) -> None:
+        self.engine.reset()
+        self.asked.clear()
+        self.streams.clear()
+
+    def call_wrongly(self, number: int) -> None:
+        with pytest.raises(ValueError, match="accepted"):
+            self.engine.cancel(10**6)
+        with pytest.raises(ValueError, match="accepted"):
+            self.engine.pin([1, 2, 3])
+        with pytest.raises(ValueError, match="accepted"):
+            self.engine.add_request([])
+
+    def finish(self) -> None:
+        self.streams.clear()
+        while self.engine.has_unfinished_requests():
+            self.call("step", 0)
+        assert not self.asked
+
+
+CALLS = (
+    "step", "step", "step", "step", "cancel", "warm", "pin", "unpin", "forget", "stream", "drop", "close",
+    "name", "suspend", "generate", "score", "reset", "call_wrongly",
+)  # fmt: skip
+calls = st.lists(
+    st.one_of(
+        st.tuples(requests, plans), st.tuples(st.sampled_from(CALLS), st.integers(0, 9))
+    ),
+    max_size=25,
+)  # fmt: skip
+
+
+@given(calls=calls, ahead=st.booleans())
+@settings(costly(), phases=[Phase.explicit, Phase.generate])
+def _make_any_calls(calls: list[tuple[Any, Any]], ahead: bool) -> None:
+    with pressed_engine(async_scheduling=ahead) as engine:
+        compare_steps(engine)
+        caller = Caller(engine)
+        for name, argument in calls:
+            if isinstance(name, str):
+                caller.call(name, argument)
+            else:
+                caller.add(name, argument)
+        caller.finish()
+
+
+def test_any_calls_of_rank_0_leave_equal_books_on_all_ranks() -> None:
+    on_leader(_make_any_calls)()
+
+
+# ---- what nobody calls
+
+
+@on_leader
+def test_streams_that_are_let_go_of_end_on_all_ranks() -> None:
+    engine = small_engine()
+    caller = Caller(engine)
+    kept = engine.stream(PROMPTS[0], EIGHT)
+    for prompt in PROMPTS[1:]:
+        caller.streams.append(engine.stream(prompt))
+        next(caller.streams[-1])
+    caller.call("drop", 0)
+    assert engine.num_unfinished_requests == 1
+    assert [token.token for token in kept] == answer(tuple(PROMPTS[0]))[0][:8]
+    assert not engine.has_unfinished_requests()
+
+
+@on_leader
+def test_requests_that_come_from_inside_a_step_join_the_next_one_on_all_ranks() -> None:
+    engine = small_engine(async_scheduling=True)
+    compare_steps(engine)
+    late: list[int] = []
+
+    class Adding:
+        def step_begun(self, *arguments: object) -> None:
+            if len(late) < 2:
+                late.append(engine.add_request(PROMPTS[len(late)], EIGHT))
+
+        def step_ended(self, *arguments: object) -> None:
+            pass
+
+    engine.context.observe(Adding())
+    engine.generate([PROMPTS[2]])
+    caller = Caller(engine)
+    while engine.has_unfinished_requests():
+        caller.call("step", 0)
+    results = [engine.take_result(request_id) for request_id in late]
+    for prompt, result in zip(PROMPTS, results, strict=False):
+        assert result is None or result.tokens == answer(tuple(prompt))[0][:8]
+    assert engine.generate([PROMPTS[0]], EIGHT)[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals are not Python's here")
+@on_leader
+def test_interrupts_of_rank_0_at_any_moment_break_nothing() -> None:
+    engine = small_engine()
+    caller = Caller(engine)
+    random, num_interrupts = Random(1), 0
+    tries = 20 if is_quick() else 300
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(tries):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.03))
+                engine.generate(PROMPTS[:2], EIGHT)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts > tries // 4
+    caller.call("generate", 2)
+    assert engine.stats().num_rebuilds == 0
+    assert not engine.has_unfinished_requests()
+
+
+# ---- calls that fail
+
+
+def fail_in(engine: ms.DynamicInferenceEngine, ranks: list[int], name: str) -> None:
+    """Let the next call of a function of the step fail on these ranks; for `call_on_all`."""
+    rank, function = engine.context.spec.groups.rank, getattr(dynamic_engine, name)
+
+    def failing(*arguments: object) -> object:
+        setattr(dynamic_engine, name, function)
+        raise InjectedError(f"on rank {rank}")
+
+    if rank in ranks:
+        setattr(dynamic_engine, name, failing)
+
+
+@on_leader
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset(ranks: list[int]) -> None:
+    engine = small_engine()
+    if engine.context.spec.groups.size == 4:
+        ranks = [rank for one in ranks for rank in (one, one + 2)]
+    engine.add_request(PROMPTS[0])
+    engine.step()
+    engine.call_on_all(fail_in, ranks, "sample_step")
+    if 0 in ranks:
+        with pytest.raises(InjectedError, match="on rank 0"):
+            engine.step()
+    else:
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"not made alike.*rank 1 raised InjectedError: on rank 1"):
+            engine.step()
+    for call in (engine.step, lambda: engine.add_request(PROMPTS[0]), engine.suspend):
+        with pytest.raises(RuntimeError, match="a call failed on this rank of a split model"):
+            call()
+    engine.reset()
+    engine.call_on_all(check_alike)
+    serve_checked(engine, PROMPTS)
+
+
+@on_leader
+def test_a_call_that_only_rank_0_makes_is_refused() -> None:
+    engine = small_engine()
+    engine.set_weights_version("seed")
+    with pytest.raises(
+        RuntimeError, match=r"call it on all: engine.call_on_all\(mambaslots.*.export_prefixes"
+    ):
+        msd.export_prefixes(engine)
+    with pytest.raises(RuntimeError, match="on this rank alone"):
+        engine.changing_cache()
+    Caller(engine).call("generate", 2)
+
+
+# ---- functions of all ranks
+
+
+def raise_on(engine: ms.DynamicInferenceEngine, ranks: list[int]) -> str:
+    if engine.context.spec.groups.rank in ranks:
+        raise InjectedError("here")
+    return "done"
+
+
+class ReadNowhere:
+    """Can be pickled, and not be read."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("none",)
+
+
+@on_leader
+def test_functions_run_on_all_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    engine, folder = small_engine(), str(tmp_path_factory.mktemp("prefixes"))
+    engine.set_weights_version("seed")
+    caller = Caller(engine)
+    caller.call("generate", 2)
+    saved = engine.call_on_all(msd.save_prefixes, folder)
+    assert len(saved.files) == engine.context.spec.groups.size
+    engine.reset_prefix_cache()
+    report = engine.call_on_all(msd.load_prefixes, folder)
+    assert report.imported.states == saved.states
+    engine.call_on_all(check_alike)
+    result = engine.generate([PROMPTS[1]], EIGHT)[0]
+    assert result.num_resumed_tokens == 32
+    assert result.tokens == answer(tuple(PROMPTS[1]))[0][:8]
+    # what goes wrong changes nothing
+    assert engine.call_on_all(raise_on, []) == "done"
+    with pytest.raises(InjectedError, match="here"):
+        engine.call_on_all(raise_on, [0])
+    with pytest.raises(RuntimeError, match="rank 1 raised InjectedError: here, and rank 0 made the call"):
+        engine.call_on_all(raise_on, [1])
+    with pytest.raises(ValueError, match="can be pickled"):
+        engine.call_on_all(lambda engine: None)
+    with pytest.raises(ValueError, match="rank 1 raised ValueError: invalid literal"):
+        engine.call_on_all(raise_on, ReadNowhere())
+    with pytest.raises(ValueError, match="function is 3"):
+        engine.call_on_all(3)
+    with pytest.raises(msd.TransferError):
+        engine.call_on_all(msd.load_prefixes, folder + " that is not")
+    caller.call("generate", 2)
+
+
+def serve_on_all(engine: ms.DynamicInferenceEngine) -> list[int]:
+    return engine.generate([PROMPTS[0]], EIGHT)[0].tokens
+
+
+@on_leader
+def test_a_function_may_serve_requests_on_all_ranks_beside_others() -> None:
+    engine = small_engine()
+    caller = Caller(engine)
+    kept = engine.stream(PROMPTS[1], EIGHT)
+    assert engine.call_on_all(serve_on_all) == answer(tuple(PROMPTS[0]))[0][:8]
+    caller.call("step", 0)
+    assert [token.token for token in kept] == answer(tuple(PROMPTS[1]))[0][:8]
+
+
+# ---- asyncio
+
+
+def of_whole_model(**settings: Any) -> ms.DynamicInferenceEngine:
+    return small_engine(**settings, model=small_model())
+
+
+traffic.small_engine = of_whole_model  # type: ignore[attr-defined]  # for answers of random tokens
+ASYNC_CALLS = [name for name in traffic.CALLS if name != "preempts"]  # by a change of rank 0's books
+
+
+@given(
+    sizes=engine_settings,
+    visits=st.lists(traffic.visits, min_size=1, max_size=8),
+    calls=st.lists(st.tuples(st.sampled_from(ASYNC_CALLS), st.integers(0, 60)), max_size=4),
+    end=traffic.ends,
+)
+@settings(costly(), phases=[Phase.explicit, Phase.generate])
+def _serve_any_traffic(sizes: dict[str, Any], visits: list[Any], calls: list[Any], end: str) -> None:
+    with small_engine(**sizes) as engine:
+        asyncio.run(traffic.Server(engine, []).run(visits, calls, end))
+        gc.collect()
+        assert not engine.has_unfinished_requests()
+        assert_idle(engine)
+        Caller(engine).call("generate", 2)
+
+
+def test_tasks_are_answered_by_an_async_engine_over_all_ranks() -> None:
+    on_leader(_serve_any_traffic)()
+
+
+# ---- the end
+
+
+@on_leader
+def test_a_closed_engine_makes_no_calls() -> None:
+    with small_engine() as engine:
+        assert isinstance(engine, msd.LeadingEngine)
+        engine.generate(PROMPTS, EIGHT)
+    engine.close()
+    assert engine.stats().num_running == 0
+    with pytest.raises(RuntimeError, match="the LeadingEngine is closed"):
+        engine.add_request(PROMPTS[0])
+
+
+@on_leader
+def test_no_second_engine_is_built_over_groups_that_another_thread_uses() -> None:
+    engine = small_engine()
+    served, ended = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        engine.generate(PROMPTS[:1], EIGHT)
+        served.set()
+        ended.wait()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    served.wait()
+    try:
+        with pytest.raises(RuntimeError, match="close that engine first"):
+            msd.LeadingEngine(present().model, engine.config)
+    finally:
+        ended.set()
+        thread.join()
+    with small_engine() as second:
+        assert second.generate(PROMPTS[:1], EIGHT)[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]
+
+
+def test_who_leads_and_who_follows_is_checked(world: World) -> None:
+    model = present().model
+    config = ms.InferenceConfig(block_size_tokens=8, num_kv_blocks=32, num_mamba_slots=8)
+    if world.rank:
+        with pytest.raises(ValueError, match=f"model is of rank {world.rank}; accepted: rank 0 leads"):
+            msd.LeadingEngine(model, config)
+    engine = present().plain_engine(model, config)
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="engine is of rank 0 of"):
+            msd.follow(engine)
+    with pytest.raises(ValueError, match=r"accepted: .* a mambaslots\.distributed\.LeadingEngine"):
+        ms.AsyncEngine(engine)
+    engine.add_request(PROMPTS[0])
+    if world.rank:
+        with pytest.raises(ValueError, match="engine has 1 requests"):
+            msd.follow(engine)

@@ -1,0 +1,336 @@
+"""What a replica tells is what it can resume from, whatever happens to it and to its messages."""
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import mambaslots as ms
+import mambaslots.net as msd
+import pytest
+from mambaslots.inference.contexts.books_only_context import BooksOnlyContext
+from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
+from mambaslots.inference.contexts.cache.state_journal import StateJournal
+from mambaslots.net.routing import state_publisher
+from oracle.everything import Fuzzer
+from oracle.ledger import LeftWrongError
+from oracle.places import Monitor, monitored
+from oracle.state_channel import LossyChannel, resumable_keys
+from oracle.toy_lm import ToyLM
+
+BLOCK = 4
+
+
+def toy_engine(**settings: object) -> ms.DynamicInferenceEngine:
+    config = ms.InferenceConfig(
+        **{
+            "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens": 32, "max_sequence_length": 96,
+            "num_kv_blocks": 100, "num_mamba_slots": 6,
+        } | settings
+    )  # type: ignore[arg-type]  # fmt: skip
+    return ms.DynamicInferenceEngine(ToyLM(), config)
+
+
+def prompt(number: int, length: int = 18) -> list[int]:
+    return [(number * 7 + position * 3) % 29 for position in range(length)]
+
+
+def serve(engine: ms.DynamicInferenceEngine, number: int, length: int = 18) -> None:
+    engine.generate([prompt(number, length)], ms.SamplingParams(num_tokens_to_generate=5))
+
+
+# ---- all that an engine goes through
+
+
+@pytest.fixture(scope="module")
+def monitor() -> Iterator[Monitor]:
+    with monitored() as monitor:
+        yield monitor
+
+
+class PublishingFuzzer(Fuzzer):
+    """Also tells what the engine can resume from; interrupts come in the middle of that, too."""
+
+    def __init__(self, seed: int, monitor: Monitor, interrupts: float, faults: float) -> None:
+        super().__init__(seed, monitor, interrupts)
+        self._cache = self.engine.context.prefix_cache
+        self._channel = LossyChannel(msd.StatePublisher(self.engine, "a"), seed, faults)
+        self._operations += [self._channel.tell] * 6
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        if self.random.random() < 0.5:
+            self._channel.tell()
+        else:
+            self._channel.settle()
+            told, there = self._channel.index.keys_of("a"), resumable_keys(self._cache)
+            if told != there:
+                raise LeftWrongError("stale", f"too many: {told - there}; missing: {there - told}")
+
+
+@pytest.mark.parametrize("faults", [0.0, 0.3])
+@pytest.mark.parametrize("first", [0, *(pytest.param(40 * n, marks=pytest.mark.long) for n in range(1, 6))])
+def test_a_router_knows_what_a_replica_can_resume_from(first: int, faults: float, monitor: Monitor) -> None:
+    for seed in range(first, first + (40 if first else 2)):
+        PublishingFuzzer(seed, monitor, interrupts=0.15, faults=faults).run(100)
+
+
+def test_a_journal_that_misses_changes_is_noticed(monitor: Monitor) -> None:
+    with patch.object(StateJournal, "_note", lambda journal, keys: None), pytest.raises(LeftWrongError):
+        PublishingFuzzer(0, monitor, interrupts=0.0, faults=0.0).run(100)
+
+
+# ---- messages
+
+
+def test_the_first_message_is_a_snapshot_and_the_others_are_changes() -> None:
+    engine = toy_engine()
+    serve(engine, 0)
+    publisher = msd.StatePublisher(engine, "a")
+    first = publisher.take()
+    assert first is not None
+    assert first.is_snapshot
+    assert first.sequence == 0
+    assert set(first.inserted) == resumable_keys(engine.context.prefix_cache)
+    assert publisher.take() is None
+    index = msd.StateIndex()
+    assert index.apply(first)
+    for number in range(1, 9):  # more than the slots hold: states leave, too
+        serve(engine, number)
+        events = publisher.take()
+        assert events is not None
+        assert not events.is_snapshot
+        assert events.sequence == number
+        assert index.apply(events)
+        assert index.keys_of("a") == resumable_keys(engine.context.prefix_cache)
+    assert publisher.snapshot() == msd.StateEvents(
+        "a", first.epoch, 8, publisher.snapshot().inserted, (), True
+    )
+
+
+def test_what_came_and_left_between_two_messages_is_not_told() -> None:
+    engine = toy_engine(num_mamba_slots=2, max_requests=1)
+    publisher = msd.StatePublisher(engine, "a")
+    publisher.take()
+    for number in range(9):
+        serve(engine, number)
+    events = publisher.take()
+    assert events is not None
+    assert set(events.inserted) == resumable_keys(engine.context.prefix_cache)
+    assert not events.removed
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [
+        lambda engine: engine.set_weights_version("new"),
+        lambda engine: engine.reset_prefix_cache(),
+        lambda engine: engine.reset(),
+        lambda engine: (engine.suspend(), engine.resume()),
+    ],
+    ids=["weights", "reset_prefix_cache", "reset", "suspend"],
+)
+def test_a_cache_that_begins_anew_has_a_new_epoch(forget: object) -> None:
+    engine = toy_engine()
+    publisher, index = msd.StatePublisher(engine, "a"), msd.StateIndex()
+    serve(engine, 0)
+    before = publisher.take()
+    assert before is not None
+    assert index.apply(before)
+    assert index.keys_of("a")
+    forget(engine)  # type: ignore[operator]
+    after = publisher.take()
+    assert after is not None
+    assert (after.sequence, after.inserted, after.is_snapshot) == (0, (), True)
+    assert after.epoch > before.epoch
+    assert index.apply(after)
+    assert not index.keys_of("a")
+    assert index.apply(before), "a late message of an old epoch"
+    assert not index.keys_of("a")
+
+
+def test_a_state_that_only_the_tier_has_is_told_until_the_tier_forgets_it() -> None:
+    bytes_each = ToyLM().state_spec().slot_bytes
+    engine = toy_engine(
+        num_mamba_slots=1, max_requests=1, host_cache_gb=6 * bytes_each / (1 << 30), host_cache_min_tokens=1
+    )
+    cache = engine.context.prefix_cache
+    publisher, index = msd.StatePublisher(engine, "a"), msd.StateIndex()
+    num_in_tier_alone = 0
+    for number in range(12):
+        serve(engine, number)
+        events = publisher.take()
+        assert events is not None
+        assert index.apply(events)
+        told = index.keys_of("a")
+        assert told == resumable_keys(cache)
+        num_in_tier_alone += len(told - cache.slots.map.hash_to_block_id.keys())
+    assert num_in_tier_alone
+
+
+def test_states_that_are_imported_are_told() -> None:
+    source, target = toy_engine(), toy_engine()
+    for engine in (source, target):
+        engine.set_weights_version("same")
+    publisher = msd.StatePublisher(target, "a")
+    publisher.take()
+    serve(source, 0)
+    msd.import_prefixes(target, msd.encode_prefixes(msd.export_prefixes(source)))
+    events = publisher.take()
+    assert events is not None
+    assert set(events.inserted) == resumable_keys(target.context.prefix_cache) != set()
+
+
+# ---- interrupts
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("call", ["take", "snapshot", "resync", "commit", "drop", "clear"])
+def test_an_interrupt_at_any_line_costs_no_truth(call: str, monitor: Monitor) -> None:
+    """Of the cache's calls, those lines are interrupted that change the maps."""
+    number = 0
+    while True:
+        number += 1
+        cache, index = small_cache(), msd.StateIndex()
+        publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
+        keys = [commit(cache, name) for name in range(3)]
+        assert index.apply(taken(publisher))
+        commit(cache, 3)
+        states, block = cache.slots.map, cache.kv_blocks.tree.block_of_hash[keys[0]]
+        slot = states.slot_of(block)
+        calls = {
+            "take": publisher.take,
+            "snapshot": publisher.snapshot,
+            "resync": publisher.resync,
+            "commit": lambda: states.name([block], [slot], [keys[0]]),  # noqa: B023
+            "drop": lambda: states.leave([block]),  # noqa: B023
+            "clear": states.clear,
+        }
+        if call == "commit":
+            states.leave([block])
+            assert index.apply(taken(publisher))
+            states.enter([block], [slot])
+        lines = monitor.lines()
+        lines.actions[number] = interrupt
+        with suppress(KeyboardInterrupt), lines.watched():
+            calls[call]()
+        events = publisher.take()
+        if events is not None and not index.apply(events):
+            assert index.apply(publisher.snapshot())
+        if events is None and call in ("take", "snapshot"):  # the message is lost with the interrupt
+            assert index.apply(publisher.snapshot())
+        assert index.keys_of("a") == states.hash_to_block_id.keys(), f"line {number}"
+        if lines.num_passed < number:
+            break
+    assert number > 2
+
+
+def taken(publisher: msd.StatePublisher) -> msd.StateEvents:
+    events = publisher.take()
+    assert events is not None
+    return events
+
+
+# ---- bounds and mends
+
+
+def small_cache(num_slots: int = 8) -> PrefixCache:
+    return PrefixCache(1000, num_slots, BLOCK)
+
+
+def commit(cache: PrefixCache, number: int) -> int:
+    """Register a block of its own with a state; returns its hash."""
+    chain = PrefixHashChain(BLOCK)
+    chain.extend_to([number] * BLOCK)
+    (block,) = cache.kv_blocks.allocate_memory_blocks(1)
+    cache.kv_blocks.register_chain(chain.root, [block], chain.keys, chain.tokens)
+    cache.slots.commit(cache.slots.reserve([block]))
+    cache.kv_blocks.release_memory_blocks([block])
+    return chain.keys[0]
+
+
+def test_too_many_changes_become_a_snapshot_in_bounded_memory() -> None:
+    cache = small_cache()
+    publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
+    publisher.take()
+    for number in range(500):
+        commit(cache, number)
+        assert len(publisher._journal.keys) <= 64
+    events = publisher.take()
+    assert events is not None
+    assert events.is_snapshot
+    assert events.sequence == 1
+    assert set(events.inserted) == resumable_keys(cache)
+
+
+def test_a_cache_without_a_publisher_is_not_watched() -> None:
+    cache = small_cache()
+    publishers = [msd.StatePublisher(SimpleNamespace(prefix_cache=cache), name) for name in "ab"]
+    assert len(cache.slots.map.watchers) == 2
+    publishers[0].close()
+    key = commit(cache, 1)
+    events = publishers[1].take()
+    assert events is not None
+    assert events.inserted == (key,)
+    publishers[1].close()
+    assert cache.slots.map.watchers == ()
+
+
+def test_a_difference_that_nobody_noted_is_told_after_some_takes() -> None:
+    cache = small_cache()
+    publisher, index = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a"), msd.StateIndex()
+    keys = {commit(cache, number) for number in range(3)}
+    first = publisher.take()
+    assert first is not None
+    assert index.apply(first)
+    publisher._told.pop(next(iter(keys)))
+    publisher._told[12345] = None
+    messages = [publisher.take() for _ in range(state_publisher.TAKES_BETWEEN_RESYNCS)]
+    (events,) = [events for events in messages if events is not None]
+    assert events.is_snapshot
+    assert set(events.inserted) == keys
+
+
+def test_a_step_without_changes_takes_no_memory() -> None:
+    cache = small_cache()
+    publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
+    commit(cache, 1)
+    publisher.take()
+    tracemalloc.start()
+    for _ in range(100):
+        assert publisher.take() is None
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2000
+
+
+def test_a_context_of_books_alone_can_be_published() -> None:
+    config = ms.InferenceConfig(
+        block_size_tokens=BLOCK, max_tokens=32, num_kv_blocks=20, num_mamba_slots=4, max_sequence_length=40
+    )
+    events = msd.StatePublisher(BooksOnlyContext(ToyLM().state_spec(), config), "a").take()
+    assert events is not None
+    assert events.is_snapshot
+
+
+@pytest.mark.parametrize("source", [None, 3, SimpleNamespace(prefix_cache=None)], ids=str)
+def test_what_has_no_prefix_cache_is_refused(source: object) -> None:
+    with pytest.raises(ValueError, match="source is"):
+        msd.StatePublisher(source, "a")
+
+
+@pytest.mark.parametrize("replica", ["", None, 3], ids=repr)
+def test_a_replica_needs_a_name(replica: object) -> None:
+    with pytest.raises(ValueError, match="replica is"):
+        msd.StatePublisher(SimpleNamespace(prefix_cache=small_cache()), replica)  # type: ignore[arg-type]
+
+
+def test_other_ranks_than_the_first_do_not_publish() -> None:
+    spec = SimpleNamespace(groups=SimpleNamespace(rank=1))
+    with pytest.raises(ValueError, match="of rank 1"):
+        msd.StatePublisher(SimpleNamespace(prefix_cache=small_cache(), spec=spec), "a")
