@@ -16,7 +16,8 @@ from fuzz_damage import NUMBERS, TEXTS, damaged_bytes, damaged_json, json_bytes
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 from mambaslots.cli.main import make_parser
 from mambaslots.inference.contexts.cache.plan_spec import parse_plan, shown_plan
-from mambaslots.replay.traces import TraceRecorder, read_trace
+from mambaslots.replay.read_trace import read_trace
+from mambaslots.replay.recorder import TraceRecorder
 
 WEIGHTS = {
     "traces": 3.0, "replays": 0.2, "recordings": 0.3,

@@ -4,11 +4,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from random import Random
 
+from mambaslots.replay.generate import Draws
 from mambaslots.replay.trace import Tokens, TraceRequest
 from mambaslots.replay.traces.agents import agent
 from mambaslots.replay.traces.chats import chat, fork
 from mambaslots.replay.traces.documents import documents, unique
-from mambaslots.replay.traces.draws import Draws
 
 SESSIONS = 4
 KEPT = 24

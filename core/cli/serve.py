@@ -96,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..replay.traces import TraceRecorder
+    from ..replay.recorder import TraceRecorder
     from ..serve import ServerSettings, check_installed, serve
 
     check_installed()

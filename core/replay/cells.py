@@ -1,18 +1,20 @@
 """The cells of a table, one row on one trace in one setting each, replayed in one process or in several."""
 
 import multiprocessing
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
-from .rows import row_named
-from .savings import saved_share
-from .setting import Progress, ReplayResult, ReplaySetting
+from .generate import KINDS, generate
+from .read_trace import read_trace
+from .setting import Progress, ReplayResult, ReplayRow, ReplaySetting, silent
 from .trace import Trace
-from .traces import KINDS, generate, read_trace
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class TraceSource:
         seed: of a generated trace.
         shards, shard: which part of a file's requests is served: shard `shard` of `shards`.
         num_requests: how many of the first requests are served; None for all.
-        speed: how many times as fast the requests come.
+        speed: how many times as fast the requests arrive.
     """
 
     origin: str
@@ -60,88 +62,108 @@ class Cell:
     """One row on one trace in one setting."""
 
     source: TraceSource
-    row: str
+    row: ReplayRow
     setting: ReplaySetting
+
+    @property
+    def label(self) -> str:
+        return self.row.name
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of a cell.
-
-    Attributes:
-        cell: what was replayed.
-        trace: the name of the trace.
-        num_requests: of the trace.
-        result: None where the row cannot serve in the setting.
-        refusal: why it cannot.
-        flops_saved: share of the prefills' arithmetic; None where the row does not tell.
-    """
+    """The result of a cell; None, with a refusal, where the row cannot serve in the setting."""
 
     cell: Cell
     trace: str
     num_requests: int
     result: ReplayResult | None
     refusal: str = ""
-    flops_saved: float | None = None
+    flops_saved: float | None = None  # share of the prefills' arithmetic
 
     @property
     def share(self) -> float | None:
         return None if self.result is None else self.result.share
 
 
-def replay_cell(cell: Cell, progress: Progress = lambda num_served, num_all: None) -> CellResult:
-    """Replay one cell. A setting that the row refuses with a ValueError makes a cell without a result."""
+def replay_cell(cell: Cell, progress: Progress = silent) -> CellResult:
+    """Replay one cell. A ValueError of the row becomes the cell's refusal."""
     trace = cell.source.load()
     number = len(trace.requests)
     try:
-        result = row_named(cell.row).replay(trace, cell.setting, progress)
+        result = cell.row.replay(trace, cell.setting, progress)
     except ValueError as error:
         return CellResult(cell, trace.name, number, None, str(error))
-    saved = saved_share(trace, result, cell.setting.shape)
+    saved = None
+    if result.resumed_lengths:  # a request that resumed several times counts as if it had resumed once
+        flops = cell.setting.shape.prefill_flops
+        saved = sum(map(flops, result.resumed_lengths)) / sum(
+            flops(len(one.prompt)) for one in trace.requests
+        )
     return CellResult(cell, trace.name, number, replace(result, resumed_lengths=()), flops_saved=saved)
 
 
-class NamedCell(Protocol):
-    """What is replayed on its own; `row` says it in words."""
+class Labelled(Protocol):
+    """What is replayed on its own."""
 
     @property
-    def row(self) -> str: ...
+    def label(self) -> str: ...
 
 
-def replay_cells[C: NamedCell, R](
-    cells: Sequence[C],
-    num_jobs: int,
-    replay: Callable[[C, Progress], R],
-    show: Callable[[int, str], None] = lambda num_done, doing: None,
+def replay_cells[C: Labelled, R](
+    cells: Sequence[C], num_jobs: int, replay: Callable[[C, Progress], R]
 ) -> Iterator[R]:
-    """Replay cells, and yield their results in the order of the cells.
+    """Replay cells in `num_jobs` processes, here for 1, with progress on stderr; results in their order.
 
-    Args:
-        cells: what to replay.
-        num_jobs: processes; 1 replays here.
-        replay: replays one cell; a function that other processes can import.
-        show: called with the number of cells that are done, and with what is being done.
+    `replay` is a function that other processes can import.
     """
+    line = _ProgressLine(len(cells))
     if num_jobs == 1:
         for index, cell in enumerate(cells):
-            show(index, cell.row)
-            yield replay(cell, _shown(index, cell.row, show))
-        return
-    context = multiprocessing.get_context("spawn")  # a fork copies threads' locks
-    with ProcessPoolExecutor(min(num_jobs, len(cells)), mp_context=context) as pool:
-        futures = [pool.submit(replay, cell, _unseen) for cell in cells]
-        try:
-            for index, future in enumerate(futures):
-                show(index, cells[index].row)
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+            line.show(index, cell.label)
+            yield replay(cell, _progress_of(line, index, cell.label))
+    else:
+        context = multiprocessing.get_context("spawn")  # a fork copies threads' locks
+        with ProcessPoolExecutor(min(num_jobs, len(cells)), mp_context=context) as pool:
+            futures = [pool.submit(replay, cell, silent) for cell in cells]
+            try:
+                for index, future in enumerate(futures):
+                    line.show(index, cells[index].label)
+                    yield future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+    line.end()
 
 
-def _shown(index: int, row: str, show: Callable[[int, str], None]) -> Progress:
-    """Shows how far the cell `index` is."""
-    return lambda num_served, num_all: show(index, f"{row}: {num_served:,} of {num_all:,} requests")
+def _progress_of(line: "_ProgressLine", index: int, label: str) -> Progress:
+    return lambda num_served, num_all: line.show(index, f"{label}: {num_served:,} of {num_all:,} requests")
 
 
-def _unseen(num_served: int, num_all: int) -> None:
-    """The progress of a cell in another process, where nobody sees it."""
+class _ProgressLine:
+    """Cells done, on one line of stderr: every 0.1 s on a terminal, else a line every 10 s."""
+
+    def __init__(self, num_cells: int) -> None:
+        self._num_cells = num_cells
+        self._start_s = time.monotonic()
+        self._shown_s = float("-inf")
+        self._width = 0
+        self._on_terminal = False
+        with suppress(AttributeError, ValueError):
+            self._on_terminal = sys.stderr.isatty()
+
+    def show(self, num_done: int, doing: str) -> None:
+        """Write the line if the last one is old enough."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= (0.1 if self._on_terminal else 10.0):
+            self._shown_s = now_s
+            self._write(f"replay: {num_done:,} of {self._num_cells:,} cells; {doing}", not self._on_terminal)
+
+    def end(self) -> None:
+        self._write(f"replay: {self._num_cells:,} cells, {time.monotonic() - self._start_s:,.1f} s", True)
+
+    def _write(self, line: str, ends: bool) -> None:
+        padded = "\r" + line.ljust(self._width) if self._on_terminal else line
+        self._width = len(line)
+        with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
+            sys.stderr.write(padded + "\n" * ends)
+            sys.stderr.flush()

@@ -1,64 +1,125 @@
-"""Serves a trace with the engine's scheduler and books, without a model."""
+"""Serves a trace with the engine's scheduler and prefix cache, without a model."""
 
+import heapq
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
+
+import numpy as np
 
 from ..config import InferenceConfig
 from ..inference.contexts.books_only_context import BooksOnlyContext
 from ..inference.contexts.cache.departures import NANOSECONDS
+from ..inference.contexts.cache.prefix_hash import PrefixHashChain
 from ..inference.contexts.request import DynamicInferenceRequest
 from ..inference.contexts.request_step import RequestStep
 from ..inference.engines.scheduler import Scheduler
 from ..sampling_params import SamplingParams
 from ..state_spec import HybridStateSpec
-from .arrivals import Arrivals
-from .prompt_hashes import chains_of
-from .setting import Progress, ReplayResult, StepCost
-from .trace import Trace
+from .setting import Progress, ReplayResult, StepCost, silent
+from .trace import Tokens, Trace
 
 TOO_LONG = "too_long"
-"""Why the tokens of a request count as lost that fits into no KV pool: an engine refuses the request."""
+"""Reason of the tokens of a request that fits into no KV pool: an engine refuses the request."""
+
+_MAX_KEPT = 4
+_kept: list[tuple[Trace, int, list[PrefixHashChain]]] = []
 
 
-class RequestSource(Protocol):
-    """Where the requests of an engine come from. Times are nanoseconds since the trace began."""
+def chains_of(trace: Trace, block_size_tokens: int) -> Sequence[PrefixHashChain]:
+    """The hash chains of all prompts with their answers, read only; those of the last four calls are kept."""
+    for known, size, chains in _kept:
+        if known is trace and size == block_size_tokens:
+            return chains
+    contents: dict[int, bytes] = {}  # equal blocks share their bytes
+    made = [_chain(request.prompt, request.answer, block_size_tokens, contents) for request in trace.requests]
+    _kept.append((trace, block_size_tokens, made))
+    del _kept[:-_MAX_KEPT]
+    return made
+
+
+def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]) -> PrefixHashChain:
+    chain = PrefixHashChain(size)
+    content, width = np.concatenate([prompt, answer]).astype("<u4").tobytes(), 4 * size
+    for first in range(0, len(content) - width + 1, width):
+        chain.append(content[first : first + width])
+    chain.tokens = [
+        contents.setdefault(key, content) for key, content in zip(chain.keys, chain.tokens, strict=True)
+    ]
+    return chain
+
+
+class Arrivals:
+    """When the requests of a trace arrive. Times are nanoseconds since the trace began.
+
+    A session's requests keep the gaps that the trace has between them. A request whose session still waits
+    for an answer arrives when that answer ends, and later requests of the session are delayed equally:
+    requests at 0 s and 5 s, first answer at 7 s: the second one arrives at 7 s.
+
+    `one_after_another`: each request waits for the answer of the request before it in the trace.
+    """
+
+    def __init__(self, trace: Trace, *, one_after_another: bool = False) -> None:
+        self._gap_before: list[int] = []  # of each request, after the request before it in its session
+        self._next_of: list[int] = []  # the next request of the session, or -1
+        self._came_ns: dict[int, int] = {}  # of requests that run or wait
+        self._coming: list[tuple[int, int]] = []  # (time, request), a heap
+        last: dict[int, int] = {}
+        for index, request in enumerate(trace.requests):
+            at_ns = round(request.arrival_s * NANOSECONDS)
+            session = 0 if one_after_another else request.session
+            before = last.get(session, -1)
+            self._next_of.append(-1)
+            if before < 0:
+                self._coming.append((at_ns, index))
+                self._gap_before.append(0)
+            else:
+                self._next_of[before] = index
+                self._gap_before.append(at_ns - round(trace.requests[before].arrival_s * NANOSECONDS))
+            last[session] = index
+        heapq.heapify(self._coming)
 
     @property
     def next_ns(self) -> int | None:
-        """When the next request comes; None where none is known to come."""
-        ...
+        """When the next request arrives; None where none arrives before an answer ends."""
+        return self._coming[0][0] if self._coming else None
 
     @property
     def horizon_ns(self) -> int | None:
-        """A time before which no request comes, as far as no answer of this engine ends; None for never."""
-        ...
+        """A time before which no request arrives, as long as no answer ends; None for never."""
+        return self.next_ns
 
     def due(self, now_ns: int) -> Sequence[int]:
-        """Take the requests that have come by now: their numbers in the trace, in the order of coming."""
-        ...
+        """Take the numbers of the requests that have arrived by now, in the order of arrival."""
+        found = []
+        while self._coming and self._coming[0][0] <= now_ns:
+            at_ns, index = heapq.heappop(self._coming)
+            self._came_ns[index] = at_ns
+            found.append(index)
+        return found
 
     def came_ns(self, index: int) -> int:
-        """When a request came that has not ended."""
-        ...
+        """When an unfinished request arrived."""
+        return self._came_ns[index]
 
     def note_end(self, index: int, now_ns: int) -> None:
-        """Note that the answer of a request that has come has ended."""
-        ...
+        """Schedule the session's next request: the answer of `index` has ended."""
+        came_ns, following = self._came_ns.pop(index), self._next_of[index]
+        if following >= 0:
+            at_ns = max(came_ns + self._gap_before[following], now_ns)
+            heapq.heappush(self._coming, (at_ns, following))
 
 
 class EngineReplay:
     """One trace, served by the `Scheduler` over a `BooksOnlyContext`, on a clock that counts steps.
 
-    All that decides is the engine's own: admission, matches, plans, slots, evictions, preemption. Only the
-    forward is left out, and the tokens of answers are the trace's. Decodes that change no book are made many
-    at once: up to the next boundary, end or arrival.
+    Admission, matches, plans, slots, evictions and preemption are the engine's own. The forward is left out,
+    and the tokens of answers are the trace's. Decodes that change only positions are made many at once: up to
+    the next block boundary, end or arrival.
 
     Attributes:
-        context: rows and prefix cache.
-        scheduler: the queue.
-        now_ns: the time; it begins with the trace.
-        first_token_ns: of each request of the trace, from its coming to its first token; None until then.
+        context, scheduler: of the engine.
+        now_ns: time since the trace began.
+        first_token_ns: of each request, from its arrival to its first token; None until then.
     """
 
     def __init__(
@@ -69,19 +130,18 @@ class EngineReplay:
         cost: StepCost,
         *,
         token_by_token: bool = False,
-        source: RequestSource | None = None,
+        source: Arrivals | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
-            trace: all requests that can come.
+            trace: all requests that can arrive.
             spec: of the model; its tensors are not made.
-            config: sizes and switches; with one row, requests come one after another.
-            cost: how long steps take.
+            config: of the engine; with `max_requests=1` requests arrive one after another.
+            cost: seconds of a step.
             token_by_token: whether each decode is a step of its own.
-            source: says which requests of the trace come, and when; by default all, as `Arrivals` has it.
-            after_step: called when time has passed, at the end of a step. Of decodes that are made many at
-                once, the last one is a step of its own.
+            source: arrivals, for one of several engines on one clock.
+            after_step: called after each step; of decodes made at once, after the last.
         """
         self.now_ns = 0
         self.context = BooksOnlyContext(spec, config, clock=lambda: self.now_ns)
@@ -90,22 +150,22 @@ class EngineReplay:
         self._cost = cost
         self._token_by_token = token_by_token
         self._chains = chains_of(trace, config.block_size_tokens)
-        self._source: RequestSource = source or Arrivals(trace, one_after_another=config.max_requests == 1)
+        self._source = source or Arrivals(trace, one_after_another=config.max_requests == 1)
         self._after_step = after_step
-        self._answers: dict[int, list[int]] = {}  # of requests that have not ended, the tokens still to come
+        self._answers: dict[int, list[int]] = {}  # of unfinished requests
         self._resumed = [0] * len(trace.requests)
         self.first_token_ns: list[int | None] = [None] * len(trace.requests)
         self._num_ended = 0
         self._num_refused_tokens = 0
 
-    def run(self, progress: Progress = lambda num_served, num_all: None) -> ReplayResult:
+    def run(self, progress: Progress = silent) -> ReplayResult:
         """Serve all requests that are left."""
         while self.step():
             progress(self._num_ended, len(self._trace.requests))
         return self.result()
 
     def step(self) -> bool:
-        """Make the next step, and the decodes behind it that change no book; False where nothing is left."""
+        """Make the next step and the quiet decodes after it; False where nothing is left."""
         self._add_requests()
         steps = self.scheduler.schedule()
         while not steps:
@@ -122,7 +182,7 @@ class EngineReplay:
         return True
 
     def result(self) -> ReplayResult:
-        """What came of the requests so far."""
+        """The figures of the requests that have ended."""
         stats = self.context.cache_stats()
         lost: dict[str, int] = {why: number for why, number in stats.computed_by_reason.items() if number}
         if self._num_refused_tokens:
@@ -164,17 +224,16 @@ class EngineReplay:
         )
 
     def _generate(self, request: DynamicInferenceRequest, num_tokens: int) -> None:
-        """Append the next tokens of the request's answer; end the request behind the last one."""
-        first = request.num_generated
+        """Append the next tokens of the request's answer; the last one ends the request."""
+        number, first = request.request_id, request.num_generated
         if not first:
-            came_ns = self._source.came_ns(request.request_id)
-            self.first_token_ns[request.request_id] = self.now_ns - came_ns
-        request.tokens += self._answers[request.request_id][first : first + num_tokens]
+            self.first_token_ns[number] = self.now_ns - self._source.came_ns(number)
+        request.tokens += self._answers[number][first : first + num_tokens]
         if len(request.tokens) >= request.max_length:
-            self._resumed[request.request_id] = request.ledger.resumed
-            del self._answers[request.request_id]
+            self._resumed[number] = request.ledger.resumed
+            del self._answers[number]
             self.scheduler.remove(request)
-            self._end(request.request_id)
+            self._end(number)
 
     def _end(self, number: int) -> None:
         self._num_ended += 1
@@ -204,7 +263,7 @@ class EngineReplay:
         return bool(self.scheduler.waiting) and has_free_rows
 
     def _changes_nothing(self, steps: Sequence[RequestStep]) -> bool:
-        """Whether the next steps meet the same books, so that who waits now waits on."""
+        """Whether requests that cannot be admitted now cannot be admitted after the next decodes either."""
         return not self.scheduler.admitted and all(
             self.context.num_quiet_decodes(step.request) and step.stop + 1 < step.request.max_length
             for step in steps

@@ -1,37 +1,29 @@
-"""The rows of this package's own cache."""
+"""The rows of this package's own cache, with its policies or with one's own."""
 
+import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config import InferenceConfig
+from ..inference.contexts.cache.plan_spec import parse_plan
 from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from ..pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec
 from ..state_tensor import StateTensor
-from .engine_replay import EngineReplay
-from .prompt_hashes import chains_of
-from .setting import ModelShape, Progress, ReplayResult, ReplaySetting
+from ..validation import one_of
+from .engine_replay import EngineReplay, chains_of
+from .setting import ModelShape, Progress, ReplayResult, ReplaySetting, silent
 from .trace import Trace
 
-_DEFAULT_POLICY = InferenceConfig.prefix_caching_eviction_policy
+_MOST_NAMES = 1 << 20  # KV blocks of a model without attention, which are names of prefixes only
 
 
-@dataclass(frozen=True)
-class PoolCounts:
-    """How many states and KV blocks a setting buys for cached prefixes and running requests."""
-
-    num_slots: int
-    num_kv_blocks: int
-
-
-def pool_counts(setting: ReplaySetting) -> PoolCounts:
-    """The pools of an engine in this setting.
-
-    Where states and KV are given apart, the live states of running requests are beside both. Out of a total,
-    live states come first; the rest is halved.
+def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
+    """Cached states and KV blocks that a setting buys; of a total, what live states leave is halved.
 
     Raises:
         ValueError: the memory buys no cached state or no KV block.
@@ -56,18 +48,11 @@ def pool_counts(setting: ReplaySetting) -> PoolCounts:
             f"{named}; accepted for {shape.name}: one state of {shape.durable_state_bytes} bytes and "
             f"one KV block of {block_bytes} bytes"
         )
-    return PoolCounts(num_slots, num_blocks)
-
-
-_MOST_NAMES = 1 << 20
-"""KV blocks of a model without attention: they are names of prefixes only."""
+    return num_slots, num_blocks
 
 
 def spec_of(shape: ModelShape) -> HybridStateSpec:
-    """A spec with the bytes and the grid of `shape`, for books alone.
-
-    Where the shape's cached states are encoded, the spec's can be, too.
-    """
+    """A spec with the bytes and the grid of `shape`, for bookkeeping alone."""
     grid, size = shape.grid_tokens, shape.state_bytes
     state = (
         StateTensor("state", 1, (max(1, size // 4),), torch.float32, grid, coarsest="bfloat16")
@@ -90,8 +75,7 @@ def spec_of(shape: ModelShape) -> HybridStateSpec:
 def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) -> InferenceConfig:
     """The configuration of an engine in this setting, with `changes`, for all requests of the trace.
 
-    Out of a total, states and KV share one memory, as far as live and cached states have one encoding. Where
-    they have not, the slots of idle rows hold no cached states.
+    Of a total, states and KV share one memory, unless cached states are encoded: then they have fixed parts.
     """
     if setting.shape.encodes:
         changes = {"durable_state_dtype": "bfloat16"} | dict(changes)  # which encoding makes no difference
@@ -101,7 +85,7 @@ def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) 
 
 
 def _config(
-    trace: Trace, setting: ReplaySetting, counts: PoolCounts | None, changes: Mapping[str, Any]
+    trace: Trace, setting: ReplaySetting, counts: tuple[int, int] | None, changes: Mapping[str, Any]
 ) -> InferenceConfig:
     sizes: dict[str, Any] = {
         "block_size_tokens": setting.block_size_tokens,
@@ -110,7 +94,7 @@ def _config(
         "max_sequence_length": max(trace.longest, setting.block_size_tokens + 1),
     }
     if counts is not None:
-        sizes |= {"num_kv_blocks": counts.num_kv_blocks, "num_mamba_slots": counts.num_slots}
+        sizes |= {"num_mamba_slots": counts[0], "num_kv_blocks": counts[1]}
     if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts; not for
         # more states than the trace has blocks
         shape = setting.shape
@@ -125,57 +109,83 @@ class OursRow:
     """The engine's own scheduler and cache.
 
     Attributes:
-        name: what the table calls it.
-        source: what it is, in one line.
-        changes: fields of `InferenceConfig` that differ from the defaults.
+        policy: name of an eviction policy, or "FILE.py:Class"; None for the default.
+        plan: a checkpoint plan as `--plan` spells it, or "FILE.py:Class"; None for the default.
     """
 
-    name: str
-    source: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    policy: str | None = None
+    plan: str | None = None
 
-    def replay(
-        self, trace: Trace, setting: ReplaySetting, progress: Progress = lambda num_served, num_all: None
-    ) -> ReplayResult:
+    @property
+    def name(self) -> str:
+        """ "ours", "ours-lru", or "ours-Class"."""
+        return "ours" if self.policy is None else f"ours-{self.policy.rpartition(':')[2]}"
+
+    def changes(self) -> dict[str, Any]:
+        """Settings that differ from the defaults; objects of one's own are made anew."""
+        changes: dict[str, Any] = {}
+        if self.policy is not None:
+            own = class_named("policy", self.policy)
+            name = one_of("policy", self.policy, EVICTION_POLICIES) if own is None else own()
+            changes["prefix_caching_eviction_policy"] = name
+        if self.plan is not None:
+            own = class_named("plan", self.plan)
+            changes["checkpoint_plan"] = parse_plan(self.plan) if own is None else own()
+        return changes
+
+    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress = silent) -> ReplayResult:
         """Serve the trace; ValueError for memory that buys no state."""
-        config = config_of(trace, setting, self.changes)
+        config = config_of(trace, setting, self.changes())
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run(progress)
 
 
-OURS = (
-    OursRow("ours", "this engine with its defaults"),
-    *(
-        OursRow(
-            f"ours-{policy}",
-            f'this engine with prefix_caching_eviction_policy="{policy}"',
-            {"prefix_caching_eviction_policy": policy},
-        )
-        for policy in EVICTION_POLICIES
-        if policy not in (_DEFAULT_POLICY, "ref_zero")
-    ),
-)
+def class_named(what: str, text: str) -> type | None:
+    """The class that "FILE.py:Class" names; None for text without ".py:"."""
+    file, found, name = text.rpartition(".py:")
+    if not found:
+        return None
+    path = Path(f"{file}.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"{what} is {text!r}; accepted: FILE.py:Class with a file that is there")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    one = getattr(module, name, None)
+    if not isinstance(one, type):
+        raise ValueError(f"{what} is {text!r}; accepted: a class of {path}")
+    return one
 
 
 @dataclass(frozen=True)
 class UnlimitedRow:
-    """The engine's own cache with a slot and a KV block for every prefix of the trace.
-
-    Attributes:
-        name, source: see `ReplayRow`.
-    """
+    """The engine's own cache with a slot and a KV block for every prefix of the trace."""
 
     name: str = "unlimited"
-    source: str = "this engine with memory for everything"
 
-    def replay(
-        self, trace: Trace, setting: ReplaySetting, progress: Progress = lambda num_served, num_all: None
-    ) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress = silent) -> ReplayResult:
         """Serve the trace; the memory in `setting` is ignored."""
         size = setting.block_size_tokens
         num_prefixes = len(set().union(*(chain.keys for chain in chains_of(trace, size))))
         num_held = setting.max_requests * (trace.longest // size + 1)
-        config = _config(trace, setting, PoolCounts(num_prefixes + 1, num_prefixes + num_held), {})
+        config = _config(trace, setting, (num_prefixes + 1, num_prefixes + num_held), {})
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run(progress)
 
 
-UNLIMITED = UnlimitedRow()
+OURS, UNLIMITED = OursRow(), UnlimitedRow()
+
+
+def replay(trace: Trace, shape: ModelShape, **setting: Any) -> ReplayResult:
+    """What the engine's cache resumes of a trace, without a model.
+
+    Args:
+        trace: from `generate`, `read_trace`.
+        shape: of `model_shape`.
+        setting: fields of `ReplaySetting`: `state_gb` and `kv_gb`, or `total_gb`; `max_requests`, ...
+
+    Raises:
+        ValueError: the memory buys no state or no KV block.
+
+    Example:
+        `replay(generate("chat", 5), model_shape("nemotron-h-8b"), state_gb=16, kv_gb=20).share` is 0.948.
+    """
+    return OURS.replay(trace, ReplaySetting(shape, **setting))

@@ -1,71 +1,61 @@
-"""What a replay prints and writes: the table, and all results as JSON."""
+"""What a replay prints: a table, and a sentence that says how much memory the cache should get."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from .cells import CellResult
 from .ours import UNLIMITED
-from .rows import GROUPS
 from .setting import ReplaySetting
 
 _UNLIMITED = "unlimited pool"
 _MIN_LOST = 0.0005
-_CEILING = frozenset(GROUPS["ceiling"])
 
 
 def unlimited_shares(results: Iterable[CellResult]) -> dict[str, float]:
     """Trace -> what an unlimited pool resumes, as a share of all prompt tokens."""
-    return {
-        one.trace: one.share for one in results if one.cell.row == UNLIMITED.name and one.share is not None
-    }
+    return {one.trace: one.share for one in results if one.cell.row == UNLIMITED and one.share is not None}
 
 
-def ceiling_share(results: Iterable[CellResult], one: CellResult) -> float | None:
-    """The share of the best row that knows the trace, in the setting of `one`; None without such rows."""
-    shares = (
-        other.share
-        for other in results
-        if other.cell.row in _CEILING and other.cell.setting == one.cell.setting and other.trace == one.trace
-    )
-    return max((share for share in shares if share is not None), default=None)
+def percent(one: CellResult) -> str:
+    return "refused" if one.share is None else f"{100 * one.share:.1f}"
 
 
-def table(results: Sequence[CellResult]) -> str:
-    """A table for each trace: a line a row, a column a budget."""
+def table(results: Sequence[CellResult], text: Callable[[CellResult], str] = percent, note: str = "") -> str:
+    """A table for each trace: a line a row, a column a budget; `text` of each cell, `note` in the title."""
     return "\n\n".join(
-        "\n".join(_lines([one for one in results if one.trace == trace]))
+        "\n".join(_lines([one for one in results if one.trace == trace], text, note))
         for trace in dict.fromkeys(one.trace for one in results)
     )
 
 
-def _lines(results: Sequence[CellResult]) -> Iterable[str]:
-    cells = [one for one in results if one.cell.row != UNLIMITED.name]
+def _lines(results: Sequence[CellResult], text: Callable[[CellResult], str], note: str) -> Iterable[str]:
+    cells = [one for one in results if one.cell.row != UNLIMITED]
     first = results[0]
     num_tokens = next((one.result.prompt_tokens for one in results if one.result is not None), 0)
     yield (
         f"{first.trace}: {first.num_requests:,} requests, {num_tokens:,} prompt tokens. "
-        "% of the prompt tokens resumed"
-        + (" (of the ceiling)" if any(one.cell.row in _CEILING for one in cells) else "")
+        f"% of the prompt tokens resumed{note}"
     )
     settings = list(dict.fromkeys(one.cell.setting for one in cells))
     heads = [budget_head(setting) for setting in settings]
-    rows = list(dict.fromkeys(one.cell.row for one in cells))
+    rows = list(dict.fromkeys(one.cell.row.name for one in cells))
     left = max(map(len, [*rows, _UNLIMITED])) + 2
     widths = [max(len(head), 12) + 2 for head in heads]
     yield "row".ljust(left) + "".join(head.rjust(width) for head, width in zip(heads, widths, strict=True))
-    known = {(one.cell.row, one.cell.setting): one for one in cells}
+    known = {(one.cell.row.name, one.cell.setting): text(one) for one in cells}
     for row in rows:
-        texts = [_text(results, known.get((row, setting))) for setting in settings]
+        texts = [known.get((row, setting), "-") for setting in settings]
         yield row.ljust(left) + "".join(text.rjust(width) for text, width in zip(texts, widths, strict=True))
     share = unlimited_shares(results).get(first.trace)
     if share is not None:
         yield f"{_UNLIMITED.ljust(left)}{f'{100 * share:.1f}'.rjust(widths[0])}"
     for row in rows:
-        yield from _losses(row, [one for one in cells if one.cell.row == row])
+        yield from _losses(row, [one for one in cells if one.cell.row.name == row])
     for one in cells:
         if one.refusal:
-            yield f"{one.cell.row} at {budget_head(one.cell.setting)}: {one.refusal}"
+            yield f"{one.cell.row.name} at {budget_head(one.cell.setting)}: {one.refusal}"
 
 
 def budget_head(setting: ReplaySetting) -> str:
@@ -75,23 +65,14 @@ def budget_head(setting: ReplaySetting) -> str:
     return f"{setting.state_gb:g}+{setting.kv_gb:g} GB"
 
 
-def _text(results: Sequence[CellResult], one: CellResult | None) -> str:
-    if one is None:
-        return "-"
-    if one.share is None:
-        return "refused"
-    ceiling = ceiling_share(results, one)
-    return f"{100 * one.share:.1f}" + (f" ({100 * one.share / ceiling:.0f} %)" if ceiling else "")
-
-
 def _losses(row: str, cells: Sequence[CellResult]) -> Iterable[str]:
-    """Why a row computed tokens, and what it saved, budget by budget; for rows that tell."""
-    told = [one.result for one in cells if one.result is not None and one.result.lost_by_reason]
-    if not told:
+    """Why a row computed tokens, and what it saved, budget by budget; for rows with reasons."""
+    known = [one.result for one in cells if one.result is not None and one.result.lost_by_reason]
+    if not known:
         return
     shares = {
-        reason: [result.lost_by_reason.get(reason, 0) / max(1, result.prompt_tokens) for result in told]
-        for reason in dict.fromkeys(reason for result in told for reason in result.lost_by_reason)
+        reason: [result.lost_by_reason.get(reason, 0) / max(1, result.prompt_tokens) for result in known]
+        for reason in dict.fromkeys(reason for result in known for reason in result.lost_by_reason)
     }
     lost = ", ".join(
         f"{reason} {_listed(values)}" for reason, values in shares.items() if max(values) > _MIN_LOST
@@ -106,53 +87,139 @@ def _listed(shares: Iterable[float]) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
-def as_json(results: Sequence[CellResult], settings: dict[str, Any], said: Sequence[str]) -> dict[str, Any]:
-    """All results as plain values.
-
-    Args:
-        results: of all cells.
-        settings: what the command was given.
-        said: the answers to how much memory the cache should get.
-    """
-    return {
-        "settings": settings,
-        "unlimited": unlimited_shares(results),
-        "results": [_plain(results, one) for one in results],
-        "answers": list(said),
-    }
-
-
-def _plain(results: Sequence[CellResult], one: CellResult) -> dict[str, Any]:
+def plain(one: CellResult) -> dict[str, Any]:
+    """A result as plain values."""
     setting, result = one.cell.setting, one.result
-    is_unlimited = one.cell.row == UNLIMITED.name
-    ceiling = None if is_unlimited else ceiling_share(results, one)
-    plain: dict[str, Any] = {
+    budgets: dict[str, Any] = dict.fromkeys(("state_gb", "kv_gb", "total_gb"))
+    if one.cell.row != UNLIMITED:
+        budgets = {name: getattr(setting, name) for name in budgets}
+    values: dict[str, Any] = {
         "trace": one.trace,
-        "row": one.cell.row,
+        "row": one.cell.row.name,
         "num_requests": one.num_requests,
-        "state_gb": None if is_unlimited else setting.state_gb,
-        "kv_gb": None if is_unlimited else setting.kv_gb,
-        "total_gb": None if is_unlimited else setting.total_gb,
+        **budgets,
         "share": one.share,
-        "share_of_ceiling": one.share / ceiling if ceiling and one.share is not None else None,
         "flops_saved": one.flops_saved,
         "refusal": one.refusal or None,
     }
     if result is not None:
-        plain |= {
-            "prompt_tokens": result.prompt_tokens,
-            "resumed_tokens": result.resumed_tokens,
-            "lost_by_reason": dict(result.lost_by_reason),
-            "num_states_taken": result.num_states_taken,
-            "state_capacity": result.state_capacity,
-        }
-    return plain
+        names = ("prompt_tokens", "resumed_tokens", "num_states_taken", "state_capacity")
+        values |= {name: getattr(result, name) for name in names}
+        values["lost_by_reason"] = dict(result.lost_by_reason)
+    return values
 
 
 def plain_setting(setting: ReplaySetting) -> dict[str, Any]:
-    """What all cells have in common, as plain values."""
+    """The part of a setting that all cells share, as plain values."""
     values = asdict(setting)
     return {
         name: values[name]
         for name in ("shape", "max_requests", "max_tokens", "block_size_tokens", "cost", "host_gb")
     }
+
+
+_NEAR = 0.01  # shares that differ by no more count as equal
+
+
+@dataclass(frozen=True)
+class BudgetPoint:
+    """What a row resumes with a budget; `lacks_kv`: more tokens lack KV than states."""
+
+    budget_gb: float
+    share: float
+    lacks_kv: bool = False
+
+
+def budget_of(setting: ReplaySetting) -> tuple[str, float]:
+    """What the budget of a setting is for, and its GB."""
+    host = f" and {setting.host_gb:g} GB of the host" if setting.host_gb else ""
+    if setting.total_gb is not None:
+        return f"for states and KV together{host and ', beside' + host[4:]}", setting.total_gb
+    return f"for states, beside {setting.kv_gb:g} GB for KV{host}", setting.state_gb or 0.0
+
+
+def answers(results: Sequence[CellResult], unlimited: dict[str, float], row: str) -> list[str]:
+    """A sentence for each trace and kind of budget of `row`; `unlimited`: trace -> share of its prompt."""
+    curves: dict[tuple[str, str], list[BudgetPoint]] = {}
+    for one in results:
+        if one.cell.row.name == row and one.share is not None:
+            kind, budget_gb = budget_of(one.cell.setting)
+            curves.setdefault((one.trace, kind), []).append(BudgetPoint(budget_gb, one.share, _lacks_kv(one)))
+    by_gb = attrgetter("budget_gb")
+    return [
+        f"{trace}: {answer(sorted(points, key=by_gb), unlimited[trace], kind)}"
+        for (trace, kind), points in curves.items()
+    ]
+
+
+def _lacks_kv(one: CellResult) -> bool:
+    if one.cell.setting.total_gb is not None or one.result is None:
+        return False
+    lost = one.result.lost_by_reason
+    for_kv, for_states = (
+        sum(lost.get(reason, 0) for reason in reasons)
+        for reasons in (("kv_evicted", "too_long"), ("state_evicted", "capacity"))
+    )
+    return for_kv > for_states
+
+
+def answer(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
+    """The smallest budget within a point of an unlimited pool; else the first whose double adds no point.
+
+    Shares 0.50, 0.941, 0.945 of 2, 8, 32 GB and 0.948 of an unlimited pool: "give it 8 GB".
+    """
+    if unlimited < _NEAR:
+        return (
+            "give it no memory for this traffic, in which too little repeats: even an unlimited pool "
+            f"resumes {_percent(unlimited)} of the prompt tokens."
+        )
+    enough = next((point for point in points if unlimited - point.share <= _NEAR), None)
+    if enough is not None:
+        return (
+            f"give it {_gb(enough)} {kind}: it then resumes {_percent(enough.share)} of the prompt tokens, "
+            f"within a point of the {_percent(unlimited)} that an unlimited pool resumes"
+            f"{_less(points, enough)}."
+        )
+    if points[-1].lacks_kv:
+        return (
+            f"give KV more: with {_gb(points[-1])} {kind}, it resumes {_percent(points[-1].share)} of the "
+            "prompt tokens, and most of what is missing is KV (an unlimited pool resumes "
+            f"{_percent(unlimited)})."
+        )
+    flat = next((pair for pair in _doublings(points) if pair[1].share - pair[0].share <= _NEAR), None)
+    if flat is not None:
+        point, double = flat
+        return (
+            f"give it {_gb(point)} {kind}: it then resumes {_percent(point.share)} of the prompt tokens, and "
+            f"{_gb(double)} bring only {_percent(double.share)} (an unlimited pool {_percent(unlimited)})"
+            f"{_less(points, point)}."
+        )
+    last = points[-1]
+    return (
+        f"give it more than {_gb(last)} {kind}: with that it resumes {_percent(last.share)} of the prompt "
+        f"tokens, and an unlimited pool {_percent(unlimited)}."
+    )
+
+
+def _doublings(points: Sequence[BudgetPoint]) -> list[tuple[BudgetPoint, BudgetPoint]]:
+    """Each point, and the first one with at least twice its budget."""
+    pairs = []
+    for point in points:
+        double = next((other for other in points if other.budget_gb >= 2 * point.budget_gb), None)
+        if double is not None:
+            pairs.append((point, double))
+    return pairs
+
+
+def _less(points: Sequence[BudgetPoint], chosen: BudgetPoint) -> str:
+    """What the next smaller budget brings, as the end of a sentence."""
+    smaller = [point for point in points if point.budget_gb < chosen.budget_gb]
+    return f"; {_gb(smaller[-1])} bring {_percent(smaller[-1].share)}" if smaller else ""
+
+
+def _gb(point: BudgetPoint) -> str:
+    return f"{point.budget_gb:g} GB"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

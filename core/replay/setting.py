@@ -1,10 +1,26 @@
-"""What a replay serves a trace with, and what came of it."""
+"""What a replay serves a trace with: a model's sizes, memory and limits; and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
+
+from ..state_kinds import gated_delta_net_states, mamba2_states
+from ..state_spec import HybridStateSpec
+from ..state_tensor import StateTensor
 from .trace import Trace
+
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+"""How cached states may be stored. Live states are as the model has them."""
+
+Progress = Callable[[int, int], None]
+"""Called with the number of requests served, and of all requests."""
+
+
+def silent(num_served: int, num_all: int) -> None:
+    """No progress."""
 
 
 @dataclass(frozen=True)
@@ -13,8 +29,8 @@ class ModelShape:
 
     Attributes:
         name: what tables call it.
-        state_bytes: of one state, as live states are kept.
-        durable_state_bytes: of one cached state; less than `state_bytes` where cached states are encoded.
+        state_bytes: of one live state.
+        durable_state_bytes: of one cached state; fewer where cached states are encoded.
         kv_bytes_per_token: of all attention layers.
         grid_tokens: a KV block is a multiple of this.
         hidden_size, num_recurrent_layers, num_attention_layers, num_mlp_layers, state_size: for the
@@ -37,6 +53,21 @@ class ModelShape:
         """Whether cached states are encoded, so that they cannot lie in live slots."""
         return self.durable_state_bytes != self.state_bytes
 
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Floating-point operations of a prefill of `num_tokens` tokens from the start.
+
+        With T tokens, hidden size D and state size N: a recurrent layer takes 12 T D^2 + 16 T D N + 10 T D,
+        an attention layer 8 T D^2 + 4 T^2 D, and an MLP layer 16 T D^2 (Marconi, arXiv 2411.19379).
+        """
+        tokens, hidden, state = num_tokens, self.hidden_size, self.state_size
+        recurrent = 12 * tokens * hidden**2 + 16 * tokens * hidden * state + 10 * tokens * hidden
+        attention = 8 * tokens * hidden**2 + 4 * tokens**2 * hidden
+        return (
+            self.num_recurrent_layers * recurrent
+            + self.num_attention_layers * attention
+            + self.num_mlp_layers * 16 * tokens * hidden**2
+        )
+
 
 @dataclass(frozen=True)
 class StepCost:
@@ -52,15 +83,15 @@ class StepCost:
 
 @dataclass(frozen=True)
 class ReplaySetting:
-    """Memory and limits, in which all rows of a table are compared.
+    """Memory and limits of one replay.
 
     Attributes:
         shape: of the model.
-        state_gb, kv_gb: memory for states and for KV (2**30 bytes), where they are given apart.
-        total_gb: memory for both, where a row divides it itself; then the other two are None.
+        state_gb, kv_gb: memory for cached states and for KV (2**30 bytes), where they are given apart.
+        total_gb: memory for live states, cached states and KV; then the other two are None.
         max_requests: requests that run at once; 1 replays one after another.
         max_tokens: tokens of one step.
-        block_size_tokens: of a KV block, for rows that have no block size of their own.
+        block_size_tokens: of a KV block.
         cost: how long a step takes.
         host_gb: memory of the host tier; 0 for none.
     """
@@ -78,16 +109,15 @@ class ReplaySetting:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one row made of one trace.
+    """What one row resumed of one trace.
 
     Attributes:
         num_requests: requests served.
         prompt_tokens, resumed_tokens: of all prompts, each token counted once.
-        lost_by_reason: computed prompt tokens by reason; empty for rows that do not tell.
+        lost_by_reason: computed prompt tokens by reason; empty for rows without reasons.
         num_states_taken: states that were stored.
-        state_capacity: states that fit, live ones left out; 0 where a row has no such number.
-        resumed_lengths: resumed tokens of each request of the trace, in its order; empty for rows that do not
-            tell.
+        state_capacity: cached states that fit; 0 where a row has no such number.
+        resumed_lengths: resumed tokens of each request of the trace; empty for rows without them.
     """
 
     num_requests: int
@@ -104,23 +134,97 @@ class ReplayResult:
         return self.resumed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-Progress = Callable[[int, int], None]
-"""Called with the number of requests served, and of all requests."""
-
-
 class ReplayRow(Protocol):
-    """A cache, with its policies, as one row of the table.
-
-    Attributes:
-        name: what the table calls it.
-        source: what it emulates, in one line.
-    """
+    """A cache with its policies, as one row of the table; `name` is what the table calls it."""
 
     @property
     def name(self) -> str: ...
 
-    @property
-    def source(self) -> str: ...
-
     def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
-        """Serve the trace. Changes nothing of its arguments; two calls give equal results."""
+        """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
+
+
+def _nemotron_h_8b(state_dtype: str | None) -> ModelShape:
+    states = mamba2_states(
+        layers=24, heads=128, head_dim=64, groups=8, state_dim=128, conv_kernel=4,
+        conv_dtype=torch.bfloat16, ssm_dtype=torch.float32, grid=128,
+    )  # fmt: skip
+    spec = _spec(states, num_attention_layers=4, num_kv_heads=8, head_dim=128)
+    return shape_of("nemotron-h-8b", spec, state_dtype, hidden_size=4096, num_mlp_layers=24)
+
+
+def _qwen3_5_35b(state_dtype: str | None) -> ModelShape:
+    states = gated_delta_net_states(
+        layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
+        conv_dtype=torch.bfloat16, state_dtype=torch.float32,
+    )  # fmt: skip
+    spec = _spec(states, num_attention_layers=10, num_kv_heads=2, head_dim=256)
+    return shape_of("qwen3.5-35b", spec, state_dtype, hidden_size=2048, num_mlp_layers=40)
+
+
+def _spec(
+    states: tuple[StateTensor, ...], num_attention_layers: int, num_kv_heads: int, head_dim: int
+) -> HybridStateSpec:
+    return HybridStateSpec(
+        states, num_attention_layers, num_kv_heads, head_dim, torch.bfloat16, 1 << 17, torch.device("cpu")
+    )
+
+
+MODELS: dict[str, Callable[[str | None], ModelShape]] = {
+    "nemotron-h-8b": _nemotron_h_8b,
+    "qwen3.5-35b": _qwen3_5_35b,
+}
+"""Models that need no config: Nemotron-H-8B, and Qwen3.5-35B-A3B."""
+
+
+def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
+    """The shape of a model.
+
+    Args:
+        model: one of `MODELS`, or the path of a config.json or of its folder, read with transformers.
+        state_dtype: one of `STATE_DTYPES`, for cached states; None stores them as live states are.
+
+    Raises:
+        ValueError: the model, or its architecture, or the dtype is not known.
+        ImportError: a config is given, and transformers is not installed.
+    """
+    if state_dtype is not None and state_dtype not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
+    if model in MODELS:
+        return MODELS[model](state_dtype)
+    path = Path(model)
+    if not path.exists():
+        raise ValueError(
+            f"model is {model!r}; accepted: {', '.join(MODELS)}, or the path of a config.json that is there"
+        )
+    from ..hf import architectures, state_sizes
+
+    config = state_sizes.read_config(path)
+    text: Any = architectures.text_config(config)
+    spec = architectures.state_spec(text, text.dtype or config.dtype or torch.bfloat16)
+    named = [name in ("mlp", "moe") for name in text.layer_types]
+    num_mlp_layers = sum(named) if any(named) or text.model_type == "mamba2" else len(named)
+    return shape_of(
+        state_sizes.name_of(path), spec, state_dtype,
+        hidden_size=text.hidden_size, num_mlp_layers=num_mlp_layers,
+    )  # fmt: skip
+
+
+def shape_of(
+    name: str, spec: HybridStateSpec, state_dtype: str | None = None, *, hidden_size: int, num_mlp_layers: int
+) -> ModelShape:
+    """The shape of a model with this spec; `state_dtype` as for `model_shape`."""
+    widths = {"ssm": 2, "delta": 1}  # where the shape of a recurrent tensor has its state size
+    sizes = [tensor.shape[widths[tensor.name]] for tensor in spec.states if tensor.name in widths]
+    return ModelShape(
+        name=name if state_dtype is None else f"{name}, cached states in {state_dtype}",
+        state_bytes=spec.slot_bytes,
+        durable_state_bytes=spec.durable_slot_bytes(None if state_dtype == "float32" else state_dtype),
+        kv_bytes_per_token=spec.kv_block_bytes(1),
+        grid_tokens=spec.grid,
+        hidden_size=hidden_size,
+        num_recurrent_layers=max((tensor.num_layers for tensor in spec.states), default=0),
+        num_attention_layers=spec.num_attention_layers,
+        num_mlp_layers=num_mlp_layers,
+        state_size=max(sizes, default=0),
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.integer[Any]]
-"""[n] int32 token ids. Where a trace knows hashes only, ids that are equal where the hashes are."""
+"""[n] int32 token ids. Where a trace has hashes only, ids that are equal where the hashes are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,10 +17,8 @@ class TraceRequest:
 
     Attributes:
         arrival_s: seconds since the trace began.
-        session: a name for what the request belongs to. A request of a session does not come before the last
-            answer of the session has ended.
-        prompt: the tokens of the prompt, one or more.
-        answer: the tokens that the model generated, one or more.
+        session: number of the conversation. A request arrives after the answers of its session have ended.
+        prompt, answer: one or more tokens each.
     """
 
     arrival_s: float
@@ -35,7 +33,7 @@ class Trace:
 
     Attributes:
         name: what tables call it.
-        requests: the requests, earliest first.
+        requests: earliest first.
         grain_tokens: prompts are known to be equal in multiples of so many tokens; 1 where tokens are known.
     """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mambaslots.replay.traces import hashed_requests, trace_line
+from mambaslots.replay import hashed_requests, trace_line
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import fuzz

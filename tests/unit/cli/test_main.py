@@ -12,7 +12,7 @@ import pytest
 from mambaslots.cli.main import main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
-from mambaslots.replay.traces import read_trace
+from mambaslots.replay.read_trace import read_trace
 from mambaslots.serve import ServerSettings
 
 DRAFTS = ("--num-speculative-tokens", "4")

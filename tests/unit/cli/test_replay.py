@@ -1,24 +1,18 @@
 """`mambaslots replay`: what it prints and writes, and how it says mistakes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mambaslots.cli.main import main
-from mambaslots.cli.replay import OWN_ROW
-from mambaslots.net import ROUTERS
 from mambaslots.replay.cells import TraceSource
-from mambaslots.replay.rows import GROUPS, ROWS
-from mambaslots.replay.traces import KINDS
+from mambaslots.replay.generate import KINDS
 
 SMALL = ("--requests", "60", "--budget-gb", "1,4")
 FIELDS = {
-    "trace", "row", "num_requests", "state_gb", "kv_gb", "total_gb", "share", "share_of_ceiling",
-    "flops_saved", "refusal", "prompt_tokens", "resumed_tokens", "lost_by_reason", "num_states_taken",
-    "state_capacity",
+    "trace", "row", "num_requests", "state_gb", "kv_gb", "total_gb", "share", "flops_saved", "refusal",
+    "prompt_tokens", "resumed_tokens", "lost_by_reason", "num_states_taken", "state_capacity",
 }  # fmt: skip
 
 
@@ -41,17 +35,15 @@ def own_trace(tmp_path: Path) -> Path:
 def test_the_table_the_sentence_and_the_files(
     own_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
-    written, picture = tmp_path / "r.json", tmp_path / "r.png"
-    words = ["replay", "--trace", f"chat,{own_trace}", *SMALL, "--total-gb", "22", "--rows", "ours"]
-    assert main([*words, "--json", str(written), "--plot", str(picture)]) == 0
+    written = tmp_path / "r.json"
+    words = ["replay", "--trace", f"chat,{own_trace}", *SMALL, "--total-gb", "22"]
+    assert main([*words, "--json", str(written)]) == 0
     printed = capsys.readouterr()
     results = json.loads(written.read_text())
     assert printed.out.count("% of the prompt tokens resumed") == 2
     assert "How much memory do I give it?" in printed.out
     assert results["answers"] == list(dict.fromkeys(printed.out.split("give it?\n")[1].splitlines()))
     assert printed.err.splitlines()[-1].startswith("replay: 8 cells")
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert results.keys() == {"settings", "unlimited", "results", "answers"}
     settings = results["settings"]
     assert settings["trace"] == ["chat", str(own_trace)]
@@ -105,14 +97,13 @@ def test_a_budget_that_buys_nothing_is_refused_in_its_cell(
     assert printed.count("refused") == 2
 
 
-def test_a_python_module_is_the_same_command(own_trace: Path) -> None:
-    command = [sys.executable, "-m", "mambaslots.replay", "--trace", str(own_trace), "--budget-gb", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (0, 2)
-    assert "own.jsonl: give it 1 GB for states" in done.stdout
-
-
-ACCEPTED_ROWS = ", ".join((*GROUPS, *ROWS))
+def test_policies_of_ones_own_are_rows(
+    own_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["replay", "--trace", str(own_trace), "--budget-gb", "0.2", "--policy", "value,lru"]
+    assert main([*words, "--plan", "every=256"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[2:4]] == ["ours-value", "ours-lru"]
 
 
 @pytest.mark.parametrize(
@@ -120,17 +111,10 @@ ACCEPTED_ROWS = ", ".join((*GROUPS, *ROWS))
     [
         (["--trace", "cat"], f"'cat'; accepted: {', '.join(KINDS)}, all, or a file that is there"),
         (["--trace", ","], "','; accepted: one or more, divided by commas"),
-        (["--rows", "ours,nobody"], f"row is 'nobody'; accepted: {ACCEPTED_ROWS}"),
         (["--budget-gb", "2,x"], "'x'; accepted: a number > 0"),
         (["--total-gb", "0"], "'0'; accepted: a number > 0"),
         (["--concurrency", "0"], "'0'; accepted: an integer >= 1"),
         (["--state-dtype", "int4"], "invalid choice: 'int4'"),
-        (["--plot", "/no/r.png"], "'/no/r.png'; accepted: a path in an existing directory"),
-        (["--router", "best"], f"router is 'best'; accepted: {', '.join(ROUTERS)}"),
-        (["--replicas", "0"], "'0'; accepted: an integer >= 1"),
-        (["--replicas", ","], "','; accepted: one or more, divided by commas"),
-        (["--event-delay-ms", "-1"], "'-1'; accepted: a number >= 0"),
-        (["--event-delay-ms", "soon"], "'soon'; accepted: a number >= 0"),
     ],
 )
 def test_a_wrong_option_is_said_in_one_line(
@@ -148,16 +132,13 @@ def test_a_wrong_option_is_said_in_one_line(
     ("words", "said"),
     [
         (["--model", "gpt"], "model is 'gpt'; accepted: nemotron-h-8b, qwen3.5-35b, or the path"),
+        (["--policy", "none.py:Own"], "policy is 'none.py:Own'; accepted: FILE.py:Class with a file"),
+        (["--policy", "fifo"], "policy is 'fifo'; accepted: one of"),
+        (["--plan", "sometimes"], "plan has 'sometimes'"),
         (["--shard", "2"], "--shard is 2; accepted: less than --shards (1)"),
         (
             ["--block-size-tokens", "100"],
             "--block-size-tokens is 100; accepted for nemotron-h-8b: a multiple",
-        ),
-        (["--router", "state,random"], "--router is state,random; accepted: with --replicas alone"),
-        (["--event-delay-ms", "5"], "--event-delay-ms is 5; accepted: with --replicas alone"),
-        (
-            ["--replicas", "2", "--rows", "ours,vllm"],
-            "--rows is ours,vllm; accepted with --replicas: ours, the only row",
         ),
     ],
 )
@@ -168,7 +149,3 @@ def test_what_does_not_go_together_is_said_in_one_line(
     told = capsys.readouterr().err
     assert told.startswith(f"mambaslots replay: {said}")
     assert told.count("\n") == 1
-
-
-def test_the_default_row_is_there() -> None:
-    assert OWN_ROW in ROWS

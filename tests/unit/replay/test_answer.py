@@ -1,11 +1,10 @@
 """How much memory to give: the sentence, and the table around it."""
 
 import pytest
-from mambaslots.replay.answer import BudgetPoint, answer, answers
 from mambaslots.replay.cells import Cell, CellResult, TraceSource
-from mambaslots.replay.model_shapes import model_shape
-from mambaslots.replay.report import table
-from mambaslots.replay.setting import ReplayResult, ReplaySetting
+from mambaslots.replay.ours import OURS, UNLIMITED, OursRow
+from mambaslots.replay.report import BudgetPoint, answer, answers, table
+from mambaslots.replay.setting import ReplayResult, ReplaySetting, model_shape
 
 SHAPE = model_shape("nemotron-h-8b")
 
@@ -74,7 +73,7 @@ def test_each_trace_and_kind_of_budget_has_its_sentence() -> None:
     assert [" ".join(line.split()) for line in lines] == [
         "row 2+20 GB 8+20 GB 22 GB in all",
         "ours 50.0 90.0 60.0",
-        "other 60.0 - -",
+        "ours-other 60.0 - -",
         "unlimited pool 90.0",
     ]
     assert computed == "ours computed, % of the prompt tokens: never_seen 50.0 / 10.0 / 40.0"
@@ -82,7 +81,8 @@ def test_each_trace_and_kind_of_budget_has_its_sentence() -> None:
 
 def cell(trace: str, row: str, setting: ReplaySetting, resumed: int) -> CellResult:
     result = ReplayResult(7, 100, resumed, {"never_seen": 100 - resumed} if row == "ours" else {})
-    return CellResult(Cell(TraceSource(trace), row, setting), trace, 7, result)
+    rows = {"ours": OURS, "unlimited": UNLIMITED}
+    return CellResult(Cell(TraceSource(trace), rows.get(row, OursRow(row)), setting), trace, 7, result)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def cell(trace: str, row: str, setting: ReplaySetting, resumed: int) -> CellResu
 def test_the_pool_that_lacks_memory_is_named(lost: dict[str, int], said: str) -> None:
     setting = ReplaySetting(SHAPE, state_gb=8.0, kv_gb=1.0)
     result = ReplayResult(10, 1000, 600, lost_by_reason=lost)
-    one = CellResult(Cell(TraceSource("chat"), "ours", setting), "chat", 10, result)
+    one = CellResult(Cell(TraceSource("chat"), OURS, setting), "chat", 10, result)
     (sentence,) = answers([one], {"chat": 0.9}, "ours")
     assert sentence.startswith(f"chat: {said}")

@@ -1,10 +1,10 @@
 """The rows of this package's own cache have the slots that its engine has."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from mambaslots.replay.ceiling import CEILING
-from mambaslots.replay.ours import OURS, pool_counts
+from mambaslots.replay.ours import OURS, OursRow, pool_counts
 from mambaslots.replay.setting import ModelShape, ReplaySetting
 from oracle.session_traces import small_trace
 
@@ -22,7 +22,26 @@ def setting(shape: ModelShape) -> ReplaySetting:
 @pytest.mark.parametrize(("shape", "num_lent"), [(SHAPE, 3), (ENCODED, 0)], ids=["as live", "encoded"])
 def test_idle_rows_lend_slots_only_to_states_of_the_same_encoding(shape: ModelShape, num_lent: int) -> None:
     trace, given = small_trace(0), setting(shape)
-    num_slots = pool_counts(given).num_slots
-    assert OURS[0].replay(trace, given).state_capacity == num_slots + num_lent
-    for row in CEILING:
-        assert row.replay(trace, given, lambda served, requests: None).state_capacity == num_slots + num_lent
+    num_slots, _ = pool_counts(given)
+    assert OURS.replay(trace, given).state_capacity == num_slots + num_lent
+
+
+OWN = """
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
+
+class BranchesOnly(CheckpointPlan):
+    def __init__(self):
+        super().__init__(tail=False, branch=True, chunk_ends=False, decode="off")
+"""
+
+
+def test_a_plan_of_ones_own_decides(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    row = OursRow(plan=f"{path}:BranchesOnly")
+    trace, given = small_trace(0), setting(SHAPE)
+    assert row.replay(trace, given).num_states_taken < OURS.replay(trace, given).num_states_taken
+    with pytest.raises(ValueError, match="accepted: a class of"):
+        OursRow(policy=f"{path}:Missing").changes()
+    with pytest.raises(ValueError, match="with a file that is there"):
+        OursRow(policy=f"{tmp_path}/none.py:A").changes()

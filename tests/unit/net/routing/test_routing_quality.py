@@ -2,13 +2,11 @@
 
 import pytest
 from mambaslots.net import ROUTERS
-from mambaslots.replay.model_shapes import model_shape
+from mambaslots.replay.generate import generate
 from mambaslots.replay.ours import config_of, spec_of
-from mambaslots.replay.routed.routed_replay import RoutedReplay
-from mambaslots.replay.routed.setting import RoutedResult
-from mambaslots.replay.setting import ReplaySetting, StepCost
+from mambaslots.replay.setting import ReplaySetting, StepCost, model_shape
 from mambaslots.replay.trace import Trace
-from mambaslots.replay.traces.generate import generate
+from routed_replay import RoutedReplay, RoutedResult
 
 NUM_REPLICAS = 4
 STATE_GB, KV_GB, NUM_ROWS = 2.0, 5.0, 8

@@ -1,0 +1,146 @@
+"""Requests of which only hashes are known: tokens that are equal where the hashes are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from .trace import Tokens, TraceRequest
+from .trace_line import Numbers, TraceLine
+
+_MAX_ENDS = 8  # candidates per block for the request before
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What is inferred of requests in the order of their arrival."""
+
+    sessions: list[int]  # request -> the first request of its session
+    successors: list[int]  # request -> the first later one whose prompt has its prompt and answer, or -1
+    partials: dict[int, int]  # hash of a partial block -> a request whose whole blocks have its tokens
+
+
+def infer_lineage(lines: Sequence[TraceLine], paths: Sequence[Numbers], size: int, head: int) -> Lineage:
+    """Infer sessions, and which prompts have the answers of earlier requests.
+
+    A request continues an earlier one if it came later, has all whole blocks of the earlier one, and is
+    longer than the earlier one's prompt and answer. Of several such requests the deepest counts, then the
+    latest.
+    `paths`: the whole blocks of each prompt, and of its answer where known; the first `head` show no session.
+    """
+    sessions, successors = list(range(len(lines))), [-1] * len(lines)
+    partials: dict[int, int] = {}
+    ends: dict[int, list[int]] = {}
+    owners: dict[tuple[int, int], int] = {}
+    for index, (line, path) in enumerate(zip(lines, paths, strict=True)):
+        whole = line.num_prompt // size
+        before = _before(index, lines, path[:whole], ends, head)
+        if before is not None:
+            sessions[index] = sessions[before]
+            earlier, depth = lines[before], len(paths[before])
+            block = int(path[depth]) if depth < len(path) else line.partial
+            covered = earlier.num_prompt - depth * size
+            owner = owners.setdefault((block, covered), earlier.partial) if covered > 0 else earlier.partial
+            if owner == earlier.partial and successors[before] < 0:
+                successors[before] = index
+                if earlier.partial >= 0:
+                    partials.setdefault(earlier.partial, index)
+        if line.partial >= 0 and len(path) > whole:
+            partials.setdefault(line.partial, index)
+        if len(path) > head:
+            same_end = ends.setdefault(int(path[-1]), [])
+            same_end.append(index)
+            del same_end[:-_MAX_ENDS]
+    return Lineage(sessions, successors, partials)
+
+
+def _before(
+    index: int, lines: Sequence[TraceLine], path: Numbers, ends: dict[int, list[int]], head: int
+) -> int | None:
+    """The request that this one continues."""
+    line = lines[index]
+    for depth in range(len(path), head, -1):
+        for other in reversed(ends.get(int(path[depth - 1]), ())):
+            earlier = lines[other]
+            if (
+                earlier.num_prompt + earlier.num_answer < line.num_prompt
+                and earlier.arrival_s < line.arrival_s
+            ):
+                return other
+    return None
+
+
+class HashedRequests(Sequence[TraceRequest]):
+    """The requests of a file of hashes, whose tokens are made when a request is read.
+
+    All tokens of a block are the number of the block's hash; tokens without a known hash are a number that no
+    other request has. Blocks of 4 tokens, hashes 0 and 1, prompt of 10: [0 0 0 0 1 1 1 1 n n].
+    """
+
+    def __init__(
+        self, lines: Sequence[TraceLine], lineage: Lineage, sessions: Sequence[int], num_hashes: int
+    ) -> None:
+        self._lines = lines
+        self._lineage = lineage
+        self._sessions = sessions
+        self._num_hashes = num_hashes
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> TraceRequest: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TraceRequest]: ...
+
+    def __getitem__(self, index: int | slice) -> TraceRequest | Sequence[TraceRequest]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        line = self._lines[index]
+        prompt, stop = line.num_prompt, line.num_prompt + line.num_answer
+        return TraceRequest(
+            line.arrival_s, self._sessions[index], self._prompt(index), self._answer(index, prompt, stop)
+        )
+
+    def _prompt(self, index: int) -> Tokens:
+        line = self._lines[index]
+        return self._repeated(
+            [self._in_prompt(index, block) for block in range(-(-line.num_prompt // line.hash_tokens))],
+            0, line.num_prompt, line.hash_tokens,
+        )  # fmt: skip
+
+    def _answer(self, index: int, start: int, stop: int) -> Tokens:
+        size = self._lines[index].hash_tokens
+        blocks = range(start // size, -(-stop // size))
+        return self._repeated([self._in_answer(index, block) for block in blocks], start, stop, size)
+
+    def _repeated(self, numbers: list[int], start: int, stop: int, size: int) -> Tokens:
+        first = start - start % size
+        return np.repeat(np.asarray(numbers, np.int32), size)[start - first : stop - first]
+
+    def _in_prompt(self, index: int, block: int) -> int:
+        """The token of a block of a prompt."""
+        while True:
+            line = self._lines[index]
+            if block < len(line.blocks):
+                return int(line.blocks[block])
+            if line.partial < 0:
+                following = self._lineage.successors[index]
+            else:
+                following = self._lineage.partials.get(line.partial, -1)
+            if following >= 0 and block < len(self._lines[following].blocks):
+                return int(self._lines[following].blocks[block])
+            # A longer prompt each time: a file whose partial hashes contradict themselves ends, too.
+            if following < 0 or self._lines[following].num_prompt <= line.num_prompt:
+                return line.partial if line.partial >= 0 else self._num_hashes + index
+            index = following
+
+    def _in_answer(self, index: int, block: int) -> int:
+        """The token of a block after a prompt."""
+        line, following = self._lines[index], self._lineage.successors[index]
+        if block < len(line.blocks):
+            return int(line.blocks[block])
+        return self._in_prompt(following, block) if following >= 0 else self._num_hashes + index

@@ -1,1 +1,0 @@
-"""A trace, served by several replicas behind a router on one clock."""
