@@ -390,14 +390,11 @@ def _engine_settings(options: argparse.Namespace) -> None:
 
 
 def _replay_cells(options: argparse.Namespace) -> None:
-    from mambaslots.cli import replay, replay_replicas
+    from mambaslots.cli import replay
     from mambaslots.replay import model_shape
 
-    replay_replicas.check(options)
-    shape = model_shape(options.model, options.state_dtype)
-    settings = replay._settings(options, shape)
-    if not options.replicas:
-        assert replay._cells(options, settings)
+    assert replay.settings_of(options, model_shape(options.model, options.state_dtype))
+    assert replay.sources_of(options)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,22 @@
 """The prompts of a soak: the generated traces of the replay in small, and what clients do with prompts."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
-from mambaslots.replay.generate import Draws
+from mambaslots.replay.generate import GENERATORS, Draws
 from mambaslots.replay.trace import Tokens, TraceRequest
-from mambaslots.replay.traces.agents import agent
-from mambaslots.replay.traces.chats import chat, fork
-from mambaslots.replay.traces.documents import documents, unique
 
 SESSIONS = 4
 KEPT = 24
-SHAPES: dict[str, tuple[Callable[[Draws, float], list[TraceRequest]], float, int]] = {
-    "chat": (chat, SESSIONS / 240, 2000),
-    "agent": (agent, SESSIONS / 72, 9000),
-    "documents": (documents, SESSIONS / 120, 16000),
-    "fork": (fork, SESSIONS / 150, 2000),
-    "unique": (unique, SESSIONS / 1500, 1800),
+SHAPES: dict[str, tuple[float, int]] = {
+    "chat": (SESSIONS / 240, 2000),
+    "agent": (SESSIONS / 72, 9000),
+    "documents": (SESSIONS / 120, 16000),
+    "fork": (SESSIONS / 150, 2000),
+    "unique": (SESSIONS / 1500, 1800),
 }
-"""A shape's generator, the scale that makes a few sessions, and the tokens of a prompt of usual length."""
+"""Of each generated trace, the scale that makes a few sessions, and the tokens of a prompt of usual length."""
 
 
 class SmallDraws(Draws):
@@ -86,9 +83,9 @@ class Prompts:
         shape = self._random.choice(list(SHAPES))
         coming = self._coming[shape]
         if not coming:
-            generate, scale, usual = SHAPES[shape]
+            scale, usual = SHAPES[shape]
             factor = self._longest / usual / self._random.choice([1, 2, 4])
-            coming += generate(SmallDraws(factor, self._random.randrange(1 << 30)), scale)
+            coming += GENERATORS[shape](SmallDraws(factor, self._random.randrange(1 << 30)), scale)
             coming.sort(key=lambda request: (-request.arrival_s, -request.session))
         return shape, (coming.pop().prompt % self._alphabet).tolist()
 

@@ -167,8 +167,8 @@ def _unique(draws: Draws, scale: float) -> list[TraceRequest]:
     return requests
 
 
-_GENERATORS = {"chat": _chat, "agent": _agent, "documents": _documents, "fork": _fork, "unique": _unique}
-KINDS = tuple(_GENERATORS)
+GENERATORS = {"chat": _chat, "agent": _agent, "documents": _documents, "fork": _fork, "unique": _unique}
+KINDS = tuple(GENERATORS)
 
 
 def generate(kind: str, seed: int, *, scale: float = 1.0) -> Trace:
@@ -190,6 +190,6 @@ def generate(kind: str, seed: int, *, scale: float = 1.0) -> Trace:
     kind = one_of("kind", kind, KINDS)
     seed = integer("seed", seed, 0, 2**63 - 1)
     scale = real("scale", scale, 0.0)
-    requests = _GENERATORS[kind](Draws(seed, KINDS.index(kind)), scale)
+    requests = GENERATORS[kind](Draws(seed, KINDS.index(kind)), scale)
     requests.sort(key=lambda request: (request.arrival_s, request.session))
     return Trace(f"{kind}, seed {seed}", requests)
