@@ -16,7 +16,7 @@ SHAPES: dict[str, tuple[float, int]] = {
     "fork": (SESSIONS / 150, 2000),
     "unique": (SESSIONS / 1500, 1800),
 }
-"""Of each generated trace, the scale that makes a few sessions, and the tokens of a prompt of usual length."""
+"""Of each generated trace: the scale of a few sessions, and tokens of a usual prompt."""
 
 
 class SmallDraws(Draws):
