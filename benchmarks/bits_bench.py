@@ -79,7 +79,6 @@ class BitsBench:
             "num_kv_blocks": sizes.rows * sizes.max_length // sizes.block // 2,
             "enable_prefix_caching": False,
             "num_cuda_graphs": 16,
-            "use_cuda_graphs_for_non_decode_steps": False,
         }
         settings |= self._settings | overrides
         if settings["enable_prefix_caching"]:

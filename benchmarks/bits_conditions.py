@@ -32,11 +32,8 @@ def in_batches(bench: BitsBench) -> None:
 
 
 def by_graph_and_eager(bench: BitsBench) -> None:
-    """Without CUDA graphs; and with graphs of steps with prefills."""
-    name = f"batch of {bench.sizes.rows}"
-    _batch(bench, f"{name}, eager", num_cuda_graphs=None)
-    if bench.served.device.type == "cuda":
-        _batch(bench, f"{name}, graphs of prefills", use_cuda_graphs_for_non_decode_steps=True)
+    """Without CUDA graphs."""
+    _batch(bench, f"batch of {bench.sizes.rows}, eager", num_cuda_graphs=None)
 
 
 def _batch(

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from graph_timing import graph_us
+from mambaslots.config import DURABLE_DTYPES
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.kernels.state_codec import decode_states, encode_states
 from mambaslots.inference.kernels.state_tensors import CodedTensor
-from mambaslots.state_encoding import DURABLE_DTYPES, encodings_of
+from mambaslots.state_encoding import encodings_of
 from mambaslots.state_kinds import gated_delta_net_states, mamba2_states
 from mambaslots.state_tensor import StateTensor
 

@@ -80,7 +80,6 @@ class Side:
             num_kv_blocks=10 * -(-longest // block) + rows * 4,
             num_mamba_slots=48,
             num_cuda_graphs=24,
-            use_cuda_graphs_for_non_decode_steps=False,
         )
         engine = ms.DynamicInferenceEngine(self.model, config)
         engine.set_weights_version("seed 0")

@@ -27,7 +27,8 @@ import mambaslots as ms
 import torch
 from codec_times import LIMITS, measured
 from command_line import add_count, add_device, check_device, make_parser
-from mambaslots.state_encoding import DURABLE_DTYPES, durable_tensors
+from mambaslots.config import DURABLE_DTYPES
+from mambaslots.state_encoding import durable_tensors
 from mambaslots.state_kinds import gated_delta_net_states, mamba2_states
 from mambaslots.state_tensor import SlotLayout, StateTensor
 from tiny_training.source_files import SourceFiles

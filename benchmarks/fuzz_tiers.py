@@ -24,6 +24,7 @@ from fuzz_target import ACCEPTED, REFUSED
 from mambaslots.inference.contexts import state_files
 from mambaslots.inference.contexts.cache.host_tier import HostTier
 from mambaslots.inference.contexts.host_copies import HostCopies
+from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM
 
@@ -62,11 +63,11 @@ class Tiers:
         host_slots = 40 if where == "rows" else 1
         config = ms.InferenceConfig(
             block_size_tokens=_BLOCK, max_requests=2, max_tokens=32, max_sequence_length=48, num_kv_blocks=60,
-            num_mamba_slots=1, host_cache_min_tokens=1,
-            disk_cache_gb=1e-4, disk_cache_path=str(folder / where),
+            num_mamba_slots=1,
+            disk_cache=(str(folder / where), 1e-4),
             host_cache_gb=(host_slots + 0.5) * model.state_spec().slot_bytes / (1 << 30),
         )  # fmt: skip
-        self._engine = ms.DynamicInferenceEngine(model, config)
+        self._engine = fetch_always(ms.DynamicInferenceEngine(model, config))
         random = Random(1)
         self._prompts = [[random.randrange(29) for _ in range(9)] for _ in range(_HEADS)]
 

@@ -58,7 +58,7 @@ def resumed(device: torch.device, num_talks: int, num_turns: int) -> dict[str, d
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float64), seed=1).to(device)
     base = ms.InferenceConfig(
         block_size_tokens=64, max_requests=4, max_tokens=512, max_sequence_length=2048,
-        num_kv_blocks=num_talks * 32, num_mamba_slots=num_talks * num_turns * 4, host_cache_min_tokens=1,
+        num_kv_blocks=num_talks * 32, num_mamba_slots=num_talks * num_turns * 4,
     )  # fmt: skip
     unlimited = serve(model, base, num_talks, num_turns)
     working_set = unlimited[0].stats().cache.num_committed_slots

@@ -112,7 +112,6 @@ class Bench:
             num_kv_blocks=rows * -(-length // BLOCK) + 4,
             num_mamba_slots=max(2 * rows, self.length // BLOCK + 4),
             num_cuda_graphs=graphs,
-            use_cuda_graphs_for_non_decode_steps=False,
         )
         return ms.DynamicInferenceEngine(self.model, config)
 

@@ -1,4 +1,4 @@
-"""What does `scrub=True` cost? Two engines serve the same prompts; only one zeroes what is left.
+"""What does `free_memory="zero"` cost? Two engines serve the same prompts; only one zeroes what is left.
 
 Each round has twelve new prompts, more than the pools hold, so that memory changes its owner all the time.
 Rounds of both engines alternate, and the fastest of each counts: CPU time on a CPU, else the clock's.
@@ -36,7 +36,8 @@ def main() -> None:
             model,
             ms.InferenceConfig(
                 block_size_tokens=64, max_requests=8, max_tokens=1024, max_sequence_length=1024,
-                num_kv_blocks=64, num_mamba_slots=16, num_cuda_graphs=graphs, scrub=scrub,
+                num_kv_blocks=64, num_mamba_slots=16, num_cuda_graphs=graphs,
+                free_memory="zero" if scrub else "keep",
             ),
         )
         for scrub in (False, True)

@@ -133,7 +133,6 @@ class ServingModel:
             num_mamba_slots=slots if caching else None,
             enable_prefix_caching=caching,
             num_cuda_graphs=graphs,
-            use_cuda_graphs_for_non_decode_steps=False,
             **self.settings,
         )
         return ms.DynamicInferenceEngine(self.model if model is None else model, config)

@@ -130,7 +130,7 @@ class EngineRound(Fuzzer):
         self._num_checks += 1
         if self._num_checks % self._check_every == 0:
             super().check_integrity()
-            if self.engine.config.scrub:
+            if self.engine.config.free_memory == "zero":
                 if self._device == "cuda":  # zeros may be on their way to host memory
                     torch.cuda.synchronize()
                 assert_scrubbed(self.engine)
@@ -175,7 +175,7 @@ class EngineRound(Fuzzer):
 
     def _note_steps(self) -> None:
         self.tally.events["paused"] += self.engine._books.scheduler.num_paused
-        self.tally.events["steps poisoned"] += self.engine.config.poison_free_memory
+        self.tally.events["steps poisoned"] += self.engine.config.free_memory == "nan"
 
     def _check(self, entry: Entry, result: ms.RequestResult) -> None:
         super()._check(entry, result)
@@ -266,7 +266,7 @@ class EngineRound(Fuzzer):
 
     def _import(self) -> None:
         """Cached prefixes go to files, and come back once the cache has forgotten them."""
-        ref_zero = self.engine.config.prefix_caching_eviction_policy == "ref_zero"
+        ref_zero = self.engine.config.eviction_policy == "ref_zero"
         if self._rounded is not None or ref_zero or not self.engine.context.memory.allocated:
             return
         folder = self._folder / "prefixes"
@@ -293,7 +293,7 @@ class EngineRound(Fuzzer):
         self.tally.events["failed steps"] += seen["failed"]
 
     def _spoil(self) -> None:
-        if not self.engine.config.poison_free_memory:  # which takes NaN for a read of free memory
+        if self.engine.config.free_memory != "nan":  # which takes NaN for a read of free memory
             super()._spoil()
 
     def _reset(self) -> None:

@@ -66,21 +66,20 @@ def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.
         max_sequence_length=LONGEST,
         num_kv_blocks=fewest + random.choice([0, 3, fewest, 4 * fewest]),
         num_mamba_slots=random.choice([1, 2, 4, 12, 40]),
-        prefix_caching_eviction_policy=random.choice(["value", "value", "value", "lru", "ref_zero"]),
+        eviction_policy=random.choice(["value", "value", "value", "lru", "ref_zero"]),
         checkpoint_plan=random_plan(random, block),
         num_speculative_tokens=drafts,
         async_scheduling=not drafts and random.random() < 0.5,
         decode_by_replay=random.random() < 0.2,
-        seed=random.randrange(2**31),
         salt_key=b"the key of all replicas",
     )
     num_host_slots = random.choice([0, 0, 8, 40])
     if num_host_slots:  # states leave their slots, and their KV stays
         few = random.choice([1, 2, 4])
         config = replace(config, num_kv_blocks=6 * fewest, num_mamba_slots=few)
-    config = with_tier(config, model, num_host_slots, random.choice([1, 1, block]))
+    config = with_tier(config, model, num_host_slots)
     if config.host_cache_gb and random.random() < 0.4:
-        config = replace(config, disk_cache_gb=config.host_cache_gb, disk_cache_path=folder)
+        config = replace(config, disk_cache=(folder, config.host_cache_gb))
     return config
 
 

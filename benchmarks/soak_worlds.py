@@ -139,7 +139,7 @@ class World:
 
     @property
     def refuses_by_value(self) -> bool:
-        return self.engine.config.prefix_caching_eviction_policy == "value"
+        return self.engine.config.eviction_policy == "value"
 
 
 def small_world(random: Random, turn: int, folder: Path) -> World:
@@ -161,18 +161,16 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
         "max_requests": random.randint(1, 5),
         "max_tokens": random.choice([8, 13, 32, 64]) if chunked else longest + 5,
         "max_sequence_length": longest,
-        "enable_chunked_prefill": chunked,
-        "prefix_caching_eviction_policy": random.choice(["value", "value", "lru", "ref_zero"]),
+        "eviction_policy": random.choice(["value", "value", "lru", "ref_zero"]),
         "checkpoint_plan": random_plan(random, block, SMALL.longest_prompt),
         "num_speculative_tokens": drafts,
         "async_scheduling": alone and random.random() < 0.5,
         "decode_by_replay": replays,
         "durable_state_dtype": encoded,
-        "max_overtaking_requests": random.choice([1, 64]),
         "salt_key": random.randbytes(16),
     }
-    settings["poison_free_memory"] = not settings["async_scheduling"] and random.random() < 0.2
-    settings["scrub"] = not settings["poison_free_memory"] and random.random() < 0.3
+    choices = ["keep", "keep", "zero"] if settings["async_scheduling"] else ["keep", "keep", "zero", "nan"]
+    settings["free_memory"] = random.choice(choices)
     if random.random() < 0.3 and kind in WITH_ATTENTION:
         settings["total_gb"] = _least_total(settings, model.state_spec()) * random.uniform(1.0, 3.0)
     else:
@@ -221,11 +219,10 @@ def bits_world(random: Random, turn: int, device: str) -> World:
         "max_requests": 8,
         "max_tokens": longest,
         "num_cuda_graphs": 16,
-        "use_cuda_graphs_for_non_decode_steps": "num_cuda_graphs" in shape,
-        "scrub": turn // len(BITS_SHAPES) % 2 == 1,
+        "free_memory": "zero" if turn // len(BITS_SHAPES) % 2 == 1 else "keep",
     }
     common |= {"batch_invariant": True} if on_gpu else {"decode_by_replay": True}
-    settings = common | {"prefix_caching_eviction_policy": "value", "salt_key": random.randbytes(16)} | shape
+    settings = common | {"eviction_policy": "value", "salt_key": random.randbytes(16)} | shape
     if not on_gpu:  # its lengths are shorter
         settings["max_tokens"] = shape.get("max_tokens", 1024) * longest // 1024
         if "num_kv_blocks" in shape:
@@ -233,7 +230,6 @@ def bits_world(random: Random, turn: int, device: str) -> World:
     if "total_gb" in shape:
         settings["total_gb"] = shape["total_gb"] * _least_total(settings, model.lm.state_spec())
     settings["host_cache_gb"] = 24 * model.lm.state_spec().slot_bytes / GIGABYTE
-    settings["host_cache_min_tokens"] = block
     drafter = _drafter(random, config.vocab_size, turn) if shape.get("num_speculative_tokens") else None
     # The engine gets the model itself: what it checks and replaces for the sake of bits, it finds there.
     engine = ms.DynamicInferenceEngine(model.lm, ms.InferenceConfig(**settings), drafter=drafter)
@@ -284,10 +280,9 @@ def _tiers(random: Random, spec: ms.HybridStateSpec, block: int, folder: Path) -
         return {}
     tiers: dict[str, Any] = {
         "host_cache_gb": num_host * spec.slot_bytes / GIGABYTE,
-        "host_cache_min_tokens": random.choice([1, block, 2 * block]),
     }
     if num_disk:
-        tiers |= {"disk_cache_gb": num_disk * spec.slot_bytes / GIGABYTE, "disk_cache_path": str(folder)}
+        tiers["disk_cache"] = (str(folder), num_disk * spec.slot_bytes / GIGABYTE)
     return tiers
 
 
@@ -297,11 +292,9 @@ def _deep_tiers(random: Random, spec: ms.HybridStateSpec, folder: Path) -> dict[
         "num_mamba_slots": random.choice([1, 2, 3]),
         "num_kv_blocks": 200,
         "total_gb": None,
-        "prefix_caching_eviction_policy": random.choice(["value", "lru"]),
+        "eviction_policy": random.choice(["value", "lru"]),
         "host_cache_gb": random.choice([1, 3]) * spec.slot_bytes / GIGABYTE,
-        "host_cache_min_tokens": 1,
-        "disk_cache_gb": 60 * spec.slot_bytes / GIGABYTE,
-        "disk_cache_path": str(folder),
+        "disk_cache": (str(folder), 60 * spec.slot_bytes / GIGABYTE),
     }
 
 

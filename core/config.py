@@ -1,16 +1,13 @@
-"""Sizes and switches of a context."""
+"""Sizes and switches of an engine and its context."""
 
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING, Literal, get_args
 
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from .inference.contexts.cache.salt_key import key_bytes
 from .inference.contexts.cache.slot_eviction import EVICTION_POLICIES
-from .state_encoding import DURABLE_DTYPES, DurableDtype
 from .validation import (
     INT32_MAX,
-    INT64_MAX,
     boolean,
     instance,
     integer,
@@ -21,85 +18,74 @@ from .validation import (
     shown,
 )
 
-NO_CACHE = "enable_prefix_caching=False"
+if TYPE_CHECKING:
+    import torch
+
 MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
+DurableDtype = Literal["bfloat16", "int8"]
+DURABLE_DTYPES: tuple[DurableDtype, ...] = get_args(DurableDtype)
+FreeMemory = Literal["keep", "zero", "nan"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """Sizes and switches of a `DynamicInferenceContext`. Lengths are counted in tokens.
+    """Sizes and switches of a `DynamicInferenceEngine`. Lengths are counted in tokens, GB are 2**30 bytes.
 
-    Attributes:
+    Sizes:
         block_size_tokens: tokens of one KV block; with prefix caching a multiple of the model's grid.
-        max_requests: requests that run at once: rows of a step, and owners of live state slots.
-        max_tokens: tokens computed in one step; at least `max_requests`, and at least one block. Where
-            decodes replay, at least one chunk; with less than a chunk and `max_requests` together, prompts
-            may wait for decodes.
+        max_requests: requests that run at once.
+        max_tokens: tokens computed in one step; at least `max_requests`, and at least one block. With
+            `decode_by_replay` at least one chunk.
         max_sequence_length: longest prompt plus answer.
-        num_kv_blocks, buffer_size_gb: size of the KV pool, as a number of blocks or in GB (2**30 bytes).
-            Exactly one of the two is set.
-        num_mamba_slots, prefix_caching_mamba_gb: room for cached states, as a number of slots or in GB,
-            beside the `max_requests` live states (times 1 + `num_speculative_tokens`, unless decodes replay).
-            The slots of idle rows hold cached states, too, unless these are encoded. Exactly one of the two
-            is set with prefix caching, at most one without.
-        total_gb: bytes of all pools together, in GB, in place of the four settings before: live states and
-            inputs of running requests first, then cached states and KV. These two share one memory, and
-            borrow from each other while the engine runs, unless cached states are encoded. Ranks of a split
+        num_kv_blocks: blocks of the KV pool.
+        num_mamba_slots: cached states, in addition to the live states of `max_requests` requests (times
+            1 + `num_speculative_tokens`, without replay). Slots of idle rows hold cached states as well,
+            unless these are encoded.
+        total_gb: bytes of all pools together, in place of `num_kv_blocks` and `num_mamba_slots`. Live states
+            and inputs of running requests are allocated first. Cached states and KV share the rest, and move
+            the border between them while the engine runs; encoded states have a fixed half. Ranks of a split
             model may have different budgets.
-        durable_state_dtype: how cached states are stored: None as live states are; "bfloat16" with the
-            matrices of scans and the windows of convolutions in bfloat16; "int8" with the matrices in int8, a
-            scale for each head and state index, and the windows in bfloat16. Fewer bytes a state make more
-            slots of the same memory. Live states stay as they are. A request that resumes starts from a
-            rounded state, so that its tokens may differ from those without a cache. Not with decodes by
-            replay, and so not with `batch_invariant`.
-        enable_prefix_caching: match prompts with what was computed before, and cache what is computed.
-        enable_chunked_prefill: spread a prompt over several steps; without it a prompt must fit into one
-            step.
-        host_cache_gb: GB of pinned host memory for states that are evicted from their slots; 0.0 for none. A
-            later prompt brings such a state back, as long as the KV of its prefix is cached.
-        host_cache_min_tokens: a state is brought back where that saves at least so many tokens. None measures
-            at start how many tokens are computed in the time of a copy.
-        disk_cache_gb: GB of files for states, behind host memory; 0.0 for none.
-        disk_cache_path: the directory of these files, which hold what prompts hold; set where `disk_cache_gb`
-            is.
-        prefix_caching_eviction_policy: which state goes when a slot is needed. "value": the one whose loss is
-            expected to cost the fewest recomputed tokens, which may be the new one; "lru": the one used
-            longest ago. Both keep unreferenced KV blocks until their memory is needed. "ref_zero" drops a
-            block and its state when the block's last user leaves.
+
+    Cache:
+        enable_prefix_caching: match prompts with cached prefixes, and cache what is computed.
+        eviction_policy: which state is evicted for a new one. "value": the one whose loss costs the fewest
+            expected recomputed tokens, which may be the new one; "lru": the least recently used.
         checkpoint_plan: which states are cached; a request may bring its own plan.
-        num_cuda_graphs: maximum number of CUDA graphs of decode steps, and again of steps with prefills; None
-            captures none. Without effect on a CPU, and with float64 weights, whose kernels synchronise.
-        use_cuda_graphs_for_non_decode_steps: also capture steps with prefills.
-        cuda_graph_max_tokens: maximum number of prefill tokens, padding included, of a captured step.
-        num_speculative_tokens: maximum number of tokens that a decoding request drafts in one step; the same
-            step verifies them. 0 drafts none. Each drafted token takes one more live state slot per request,
-            unless decodes replay.
-        async_scheduling: whether a decode step is launched before the tokens of the step before it are read,
-            wherever nothing but its inputs depends on these tokens. The device then waits for no bookkeeping.
-            When `step` returns, the next step may run already, and may read the weights. None: on a GPU,
-            without drafts, which need the tokens first.
-        batch_invariant: whether the tokens of a request, and the bits of its log-probs, depend on its own
-            tokens, sampling parameters and seed alone: not on what was cached, what runs beside it, how its
-            prompt is cut, CUDA graphs, drafts or preemption. For bfloat16 and float16 models on a GPU. An
-            engine checks itself at its start, and refuses what it cannot promise. Takes `decode_by_replay`.
-        decode_by_replay: whether a decode computes its token from the state at the last grid point and the
-            inputs since, which the request keeps, and writes a state once in a chunk. Otherwise a decode
-            updates the state at each token. A replay rounds as a prefill does, and drafts take no further
-            states. None: with `batch_invariant`.
-        max_overtaking_requests: how many later requests may be admitted while a request waits for memory, at
-            most, before no further one passes.
-        poison_free_memory: for debugging a model. Before every forward, memory that nobody may read is filled
-            with NaN: state slots, KV blocks, and rows of KV blocks that no token is stored in yet. Rows of a
-            block that is begun hold the largest finite number instead. A step whose logits are NaN raises
-            RuntimeError. Costs a pass over the free memory per step; works with CUDA graphs.
-        scrub: whether memory that somebody leaves is zeroed before anybody else has it: states, KV blocks,
-            inputs of decodes by replay, rows of host memory, files of states and staging memory. A cached
-            prefix is not left until it is evicted or forgotten. Costs a write of what is left.
-        seed: seed of the random numbers of requests without a seed of their own, from 0 to 2**63 - 1. Two
-            engines with the same seed and the same order of requests give the same answers.
+        durable_state_dtype: how cached states are stored: None as live states are; "bfloat16" with matrices
+            and windows in bfloat16; "int8" with matrices in int8, a scale for each head and state index, and
+            windows in bfloat16. A request that resumes starts from a rounded state, so that its tokens may
+            differ from those without a cache. Not with `decode_by_replay` or `batch_invariant`.
+        host_cache_gb: pinned host memory for evicted states; 0.0 for none. A state is copied back where that
+            is faster than to compute its tokens, as measured at start.
+        disk_cache: a directory and the GB of its files, for states that host memory has no room for;
+            None for none. The files hold what prompts hold.
         salt_key: the secret under which cache salts are hashed, at least 16 bytes. Replicas that exchange
-            salted prefixes need one key. None reads the environment variable MAMBASLOTS_SALT_KEY, and draws a
-            key at start where that is not set. Never shown.
+            salted prefixes need one key. None reads the environment variable MAMBASLOTS_SALT_KEY, and without
+            it draws a key. Never shown.
+
+    Execution:
+        num_speculative_tokens: most draft tokens of a request in one step, which verifies them; 0 for none.
+            Each takes one more live slot per request, unless decodes replay.
+        num_cuda_graphs: most CUDA graphs of decode steps, and again of steps with prefills; None captures
+            none. No effect on a CPU, and with float64 weights, whose kernels synchronise.
+        async_scheduling: launch a decode step before the tokens of the step before it are read. When `step`
+            returns, the next step may run already, and may read the weights. None: on a GPU, without drafts.
+        decode_by_replay: a decode computes its token from the state at the last grid point and the inputs
+            since, and writes a state once a chunk; else it updates the state at each token. Rounds as a
+            prefill does.
+        batch_invariant: the tokens and log-prob bits of a request depend on its own tokens, sampling
+            parameters and seed alone: not on the cache, other requests, cuts, CUDA graphs, drafts or
+            preemption. For bfloat16 and float16 models on a GPU. Implies `decode_by_replay`. An engine checks
+            itself at its start, and refuses what it cannot promise.
+
+    Memory:
+        free_memory: what free memory holds: states, KV blocks, inputs of decodes, rows of host memory, files.
+            "keep": stale values. "zero": zeros before another request can get it, which costs a write of what
+            is freed. "nan", to debug a model: NaN before every forward (the largest finite number in unused
+            rows of a block in use); a step whose logits are NaN raises RuntimeError.
+
+    Example: `InferenceConfig(block_size_tokens=256, num_kv_blocks=1024, num_mamba_slots=64)` caches the KV of
+    262,144 tokens and at least 64 states.
     """
 
     block_size_tokens: int = 256
@@ -107,186 +93,135 @@ class InferenceConfig:
     max_tokens: int = 2048
     max_sequence_length: int = 4096
     num_kv_blocks: int | None = None
-    buffer_size_gb: float | None = None
     num_mamba_slots: int | None = None
-    prefix_caching_mamba_gb: float | None = None
     total_gb: float | None = None
+
+    enable_prefix_caching: bool = True
+    eviction_policy: str = "value"
+    checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
     durable_state_dtype: DurableDtype | None = None
     host_cache_gb: float = 0.0
-    host_cache_min_tokens: int | None = None
-    disk_cache_gb: float = 0.0
-    disk_cache_path: str | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    prefix_caching_eviction_policy: str = "value"
-    checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
-    num_cuda_graphs: int | None = None
-    use_cuda_graphs_for_non_decode_steps: bool = True
-    cuda_graph_max_tokens: int = 512
-    num_speculative_tokens: int = 0
-    async_scheduling: bool | None = None
-    batch_invariant: bool = False
-    decode_by_replay: bool | None = None
-    max_overtaking_requests: int = 64
-    poison_free_memory: bool = False
-    scrub: bool = False
-    seed: int = 0
+    disk_cache: tuple[str, float] | None = None
     salt_key: bytes | str | None = field(default=None, repr=False)
 
+    num_speculative_tokens: int = 0
+    num_cuda_graphs: int | None = None
+    async_scheduling: bool | None = None
+    decode_by_replay: bool = False
+    batch_invariant: bool = False
+
+    free_memory: FreeMemory = "keep"
+
     def __post_init__(self) -> None:
-        for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
-            minimum = 2 if name == "max_sequence_length" else 1
-            set_field(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
-        boolean("enable_prefix_caching", self.enable_prefix_caching)
-        boolean("enable_chunked_prefill", self.enable_chunked_prefill)
-        one_of("prefix_caching_eviction_policy", self.prefix_caching_eviction_policy, EVICTION_POLICIES)
+        for name, low in _LOWEST.items():
+            high = MAX_SPECULATIVE_TOKENS if name == "num_speculative_tokens" else INT32_MAX
+            set_field(self, name, integer(name, getattr(self, name), low, high))
+        for name in ("enable_prefix_caching", "decode_by_replay", "batch_invariant"):
+            boolean(name, getattr(self, name))
+        if self.async_scheduling is not None:
+            boolean("async_scheduling", self.async_scheduling)
+        set_field(
+            self, "num_cuda_graphs", optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
+        )
+        one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        one_of("free_memory", self.free_memory, get_args(FreeMemory))
+        instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
+        if self.salt_key is not None:
+            key_bytes("salt_key", self.salt_key)
+        self._check_pools()
+        self._check_tiers()
+        self._check_execution()
+
+    def _check_pools(self) -> None:
+        if self.total_gb is not None:
+            set_field(self, "total_gb", real("total_gb", self.total_gb, 0.0, _MOST_GB))
+        for name, hint, needed in (
+            ("num_kv_blocks", "", True),
+            ("num_mamba_slots", _WITHOUT_SLOTS, self.enable_prefix_caching),
+        ):
+            count = getattr(self, name)
+            if count is not None and self.total_gb is not None:
+                raise ValueError(
+                    f"total_gb is {self.total_gb} and {name} is {shown(count)}; accepted: total_gb alone, or "
+                    "a size for each pool"
+                )
+            if needed and self.total_gb is None and (count is None or (type(count) is int and count == 0)):
+                raise ValueError(f"{name} is {count}; accepted: an integer from 1 on, or total_gb{hint}")
+            set_field(self, name, optional_integer(name, count, int(needed), INT32_MAX))
         if self.max_tokens < self.max_requests:
             raise ValueError(
                 f"max_tokens is {self.max_tokens}; accepted: at least max_requests ({self.max_requests}), "
                 "because every running request decodes one token a step"
             )
-        if self.total_gb is None:
-            self._check_budget("num_kv_blocks", "buffer_size_gb", required=True)
-            self._check_state_budget()
-        else:
-            self._check_total()
-        self._check_tiers()
-        instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
-        graphs = optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
-        set_field(self, "num_cuda_graphs", graphs)
-        boolean("use_cuda_graphs_for_non_decode_steps", self.use_cuda_graphs_for_non_decode_steps)
-        tokens = integer("cuda_graph_max_tokens", self.cuda_graph_max_tokens, 1, INT32_MAX)
-        set_field(self, "cuda_graph_max_tokens", tokens)
-        drafts = integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
-        set_field(self, "num_speculative_tokens", drafts)
-        self._check_async_scheduling()
-        self._check_replay()
-        overtaking = integer("max_overtaking_requests", self.max_overtaking_requests, 1, INT32_MAX)
-        set_field(self, "max_overtaking_requests", overtaking)
-        boolean("poison_free_memory", self.poison_free_memory)
-        if boolean("scrub", self.scrub) and self.poison_free_memory:
-            raise ValueError(
-                "scrub is True and poison_free_memory is True; accepted: one of the two, because free memory "
-                "is either zeros or NaN"
-            )
-        set_field(self, "seed", integer("seed", self.seed, 0, INT64_MAX))
-        if self.salt_key is not None:
-            key_bytes("salt_key", self.salt_key)
         if self.enable_prefix_caching:
-            self._check_that_hits_are_possible()
+            if self.block_size_tokens >= self.max_sequence_length:
+                raise ValueError(
+                    f"block_size_tokens is {self.block_size_tokens}; accepted: less than max_sequence_length "
+                    f"({self.max_sequence_length}), or no prompt ever holds a whole block to share"
+                )
+            if self.max_tokens < self.block_size_tokens:
+                raise ValueError(
+                    f"max_tokens is {self.max_tokens}; accepted: at least block_size_tokens "
+                    f"({self.block_size_tokens})"
+                )
+            self.checkpoint_plan.check_useful()
+            self.checkpoint_plan.check_block_size(self.block_size_tokens)
 
     def _check_tiers(self) -> None:
-        for name in ("host_cache_gb", "disk_cache_gb"):
-            set_field(self, name, real(name, getattr(self, name), 0.0))
+        set_field(self, "host_cache_gb", real("host_cache_gb", self.host_cache_gb, 0.0, _MOST_GB))
         if self.host_cache_gb and not self.enable_prefix_caching:
             raise ValueError(
                 f"host_cache_gb is {self.host_cache_gb}; accepted: 0.0 where enable_prefix_caching is False, "
                 "because no state is cached"
             )
-        if self.disk_cache_gb and not self.host_cache_gb:
-            raise ValueError(
-                f"disk_cache_gb is {self.disk_cache_gb}; accepted: 0.0 where host_cache_gb is 0.0, because "
-                "states go to files and come back by way of host memory"
-            )
-        path = self.disk_cache_path
-        if not isinstance(path, str | None) or bool(path) != bool(self.disk_cache_gb):
-            raise ValueError(
-                f"disk_cache_path is {shown(path)} and disk_cache_gb is {self.disk_cache_gb}; accepted: a "
-                "directory's path where disk_cache_gb is above 0.0, else None"
-            )
-        tokens = optional_integer("host_cache_min_tokens", self.host_cache_min_tokens, 1, INT32_MAX)
-        set_field(self, "host_cache_min_tokens", tokens)
-
-    def _check_async_scheduling(self) -> None:
-        if self.async_scheduling is None:
+        if self.disk_cache is None:
             return
-        if not isinstance(self.async_scheduling, bool):
+        pair = self.disk_cache
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
+            raise ValueError(f"disk_cache is {shown(pair)}; accepted: a directory and GB, or None")
+        if not self.host_cache_gb:
             raise ValueError(
-                f"async_scheduling is {shown(self.async_scheduling)}; accepted: True, False or None"
+                f"disk_cache is {pair}; accepted: None where host_cache_gb is 0.0, because files are read "
+                "and written by way of host memory"
             )
+        set_field(self, "disk_cache", (pair[0], real("disk_cache[1]", pair[1], 0.0, _MOST_GB)))
+
+    def _check_execution(self) -> None:
         if self.async_scheduling and self.num_speculative_tokens:
             raise ValueError(
                 f"async_scheduling is True and num_speculative_tokens is {self.num_speculative_tokens}; "
                 "accepted: one of the two"
             )
-
-    def _check_replay(self) -> None:
-        boolean("batch_invariant", self.batch_invariant)
-        if self.decode_by_replay is not None:
-            boolean("decode_by_replay", self.decode_by_replay)
-        if self.batch_invariant and self.decode_by_replay is False:
-            raise ValueError(
-                "decode_by_replay is False and batch_invariant is True; accepted: True or None, because a "
-                "state that decodes update rounds otherwise than that of a prefill"
-            )
-
-        if self.durable_state_dtype is None:
-            return
-        one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
-        if self.replays:
-            setting = "batch_invariant" if self.batch_invariant else "decode_by_replay"
-            raise ValueError(
-                f"durable_state_dtype is {self.durable_state_dtype!r} and {setting} is True; accepted: one "
-                "of the two, because decodes by replay start from exact states"
-            )
+        if self.durable_state_dtype is not None:
+            one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
+            if self.replays:
+                raise ValueError(
+                    f"durable_state_dtype is {self.durable_state_dtype!r} and {self.replay_setting} is True; "
+                    "accepted: one of the two, because decodes by replay start from exact states"
+                )
 
     @property
     def replays(self) -> bool:
-        """Whether decodes replay the inputs since the last grid point; see `decode_by_replay`."""
-        return self.batch_invariant if self.decode_by_replay is None else self.decode_by_replay
+        """Whether decodes replay the inputs since the last grid point."""
+        return self.decode_by_replay or self.batch_invariant
 
-    def looks_ahead_on(self, device: torch.device) -> bool:
-        """Whether an engine on `device` launches decode steps ahead; see `async_scheduling`."""
-        return self.why_steps_wait(device) is None
+    @property
+    def replay_setting(self) -> str:
+        """The setting that makes decodes replay, for messages."""
+        return "batch_invariant" if self.batch_invariant else "decode_by_replay"
 
-    def why_steps_wait(self, device: torch.device) -> str | None:
-        """What keeps an engine on `device` from launching decode steps ahead; None where nothing does."""
+    def why_steps_wait(self, device: "torch.device") -> str | None:
+        """Why an engine on `device` does not launch decode steps ahead; None where it does."""
         if self.num_speculative_tokens:
             return "num_speculative_tokens"
         if self.async_scheduling is None:
             return None if device.type == "cuda" else "a CPU"
         return None if self.async_scheduling else "async_scheduling"
 
-    def _check_total(self) -> None:
-        set_field(self, "total_gb", real("total_gb", self.total_gb, 0.0))
-        for name in ("num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"total_gb is {self.total_gb} and {name} is {shown(getattr(self, name))}; accepted: "
-                    "total_gb alone, or a size for each pool"
-                )
 
-    def _check_state_budget(self) -> None:
-        caching = self.enable_prefix_caching
-        try:
-            self._check_budget("num_mamba_slots", "prefix_caching_mamba_gb", caching, minimum=int(caching))
-        except ValueError as error:
-            slots = self.num_mamba_slots
-            if caching and (slots is None or (isinstance(slots, int) and slots == 0)):
-                raise ValueError(f"{error}; to serve without state slots, set {NO_CACHE}") from None
-            raise
-
-    def _check_budget(self, count_name: str, gb_name: str, required: bool, minimum: int = 1) -> None:
-        count = optional_integer(count_name, getattr(self, count_name), minimum, INT32_MAX)
-        set_field(self, count_name, count)
-        gb = getattr(self, gb_name)
-        if gb is not None:
-            set_field(self, gb_name, real(gb_name, gb, 0.0))
-        if count is not None and gb is not None:
-            raise ValueError(f"{count_name} is {count} and {gb_name} is {gb}; accepted: one of the two")
-        if required and count is None and gb is None:
-            raise ValueError(f"{count_name} is None and {gb_name} is None; accepted: one of the two set")
-
-    def _check_that_hits_are_possible(self) -> None:
-        if self.block_size_tokens >= self.max_sequence_length:
-            raise ValueError(
-                f"block_size_tokens is {self.block_size_tokens}; accepted: less than max_sequence_length "
-                f"({self.max_sequence_length}), or no prompt ever holds a whole block to share"
-            )
-        if self.max_tokens < self.block_size_tokens:
-            raise ValueError(
-                f"max_tokens is {self.max_tokens}; accepted: at least block_size_tokens "
-                f"({self.block_size_tokens})"
-            )
-        self.checkpoint_plan.check_useful()
-        self.checkpoint_plan.check_block_size(self.block_size_tokens)
+_LOWEST = {
+    "block_size_tokens": 1, "max_requests": 1, "max_tokens": 1, "max_sequence_length": 2,
+    "num_speculative_tokens": 0,
+}  # fmt: skip
+_MOST_GB = 2.0**33  # 2**63 bytes
+_WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=False"

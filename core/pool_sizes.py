@@ -46,9 +46,8 @@ class PoolSizes:
         A collective: all ranks of `spec.groups` make this call. Synchronises the ranks.
 
         Raises:
-            ValueError: a budget buys no unit on some rank, or more units than int32 can number, or the ranks
-                differ in `enable_prefix_caching`, or in whether `total_gb` is set. All ranks raise the same
-                error.
+            ValueError: a budget buys no unit on some rank, or the ranks differ in `enable_prefix_caching`, or
+                in whether `total_gb` is set. All ranks raise the same error.
         """
         totals = spec.groups.gather(config.total_gb is not None, spec.device)
         if len(set(totals)) > 1:
@@ -58,19 +57,11 @@ class PoolSizes:
             )
         if config.total_gb is not None:
             return _shared(config, spec)
-        kv, slots = _kv_budget(config, spec), _slot_budget(config, spec)
-        caching = config.enable_prefix_caching
-        ranks = spec.groups.gather((kv.affordable, slots.affordable, caching), spec.device)
-        switches = [switch for *_, switch in ranks]
-        if len(set(switches)) > 1:
-            raise ValueError(
-                f"enable_prefix_caching is {switches} on the ranks of the model; accepted: the same on all"
-            )
-        num_slots = slots.checked(min(rank[1] for rank in ranks)) if caching else 0
-        num_kv_blocks = min(blocks for blocks, _, _ in ranks)
-        if num_kv_blocks == _UNLIMITED:
-            return cls(_blocks_without_bytes(config, num_slots), num_slots)
-        return cls(kv.checked(num_kv_blocks), num_slots)
+        mine = config.num_kv_blocks or 0, config.num_mamba_slots or 0, config.enable_prefix_caching
+        ranks = spec.groups.gather(mine, spec.device)
+        _check_equal_caching([caching for *_, caching in ranks])
+        num_slots = min(slots for _, slots, _ in ranks) if config.enable_prefix_caching else 0
+        return cls(min(blocks for blocks, _, _ in ranks), num_slots)
 
 
 class _Shares(NamedTuple):
@@ -140,11 +131,7 @@ def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
         RankBudget(sizes, memory, num_live), caching, spec.strided_blocks, config.total_gb or 0.0, inputs
     )
     ranks: list[_Shares] = spec.groups.gather(mine, spec.device)
-    switches = [rank.caching for rank in ranks]
-    if len(set(switches)) > 1:
-        raise ValueError(
-            f"enable_prefix_caching is {switches} on the ranks of the model; accepted: the same on all"
-        )
+    _check_equal_caching([rank.caching for rank in ranks])
     has_states = any(rank.budget.sizes.slot for rank in ranks)
     has_kv = any(rank.budget.sizes.block for rank in ranks)
     if caching and has_states and has_kv and not encoded and all(rank.strided for rank in ranks):
@@ -164,6 +151,13 @@ def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
         return PoolSizes(_blocks_without_bytes(config, slots), slots)
     blocks = min(blocks, INT32_MAX)
     return PoolSizes(blocks, min(blocks, _MOST_NAMES) if caching and not has_states else slots)
+
+
+def _check_equal_caching(switches: Sequence[bool]) -> None:
+    if len(set(switches)) > 1:
+        raise ValueError(
+            f"enable_prefix_caching is {switches} on the ranks of the model; accepted: the same on all"
+        )
 
 
 def _too_small(config: InferenceConfig, ranks: Sequence[_Shares], least: Sequence[int]) -> ValueError:
@@ -205,65 +199,10 @@ def input_bytes(config: InferenceConfig, spec: HybridStateSpec) -> int:
 def _blocks_without_bytes(config: InferenceConfig, num_slots: int) -> int:
     """KV blocks of a model without attention where no number is given: they are names of prefixes only.
 
-    Running requests have room in any case. Beside them there are four times the blocks of the longest
+    Running requests have room in any case. In addition there are four times the blocks of the longest
     prefixes that the slots can name, so that a state is lost for want of a slot and not for want of a name;
-    but at most `_MOST_NAMES`, because the host's books of a block take some hundred bytes.
+    but at most `_MOST_NAMES`, because the host's bookkeeping of a block takes some hundred bytes.
     """
     blocks_per_sequence = -(-config.max_sequence_length // config.block_size_tokens)
     names = min(4 * num_slots * blocks_per_sequence, _MOST_NAMES)
     return min(config.max_requests * blocks_per_sequence + names, INT32_MAX)
-
-
-def _kv_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
-    return _Budget(
-        "num_kv_blocks", config.num_kv_blocks, "buffer_size_gb", config.buffer_size_gb,
-        spec.kv_block_bytes(config.block_size_tokens),
-    )  # fmt: skip
-
-
-def _slot_budget(config: InferenceConfig, spec: HybridStateSpec) -> "_Budget":
-    return _Budget(
-        "num_mamba_slots", config.num_mamba_slots, "prefix_caching_mamba_gb", config.prefix_caching_mamba_gb,
-        spec.durable_slot_bytes(config.durable_state_dtype),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Budget:
-    """The size of one pool on this rank: a count of units, or GB; a unit has `unit_bytes` bytes."""
-
-    count_name: str
-    count: int | None
-    gb_name: str
-    gb: float | None
-    unit_bytes: int
-
-    @property
-    def affordable(self) -> int:
-        """Units that this rank can pay for, at most INT32_MAX + 1; _UNLIMITED where a unit has no bytes."""
-        if self.gb is None:
-            return self.count or 0
-        if self.unit_bytes == 0:
-            return _UNLIMITED
-        return int(min(self.gb * GIGABYTE, (INT32_MAX + 1) * self.unit_bytes)) // self.unit_bytes
-
-    def checked(self, count: int) -> int:
-        """`count`, the minimum over the ranks; a ValueError where a pool cannot have this size."""
-        if self.gb is None:
-            if count < 1:
-                raise ValueError(
-                    f"{self.count_name} is {self.count}, but another rank's {self.gb_name} buys none; "
-                    "accepted: what buys one unit on every rank of the model"
-                )
-            return count
-        if count == _UNLIMITED:
-            accepted = f"{self.count_name} instead, for a model whose units are empty"
-        elif count > INT32_MAX:
-            accepted = f"what buys at most {INT32_MAX} units"
-        elif count < 1 and self.affordable < 1:
-            accepted = f"at least {self.unit_bytes / GIGABYTE:.3g}, one unit"
-        elif count < 1:
-            accepted = "what buys one unit on every rank of the model"
-        else:
-            return count
-        raise ValueError(f"{self.gb_name} is {self.gb}; accepted: {accepted}")

@@ -2,15 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .state_tensor import StateTensor
-
-DurableDtype = Literal["bfloat16", "int8"]
-DURABLE_DTYPES: tuple[DurableDtype, ...] = ("bfloat16", "int8")
-"""The values of `InferenceConfig.durable_state_dtype` other than None."""
 
 SCALE_DTYPE = torch.bfloat16
 """A scale is rounded up to this, which adds 1.2 % to the error of random entries. Scales in float32 would add
@@ -55,7 +51,7 @@ def encodings_of(states: Sequence[StateTensor], dtype: str | None) -> tuple[Tens
     tensor takes more bytes a number than before: float16 stays float16. Other tensors stay as they are.
 
     Args:
-        dtype: one of `DURABLE_DTYPES`, or None: all tensors stay as they are.
+        dtype: "bfloat16", "int8", or None: all tensors stay as they are.
     """
     if dtype is None:
         return ()

@@ -155,9 +155,7 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
         "is free once the model is loaded, on a CPU 1)",
     )  # fmt: skip
     group.add_argument("--num-mamba-slots", type=count(), metavar="N", help="states in the cache")
-    group.add_argument("--prefix-caching-mamba-gb", type=positive, metavar="GB", help="or their size")
     group.add_argument("--num-kv-blocks", type=count(), metavar="N", help="blocks of the KV pool")
-    group.add_argument("--buffer-size-gb", type=positive, metavar="GB", help="or their size")
     group.add_argument(
         "--max-sequence-length", type=count(2), default=8192, metavar="N",
         help="longest prompt and answer together (default: %(default)s)",
@@ -186,5 +184,6 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
         "--batch-invariant", action="store_true", help="answers depend on the request alone, to the bit (GPU)"
     )
     group.add_argument(
-        "--scrub", action="store_true", help="zero memory that a request leaves before another one has it"
-    )
+        "--free-memory", choices=("keep", "zero", "nan"), default="keep",
+        help="what free memory holds: stale values, zeros, or NaN to debug a model (default: %(default)s)",
+    )  # fmt: skip

@@ -22,7 +22,7 @@ _OPTIONS_BY_FIELD = {
     "max_requests": "--max-requests",
     "max_sequence_length": "--max-sequence-length",
 }
-_POOL_SIZES = ("num_mamba_slots", "prefix_caching_mamba_gb", "num_kv_blocks", "buffer_size_gb")
+_POOL_SIZES = ("num_mamba_slots", "num_kv_blocks")
 
 
 def chosen_device(options: argparse.Namespace) -> torch.device:
@@ -81,10 +81,8 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
     share = all(size is None for size in sizes.values())
     if share:
         sizes["total_gb"] = memory_gb
-    elif sizes["num_kv_blocks"] is None and sizes["buffer_size_gb"] is None:
-        raise ValueError(
-            "--num-kv-blocks and --buffer-size-gb are missing; accepted: both pools with sizes, or none"
-        )
+    elif sizes["num_kv_blocks"] is None:
+        raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
     config = InferenceConfig(
         block_size_tokens=block,
         max_requests=options.max_requests,
@@ -95,7 +93,7 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
         num_speculative_tokens=options.num_speculative_tokens,
         durable_state_dtype=options.durable_state_dtype,
         batch_invariant=options.batch_invariant,
-        scrub=options.scrub,
+        free_memory=options.free_memory,
         **sizes,
     )
     if share:

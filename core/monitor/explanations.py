@@ -7,7 +7,7 @@ from ..inference.contexts.cache.compute_reasons import ComputeReason
 
 _SENTENCES: dict[ComputeReason, str] = {
     "never_seen": "no earlier request had these tokens at this place",
-    "kv_evicted": "their KV was evicted; more num_kv_blocks (or buffer_size_gb) keep it longer",
+    "kv_evicted": "their KV was evicted; more num_kv_blocks (or total_gb) keep it longer",
     "state_not_taken": (
         "no state was taken that deep; CheckpointPlan.marks or prefill_interval take more states"
     ),
@@ -15,16 +15,13 @@ _SENTENCES: dict[ComputeReason, str] = {
         "this request is the first to leave a known path there, and no state lies at the branch; "
         "CheckpointPlan.marks or prefill_interval take states before prompts branch"
     ),
-    "state_evicted": (
-        "the state there was evicted; more num_mamba_slots (or prefix_caching_mamba_gb) keep it longer"
-    ),
+    "state_evicted": ("the state there was evicted; more num_mamba_slots (or total_gb) keep it longer"),
     "last_token": "a prompt's last token is always computed, with its block; no setting helps",
     "partial_block": (
         "they do not fill the smallest block that the model allows ({grid} tokens); no setting helps"
     ),
     "capacity": (
-        "a state was planned there and no slot was free; more num_mamba_slots (or "
-        "prefix_caching_mamba_gb) or fewer pins make room"
+        "a state was planned there and no slot was free; more num_mamba_slots or fewer pins make room"
     ),
     "disabled": (
         "the cache was not used there: enable_prefix_caching is False, the request wants the log-probs of "

@@ -70,7 +70,7 @@ class MissWatch:
             self._warn(
                 "off",
                 "enable_prefix_caching is False: no prompt resumes anything; set it to True, with "
-                "num_mamba_slots or prefix_caching_mamba_gb",
+                "num_mamba_slots",
             )
 
     def note_prompt(self, num_tokens: int) -> None:
@@ -86,8 +86,7 @@ class MissWatch:
             self._warn(
                 "pins",
                 f"pinned prefixes keep all {self._num_slots} state slots but those of idle rows: where all "
-                "rows run, no new state can be cached; unpin some, or raise num_mamba_slots (or "
-                "prefix_caching_mamba_gb)",
+                "rows run, no new state can be cached; unpin some, or raise num_mamba_slots",
             )
         before, now = self._start.cache, stats.cache
         if now.num_prompt_tokens < before.num_prompt_tokens:  # the engine was reset
@@ -154,9 +153,6 @@ class MissWatch:
         if self._config.total_gb is not None:
             gb = number * self._slot_bytes / GIGABYTE
             return f"raise total_gb by up to {gb:.3g}: the {number} states lost meanwhile"
-        if self._config.prefix_caching_mamba_gb is not None:
-            gb = number * self._slot_bytes / GIGABYTE
-            return f"raise prefix_caching_mamba_gb by up to {gb:.3g}: the {number} states lost meanwhile"
         return f"raise num_mamba_slots by up to {number}: the states lost meanwhile"
 
     def _more_blocks(self, number: int) -> str:
@@ -164,9 +160,6 @@ class MissWatch:
         if self._config.total_gb is not None:
             gb = number * self._kv_block_bytes / GIGABYTE
             return f"raise total_gb by up to {gb:.3g}: the {number} KV blocks lost meanwhile"
-        if self._config.buffer_size_gb is not None:
-            gb = number * self._kv_block_bytes / GIGABYTE
-            return f"raise buffer_size_gb by up to {gb:.3g}: the {number} KV blocks lost meanwhile"
         return f"raise num_kv_blocks by up to {number}: the KV blocks lost meanwhile"
 
     def _warn(self, key: str, sentence: str) -> None:

@@ -20,8 +20,7 @@ from .all_ranks import DisagreementError, difference_error, missing_ranks_error
 
 # Ranks may differ in these settings; the numbers of blocks and slots that result are compared instead.
 _BUDGETS = (
-    "num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb", "total_gb",
-    "host_cache_gb", "disk_cache_gb", "disk_cache_path",
+    "num_kv_blocks", "num_mamba_slots", "total_gb", "host_cache_gb", "disk_cache",
 )  # fmt: skip
 _SPEC = ("model", "vocab_size", "separate_states", "kv_dtype")
 

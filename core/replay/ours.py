@@ -100,7 +100,6 @@ def _config(
         shape = setting.shape
         most_gb = (trace.num_tokens // setting.block_size_tokens + 2) * shape.durable_state_bytes / GIGABYTE
         sizes["host_cache_gb"] = min(setting.host_gb, most_gb) * shape.state_bytes / shape.durable_state_bytes
-        sizes["host_cache_min_tokens"] = 1
     return InferenceConfig(**(sizes | dict(changes)))
 
 

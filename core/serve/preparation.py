@@ -56,20 +56,18 @@ class Lengths:
     Attributes:
         max_sequence_length: the engine's setting.
         pool: tokens that its whole KV pool holds.
-        step: tokens of the longest prompt and answer without chunked prefill; None with it.
     """
 
     max_sequence_length: int
     pool: int
-    step: int | None
 
     @classmethod
     def of(cls, facts: EngineFacts) -> "Lengths":
-        return cls(facts.max_sequence_length, facts.pool_tokens, facts.step_tokens)
+        return cls(facts.max_sequence_length, facts.pool_tokens)
 
     @property
     def longest(self) -> int:
-        return min(self.max_sequence_length, self.pool, self.step or self.pool)
+        return min(self.max_sequence_length, self.pool)
 
     def answer_tokens(self, num_prompt_tokens: int, asked: int | None, default: int | None) -> int:
         """The most tokens of an answer.
@@ -99,8 +97,6 @@ class Lengths:
             f"the prompt has {found} tokens and the answer up to {1 if asked is None else asked}; accepted: "
             f"together at most max_sequence_length ({self.max_sequence_length}) and the KV pool ({self.pool})"
         )
-        if self.step is not None:
-            message += f", and {self.step} without chunked prefill"
         return bad_field("max_tokens", message, "context_length_exceeded")
 
 

@@ -19,7 +19,6 @@ class EngineFacts:
         vocab_size: token ids are less.
         max_sequence_length: the engine's setting.
         pool_tokens: tokens that the whole KV pool holds.
-        step_tokens: tokens of the longest prompt and answer without chunked prefill; None with it.
         max_requests: requests that run at once.
         block_size_tokens: tokens of a block.
         caches_prefixes: whether prefixes are cached, so that blocks have hashes.
@@ -30,7 +29,6 @@ class EngineFacts:
     vocab_size: int
     max_sequence_length: int
     pool_tokens: int
-    step_tokens: int | None
     max_requests: int
     block_size_tokens: int
     caches_prefixes: bool
@@ -45,7 +43,6 @@ class EngineFacts:
             vocab_size=engine.context.spec.vocab_size,
             max_sequence_length=config.max_sequence_length,
             pool_tokens=cache.kv_blocks.total_count * config.block_size_tokens,
-            step_tokens=None if config.enable_chunked_prefill else config.max_tokens + 1,
             max_requests=config.max_requests,
             block_size_tokens=config.block_size_tokens,
             caches_prefixes=config.enable_prefix_caching,

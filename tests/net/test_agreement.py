@@ -229,7 +229,7 @@ def test_the_first_differing_decision_and_the_ranks_are_named(
 ) -> None:
     deed, others_deed, odds, others = fault
     odd = world.size - 1
-    engine = small_engine(model=world.model(split), num_mamba_slots=10, prefix_caching_eviction_policy="lru")
+    engine = small_engine(model=world.model(split), num_mamba_slots=10, eviction_policy="lru")
     serve(engine, range(3))  # a cache that holds something
     error = disagree(world, engine, deed if world.rank == odd else others_deed)
     check(world, error, odd, odds, others)
@@ -238,7 +238,7 @@ def test_the_first_differing_decision_and_the_ranks_are_named(
 OTHER_SETTINGS = {
     "another plan": ({"checkpoint_plan": ms.CheckpointPlan(marks=(8,))}, "built with checkpoint_plan "),
     "more requests": ({"max_requests": 5}, "built with max_requests "),
-    "another policy": ({"prefix_caching_eviction_policy": "ref_zero"}, "built with prefix_caching_eviction"),
+    "another policy": ({"eviction_policy": "ref_zero"}, "built with prefix_caching_eviction"),
     "longer chunks": ({"max_tokens": 72}, "built with max_tokens "),
 }  # fmt: skip
 

@@ -305,7 +305,7 @@ def drop_in_call(
 
     `policy`: the cache's eviction policy. `toy`: the kind of model, one of `TOYS`.
     """
-    settings = {"prefix_caching_eviction_policy": policy, "toy": toy}
+    settings = {"eviction_policy": policy, "toy": toy}
     trial, tally = Trial(call, new_places, bystanders=True, **settings), Tally()
     for number, length in enumerate(trial.lengths):
         num_places = trial.num_places(length)

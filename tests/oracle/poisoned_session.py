@@ -2,7 +2,7 @@
 
 What holds poison within `poisoned()`:
 
-free memory of pools: `InferenceConfig.poison_free_memory` is True by default. So state slots that hold
+free memory of pools: `InferenceConfig.free_memory` is "nan" by default. So state slots that hold
     nothing, free KV blocks, rows of KV blocks that no token is stored in, staging slots, inputs beside those
     that a decode replays, and free rows of host memory are poisoned before every forward.
 scratch: `torch.empty` and its kin give NaN, the largest integer or True: outputs and scratch of kernels, the
@@ -88,7 +88,7 @@ def poisoned(without: Collection[Part] = ()) -> Iterator[None]:
             for owner, name, wrap in wraps if part not in without else ():
                 stack.enter_context(_wrapped(owner, name, wrap))
         if "memory" not in without:
-            defaults = (ms.InferenceConfig.__init__.__kwdefaults__ or {}) | {"poison_free_memory": True}
+            defaults = (ms.InferenceConfig.__init__.__kwdefaults__ or {}) | {"free_memory": "nan"}
             stack.enter_context(patch.object(ms.InferenceConfig.__init__, "__kwdefaults__", defaults))
         if "check" in without:
             stack.enter_context(patch.object(MemoryPoison, "check", lambda self, logits: lambda: None))

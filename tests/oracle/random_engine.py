@@ -6,6 +6,7 @@ from random import Random
 
 import mambaslots as ms
 from mambaslots.inference.engines.model import Model
+from oracle.serving import fetch_always
 
 from .faulty_copies import make_faulty
 from .ledger import Entry
@@ -78,8 +79,7 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
         max_sequence_length=LONGEST,
         num_kv_blocks=fewest + random.choice([0, 0, 2, 6, fewest, 4 * fewest]),
         num_mamba_slots=random.choice([1, 2, 3, 6, 15, 40]),
-        enable_chunked_prefill=chunked,
-        prefix_caching_eviction_policy=random.choice(["value", "lru", "ref_zero"]),
+        eviction_policy=random.choice(["value", "lru", "ref_zero"]),
         checkpoint_plan=random_plan(random, block),
         num_speculative_tokens=drafts,
         async_scheduling=not drafts and random.random() < 0.5,
@@ -91,16 +91,15 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
     if drafts and kind != "n-grams":
         drafter = KnowingDrafter(random, kind)
     num_host_slots = tier.choice([0, 0, 1, 3, 40])
-    config = with_tier(config, model, num_host_slots, tier.choice([1, block, 2 * block]))
+    config = with_tier(config, model, num_host_slots)
     engine = ms.DynamicInferenceEngine(model, config, drafter=drafter)
     if engine.context.prefix_cache.tier is not None:
         make_faulty(engine.context.prefix_cache.tier, tier)
+        fetch_always(engine, tier.choice([1, block, 2 * block]))
     return engine, model, drafter
 
 
-def with_tier(
-    config: ms.InferenceConfig, model: Model, num_host_slots: int, min_tokens: int = 1
-) -> ms.InferenceConfig:
+def with_tier(config: ms.InferenceConfig, model: Model, num_host_slots: int) -> ms.InferenceConfig:
     """The same settings, with host memory for so many states."""
     gigabytes = num_host_slots * model.state_spec().slot_bytes / (1 << 30)
-    return replace(config, host_cache_gb=gigabytes, host_cache_min_tokens=min_tokens)
+    return replace(config, host_cache_gb=gigabytes)

@@ -75,9 +75,18 @@ DEFAULTS: dict[str, object] = {}
 """What `small_engine` takes for given; see `oracle.drafters.speculating`."""
 
 
+def fetch_always(engine: ms.DynamicInferenceEngine, min_tokens: int = 1) -> ms.DynamicInferenceEngine:
+    """The engine, which fetches states that save `min_tokens` tokens, whatever it measured at its start."""
+    tier = engine.context.prefix_cache.tier
+    if tier is not None:
+        tier.min_tokens = tier.min_tokens_from_file = min_tokens
+    return engine
+
+
 def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
-    """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, `in_place`, and `encoded`:
-    whether durable slots are a store of their own, which rounds nothing.
+    """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, `in_place`, `seed`, and
+    `encoded`: whether
+    durable slots are a store of their own, which rounds nothing.
     """
     settings: dict[str, object] = (
         {
@@ -93,6 +102,7 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     )
     if not settings.get("enable_prefix_caching", True):
         settings["num_mamba_slots"] = None
+    seed = settings.pop("seed", 0)
     make_drafter, in_place = settings.pop("make_drafter", None), settings.pop("in_place", False)
     model = settings.pop("model", None) or small_model()
     if in_place:
@@ -101,7 +111,8 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
         model = InPlaceModel(model)
     with stored_apart(settings) if settings.pop("encoded", False) else nullcontext():
         config = ms.InferenceConfig(**settings)  # type: ignore[arg-type]
-        return ms.DynamicInferenceEngine(model, config, drafter=make_drafter and make_drafter())
+        drafter = make_drafter and make_drafter()
+        return fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter, seed=seed))
 
 
 def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.host_tier import HostTier
+from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM
 
@@ -20,11 +21,11 @@ def toy_engine(
     config = ms.InferenceConfig(
         **{
             "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens": 32, "max_sequence_length": 96,
-            "num_kv_blocks": 200, "num_mamba_slots": num_slots, "host_cache_min_tokens": 1,
+            "num_kv_blocks": 200, "num_mamba_slots": num_slots,
             "host_cache_gb": num_host_slots * model.state_spec().slot_bytes / (1 << 30),
         } | settings
     )  # type: ignore[arg-type]  # fmt: skip
-    return ms.DynamicInferenceEngine(model, config, drafter=drafter)
+    return fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter))
 
 
 def tier_of(engine: ms.DynamicInferenceEngine) -> HostTier:

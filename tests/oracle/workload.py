@@ -45,7 +45,7 @@ engine_settings = st.fixed_dictionaries(
         "max_tokens": st.sampled_from([8, 13, 32]),
         "max_requests": st.just(3),
         "max_sequence_length": st.just(96),
-        "prefix_caching_eviction_policy": st.sampled_from(["value", "lru", "ref_zero"]),
+        "eviction_policy": st.sampled_from(["value", "lru", "ref_zero"]),
         "checkpoint_plan": plans,
     }
 )

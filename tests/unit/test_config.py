@@ -4,7 +4,6 @@ import math
 
 import mambaslots as ms
 import pytest
-from mambaslots.pool_sizes import PoolSizes
 from oracle.serving import small_model
 
 VALID: dict[str, object] = {"block_size_tokens": 8, "num_kv_blocks": 16, "num_mamba_slots": 4}
@@ -21,22 +20,17 @@ def config(**overrides: object) -> ms.InferenceConfig:
         ({"block_size_tokens": 8.0}, "block_size_tokens is 8.0"),
         ({"max_requests": True}, "max_requests is True"),
         ({"max_requests": 5000}, "max_tokens is 2048; accepted: at least max_requests"),
-        ({"num_kv_blocks": None}, "num_kv_blocks is None and buffer_size_gb is None"),
-        ({"num_mamba_slots": None}, "num_mamba_slots is None and prefix_caching_mamba_gb is None"),
-        ({"buffer_size_gb": 1.0}, "num_kv_blocks is 16 and buffer_size_gb is 1.0; accepted: one of the two"),
-        ({"prefix_caching_mamba_gb": 1.0}, "accepted: one of the two"),
+        ({"num_kv_blocks": None}, "num_kv_blocks is None; accepted: an integer from 1 on, or total_gb"),
+        ({"num_mamba_slots": None}, "num_mamba_slots is None; accepted: an integer from 1 on, or"),
+        ({"total_gb": 1.0}, "total_gb is 1.0 and num_kv_blocks is 16; accepted: total_gb alone"),
         ({"num_kv_blocks": -1}, "num_kv_blocks is -1"),
-        ({"num_kv_blocks": 0}, "num_kv_blocks is 0; accepted: an integer from 1 to"),
-        ({"num_kv_blocks": None, "buffer_size_gb": math.nan}, "buffer_size_gb is nan"),
-        ({"num_kv_blocks": None, "buffer_size_gb": math.inf}, "buffer_size_gb is inf"),
+        ({"num_kv_blocks": 0}, "num_kv_blocks is 0; accepted: an integer from 1 on"),
+        ({"num_kv_blocks": None, "num_mamba_slots": None, "total_gb": math.nan}, "total_gb is nan"),
+        ({"num_kv_blocks": None, "num_mamba_slots": None, "total_gb": math.inf}, "total_gb is inf"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; accepted: True or False"),
-        ({"poison_free_memory": 1}, "poison_free_memory is 1; accepted: True or False"),
-        ({"seed": -1}, "seed is -1; accepted: an integer from 0 to 9223372036854775807"),
-        ({"seed": 2**63}, "seed is 9223372036854775808; accepted: an integer from 0"),
-        ({"seed": None}, "seed is None; accepted: an integer from 0"),
-        ({"seed": 1.0}, "seed is 1.0; accepted: an integer from 0"),
+        ({"free_memory": True}, "free_memory is True; accepted: one of 'keep', 'zero', 'nan'"),
         ({"salt_key": "short"}, "salt_key is 5 bytes; accepted: bytes or a str of at least 16 bytes"),
-        ({"prefix_caching_eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru', 'ref_zero'"),
+        ({"eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru', 'ref_zero'"),
         ({"block_size_tokens": 4096, "max_tokens": 8192}, "no prompt ever holds a whole block"),
         (
             {"max_tokens": 40, "block_size_tokens": 64},
@@ -93,17 +87,12 @@ def test_zero_slots_with_prefix_caching_are_refused_and_without_it_fine() -> Non
     ms.DynamicInferenceEngine(model, config(num_mamba_slots=0, enable_prefix_caching=False))
 
 
-def test_budgets_in_gigabytes_buy_what_fits() -> None:
-    spec = small_model().state_spec()
-    gb = 1 << 30
-    sized = config(
-        num_kv_blocks=None, num_mamba_slots=None,
-        buffer_size_gb=10.5 * spec.kv_block_bytes(8) / gb,
-        prefix_caching_mamba_gb=3.5 * spec.slot_bytes / gb,
-    )  # fmt: skip
-    assert PoolSizes.of(sized, spec) == PoolSizes(10, 3)
-    with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 0\.0; accepted: at least"):
-        PoolSizes.of(config(num_mamba_slots=None, prefix_caching_mamba_gb=0.0), spec)
+@pytest.mark.parametrize("seed", [-1, 2**63, None, 1.0])
+def test_bad_seeds_of_an_engine_are_refused(seed: object) -> None:
+    with pytest.raises(
+        ValueError, match=rf"seed is {seed}; accepted: an integer from 0 to 9223372036854775807"
+    ):
+        ms.DynamicInferenceEngine(small_model(), config(), seed=seed)  # type: ignore[arg-type]
 
 
 def test_the_state_bytes_of_nemotron_h_8b_are_those_of_the_table() -> None:

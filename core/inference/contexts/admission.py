@@ -161,8 +161,6 @@ class Admission:
         """
         if length - start <= budget:
             return length
-        if not self._config.enable_chunked_prefill:
-            return start
         replays = self._config.replays
         for grid in (self._block_size, self._chunk_size):
             if replays and grid % self._chunk_size:  # blocks without states may be shorter than chunks

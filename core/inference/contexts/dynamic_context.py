@@ -83,14 +83,14 @@ class DynamicInferenceContext:
         self.memory = DeviceMemory(
             memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live,
             sizes.num_mamba_slots, self._new_input_pool(), shares, sizes.division,
-            self._encodings, NUM_STAGING_SLOTS, config.scrub,
+            self._encodings, NUM_STAGING_SLOTS, config.free_memory == "zero",
         )  # fmt: skip
         scrubber = self.memory.scrubber
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
             sizes.num_mamba_slots,
             config.block_size_tokens,
-            config.prefix_caching_eviction_policy,
+            config.eviction_policy,
             config.enable_prefix_caching,
             clock,
             num_live if shares else 0,
@@ -135,7 +135,7 @@ class DynamicInferenceContext:
         spec, config = self.spec, self.config
         if not config.replays:
             return None
-        setting = "batch_invariant" if config.batch_invariant else "decode_by_replay"
+        setting = config.replay_setting
         unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]
         if unknown or not (spec.replays and spec.separate_states):
             because = f"has no inputs of {', '.join(unknown)}" if unknown else "does not replay decodes"

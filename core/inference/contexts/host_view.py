@@ -43,7 +43,7 @@ class HostView:
         self.block_size_tokens = context.config.block_size_tokens
         self.mamba_chunk_size = context.spec.chunk_tokens(context.config.block_size_tokens)
         self.max_requests = context.config.max_requests
-        self.prefix_caching_eviction_policy = context.config.prefix_caching_eviction_policy
+        self.prefix_caching_eviction_policy = context.config.eviction_policy
         self.checkpoint_plan: CheckpointPlan = context.config.checkpoint_plan
         self.mamba_metadata = context.mamba_metadata
         self.paused_request_count = 0  # here, paused requests have no rows in front of the others

@@ -23,7 +23,8 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
             raise the same error.
     """
     state_bytes = pool.memory.shape[1] or spec.slot_bytes
-    budgets = {"host_cache_gb": config.host_cache_gb, "disk_cache_gb": config.disk_cache_gb}
+    disk_path, disk_gb = config.disk_cache or ("", 0.0)
+    budgets = {"host_cache_gb": config.host_cache_gb, "disk_cache[1]": disk_gb}
     sizes, refused = [], ""
     for name, gb in budgets.items():
         affordable = int(min(gb * GIGABYTE, INT32_MAX * max(1, state_bytes))) // max(1, state_bytes)
@@ -39,34 +40,36 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
     copies = None
     if pool.memory.shape[1] and not refused:
         try:
-            copies = _copies(config, spec, pool, num_slots, num_files)
+            copies = _copies(config, spec, pool, num_slots, num_files, disk_path)
         except (OSError, MemoryError, RuntimeError) as error:
-            refused = f"host_cache_gb is {config.host_cache_gb}, disk_cache_path is "
-            refused += f"{config.disk_cache_path!r}; accepted: what this machine has room for: {error}"
+            refused = f"host_cache_gb is {config.host_cache_gb}, disk_cache is {config.disk_cache}; "
+            refused += f"accepted: what this machine has room for: {error}"
     refused = next(filter(None, spec.groups.gather(refused, spec.device)), "")
     if refused:
         raise ValueError(refused)
     groups, device = spec.groups, spec.device
-    tokens = config.host_cache_min_tokens or 1
     return HostTier(
         num_slots,
         copies,
         num_files=num_files,
-        min_tokens=tokens,
-        min_tokens_from_file=tokens,
         agree=lambda good: bool(groups.least(int(good), device)),
-        scrubs=config.scrub,
+        scrubs=config.free_memory == "zero",
     )
 
 
 def _copies(
-    config: InferenceConfig, spec: HybridStateSpec, pool: StatePool, num_slots: int, num_files: int
+    config: InferenceConfig,
+    spec: HybridStateSpec,
+    pool: StatePool,
+    num_slots: int,
+    num_files: int,
+    disk_path: str,
 ) -> HostCopies:
-    state_bytes, files = pool.memory.shape[1], None
-    if num_files and config.disk_cache_path is not None:
+    state_bytes, files, scrubs = pool.memory.shape[1], None, config.free_memory == "zero"
+    if num_files:
         model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"
-        files = StateFiles(config.disk_cache_path, state_bytes, model, config.scrub)
+        files = StateFiles(disk_path, state_bytes, model, scrubs)
     return HostCopies(
         num_slots, state_bytes, lambda slot: pool.memory[pool.durable_index(slot)], spec.device, files,
-        config.scrub,
+        scrubs,
     )  # fmt: skip

@@ -107,12 +107,6 @@ def check_length(
             f"prompt and answer have {lengths} tokens; accepted: together at most max_sequence_length "
             f"({config.max_sequence_length}) and the KV pool ({pool})"
         )
-    longest_prefill = length - 1  # a preempted request prefills its own answer
-    if not config.enable_chunked_prefill and longest_prefill > config.max_tokens:
-        raise ValueError(
-            f"prompt and answer have {lengths} tokens; accepted: at most max_tokens + 1 "
-            f"({config.max_tokens + 1}) without chunked prefill"
-        )
 
 
 class ScoredSequence(NamedTuple):
@@ -148,11 +142,6 @@ def checked_sequence(
         raise ValueError(
             f"{name} has {len(tokens)} tokens; accepted: at most max_sequence_length "
             f"({config.max_sequence_length}) and the KV pool ({pool})"
-        )
-    if not config.enable_chunked_prefill and len(tokens) - 1 > config.max_tokens:
-        raise ValueError(
-            f"{name} has {len(tokens)} tokens; accepted: at most max_tokens + 1 ({config.max_tokens + 1}) "
-            "without chunked prefill"
         )
     start = integer(f"start of {name}", start, 1, len(tokens) - 1)
     taken = checked_plan(plan, config)

@@ -58,17 +58,12 @@ class DummySteps:
             max_tokens=max(rung(ROOM * longest), most_tokens) + MOST_PADDING,
             max_sequence_length=longest,
             num_kv_blocks=ROOM * -(-longest // self._block_size),
-            buffer_size_gb=None,
             num_mamba_slots=None,
-            prefix_caching_mamba_gb=None,
             total_gb=None,
             host_cache_gb=0.0,
-            disk_cache_gb=0.0,
-            disk_cache_path=None,
+            disk_cache=None,
             enable_prefix_caching=False,
-            enable_chunked_prefill=True,
-            poison_free_memory=False,
-            scrub=False,
+            free_memory="keep",
         )
         self._context = DynamicInferenceContext(spec, small)
         self._num_requests = 0

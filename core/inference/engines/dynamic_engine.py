@@ -21,7 +21,7 @@ from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...request import EarlyEnd, FinishReason, RequestResult, ScoreResult
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
-from ...validation import boolean, instance, integer, shown
+from ...validation import INT64_MAX, boolean, instance, integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pinned_prefixes import PinnedPrefix
 from ..contexts.cache.prefix_hash import PrefixHashChain
@@ -80,18 +80,23 @@ class DynamicInferenceEngine:
         salt_key: hashes the salts of requests; its `key_id` tells keys apart.
     """
 
-    def __init__(self, model: Model, config: InferenceConfig, *, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, model: Model, config: InferenceConfig, *, drafter: Drafter | None = None, seed: int = 0
+    ) -> None:
         """Allocate all pools. Where the model is split, this is a collective: all ranks make the call.
 
         Args:
             model: a hybrid model, on the device where the model runs.
             config: sizes and switches.
             drafter: replaces prompt lookup; only with `config.num_speculative_tokens` >= 1.
+            seed: seed of the random numbers of requests without a seed of their own, from 0 to 2**63 - 1. Two
+                engines with the same seed and the same order of requests give the same answers.
         """
         if not callable(model) or isinstance(model, type) or not callable(getattr(model, "state_spec", None)):
             raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
         self.model = model
         self.config = instance("config", config, InferenceConfig)
+        self._seed = integer("seed", seed, 0, INT64_MAX)
         spec = model.state_spec()
         self._invariance = _checked_invariance(model, spec, config) if config.batch_invariant else None
         self._served: tuple[Model | None, Model] = (None, model)  # a model, and what runs in its place
@@ -101,14 +106,14 @@ class DynamicInferenceEngine:
             if self._invariance is not None:
                 self._invariance.close()
             raise
-        if self.context.prefix_cache.tier is not None and config.host_cache_min_tokens is None:
+        if self.context.prefix_cache.tier is not None:
             set_min_tokens(self.context.prefix_cache.tier, self._forward, spec, config)
         self._is_split = spec.groups.is_split
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
-        self._poison = MemoryPoison(self.context) if config.poison_free_memory else None
+        self._poison = MemoryPoison(self.context) if config.free_memory == "nan" else None
         self._runner = self._new_runner()
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
-        self._looks_ahead = config.looks_ahead_on(spec.device)
+        self._looks_ahead = config.why_steps_wait(spec.device) is None
         self._books = EngineBooks(self.context, self._drafter, self._runner.drop_graphs)
         self._new_ids = count()
         # Apart from the ids of users' requests, so that no seed depends on what is cached or scored.
@@ -236,7 +241,7 @@ class DynamicInferenceEngine:
             plan=plan,
             hashes=self._new_chain(salt),
             arrival_s=time.perf_counter(),
-            seed=request_seed(sampling, self.config.seed, request_id),
+            seed=request_seed(sampling, self._seed, request_id),
             owned=owned,
             next_token=next_token,
             given_tokens=tokens[num_prompt_tokens:],

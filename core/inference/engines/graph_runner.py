@@ -16,6 +16,8 @@ from .model import Model
 from .model_runner import ModelRunner
 
 SMALLEST_PREFILL_TOKENS = 16
+MOST_PREFILL_TOKENS = 512
+"""Prefill tokens of a captured step, padding included, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,10 @@ class GraphBuckets:
     def of(cls, context: DynamicInferenceContext, ladder: bool = False) -> "GraphBuckets":
         """The shapes for the steps of a context. `ladder`: whether steps are padded to the ladder."""
         config = context.config
-        prefill_tokens = min(config.cuda_graph_max_tokens, config.max_tokens)
         return cls(
             max_requests=config.max_requests,
             table_blocks=context.request_to_kv_block_ids.shape[1],
-            max_prefill_tokens=prefill_tokens if config.use_cuda_graphs_for_non_decode_steps else 0,
+            max_prefill_tokens=min(MOST_PREFILL_TOKENS, config.max_tokens),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens,
             decode_tokens=1 + config.num_speculative_tokens,

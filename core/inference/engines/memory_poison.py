@@ -120,9 +120,9 @@ class MemoryPoison:
                 seen.synchronize()
             if lost:
                 raise RuntimeError(
-                    f"the logits of {int(lost)} of {num_tokens} tokens are NaN, and poison_free_memory is "
-                    "set: the model has read memory that the step does not name, or computes NaN by itself; "
-                    "mambaslots.testing.check_model(model) tells which"
+                    f"the logits of {int(lost)} of {num_tokens} tokens are NaN, and free_memory is "
+                    "'nan': the model has read memory that the step does not name, or computes NaN by "
+                    "itself; mambaslots.testing.check_model(model) tells which"
                 )
 
         return raise_where_lost

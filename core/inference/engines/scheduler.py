@@ -12,6 +12,8 @@ from ..contexts.request_step import RequestStep
 from .drafter import Drafter
 from .promised_states import PromisedStates
 
+MOST_OVERTAKING = 64
+"""Requests that may be admitted while an earlier one waits for memory, before no further one passes."""
 _MAX_PASSED = 64  # so many requests more than can be admitted or overtaken are looked at in a step
 
 
@@ -23,7 +25,7 @@ class Scheduler:
     request can go on, the request that was admitted last is preempted and waits at the head of the queue. So
     the oldest request always finishes.
 
-    A waiting request that gets no memory now lets later ones pass. After `max_overtaking_requests` of them no
+    A waiting request that gets no memory now lets later ones pass. After `MOST_OVERTAKING` of them no
     further one passes, unless pinned prefixes leave too few blocks for the request: such a request waits,
     and holds nobody up, until prefixes are unpinned.
 
@@ -200,7 +202,7 @@ class Scheduler:
         num_free_rows = self._config.max_requests - len(self._context.requests)
         if not self.waiting or budget <= 0 or num_free_rows <= 0:
             return
-        limit = self._config.max_overtaking_requests
+        limit = MOST_OVERTAKING
         promised = PromisedStates(self._context.prefix_cache, steps)
         passed: list[DynamicInferenceRequest] = []
         new: list[RequestStep] = []

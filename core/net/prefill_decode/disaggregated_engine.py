@@ -116,9 +116,9 @@ class DisaggregatedEngine(AsyncEngine):
             engine, max_waiting_requests=max_waiting_requests, max_step_failures=max_step_failures
         )
         check_engine(engine)
-        if engine.config.prefix_caching_eviction_policy == "ref_zero":
+        if engine.config.eviction_policy == "ref_zero":
             raise ValueError(
-                "prefix_caching_eviction_policy is 'ref_zero'; accepted: 'value' or 'lru', because under "
+                "eviction_policy is 'ref_zero'; accepted: 'value' or 'lru', because under "
                 "'ref_zero' no imported prefix stays"
             )
         self._min_tokens = integer("min_prefill_tokens", min_prefill_tokens, 1)

@@ -32,7 +32,7 @@ class CacheAccess:
         spec: the shapes of the part of the model that this rank holds; its states are the tensors of a
             durable slot, which may be encoded.
         block_size_tokens: tokens of a block.
-        eviction_policy: the engine's `prefix_caching_eviction_policy`.
+        eviction_policy: the engine's `eviction_policy`.
         weights_version: what the engine's weights are called.
         changing: makes a context manager in which prefixes enter the cache; takes the errors that leave
             the books in order.
@@ -76,11 +76,11 @@ class CacheAccess:
             pools=_pools(context.memory.kv_cache, context.memory.durable_pool),
             spec=replace(context.spec, states=context.memory.durable_pool.states),
             block_size_tokens=engine.config.block_size_tokens,
-            eviction_policy=engine.config.prefix_caching_eviction_policy,
+            eviction_policy=engine.config.eviction_policy,
             weights_version=engine.weights_version,
             changing=engine.changing_cache,
             salt_key=engine.salt_key,
-            scrubs=engine.config.scrub,
+            scrubs=engine.config.free_memory == "zero",
         )
 
     @property

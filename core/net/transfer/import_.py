@@ -156,7 +156,7 @@ def import_filled(
     """
     if access.eviction_policy == "ref_zero":
         raise ValueError(
-            f"prefix_caching_eviction_policy is {access.eviction_policy!r}; accepted: 'value' or 'lru', "
+            f"eviction_policy is {access.eviction_policy!r}; accepted: 'value' or 'lru', "
             "because under 'ref_zero' a block leaves with its last user, and an imported one has none"
         )
     ranks = access.ranks

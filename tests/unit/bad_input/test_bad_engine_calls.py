@@ -110,18 +110,15 @@ def test_answers_that_can_never_end(served: Served, answer: int) -> None:
         served.unchanged()
 
 
-def test_answers_beyond_the_kv_pool_or_one_step() -> None:
+def test_answers_beyond_the_kv_pool() -> None:
     small = small_engine(num_kv_blocks=4)
     refuse(
         _engine_target,
         lambda: small.add_request([1] * 30, ms.SamplingParams(num_tokens_to_generate=3)),
         "prompt and answer",
     )
-    whole = small_engine(enable_chunked_prefill=False, max_tokens=32)
-    refuse(_engine_target, lambda: whole.add_request([1] * 33, ONE), "prompt and answer")
-    for engine in (small, whole):
-        assert not engine.has_unfinished_requests()
-        engine.context.check_integrity()
+    assert not small.has_unfinished_requests()
+    small.context.check_integrity()
 
 
 def test_requests_there_are_not(served: Served) -> None:
@@ -213,16 +210,13 @@ def test_score_takes_one_for_all_or_one_each(served: Served, name: str, good: An
         served.unchanged()
 
 
-def test_sequences_beyond_the_kv_pool_or_one_step() -> None:
+def test_sequences_beyond_the_kv_pool() -> None:
     small = small_engine(num_kv_blocks=4)
     refuse(_engine_target, lambda: small.score([[1] * 33]), r"sequences\[0\]")
-    whole = small_engine(enable_chunked_prefill=False, max_tokens=32)
-    refuse(_engine_target, lambda: whole.score([[1] * 34]), r"sequences\[0\]")
-    for engine, length in ((small, 32), (whole, 33)):
-        assert not engine.has_unfinished_requests()
-        engine.context.check_integrity()
-        (result,) = engine.score([[1] * length])
-        assert len(result.log_probs) == length - 1
+    assert not small.has_unfinished_requests()
+    small.context.check_integrity()
+    (result,) = small.score([[1] * 32])
+    assert len(result.log_probs) == 31
 
 
 # ---- the cache

@@ -69,7 +69,7 @@ def test_a_wrong_command_line_is_said_in_one_line(
     ("words", "said"),
     [
         (["chat", "/no/model"], "mambaslots chat: '/no/model' is no folder"),
-        (["chat", MODEL, "--num-mamba-slots", "4"], "mambaslots chat: --num-kv-blocks and --buffer-size-gb"),
+        (["chat", MODEL, "--num-mamba-slots", "4"], "mambaslots chat: --num-kv-blocks is missing"),
         (
             ["chat", MODEL, "--memory-gb", "0.001"],
             "mambaslots chat: --memory-gb is 0.001; accepted: at least",
@@ -99,12 +99,12 @@ def test_options_are_fields_of_the_configuration() -> None:
     config = config_of(
         "--num-mamba-slots", "7", "--num-kv-blocks", "99", "--max-requests", "3", "--block-size-tokens", "32",
         "--max-tokens-per-step", "96", "--max-sequence-length", "500", "--num-speculative-tokens", "2",
-        "--durable-state-dtype", "int8", "--scrub",
+        "--durable-state-dtype", "int8", "--free-memory", "zero",
     )  # fmt: skip
     assert config == ms.InferenceConfig(
         num_mamba_slots=7, num_kv_blocks=99, max_requests=3, block_size_tokens=32, max_tokens=96,
         max_sequence_length=500, num_speculative_tokens=2, durable_state_dtype="int8",
-        scrub=True,
+        free_memory="zero",
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_options_are_fields_of_the_configuration() -> None:
         DRAFTS,
         ("--batch-invariant", "--max-requests", "40"),
         ("--durable-state-dtype", "int8"),
-        ("--scrub",),
+        ("--free-memory", "zero"),
     ],
 )
 @pytest.mark.parametrize("memory_gb", [0.05, 0.4])

@@ -172,7 +172,7 @@ def test_a_state_that_finds_no_room_takes_its_kv_along(slots: int) -> None:
 
 def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
     gigabytes = 40 * small_model().state_spec().slot_bytes / (1 << 30)
-    engine = engine_of(num_mamba_slots=1, max_requests=1, host_cache_gb=gigabytes, host_cache_min_tokens=1)
+    engine = engine_of(num_mamba_slots=1, max_requests=1, host_cache_gb=gigabytes)
     texts = [random_tokens(26, 80 + seed) for seed in range(3)]
     for text in texts:
         serve_checked(engine, [text], length=1)

@@ -41,7 +41,7 @@ BETWEEN = [
 
 def tiered(slots: int) -> dict[str, Any]:
     gigabytes = 40 * small_model().state_spec().slot_bytes / (1 << 30)
-    return {"num_mamba_slots": slots, "host_cache_gb": gigabytes, "host_cache_min_tokens": 1}
+    return {"num_mamba_slots": slots, "host_cache_gb": gigabytes}
 
 
 def conserved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
@@ -125,9 +125,7 @@ def test_a_state_for_which_every_slot_is_pinned_is_skipped_and_counted(policy: s
         "plain": {}, "drafts": {"num_speculative_tokens": 2}, "replay": {"decode_by_replay": True},
         "host tier": tiered(2), "encoded": {"encoded": True},
     }[mode]  # fmt: skip
-    engine = small_engine(
-        **({"num_mamba_slots": 2, "max_requests": 2, "prefix_caching_eviction_policy": policy} | settings)
-    )
+    engine = small_engine(**({"num_mamba_slots": 2, "max_requests": 2, "eviction_policy": policy} | settings))
     kept = [random_tokens(17, 90 + seed) for seed in range(2)]
     for text in kept:
         engine.warm(text)
@@ -243,7 +241,7 @@ def moved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
 def test_one_side_starves_while_the_other_is_idle_and_memory_moves(kind: str, mode: str) -> None:
     """Long prefixes, which are mostly KV, until units move; then short ones, which are mostly states."""
     settings = {"plain": {}, "drafts": {"num_speculative_tokens": 2}, "replay": {"decode_by_replay": True}}
-    engine, hits = shared_engine(2, poison_free_memory=True, **settings[mode]), 0
+    engine, hits = shared_engine(2, free_memory="nan", **settings[mode]), 0
     for turn, (length, side) in enumerate([(50, 1), (8, 0)]):
         before = moved(engine)
         for seed in range(40):

@@ -27,7 +27,7 @@ class CopyFailedError(Exception):
 
 
 def disk(path: Path) -> dict[str, Any]:
-    return {"disk_cache_gb": 1e-4, "disk_cache_path": str(path)}
+    return {"disk_cache": (str(path), 1e-4)}
 
 
 def wait_for_files(engine: ms.DynamicInferenceEngine) -> None:
@@ -202,7 +202,7 @@ def test_copies_that_are_as_late_as_they_may_be_change_no_state(
 def test_late_copies_of_each_kind_of_state() -> None:
     with late_copies() as streams:
         engine = small_engine(
-            num_mamba_slots=1, max_requests=2, host_cache_min_tokens=1,
+            num_mamba_slots=1, max_requests=2,
             host_cache_gb=40 * small_model().state_spec().slot_bytes / (1 << 30),
         )  # fmt: skip
         texts = [random_tokens(25, seed) for seed in range(6)]

@@ -105,7 +105,7 @@ def test_copies_of_old_states_in_host_memory_and_files_never_come_back(
 ) -> None:
     """Copies out may still be under way when the weights change, and are made after it."""
     with late_copies() as streams:
-        files = {"disk_cache_gb": 1e-4, "disk_cache_path": str(tmp_path)} if in_files else {}
+        files = {"disk_cache": (str(tmp_path), 1e-4)} if in_files else {}
         engine, _ = named(num_slots=1, num_host_slots=2 if in_files else 40, max_requests=2, **files)
         for version in range(3):
             bump(engine, version)

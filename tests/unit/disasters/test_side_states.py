@@ -36,7 +36,7 @@ def state_bytes() -> int:
 
 
 def engine_of(**settings: Any) -> ms.DynamicInferenceEngine:
-    engine = small_engine(**({"poison_free_memory": True, "host_cache_min_tokens": 1} | settings))
+    engine = small_engine(**({"free_memory": "nan"} | settings))
     engine.set_weights_version("one")
     return engine
 
@@ -83,7 +83,7 @@ def test_all_tensors_are_exported_and_imported(way: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("disk", [False, True])
 def test_all_tensors_go_to_host_memory_and_files_and_come_back(disk: bool, tmp_path: Path) -> None:
     gigabytes = state_bytes() / (1 << 30)
-    files = {"disk_cache_gb": 99 * gigabytes, "disk_cache_path": str(tmp_path)} if disk else {}
+    files = {"disk_cache": (str(tmp_path), 99 * gigabytes)} if disk else {}
     engine = engine_of(
         num_mamba_slots=1, max_requests=1, host_cache_gb=(1.5 if disk else 99) * gigabytes, **files
     )

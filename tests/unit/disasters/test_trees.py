@@ -129,7 +129,7 @@ def assert_found(engine: ms.DynamicInferenceEngine, prompts: Iterable[Sequence[i
 @pytest.mark.parametrize("policy", ["value", "lru", "ref_zero"])
 @pytest.mark.parametrize(("slots", "blocks"), [(2, 30), (6, 60), (60, 400)])
 def test_forks_at_every_depth_leave_every_prefix_where_it_was(policy: str, slots: int, blocks: int) -> None:
-    engine = toy_engine(slots, num_kv_blocks=blocks, prefix_caching_eviction_policy=policy)
+    engine = toy_engine(slots, num_kv_blocks=blocks, eviction_policy=policy)
     forks = [[*TEXT[:depth], 28 - depth % 7, 28, depth % 29, 5, 6] for depth in range(1, 40)]
     hits = 0
     for number in thinned(range(80), every=3):

@@ -137,7 +137,7 @@ def _check_engine(case: str, dtype: torch.dtype, mode: Mode, tolerance: float) -
         max_sequence_length=320,
         num_kv_blocks=64,
         num_mamba_slots=24,
-        poison_free_memory=True,
+        free_memory="nan",
     )
     engine = ms.DynamicInferenceEngine(model, config)
     long, short = texts(VOCABULARY)

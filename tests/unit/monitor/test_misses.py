@@ -52,14 +52,6 @@ def test_as_many_slots_more_as_the_warning_says_are_enough() -> None:
     assert warned(TEXTS[:6], num_mamba_slots=4 + number) == []
 
 
-def test_a_pool_in_gigabytes_is_advised_in_gigabytes() -> None:
-    spec = small_engine().context.spec
-    slots, _ = warned(
-        TEXTS[:6], num_mamba_slots=None, prefix_caching_mamba_gb=4.5 * spec.slot_bytes / (1 << 30)
-    )
-    assert "raise prefix_caching_mamba_gb by up to" in slots
-
-
 def test_kv_that_is_evicted_asks_for_blocks() -> None:
     (warning,) = warned(TEXTS[:6], num_kv_blocks=13, max_sequence_length=96)
     assert "kv_evicted" in warning
@@ -139,7 +131,7 @@ def test_states_of_prompts_that_never_come_again_are_no_alarm() -> None:
 
 
 def test_the_share_and_the_window_are_settings() -> None:
-    engine = small_engine(num_mamba_slots=4, prefix_caching_eviction_policy="lru")
+    engine = small_engine(num_mamba_slots=4, eviction_policy="lru")
     for share, window, expected in ((0.99, 400, 0), (0.2, 10**9, 0), (0.2, 400, 2)):
         monitor = Monitor(
             engine, model_name="small", max_lost_share=share, window_tokens=window, clock=Clock()

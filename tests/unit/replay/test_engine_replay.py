@@ -62,7 +62,7 @@ def test_many_decodes_at_once_decide_as_single_ones(
     trace, cost = small_trace(seed), StepCost(base_s, 1e-3, 1e-3)
     settings: dict[str, Any] = {
         "num_mamba_slots": num_slots, "num_kv_blocks": num_blocks, "max_requests": max_requests,
-        "prefix_caching_eviction_policy": policy,
+        "eviction_policy": policy,
     }  # fmt: skip
     coarse = replay_of(trace, cost, **settings)
     fine = replay_of(trace, cost, **settings, token_by_token=True)

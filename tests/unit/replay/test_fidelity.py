@@ -107,7 +107,7 @@ def test_a_replay_decides_as_a_real_engine(
     sizes: dict[str, Any] = {
         "block_size_tokens": BLOCK, "max_requests": max_requests, "max_tokens": 16,
         "max_sequence_length": 4096, "num_kv_blocks": num_blocks, "num_mamba_slots": num_slots,
-        "prefix_caching_eviction_policy": policy,
+        "eviction_policy": policy,
     }  # fmt: skip
     config = ms.InferenceConfig(**sizes)
     engine, results = serve(trace, config)

@@ -64,9 +64,7 @@ def test_a_recording_has_the_shape_of_the_traffic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_slots", "policy"), [(3, "value"), (5, "lru"), (64, "value")])
 def test_a_replay_resumes_what_the_engine_resumed(tmp_path: Path, num_slots: int, policy: str) -> None:
-    engine = small_engine(
-        num_mamba_slots=num_slots, num_kv_blocks=80, prefix_caching_eviction_policy=policy, max_requests=1
-    )
+    engine = small_engine(num_mamba_slots=num_slots, num_kv_blocks=80, eviction_policy=policy, max_requests=1)
     rng, head = np.random.default_rng(7), random_tokens(19, seed=0)
     histories = [[*head, *random_tokens(5 + 9 * number, seed=number)] for number in range(4)]
     resumed = []

@@ -129,7 +129,6 @@ def test_tiers_are_counted() -> None:
         num_mamba_slots=1,
         max_requests=1,
         host_cache_gb=40 * spec.slot_bytes / (1 << 30),
-        host_cache_min_tokens=1,
     )
     monitor = Monitor(engine, model_name="small")
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.engines import scheduler
 from mambaslots.inference.engines.drafter import Drafter
 from oracle.budget import thinned
 from oracle.serving import random_tokens, small_engine
@@ -40,8 +41,11 @@ def test_a_request_for_which_pins_leave_too_little_holds_nobody_up() -> None:
     assert_idle(client.engine, pinned_blocks=7)
 
 
-def test_any_number_of_requests_for_which_pins_leave_too_little_hold_nobody_up() -> None:
-    client = Client(pinned_engine(max_overtaking_requests=2))
+def test_any_number_of_requests_for_which_pins_leave_too_little_hold_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "MOST_OVERTAKING", 2)
+    client = Client(pinned_engine())
     for _ in range(300):
         client.engine.add_request(random_tokens(80, 1), SHORT)
     client.ask(Asked(tuple(random_tokens(9, 2)), 3))
@@ -83,8 +87,11 @@ def test_an_answer_that_outgrows_what_pins_leave_holds_nobody_up() -> None:
 
 @pytest.mark.sampled(limit=(3,))
 @pytest.mark.parametrize("limit", [1, 3, 64])
-def test_at_most_so_many_later_requests_overtake_one_that_waits_for_memory(limit: int) -> None:
-    client = Client(small_engine(num_kv_blocks=16, max_overtaking_requests=limit))
+def test_at_most_so_many_later_requests_overtake_one_that_waits_for_memory(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MOST_OVERTAKING", limit)
+    client = Client(small_engine(num_kv_blocks=16))
     for seed in (1, 2):
         client.ask(Asked(tuple(random_tokens(31, seed)), 24))  # 4 blocks, later 7
     client.step()
@@ -97,13 +104,6 @@ def test_at_most_so_many_later_requests_overtake_one_that_waits_for_memory(limit
     assert admitted[:overtaking] == later[:overtaking]
     assert 1 <= overtaking <= limit
     client.finish()
-
-
-def test_a_request_that_fits_no_more_beside_a_chunk_lets_a_shorter_one_pass() -> None:
-    engine = small_engine(enable_chunked_prefill=False, max_tokens=32, max_sequence_length=33)
-    first, large, short = (engine.add_request(random_tokens(n, n), SHORT) for n in (20, 30, 9))
-    assert engine.step().admitted == (first, short)
-    assert engine.step().admitted == (large,)
 
 
 # ---- promised states

@@ -3,6 +3,7 @@
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.graph_runner import CapturedForward, GraphBuckets
 from mambaslots.inference.engines.model_runner import ModelRunner
 from oracle.context_driver import make_request
@@ -195,8 +196,9 @@ class TestOtherModels:
         same_answers(on_cpu, expected, other.generate(PROMPTS[:4], GREEDY))
         assert other._runner.shapes
 
-    def test_steps_beyond_every_captured_shape_run_eagerly(self):
-        engine = engine_of(model_on("cuda"), num_cuda_graphs=2, cuda_graph_max_tokens=48)
+    def test_steps_beyond_every_captured_shape_run_eagerly(self, monkeypatch):
+        monkeypatch.setattr(graph_runner, "MOST_PREFILL_TOKENS", 48)
+        engine = engine_of(model_on("cuda"), num_cuda_graphs=2)
         expected = engine_of(model_on("cuda")).generate(PROMPTS, GREEDY)
         same_answers(model_on("cpu"), expected, engine.generate(PROMPTS, GREEDY))
         shapes = engine._runner.shapes

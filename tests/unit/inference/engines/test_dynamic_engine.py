@@ -86,7 +86,7 @@ def test_chunks_of_any_size_compute_the_same(max_tokens: int) -> None:
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 def test_any_state_pool_serves_many_at_once(slots: int, policy: str) -> None:
     engine = small_engine(
-        num_mamba_slots=slots, prefix_caching_eviction_policy=policy, max_tokens=24,
+        num_mamba_slots=slots, eviction_policy=policy, max_tokens=24,
         checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK),
     )  # fmt: skip
     base = random_tokens(60, seed=8)

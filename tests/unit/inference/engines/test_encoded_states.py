@@ -116,13 +116,14 @@ def test_states_that_find_no_staging_slot_are_not_taken() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_budget_buys_more_slots(dtype: str) -> None:
     spec = small_model(dtype=torch.float32).state_spec()
-    gb = 40 * spec.slot_bytes / 2**30
-    config = {"num_mamba_slots": None, "prefix_caching_mamba_gb": gb}
-    plain = small_engine(model=small_model(dtype=torch.float32), **config)
-    engine = small_engine(model=small_model(dtype=torch.float32), durable_state_dtype=dtype, **config)
-    assert plain.context.prefix_cache.slots.num_slots == 40 + 4  # and those of idle rows
+    half = 80 * spec.slot_bytes
+    gb = ((4 + 2) * spec.slot_bytes + 2 * half) / 2**30  # live and staged states first
+    engine = small_engine(
+        model=small_model(dtype=torch.float32), durable_state_dtype=dtype,
+        num_kv_blocks=None, num_mamba_slots=None, total_gb=gb,
+    )  # fmt: skip
     found = engine.context.prefix_cache.slots.num_slots
-    assert found == 40 * spec.slot_bytes // spec.durable_slot_bytes(dtype) > 40
+    assert found == half // spec.durable_slot_bytes(dtype) > 80
     memory = engine.context.memory
     assert memory.durable_pool.memory.shape == (found, spec.durable_slot_bytes(dtype))
     assert memory.durable_pool.memory.dtype == torch.uint8
@@ -169,10 +170,8 @@ def test_poisoned_memory_holds_nan_where_nobody_may_read() -> None:
     plan = ms.CheckpointPlan(prefill_interval=BLOCK)
     for dtype in DTYPES:
         answers = []
-        for poisoned in (False, True):
-            engine = small_engine(
-                durable_state_dtype=dtype, poison_free_memory=poisoned, checkpoint_plan=plan
-            )
+        for free_memory in ("keep", "nan"):
+            engine = small_engine(durable_state_dtype=dtype, free_memory=free_memory, checkpoint_plan=plan)
             prompts = [random_tokens(30, seed=2), [*random_tokens(30, seed=2), 4], random_tokens(9, seed=3)]
             answers.append([engine.generate([prompt], params(4))[0] for prompt in prompts])
         assert [one.tokens for one in answers[0]] == [one.tokens for one in answers[1]]
@@ -219,7 +218,7 @@ def test_states_come_back_from_host_memory_as_they_were_stored(dtype: str) -> No
     """An engine with two slots and host memory answers as one with room for all states."""
     texts = [random_tokens(30, seed) for seed in range(5)]
     answers = []
-    for settings in ({}, {"num_mamba_slots": 2, "host_cache_gb": 0.001, "host_cache_min_tokens": 1}):
+    for settings in ({}, {"num_mamba_slots": 2, "host_cache_gb": 0.001}):
         engine = small_engine(durable_state_dtype=dtype, **settings)
         for text in texts:
             engine.generate([text], params(2))

@@ -34,7 +34,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.scope.enter_context(kind_of_model(kind))
         self.engine = small_engine(
             num_mamba_slots=slots, num_kv_blocks=kv_blocks, max_tokens=max_tokens, max_requests=3,
-            max_sequence_length=100, prefix_caching_eviction_policy=policy, checkpoint_plan=plan,
+            max_sequence_length=100, eviction_policy=policy, checkpoint_plan=plan,
         )  # fmt: skip
         self.prompts: dict[int, list[int]] = {}
         self.log_probs_starts: dict[int, int] = {}

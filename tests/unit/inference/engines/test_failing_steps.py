@@ -98,7 +98,7 @@ def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
 def test_every_nth_call_failing_is_survived(point: str, after: bool, policy: str) -> None:
     tally = Counter[str]()
     for number in thinned((0, 1, 2, 4, 7), 2):
-        client = Client(pressed_engine(prefix_caching_eviction_policy=policy))
+        client = Client(pressed_engine(eviction_policy=policy))
         for prompt in (HEADS[5], HEADS[4], HEADS[4], HEADS[6]):
             client.ask(Asked(tuple(prompt), 9))
         with failing(client.engine, point, after=after, calls={number, number + 2}) as seen:
@@ -144,7 +144,7 @@ def observer_that_raises(
 @pytest.mark.sampled(policy=("value",))
 @pytest.mark.parametrize("policy", ["value", "lru", "ref_zero"])
 def test_an_observer_that_raises_fails_no_step(policy: str) -> None:
-    client = Client(pressed_engine(prefix_caching_eviction_policy=policy))
+    client = Client(pressed_engine(eviction_policy=policy))
     with observer_that_raises(client.engine, InjectedError) as seen:
         for prompt in HEADS:
             client.ask(Asked(tuple(prompt), 9))
@@ -159,7 +159,7 @@ def test_an_observer_that_raises_fails_no_step(policy: str) -> None:
 def test_control_c_in_an_observer_stops_one_call_and_breaks_nothing(policy: str) -> None:
     tally = Counter[str]()
     for number in thinned(range(5), every=2):
-        client = Client(pressed_engine(prefix_caching_eviction_policy=policy))
+        client = Client(pressed_engine(eviction_policy=policy))
         with observer_that_raises(client.engine, Interrupted, {number}) as seen:
             for prompt in HEADS[2:10]:
                 client.ask(Asked(tuple(prompt), 9))
@@ -170,7 +170,7 @@ def test_control_c_in_an_observer_stops_one_call_and_breaks_nothing(policy: str)
 
 
 def test_control_c_in_an_observer_while_cancelling_cancels() -> None:
-    engine = small_engine(prefix_caching_eviction_policy="ref_zero")
+    engine = small_engine(eviction_policy="ref_zero")
     request_id, other = engine.add_request(HEADS[4]), engine.add_request(HEADS[12])
     engine.step()
     with observer_that_raises(engine, Interrupted, {0}), pytest.raises(Interrupted):

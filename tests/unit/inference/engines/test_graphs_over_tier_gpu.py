@@ -7,7 +7,7 @@ import pytest
 import torch
 from mambaslots.inference.engines.graph_runner import CapturedForward
 from oracle.drafters import RememberingDrafter
-from oracle.serving import random_tokens, tiny_model
+from oracle.serving import fetch_always, random_tokens, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_fla_configuration")]
 BLOCK = 32
@@ -20,7 +20,7 @@ def engine_of(model: Any, drafter: Any = None, **overrides: Any) -> ms.DynamicIn
         "num_kv_blocks": 96, "batch_invariant": True,
     }  # fmt: skip
     config = ms.InferenceConfig(**settings | overrides)  # type: ignore[arg-type]
-    return ms.DynamicInferenceEngine(model, config, drafter=drafter)
+    return fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter))
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -42,7 +42,7 @@ def test_conversations_answer_as_without_cache_and_graphs(
     drafter = RememberingDrafter() if drafts else None
     tiered = engine_of(
         model, drafter, num_mamba_slots=1, num_cuda_graphs=16, num_speculative_tokens=drafts,
-        host_cache_gb=64 * slot_bytes / (1 << 30), host_cache_min_tokens=1,
+        host_cache_gb=64 * slot_bytes / (1 << 30),
     )  # fmt: skip
     params = ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True)
     texts = [random_tokens(70, seed) for seed in range(4)]

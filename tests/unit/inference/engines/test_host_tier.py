@@ -43,7 +43,7 @@ def test_a_tier_resumes_what_an_unlimited_pool_resumes() -> None:
 
 
 def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
-    disk = {"disk_cache_gb": 1e-4, "disk_cache_path": str(tmp_path)}
+    disk = {"disk_cache": (str(tmp_path), 1e-4)}
     unlimited, tiered = toy_engine(200, 0), toy_engine(2, 2, **disk)
     converse(unlimited)
     converse(tiered)
@@ -165,7 +165,7 @@ def test_ranks_agree_on_a_copy_that_is_bad_elsewhere() -> None:
 
 def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> None:
     """As where states leave faster than the disk takes them."""
-    engine = toy_engine(1, 2, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path))
+    engine = toy_engine(1, 2, disk_cache=(str(tmp_path), 1e-4))
     copies = tier_of(engine).copies
     copies.save = lambda host_slot, file, serial: None  # type: ignore[method-assign]
     converse(engine)
@@ -233,10 +233,10 @@ def test_the_engine_measures_when_none_is_given() -> None:
     ("settings", "message"),
     [
         ({"host_cache_gb": -1.0}, "host_cache_gb is -1.0"),
-        ({"disk_cache_gb": 1.0, "disk_cache_path": "x"}, "disk_cache_gb is 1.0; accepted: 0.0 where host"),
-        ({"host_cache_gb": 1.0, "disk_cache_gb": 1.0}, "disk_cache_path is None"),
-        ({"host_cache_gb": 1.0, "disk_cache_path": "x"}, "disk_cache_gb is 0.0"),
-        ({"host_cache_min_tokens": 0}, "host_cache_min_tokens is 0"),
+        ({"disk_cache": ("x", 1.0)}, "disk_cache is .*; accepted: None where host"),
+        ({"host_cache_gb": 1.0, "disk_cache": 1.0}, "disk_cache is 1.0; accepted: a directory"),
+        ({"host_cache_gb": 1.0, "disk_cache": ("", 1.0)}, "disk_cache is .*; accepted: a directory"),
+        ({"host_cache_gb": 1.0, "disk_cache": ("x", -1)}, r"disk_cache\[1\] is -1"),
         ({"host_cache_gb": 1.0, "enable_prefix_caching": False}, "enable_prefix_caching is False"),
     ],
 )
@@ -252,8 +252,8 @@ def test_a_budget_that_buys_no_state_is_refused() -> None:
 
 def test_a_directory_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="disk_cache_path is"):
-        toy_engine(1, 3, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path / "file" / "below"))
+    with pytest.raises(ValueError, match="disk_cache is"):
+        toy_engine(1, 3, disk_cache=(str(tmp_path / "file" / "below"), 1e-4))
 
 
 def test_what_a_process_left_behind_is_removed(tmp_path: Path) -> None:
@@ -261,9 +261,9 @@ def test_what_a_process_left_behind_is_removed(tmp_path: Path) -> None:
     left.mkdir()
     (left / "lock").touch()
     (left / "0.state").write_bytes(b"old")
-    alive = toy_engine(1, 3, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path))
+    alive = toy_engine(1, 3, disk_cache=(str(tmp_path), 1e-4))
     assert not left.exists()
-    second = toy_engine(1, 3, disk_cache_gb=1e-4, disk_cache_path=str(tmp_path))
+    second = toy_engine(1, 3, disk_cache=(str(tmp_path), 1e-4))
     directories = list(tmp_path.iterdir())
     assert len(directories) == 2
     assert all(os.stat(directory).st_mode & 0o777 == 0o700 for directory in directories)
@@ -291,7 +291,7 @@ class TierMachine(RuleBasedStateMachine):
         self.random, self.kind = Random(seed), TOYS[kind]
         self.engine = toy_engine(
             slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3,
-            scrub=scrub,
+            free_memory="zero" if scrub else "keep",
         )  # fmt: skip
         tier = tier_of(self.engine)
         tier.files = TierSlots(num_files)  # without a thread: files that hold nothing answer no
@@ -322,7 +322,7 @@ class TierMachine(RuleBasedStateMachine):
     def nothing_contradicts_itself(self) -> None:
         if hasattr(self, "engine"):
             self.engine.check_integrity()
-            if self.engine.config.scrub:
+            if self.engine.config.free_memory == "zero":
                 assert_scrubbed(self.engine)
 
     def teardown(self) -> None:

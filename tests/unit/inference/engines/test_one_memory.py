@@ -104,7 +104,7 @@ def test_units_move_by_themselves_where_traffic_changes() -> None:
 @pytest.mark.sampled(num_units=(3,))
 @pytest.mark.parametrize("num_units", [3, 6])
 def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_units: int) -> None:
-    engine = engine_of(num_units, poison_free_memory=True)
+    engine = engine_of(num_units, free_memory="nan")
     Churn(engine)
     traffic(engine, rounds=12)
     assert min(moves(engine)) > 2
@@ -117,12 +117,12 @@ def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_uni
     [
         {"num_speculative_tokens": 2},
         {"decode_by_replay": True},
-        {"prefix_caching_eviction_policy": "ref_zero"},
+        {"eviction_policy": "ref_zero"},
     ],
     ids=["drafts", "replay", "ref_zero"],
 )
 def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
-    engine = engine_of(5, poison_free_memory=True, **settings)
+    engine = engine_of(5, free_memory="nan", **settings)
     Churn(engine)
     traffic(engine, rounds=4)
     assert sum(moves(engine)) > 0
@@ -131,7 +131,7 @@ def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}, {"decode_by_replay": True}])
 def test_what_changes_sides_is_zero_with_scrub(settings: dict[str, Any]) -> None:
     """Also the bytes between two entries of a unit, which the other side wrote."""
-    engine = engine_of(5, scrub=True, **settings)
+    engine = engine_of(5, free_memory="zero", **settings)
     owners = NewOwners(engine)
     Churn(engine)
     for _ in range(2):
@@ -249,9 +249,7 @@ def test_a_budget_that_is_too_small_says_by_how_much() -> None:
     assert sizes.num_kv_blocks >= 8
 
 
-@pytest.mark.parametrize(
-    "name", ["num_kv_blocks", "buffer_size_gb", "num_mamba_slots", "prefix_caching_mamba_gb"]
-)
+@pytest.mark.parametrize("name", ["num_kv_blocks", "num_mamba_slots"])
 def test_a_total_stands_alone(name: str) -> None:
     with pytest.raises(ValueError, match=f"total_gb is 1.0 and {name} is 3"):
         ms.InferenceConfig(total_gb=1.0, **{name: 3})

@@ -87,7 +87,7 @@ def steps_of_busy_client() -> int:
 @pytest.mark.sampled(overrides=1)
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"num_kv_blocks": 40, "num_mamba_slots": 20}, {"prefix_caching_eviction_policy": "ref_zero"}],
+    [{}, {"num_kv_blocks": 40, "num_mamba_slots": 20}, {"eviction_policy": "ref_zero"}],
 )
 def test_resetting_between_any_two_steps_changes_no_token(overrides: dict[str, object]) -> None:
     seen = set[str]()
@@ -401,7 +401,7 @@ def test_warm_with_few_slots_tells_the_truth(slots: int) -> None:
 
 
 def test_warm_returns_0_where_nothing_is_kept() -> None:
-    assert small_engine(prefix_caching_eviction_policy="ref_zero").warm(LONG) == 0
+    assert small_engine(eviction_policy="ref_zero").warm(LONG) == 0
     assert small_engine(enable_prefix_caching=False).warm(LONG) == 0
 
 
@@ -423,9 +423,7 @@ def test_warm_refuses_what_can_never_be_computed() -> None:
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_pinned_prefix_survives_any_pressure(policy: str, slots: int) -> None:
-    client = Client(
-        pressed_engine(prefix_caching_eviction_policy=policy, num_mamba_slots=slots, max_tokens=24)
-    )
+    client = Client(pressed_engine(eviction_policy=policy, num_mamba_slots=slots, max_tokens=24))
     engine = client.engine
     running = client.ask(Asked(tuple(LONG[:17]), 24))  # keeps its prefix registered under ref_zero too
     client.step()

@@ -265,7 +265,7 @@ class ScrubbedMachine(OperationsMachine):
         mode=st.sampled_from(["", "in place", "mixed", "encoded, mixed", "replay, mixed", "ahead"]),
     )
     def start(self, kind: str, sizes: dict[str, Any], mode: str) -> None:
-        super().start(kind, sizes | {"scrub": True} | (MODES[mode] if mode else {}))
+        super().start(kind, sizes | {"free_memory": "zero"} | (MODES[mode] if mode else {}))
         self.owners = NewOwners(self.engine)
 
     @invariant()

@@ -1,4 +1,4 @@
-"""With `scrub`, what nobody owns is zero after every call, and whoever gets memory gets zeros."""
+"""With `free_memory="zero"`, free memory is zero after every call, and new owners get zeros."""
 
 import sys
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("kind")
 def pressed(**settings: object) -> ms.DynamicInferenceEngine:
     """Few slots and blocks, so that memory changes its owner all the time."""
     return small_engine(
-        **({"scrub": True, "num_kv_blocks": 14, "num_mamba_slots": 3, "max_tokens": 24} | settings)
+        **({"free_memory": "zero", "num_kv_blocks": 14, "num_mamba_slots": 3, "max_tokens": 24} | settings)
     )
 
 
@@ -55,7 +55,7 @@ def test_free_memory_is_zero_and_new_owners_get_zeros(mode: str) -> None:
 
 
 def test_it_is_off_unless_asked_for() -> None:
-    engine = pressed(scrub=False)
+    engine = pressed(free_memory="keep")
     serve_checked(engine, PROMPTS)
     engine.reset_prefix_cache()
     with pytest.raises(AssertionError, match="is free and not zero"):
@@ -65,7 +65,7 @@ def test_it_is_off_unless_asked_for() -> None:
 def pressed_by_all() -> None:
     """Traffic and calls that free memory in every way, with a check after each."""
     for mode in ("mixed", "encoded, mixed", "replay, mixed"):
-        engine = pressed(**drafters.MODES[mode], prefix_caching_eviction_policy="lru")
+        engine = pressed(**drafters.MODES[mode], eviction_policy="lru")
         NewOwners(engine)
         serve(engine, PROMPTS)
         serve(engine, [random_tokens(50, seed=seed) for seed in range(3)])
@@ -146,7 +146,7 @@ def test_the_memory_of_a_suspended_engine_is_zero_before_it_goes() -> None:
 
 
 def test_a_cached_prefix_stays_until_it_is_forgotten() -> None:
-    engine = small_engine(scrub=True)
+    engine = small_engine(free_memory="zero")
     serve_checked(engine, [STEM])
     (again,) = serve_checked(engine, [STEM])
     assert again.num_resumed_tokens > 0
@@ -160,8 +160,8 @@ def test_a_cached_prefix_stays_until_it_is_forgotten() -> None:
 def tiered(tmp_path: Path, **settings: object) -> tuple[ms.DynamicInferenceEngine, HostCopies]:
     """An engine with room for few states in host memory, and for many in files."""
     size = small_model().state_spec().slot_bytes / (1 << 30)
-    tier = {"host_cache_gb": 3.5 * size, "disk_cache_gb": 60 * size, "disk_cache_path": str(tmp_path)}
-    engine = pressed(num_mamba_slots=1, num_kv_blocks=60, host_cache_min_tokens=1, **tier, **settings)
+    tier = {"host_cache_gb": 3.5 * size, "disk_cache": (str(tmp_path), 60 * size)}
+    engine = pressed(num_mamba_slots=1, num_kv_blocks=60, **tier, **settings)
     assert engine.context.prefix_cache.tier is not None
     copies = engine.context.prefix_cache.tier.copies
     assert isinstance(copies, HostCopies)
@@ -227,20 +227,15 @@ def test_what_a_dead_process_left_is_overwritten_too(tmp_path: Path, monkeypatch
         assert opened.read() == bytes(1_500_000)
 
 
-def test_scrub_and_poison_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="scrub is True and poison_free_memory is True; accepted: one of"):
-        ms.InferenceConfig(num_kv_blocks=50, num_mamba_slots=2, scrub=True, poison_free_memory=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [None, 16])
 def test_on_a_gpu_beside_graphs_and_a_tier(graphs: int | None) -> None:
     """Zeroing waits for nothing: steps and copies of states go on while it is launched."""
     model = tiny_model(torch.bfloat16, "cuda")
-    tier = {"host_cache_gb": 6.5 * model.state_spec().slot_bytes / (1 << 30), "host_cache_min_tokens": 1}
+    tier = {"host_cache_gb": 6.5 * model.state_spec().slot_bytes / (1 << 30)}
     engine = small_engine(
-        model=model, scrub=True, num_kv_blocks=24, num_mamba_slots=2, max_tokens=256, block_size_tokens=32,
-        max_sequence_length=512, num_cuda_graphs=graphs, **tier,
+        model=model, free_memory="zero", num_kv_blocks=24, num_mamba_slots=2, max_tokens=256,
+        block_size_tokens=32, max_sequence_length=512, num_cuda_graphs=graphs, **tier,
     )  # fmt: skip
     for turn in range(3):
         prompts = [random_tokens(70 + 40 * i, seed=i + 3 * (turn % 2)) for i in range(3)]

@@ -340,7 +340,7 @@ class TestStates:
         """Two requests say the same, in step: one commits the boundary, the other goes on from its state."""
         prompt = random_tokens(20, seed=4)
         for in_place in (False, True):
-            engine = speculating(MixedDrafter, most=6, in_place=in_place, enable_chunked_prefill=True)
+            engine = speculating(MixedDrafter, most=6, in_place=in_place)
             serve_checked(engine, [prompt, prompt, prompt], length=40)
 
     def test_separate_kernels_get_no_state_copied_and_others_once_before_and_once_after(self, monkeypatch):

@@ -1,12 +1,13 @@
 """Models without attention: KV blocks have no bytes, and are the names of prefixes alone."""
 
 from pathlib import Path
+from typing import Any
 
 import mambaslots as ms
 import mambaslots.net as msd
 import pytest
 from oracle.model_kinds import KINDS, WITH_ATTENTION
-from oracle.serving import random_tokens, run_checked, serve_checked, small_config, small_engine
+from oracle.serving import random_tokens, run_checked, serve_checked, small_config, small_engine, small_model
 from oracle.workload import assert_idle
 
 BLOCK = 8
@@ -14,9 +15,11 @@ WITHOUT = [name for name in KINDS if name not in WITH_ATTENTION]
 pytestmark = pytest.mark.parametrize("kind", WITHOUT, indirect=True)
 
 
-def engine_of_gigabytes(**settings: object) -> ms.DynamicInferenceEngine:
-    """The engine of a user who gives a budget for KV, of which the model has none."""
-    return small_engine(num_kv_blocks=None, buffer_size_gb=0.25, **settings)
+def engine_of_gigabytes(num_mamba_slots: int = 64, **settings: Any) -> ms.DynamicInferenceEngine:
+    """The engine of a user who gives a budget that buys `num_mamba_slots` slots; the model has no KV."""
+    num_states = settings.get("max_requests", 4) + num_mamba_slots + 0.5
+    gigabytes = num_states * small_model().state_spec().slot_bytes / (1 << 30)
+    return small_engine(num_kv_blocks=None, num_mamba_slots=None, total_gb=gigabytes, **settings)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,7 @@ def engine_of_gigabytes(**settings: object) -> ms.DynamicInferenceEngine:
         ({"num_mamba_slots": 40}, 4 * 32 + 4 * 40 * 32),
         ({"num_mamba_slots": 3}, 4 * 32 + 4 * 3 * 32),
         ({"num_mamba_slots": 1, "max_requests": 1, "max_sequence_length": 30}, 4 + 4 * 4),
-        ({"enable_prefix_caching": False}, 4 * 32),
+        ({"num_mamba_slots": 0, "enable_prefix_caching": False}, 4 * 32),
     ],
     ids=["many slots", "few slots", "one request", "no cache"],
 )

@@ -16,6 +16,7 @@ PROMPTS = [random_tokens(20, seed=1), random_tokens(20, seed=2)]
 EVERY_BLOCK = ms.CheckpointPlan.every_block(BLOCK)
 CONFIG: dict[str, Any] = {"num_kv_blocks": 64, "num_mamba_slots": 8}
 INTEGER = "an integer from 1 to 2147483647"
+COUNT = "an integer from 1 on, or total_gb"
 NO_CACHE = "; to serve without state slots, set enable_prefix_caching=False"
 
 
@@ -216,22 +217,15 @@ def test_a_list_of_the_wrong_length_is_refused(
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        ({"num_kv_blocks": 0}, f"num_kv_blocks is 0; accepted: {INTEGER}"),
+        ({"num_kv_blocks": 0}, f"num_kv_blocks is 0; accepted: {COUNT}"),
         ({"num_kv_blocks": "512"}, f"num_kv_blocks is '512'; accepted: {INTEGER}"),
         ({"num_mamba_slots": "64"}, f"num_mamba_slots is '64'; accepted: {INTEGER}"),
-        ({"num_mamba_slots": 0}, f"num_mamba_slots is 0; accepted: {INTEGER}{NO_CACHE}"),
+        ({"num_mamba_slots": 0}, f"num_mamba_slots is 0; accepted: {COUNT}{NO_CACHE}"),
+        ({"num_mamba_slots": None}, f"num_mamba_slots is None; accepted: {COUNT}{NO_CACHE}"),
+        ({"num_kv_blocks": None}, f"num_kv_blocks is None; accepted: {COUNT}"),
         (
-            {"num_mamba_slots": None},
-            "num_mamba_slots is None and prefix_caching_mamba_gb is None; accepted: one of the two "
-            f"set{NO_CACHE}",
-        ),
-        (
-            {"num_kv_blocks": None},
-            "num_kv_blocks is None and buffer_size_gb is None; accepted: one of the two set",
-        ),
-        (
-            {"buffer_size_gb": 1.0},
-            "num_kv_blocks is 64 and buffer_size_gb is 1.0; accepted: one of the two",
+            {"total_gb": 1.0},
+            "total_gb is 1.0 and num_kv_blocks is 64; accepted: total_gb alone, or a size for each pool",
         ),
     ],
 )

@@ -23,7 +23,7 @@ sizes = st.fixed_dictionaries(
         "num_mamba_slots": st.sampled_from([1, 2, 40]),
         "max_requests": st.sampled_from([1, 3]),
         "max_tokens": st.sampled_from([8, 32, 100]),
-        "prefix_caching_eviction_policy": st.sampled_from(["value", "lru"]),
+        "eviction_policy": st.sampled_from(["value", "lru"]),
     }
 )
 

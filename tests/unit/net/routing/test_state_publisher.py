@@ -153,9 +153,7 @@ def test_a_cache_that_begins_anew_has_a_new_epoch(forget: object) -> None:
 
 def test_a_state_that_only_the_tier_has_is_told_until_the_tier_forgets_it() -> None:
     bytes_each = ToyLM().state_spec().slot_bytes
-    engine = toy_engine(
-        num_mamba_slots=1, max_requests=1, host_cache_gb=6 * bytes_each / (1 << 30), host_cache_min_tokens=1
-    )
+    engine = toy_engine(num_mamba_slots=1, max_requests=1, host_cache_gb=6 * bytes_each / (1 << 30))
     cache = engine.context.prefix_cache
     publisher, index = msd.StatePublisher(engine, "a"), msd.StateIndex()
     num_in_tier_alone = 0

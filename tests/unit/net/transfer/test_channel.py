@@ -167,7 +167,7 @@ def test_with_scrub_no_piece_stays_in_the_staging(
     host: Any, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     """Neither behind a hand-over nor where it fails once pieces have come."""
-    pair = Pair(host, engine_of(scrub=True), engine_of(scrub=True))
+    pair = Pair(host, engine_of(free_memory="zero"), engine_of(free_memory="zero"))
     staged: list[Staging] = []
     packed = list[bool]()
     reserve = Staging.reserve
