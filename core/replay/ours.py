@@ -126,7 +126,7 @@ class OursRow:
         if self.policy is not None:
             own = class_named("policy", self.policy)
             name = one_of("policy", self.policy, EVICTION_POLICIES) if own is None else own()
-            changes["prefix_caching_eviction_policy"] = name
+            changes["eviction_policy"] = name
         if self.plan is not None:
             own = class_named("plan", self.plan)
             changes["checkpoint_plan"] = parse_plan(self.plan) if own is None else own()

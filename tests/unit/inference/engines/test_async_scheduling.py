@@ -237,9 +237,9 @@ def test_drafts_need_the_tokens_first() -> None:
         ahead(num_speculative_tokens=2)
     gpu = torch.device("cuda")
     config = small_engine(num_speculative_tokens=2).config
-    assert not config.looks_ahead_on(gpu)
-    assert small_engine().config.looks_ahead_on(gpu)
-    assert not small_engine().config.looks_ahead_on(torch.device("cpu"))
+    assert config.why_steps_wait(gpu)
+    assert small_engine().config.why_steps_wait(gpu) is None
+    assert small_engine().config.why_steps_wait(torch.device("cpu"))
 
 
 def test_a_rebuild_drops_the_step_ahead() -> None:
