@@ -53,8 +53,8 @@ CASES = (
 def measure(case: Case) -> dict[str, float]:
     """Column -> microseconds."""
     import torch
-    from mambaslots.inference.kernels import attention_flash, attention_segments
-    from mambaslots.inference.kernels.attention_rows import AttentionRows
+    from mambaslots.inference.kernels import attention, attention_segments
+    from mambaslots.inference.kernels.reference.attention import AttentionRows
 
     device = torch.device("cuda")
     length = case.before + case.new
@@ -77,7 +77,7 @@ def measure(case: Case) -> dict[str, float]:
 
     def attend(one_split: bool) -> float:
         step = rows._replace(one_split=one_split)
-        return graph_us(lambda: attention_flash.paged_attention(query, cache, step, None), calls=5)
+        return graph_us(lambda: attention.flash_attention(query, cache, step, None), calls=5)
 
     found = {"automatic": attend(False)}
     usual = attention_segments.SEGMENT_TOKENS
@@ -92,12 +92,12 @@ def main() -> int:
     parser = make_parser(__doc__)
     arguments = parser.parse_args()
     import torch
-    from mambaslots.inference.kernels import attention_flash
+    from mambaslots.inference.kernels import attention
 
     if not torch.cuda.is_available():
         print("nothing measured: this needs a GPU")
         return 0
-    if reason := attention_flash.rejection(torch.device("cuda"), torch.bfloat16, HEAD_DIM, BLOCK):
+    if reason := attention.flash_rejection(torch.device("cuda"), torch.bfloat16, HEAD_DIM, BLOCK):
         sys.exit(reason)
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds\n")

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from command_line import add_device, check_device, make_parser
-from mambaslots.inference.kernels import attention, gated_delta_rule, ssd_scan
-from mambaslots.inference.kernels.attention_rows import AttentionRows
+from mambaslots.inference.kernels import attention, delta, ssd
 from mambaslots.inference.kernels.products import head_product
+from mambaslots.inference.kernels.reference.attention import AttentionRows
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -191,7 +191,7 @@ def _ssd_facts(dtype: torch.dtype, device: torch.device) -> list[Fact]:
 
     def scan(parts: Sequence[Part], pool: Tensor) -> Tensor:
         at, (sources, destinations, *cuts) = indices_of(parts, chunk, device)
-        return ssd_scan.ssd_chunk_scan(
+        return ssd.ssd_chunk_scan(
             x[at], dt[at], A, B[at], C[at], D, pool, sources, destinations, chunk, *cuts
         )
 
@@ -212,7 +212,7 @@ def _delta_facts(dtype: torch.dtype, device: torch.device) -> list[Fact]:
 
     def scan(parts: Sequence[Part], pool: Tensor) -> Tensor:
         at, (sources, destinations, *cuts) = indices_of(parts, chunk, device)
-        return gated_delta_rule.gated_delta_rule_scan(
+        return delta.gated_delta_rule_scan(
             q[at], k[at], v[at], g[at], beta[at], pool, sources, destinations, chunk, *cuts
         )
 

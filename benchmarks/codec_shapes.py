@@ -60,7 +60,7 @@ def casts() -> list[Specialisation]:
     ]
 
 
-CODEC_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {"state_codec_gpu": lambda: scaled() + casts()}
+CODEC_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {"state_codec_gpu": (scaled, casts)}
 """Each file that has kernels -> its launches."""
 
 if __name__ == "__main__":

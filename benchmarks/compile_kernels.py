@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,17 +31,25 @@ import triton
 from align_shapes import hopper_specialisations as align_specialisations
 from codec_shapes import CODEC_SHAPES
 from command_line import make_parser
+from delta_shapes import DELTA_SHAPES
+from gate_shapes import GATE_SHAPES
 from kernel_shapes import SHAPES
 from pointwise_shapes import POINTWISE_SHAPES
 from product_shapes import PRODUCT_SHAPES
 from segment_shapes import SEGMENT_SHAPES
 from specialisation import Specialisation
+from ssd_shapes import SSD_SHAPES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-KERNELS = SHAPES | POINTWISE_SHAPES | PRODUCT_SHAPES | SEGMENT_SHAPES | CODEC_SHAPES
-KERNELS |= {"align": align_specialisations}
+KERNELS: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {"align": (align_specialisations,)}
 """Each file that has kernels -> its launches."""
+for table in (
+    *(SHAPES, DELTA_SHAPES, GATE_SHAPES, SSD_SHAPES),
+    *(POINTWISE_SHAPES, PRODUCT_SHAPES, SEGMENT_SHAPES, CODEC_SHAPES),
+):
+    for file, launches in table.items():
+        KERNELS[file] = (*KERNELS.get(file, ()), *launches)
 HOPPER = GPUTarget("cuda", 90, 32)
 ARCHITECTURE = "sm_90a"
 WIDEST = 16
@@ -70,7 +78,7 @@ def specialisations(names: tuple[str, ...]) -> Iterator[tuple[str, Specialisatio
     """The launches of these kernel files, in order; exits when two launches have the same name."""
     seen: set[str] = set()
     for name in names:
-        for specialisation in KERNELS[name]():
+        for specialisation in (found for launches in KERNELS[name] for found in launches()):
             if specialisation.name in seen:
                 sys.exit(f"two specialisations are called {specialisation.name!r}")
             seen.add(specialisation.name)

@@ -8,13 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mambaslots.inference.kernels import (
-    delta_operands,
-    delta_replay,
-    delta_replay_output,
-    delta_state_passing,
-    gated_delta_rule_update,
-)
+from mambaslots.inference.kernels import delta, delta_replay
 from specialisation import Specialisation
 
 KEY_HEADS, CHUNK = 16, 64
@@ -34,14 +28,14 @@ def operands() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"delta_operands {dtype} {heads} x {dim}",
-                    kernel=delta_operands.delta_operands_kernel,
+                    kernel=delta.delta_operands_kernel,
                     signature=dict.fromkeys(pointers, f"*{dtype}")
                     | dict.fromkeys(["tokens", *strides], "i32"),
                     constexprs={f"{x}_dim_stride": 1 for x in "qkv"}
                     | {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
-                    | {"BLOCK_K": dim, "BLOCK_V": dim, "BLOCK_T": delta_operands.BLOCK_T},
+                    | {"BLOCK_K": dim, "BLOCK_V": dim, "BLOCK_T": delta.OPERAND_TOKENS},
                     divisible_by_16=(*pointers, *strides),
-                    num_warps=delta_operands.NUM_WARPS,
+                    num_warps=delta.OPERAND_WARPS,
                 )
             )
     return found
@@ -51,7 +45,7 @@ def state_passings() -> list[Specialisation]:
     found = []
     for dtype, pool in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")):
         for heads, dim in HEADS:
-            blocks, num_stages = delta_state_passing.block_sizes(dim, dim, TORCH[dtype])
+            blocks, num_stages = delta.passing_blocks(dim, dim, TORCH[dtype])
             tensors = ("keys", "read_keys", "written", "entering", "new_values")
             pointers = dict.fromkeys(tensors, f"*{dtype}") | {"log_decays": "*fp32", "states": f"*{pool}"}
             indices = dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
@@ -59,14 +53,14 @@ def state_passings() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"delta_state_passing {dtype}, pool {pool} {heads} x {dim}",
-                    kernel=delta_state_passing.delta_state_passing_kernel,
+                    kernel=delta.delta_state_passing_kernel,
                     signature=pointers | indices | {"slot_stride": "i64"},
                     constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS, "chunk_size": CHUNK}
                     | {"key_dim": dim, "value_dim": dim}
                     | blocks,
                     # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
                     divisible_by_16=(*pointers, "slot_stride"),
-                    num_warps=delta_state_passing.NUM_WARPS,
+                    num_warps=delta.PASSING_WARPS,
                     num_stages=num_stages,
                     wide=("load", "store"),
                 )
@@ -85,7 +79,7 @@ def updates() -> list[Specialisation]:
 
 
 def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
-    block_k, block_v = gated_delta_rule_update.block_sizes(dim, dim)
+    block_k, block_v = delta.update_blocks(dim, dim)
     even = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
     even += [f"{x}_{axis}_stride" for x in ("g", "beta") for axis in ("row", "token")]
     even += ["slot_stride", "head_stride", "key_stride"]
@@ -99,13 +93,13 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
     pointers |= dict.fromkeys(("sources", "destinations"), "*i64")
     return Specialisation(
         name=f"gated_delta_rule_update {pool} T={tokens} {heads} x {dim}",
-        kernel=gated_delta_rule_update.update_kernel,
+        kernel=delta.update_kernel,
         signature=pointers | dict.fromkeys([*even, *odd], "i32"),
         constexprs=dict.fromkeys(ones, 1)
         | {"TOKENS": tokens, "HEADS": heads, "HEADS_OF_KEY": heads // KEY_HEADS}
         | {"KEY_DIM": dim, "VALUE_DIM": dim, "BLOCK_K": block_k, "BLOCK_V": block_v},
         divisible_by_16=(*pointers, *even),
-        num_warps=gated_delta_rule_update.NUM_WARPS,
+        num_warps=delta.UPDATE_WARPS,
         num_stages=1,
         wide=("load", "store"),
     )
@@ -184,26 +178,23 @@ def replay_outputs() -> list[Specialisation]:
                 found.append(
                     Specialisation(
                         name=f"delta_replay_output, pool {pool} T={tokens} {heads} x {dim}",
-                        kernel=delta_replay_output.delta_replay_output_kernel,
+                        kernel=delta_replay.delta_replay_output_kernel,
                         signature=pointers | {"v_slot_stride": "i64", "slot_stride": "i64", "scale": "fp32"},
                         constexprs={"tokens": tokens, "heads": heads, "heads_of_key": heads // KEY_HEADS}
                         | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK}
-                        | delta_replay_output.block_sizes(tokens, dim, dim),
+                        | delta_replay.output_blocks(tokens, dim, dim),
                         divisible_by_16=(*pointers, "v_slot_stride", "slot_stride"),
-                        num_warps=delta_replay_output.NUM_WARPS,
-                        num_stages=delta_replay_output.NUM_STAGES,
+                        num_warps=delta_replay.OUTPUT_WARPS,
+                        num_stages=delta_replay.OUTPUT_STAGES,
                         wide=("load", "store"),
                     )
                 )
     return found
 
 
-DELTA_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
-    "delta_operands": operands,
-    "delta_replay": replays,
-    "delta_replay_output": replay_outputs,
-    "delta_state_passing": state_passings,
-    "gated_delta_rule_update": updates,
+DELTA_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "delta": (operands, state_passings, updates),
+    "delta_replay": (replays, replay_outputs),
 }
 """Each file of `mambaslots.inference.kernels` that has kernels of the rule -> its launches."""
 

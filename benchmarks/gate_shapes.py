@@ -5,7 +5,8 @@ Time steps and the norm of groups are those of Nemotron-H-8B, gates and the norm
 
 from collections.abc import Callable
 
-from mambaslots.inference.kernels import delta_gates, gated_norms, time_steps
+from mambaslots.inference.kernels import gates as gate_kernels
+from mambaslots.inference.kernels import norms as norm_kernels
 from specialisation import Specialisation
 
 HEADS, GROUPS, GROUP_CHANNELS = 128, 8, 1024
@@ -19,12 +20,12 @@ def steps() -> list[Specialisation]:
     return [
         Specialisation(
             name="time_steps bf16",
-            kernel=time_steps.time_steps_kernel,
+            kernel=gate_kernels.time_steps_kernel,
             signature=pointers | numbers,
             constexprs=dict.fromkeys(("dt_head_stride", "bias_stride", "a_stride"), 1)
             | {"HEADS": HEADS, "BLOCK_T": 8, "BLOCK_H": HEADS},
             divisible_by_16=(*pointers, "dt_token_stride"),
-            num_warps=time_steps.NUM_WARPS,
+            num_warps=gate_kernels.NUM_WARPS,
         )
     ]
 
@@ -36,13 +37,13 @@ def delta() -> list[Specialisation]:
     return [
         Specialisation(
             name="delta_gates bf16",
-            kernel=delta_gates.delta_gates_kernel,
+            kernel=gate_kernels.delta_gates_kernel,
             signature=pointers | dict.fromkeys(["tokens", *strides], "i32"),
             constexprs=dict.fromkeys(("a_inner_stride", "b_inner_stride", "rate_stride", "bias_stride"), 1)
             | {"HEADS": DELTA_HEADS, "INNER": DELTA_HEADS, "DOUBLED": False}
             | {"BLOCK_T": 1024 // DELTA_HEADS, "BLOCK_H": DELTA_HEADS},
             divisible_by_16=(*pointers, *strides),
-            num_warps=delta_gates.NUM_WARPS,
+            num_warps=gate_kernels.NUM_WARPS,
         )
     ]
 
@@ -54,13 +55,13 @@ def norms() -> list[Specialisation]:
         ("rms_norm_gated", DELTA_HEADS, DELTA_DIM, DELTA_HEADS, DELTA_DIM, False),
     ):
         for dtype in ("bf16", "fp32"):
-            block_h, block_d, num_warps = gated_norms.block_sizes(heads, dim)
+            block_h, block_d, num_warps = norm_kernels.gated_blocks(heads, dim)
             pointers = dict.fromkeys(("x", "gate", "weight", "out"), f"*{dtype}")
             strides = [f"{x}_{axis}_stride" for x in ("x", "gate") for axis in ("token", "outer", "inner")]
             found.append(
                 Specialisation(
                     name=f"{name} {dtype}",
-                    kernel=gated_norms.gated_norm_kernel,
+                    kernel=norm_kernels.gated_norm_kernel,
                     signature=pointers | {"eps": "fp32"} | dict.fromkeys(strides, "i32"),
                     constexprs={"HEADS": heads, "INNER": inner, "DIM": dim, "WEIGHTS": weights}
                     | {"GATE_FIRST": gate_first, "BLOCK_H": block_h, "BLOCK_D": block_d},
@@ -72,10 +73,9 @@ def norms() -> list[Specialisation]:
     return found
 
 
-GATE_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
-    "time_steps": steps,
-    "delta_gates": delta,
-    "gated_norms": norms,
+GATE_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "gates": (steps, delta),
+    "norms": (norms,),
 }
 """Each file of `mambaslots.inference.kernels` that has kernels of gates -> its launches."""
 

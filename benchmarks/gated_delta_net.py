@@ -77,9 +77,9 @@ class Bench:
 
     def our_norm(self, o: Any, z: Any) -> Any:
         """What `norm` computes, by our kernel: [tokens, heads, DIM]."""
-        from mambaslots.inference.kernels import gpu_kernels
+        from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-        return gpu_kernels.rms_norm_gated(o, z, self.norm.weight, self.norm.eps)
+        return GpuKernelSet.rms_norm_gated(o, z, self.norm.weight, self.norm.eps)
 
     def normal(self, *shape: int, dtype: Any = None) -> Any:
         dtype = dtype or self.torch.bfloat16
@@ -136,7 +136,9 @@ def prefill(bench: Bench, rows: int, tokens: int) -> Figures:
     """`rows` sequences of `tokens` tokens each, from states that are carried."""
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from mambaslots.inference.kernels import gpu_kernels as kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+
+    kernels = GpuKernelSet()
 
     torch = bench.torch
     made = bench.inputs(rows, tokens)
@@ -211,9 +213,8 @@ def stages(
     """Microseconds of each stage of one row's prefill by graph, and of fla's stage between chunks."""
     from fla.modules.norm.l2norm import l2norm_fwd
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
-    from mambaslots.inference.kernels import gated_delta_rule as module
-    from mambaslots.inference.kernels.delta_operands import delta_operands
-    from mambaslots.inference.kernels.delta_state_passing import delta_state_passing
+    from mambaslots.inference.kernels import delta as module
+    from mambaslots.inference.kernels.delta import delta_operands, delta_state_passing
 
     torch, fla = bench.torch, module.stages()
     parts = bench.parts(convolve(nothing))
@@ -257,7 +258,9 @@ def decode(bench: Bench, rows: int) -> Figures:
     """One token of `rows` sequences; ours in place."""
     from fla.modules.causal_conv1d import causal_conv1d_update
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-    from mambaslots.inference.kernels import gpu_kernels as kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+
+    kernels = GpuKernelSet()
 
     torch = bench.torch
     made = bench.inputs(rows, 1)

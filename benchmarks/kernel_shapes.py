@@ -10,22 +10,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from delta_shapes import DELTA_SHAPES
-from gate_shapes import GATE_SHAPES
-from mambaslots.inference.kernels import (
-    boundary_capture,
-    causal_conv1d,
-    conv_replay,
-    selective_state_update,
-    state_move,
-    state_move_kernels,
-    token_draws_gpu,
-    write_kv,
-)
+from mambaslots.inference.kernels import conv, ssd, state_move, token_draws_gpu, write_kv
 from mambaslots.inference.kernels.state_move import StateMove
 from mambaslots.inference.kernels.state_tensors import StateTensors
 from specialisation import Specialisation
-from ssd_shapes import SSD_SHAPES
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TAPS = 4
@@ -67,10 +55,10 @@ def state_move_launch(
 
 def state_copies() -> list[Specialisation]:
     """Copies and zero-fill, and the narrow accesses of slots of odd sizes."""
-    kernel, listed_kernel = state_move_kernels.move_states, state_move_kernels.move_listed_states
+    kernel, listed_kernel = state_move.move_states, state_move.move_listed_states
     destinations = {"destination_indices": "*i64"}
     pairs = destinations | {"source_indices": "*i64"}
-    listed = dict.fromkeys(state_move_kernels.LISTED_ARGUMENTS, "i64")
+    listed = dict.fromkeys(state_move.LISTED_ARGUMENTS, "i64")
     copy: dict[str, Any] = {"FROM_SOURCE": True, "GROUP": state_move.GROUP, "count": None}
     zero: dict[str, Any] = copy | {"FROM_SOURCE": False, "source_indices": None}
     found = []
@@ -98,7 +86,7 @@ def state_copies() -> list[Specialisation]:
 def boundary_captures() -> list[Specialisation]:
     pointers = dict.fromkeys(("live_slots", "sequence_lengths", "durable_slots"), "*i64")
     types, constexprs = pointers | {"block_size_tokens": "i32"}, {"GROUP": state_move.GROUP}
-    kernel = boundary_capture.capture_boundaries_kernel
+    kernel = state_move.capture_boundaries_kernel
     return [state_move_launch("capture_boundaries", kernel, state_pool(), types, constexprs, BOTH)]
 
 
@@ -117,13 +105,13 @@ def convolutions() -> list[Specialisation]:
         found.append(
             Specialisation(
                 name=f"causal_conv1d_prefill {dtype}",
-                kernel=causal_conv1d.prefill_kernel,
+                kernel=conv.prefill_kernel,
                 signature=pointers | dict.fromkeys(("rows", "checkpoints", "conv_dim", *strides), "i32"),
                 constexprs=ones
                 | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
-                | {"BLOCK_T": causal_conv1d.PREFILL_TOKENS, "BLOCK_C": causal_conv1d.PREFILL_CHANNELS},
+                | {"BLOCK_T": conv.PREFILL_TOKENS, "BLOCK_C": conv.PREFILL_CHANNELS},
                 divisible_by_16=(*pointers, "conv_dim", "x_token_stride", "slot_stride"),
-                num_warps=causal_conv1d.PREFILL_WARPS,
+                num_warps=conv.PREFILL_WARPS,
             )
         )
         for tokens in (1, 4):
@@ -133,15 +121,15 @@ def convolutions() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"causal_conv1d_update {dtype} T={tokens}",
-                    kernel=causal_conv1d.update_kernel,
+                    kernel=conv.update_kernel,
                     signature=pointers | {name: "i32" for name in integers if name not in one_token},
                     constexprs=ones
                     | one_token
                     | {"destination_token_stride": 1}
                     | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
-                    | {"TOKENS": tokens, "BLOCK_C": causal_conv1d.UPDATE_CHANNELS},
+                    | {"TOKENS": tokens, "BLOCK_C": conv.UPDATE_CHANNELS},
                     divisible_by_16=(*pointers, "conv_dim", "x_row_stride", "x_token_stride", "slot_stride"),
-                    num_warps=causal_conv1d.UPDATE_WARPS,
+                    num_warps=conv.UPDATE_WARPS,
                 )
             )
     return found
@@ -151,7 +139,7 @@ def convolution_replays() -> list[Specialisation]:
     """Decode by replay of one token and of four, and what prefills keep for it, for inputs of each dtype."""
     found = []
     for dtype in ("fp32", "bf16"):
-        blocks = {"BLOCK_C": conv_replay.CHANNELS}
+        blocks = {"BLOCK_C": conv.CHANNELS}
         indices = {"slots": "*i64", "starts": "*i32"}
         even = ("conv_dim", "x_token_stride", "slot_stride", "ring_stride")
         for tokens in (1, 4):
@@ -161,14 +149,14 @@ def convolution_replays() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"causal_conv1d_replay {dtype} T={tokens}",
-                    kernel=conv_replay.replay_kernel,
+                    kernel=conv.replay_kernel,
                     signature=pointers | integers | {"state_channel_stride": "i32", "ring_stride": "i64"},
                     constexprs={"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
                     | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
                     | {"TOKENS": tokens, "RING": TAPS + tokens - 1}
                     | blocks,
                     divisible_by_16=(*pointers, *even, "x_row_stride"),
-                    num_warps=conv_replay.NUM_WARPS,
+                    num_warps=conv.NUM_WARPS,
                 )
             )
         pointers = dict.fromkeys(("x", "states", "rings"), f"*{dtype}") | indices
@@ -177,13 +165,13 @@ def convolution_replays() -> list[Specialisation]:
         found.append(
             Specialisation(
                 name=f"keep_conv_inputs {dtype}",
-                kernel=conv_replay.keep_kernel,
+                kernel=conv.keep_kernel,
                 signature=pointers | integers | {"ring_stride": "i64"},
                 constexprs={"x_channel_stride": 1, "state_tap_stride": 1}
                 | {"WIDTH": TAPS - 1, "RING": TAPS}
                 | blocks,
                 divisible_by_16=(*pointers, *even),
-                num_warps=conv_replay.NUM_WARPS,
+                num_warps=conv.NUM_WARPS,
             )
         )
     return found
@@ -191,7 +179,7 @@ def convolution_replays() -> list[Specialisation]:
 
 def state_updates() -> list[Specialisation]:
     """Decode of one token and of four, for pools of each dtype."""
-    block_p, block_n = selective_state_update.block_sizes(HEAD_DIM, STATE_DIM)
+    block_p, block_n = ssd.update_blocks(HEAD_DIM, STATE_DIM)
     even = [f"{tensor}_{axis}_stride" for tensor in "xbc" for axis in ("row", "token")]
     even += ["dt_row_stride", "dt_token_stride", "x_head_stride", "b_group_stride", "c_group_stride"]
     even += ["slot_stride", "head_stride", "p_stride"]
@@ -210,13 +198,13 @@ def state_updates() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"selective_state_update {dtype} T={tokens}",
-                    kernel=selective_state_update.update_kernel,
+                    kernel=ssd.update_kernel,
                     signature=pointers | dict.fromkeys([*even, *odd], "i32"),
                     constexprs=dict.fromkeys(ones, 1)
                     | {"TOKENS": tokens, "HEADS": HEADS, "HEADS_A_GROUP": HEADS // GROUPS}
                     | {"HEAD_DIM": HEAD_DIM, "STATE_DIM": STATE_DIM, "BLOCK_P": block_p, "BLOCK_N": block_n},
                     divisible_by_16=(*pointers, *even),
-                    num_warps=selective_state_update.NUM_WARPS,
+                    num_warps=ssd.UPDATE_WARPS,
                     num_stages=1,
                     wide=BOTH,
                 )
@@ -263,9 +251,9 @@ def kv_writes() -> list[Specialisation]:
                         kernel=kernel,
                         signature=tensors
                         | dict.fromkeys((*inner, *sizes), "i32")
-                        | {"value_cache_offset": "i64"},
+                        | {"value_cache_offset": "i64", "block_stride": "i32"},
                         constexprs=shared | constants,
-                        divisible_by_16=(*tensors, *inner, "value_cache_offset"),
+                        divisible_by_16=(*tensors, *inner, "value_cache_offset", "block_stride"),
                         num_warps=write_kv.NUM_WARPS,
                         num_stages=1,
                         wide=BOTH if kv_heads * head_dim >= write_kv.BLOCK else (),
@@ -299,20 +287,13 @@ def token_draws() -> list[Specialisation]:
     return found
 
 
-SHAPES: dict[str, Callable[[], list[Specialisation]]] = (
-    DELTA_SHAPES
-    | GATE_SHAPES
-    | SSD_SHAPES
-    | {
-        "state_move_kernels": state_copies,
-        "boundary_capture": boundary_captures,
-        "causal_conv1d": convolutions,
-        "conv_replay": convolution_replays,
-        "selective_state_update": state_updates,
-        "write_kv": kv_writes,
-        "token_draws_gpu": token_draws,
-    }
-)
+SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "state_move": (state_copies, boundary_captures),
+    "conv": (convolutions, convolution_replays),
+    "ssd": (state_updates,),
+    "write_kv": (kv_writes,),
+    "token_draws_gpu": (token_draws,),
+}
 """Each file of `mambaslots.inference.kernels` that has kernels -> its launches."""
 
 

@@ -205,9 +205,8 @@ def _graphs(description: str) -> str:
 def time_layouts(device: str, scale: Scale, report: Report) -> None:
     """Kernels on both layouts, and decode steps of both engines."""
     import torch
-    from mambaslots.inference.kernels import reference
-    from mambaslots.inference.kernels.attention import paged_attention
-    from mambaslots.inference.kernels.attention_rows import AttentionRows
+    from mambaslots.inference.kernels.kernel_set import KernelSet
+    from mambaslots.inference.kernels.reference.attention import AttentionRows, paged_attention
 
     heads, kv_heads, dim, layers = (16, 8, 128, 4) if device == "cuda" else (4, 2, 16, 2)
     dtype = torch.bfloat16 if device == "cuda" else torch.float64
@@ -220,7 +219,7 @@ def time_layouts(device: str, scale: Scale, report: Report) -> None:
     if device == "cuda":
         from mambaslots.inference.kernels import write_kv as kernels
     else:
-        kernels = reference  # type: ignore[assignment]
+        kernels = KernelSet  # type: ignore[assignment]
     table = torch.randperm(blocks, device=device).view(rows, columns).int()
     index: dict[str, Any] = {"dtype": torch.int32, "device": device}
     for name, new in (("decode", 1), ("prefill", scale.block)):

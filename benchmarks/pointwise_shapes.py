@@ -7,7 +7,8 @@ lie 512 channels apart.
 
 from collections.abc import Callable
 
-from mambaslots.inference.kernels import activations, norms, qk_norm_rotary
+from mambaslots.inference.kernels import gates as gate_kernels
+from mambaslots.inference.kernels import norms as norm_kernels
 from specialisation import Specialisation
 
 QUERY_HEADS, KEY_HEADS, HEAD_DIM, ROTARY = 16, 4, 256, 64
@@ -18,32 +19,32 @@ def gates() -> list[Specialisation]:
     """The squared ReLU and silu(gate) * up of wide rows, and x * sigmoid(gate) of heads."""
     found = []
     for dtype in ("fp32", "bf16"):
-        rows, columns = activations.tile(MLP_WIDTH)
+        rows, columns = gate_kernels.tile(MLP_WIDTH)
         found.append(
             Specialisation(
                 name=f"relu_squared {dtype}",
-                kernel=activations.relu_squared_kernel,
+                kernel=gate_kernels.relu_squared_kernel,
                 signature={"out": f"*{dtype}", "x": f"*{dtype}", "num_rows": "i32", "x_row_stride": "i32"},
                 constexprs={"WIDTH": MLP_WIDTH, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
                 divisible_by_16=("out", "x", "x_row_stride"),
-                num_warps=activations.NUM_WARPS,
+                num_warps=gate_kernels.NUM_WARPS,
                 wide=("load", "store"),
             )
         )
         for name, width, silu in (("silu_mul", MLP_WIDTH, True), ("sigmoid_mul", HEAD_DIM, False)):
-            rows, columns = activations.tile(width)
+            rows, columns = gate_kernels.tile(width)
             pointers = dict.fromkeys(("out", "x", "gate"), f"*{dtype}")
             strides = tuple(f"{side}_stride" for side in ("x_outer", "x_inner", "gate_outer", "gate_inner"))
             inner = 1 if silu else QUERY_HEADS
             found.append(
                 Specialisation(
                     name=f"{name} {dtype}",
-                    kernel=activations.gated_kernel,
+                    kernel=gate_kernels.gated_kernel,
                     signature=pointers | dict.fromkeys(("num_rows", *strides), "i32"),
                     constexprs={"INNER": inner, "WIDTH": width, "SILU": silu}
                     | {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
                     divisible_by_16=(*pointers, *strides),
-                    num_warps=activations.NUM_WARPS,
+                    num_warps=gate_kernels.NUM_WARPS,
                     wide=("load", "store"),
                 )
             )
@@ -59,13 +60,13 @@ def rms_norms() -> list[Specialisation]:
             ("rms_norm", HIDDEN, False),
             ("rms_norm of heads", HEAD_DIM, False),
         ):
-            rows, columns, warps = norms.tile(width)
+            rows, columns, warps = norm_kernels.norm_tile(width)
             pointers = dict.fromkeys(("out", "x", "weight"), f"*{dtype}")
             sums = {"total": f"*{dtype}", "residual": f"*{dtype}"}
             found.append(
                 Specialisation(
                     name=f"{name} {dtype}",
-                    kernel=norms.rms_norm_kernel,
+                    kernel=norm_kernels.rms_norm_kernel,
                     signature=pointers
                     | (sums if adds else {})
                     | {"eps": "fp32", "offset": "fp32", "num_rows": "i32"}
@@ -96,11 +97,11 @@ def norms_and_rotations() -> list[Specialisation]:
             strides = tuple(f"{side}_stride" for side in sides)
             if has_norm:
                 pointers |= dict.fromkeys(weights, f"*{dtype}")
-            heads = qk_norm_rotary.BLOCK // HEAD_DIM
+            heads = norm_kernels.QK_BLOCK // HEAD_DIM
             found.append(
                 Specialisation(
                     name=f"{name} {dtype}",
-                    kernel=qk_norm_rotary.qk_norm_rotary_kernel,
+                    kernel=norm_kernels.qk_norm_rotary_kernel,
                     signature=pointers
                     | dict.fromkeys(("eps", "offset"), "fp32")
                     | dict.fromkeys(strides, "i32"),
@@ -109,17 +110,16 @@ def norms_and_rotations() -> list[Specialisation]:
                     | {"BLOCK_HEADS": heads, "BLOCK_DIM": HEAD_DIM}
                     | ({} if has_norm else dict.fromkeys(weights)),
                     divisible_by_16=(*pointers, *strides),
-                    num_warps=qk_norm_rotary.NUM_WARPS,
+                    num_warps=norm_kernels.QK_WARPS,
                     wide=("load", "store"),
                 )
             )
     return found
 
 
-POINTWISE_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
-    "activations": gates,
-    "norms": rms_norms,
-    "qk_norm_rotary": norms_and_rotations,
+POINTWISE_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "gates": (gates,),
+    "norms": (rms_norms, norms_and_rotations),
 }
 """As `SHAPES` in `kernel_shapes.py`."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mambaslots.inference.kernels import sequential_product
+from mambaslots.inference.kernels import products
 from specialisation import Specialisation
 
 STRIDES = ("a_row", "b_column")
@@ -25,22 +25,24 @@ def sequential_products() -> list[Specialisation]:
         else:
             constants["bias"] = None
         sizes = {"rows": "i32", "columns": "i32", "length": "i32"}
-        blocks = sequential_product.block_sizes(operands == "fp32")
+        blocks = products.block_sizes(operands == "fp32")
         found.append(
             Specialisation(
                 name=f"sequential_product {operands} to {out}{', bias' if bias else ''}",
-                kernel=sequential_product.sequential_product_kernel,
+                kernel=products.sequential_product_kernel,
                 signature=pointers | sizes | dict.fromkeys(STRIDES, "i32"),
                 constexprs=constants | blocks,
                 divisible_by_16=(*pointers, *sizes, *STRIDES),
-                num_warps=sequential_product.NUM_WARPS,
-                num_stages=sequential_product.NUM_STAGES,
+                num_warps=products.NUM_WARPS,
+                num_stages=products.NUM_STAGES,
             )
         )
     return found
 
 
-PRODUCT_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {"sequential_product": sequential_products}
+PRODUCT_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "products": (sequential_products,)
+}
 """The file that has these kernels -> its launches."""
 
 

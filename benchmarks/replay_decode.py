@@ -46,13 +46,9 @@ def measured(sizes: Sizes, device: str) -> dict[str, dict[str, Any]]:
     import torch
     import torch.nn.functional as F
     import triton
-    from mambaslots.inference.kernels.selective_state_update import selective_state_update
-    from mambaslots.inference.kernels.ssd_decays import chunk_cumsum
-    from mambaslots.inference.kernels.ssd_output import chunk_scan
+    from mambaslots.inference.kernels.ssd import selective_state_update, ssd_chunk_scan, stages
     from mambaslots.inference.kernels.ssd_replay import ssd_replay
-    from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan, stages
-    from mambaslots.inference.kernels.ssd_scores import chunk_scores
-    from mambaslots.inference.kernels.ssd_states import ssd_states
+    from mambaslots.inference.kernels.ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
 
     gpu = device == "cuda"
     H, P, G, N, chunk = sizes.heads, sizes.head_dim, sizes.groups, sizes.state_dim, sizes.chunk

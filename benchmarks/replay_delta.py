@@ -71,7 +71,9 @@ class Bench:
 
 
 def convolution(bench: Bench, rows: int) -> Figures:
-    from mambaslots.inference.kernels import gpu_kernels as kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+
+    kernels = GpuKernelSet()
 
     torch = bench.torch
     x, weight, bias = bench.normal(rows, 1, CHANNELS), bench.normal(CHANNELS, TAPS), bench.normal(CHANNELS)
@@ -102,7 +104,9 @@ def inputs(bench: Bench, *shape: int) -> dict[str, Any]:
 
 
 def delta_rule(bench: Bench, rows: int) -> Figures:
-    from mambaslots.inference.kernels import gpu_kernels as kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+
+    kernels = GpuKernelSet()
 
     kept = inputs(bench, rows, CHUNK)
     step = {name: tensor[:, START : START + 1] for name, tensor in kept.items()}
@@ -130,7 +134,9 @@ def delta_rule(bench: Bench, rows: int) -> Figures:
 
 def keeping(bench: Bench) -> list[Figures]:
     """What a prefill stores for replays: the last inputs of each row, and a tail of START tokens."""
-    from mambaslots.inference.kernels import gpu_kernels as kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+
+    kernels = GpuKernelSet()
 
     torch, rows = bench.torch, PREFILL_ROWS
     int32 = torch.int32

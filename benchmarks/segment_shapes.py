@@ -5,8 +5,8 @@ KV blocks have 256 tokens. Results of segments are contiguous.
 
 from collections.abc import Callable
 
-from mambaslots.inference.kernels import attention_segments, combine_segments, segment_rows
-from mambaslots.inference.kernels.segment_rows import Readers
+from mambaslots.inference.kernels import attention_segments
+from mambaslots.inference.kernels.attention_segments import Readers
 from specialisation import Specialisation
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 32, 128, 256
@@ -21,7 +21,7 @@ def pairs_of_rows() -> list[Specialisation]:
     return [
         Specialisation(
             name=f"segment_rows {readers.name.lower()}{', copied' * copies}",
-            kernel=segment_rows.segment_rows_kernel,
+            kernel=attention_segments.segment_rows_kernel,
             signature=pointers | dict.fromkeys(("table_stride", "num_columns", "tokens"), "i32"),
             constexprs={
                 "READERS": int(readers),
@@ -60,7 +60,7 @@ def combinations() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"combine_segments {name} {dtype}",
-                    kernel=combine_segments.combine_segments_kernel,
+                    kernel=attention_segments.combine_segments_kernel,
                     signature=dict.fromkeys(results, f"*{dtype}")
                     | dict.fromkeys(sums, "*fp32")
                     | {"positions": "*i64"}
@@ -68,7 +68,7 @@ def combinations() -> list[Specialisation]:
                     constexprs={
                         "SEGMENT": attention_segments.SEGMENT_TOKENS,
                         "DIM": HEAD_DIM,
-                        "BLOCK_HEADS": combine_segments.BLOCK // HEAD_DIM,
+                        "BLOCK_HEADS": attention_segments.BLOCK // HEAD_DIM,
                         "BLOCK_DIM": HEAD_DIM,
                         "earlier_sums_token_stride": 1,
                         "own_sums_token_stride": 1,
@@ -77,16 +77,15 @@ def combinations() -> list[Specialisation]:
                     divisible_by_16=(
                         *results, *strides, *(("own_segment_stride",) if together else ()), "heads",
                     ),
-                    num_warps=combine_segments.NUM_WARPS,
+                    num_warps=attention_segments.NUM_WARPS,
                     wide=("load", "store"),
                 )
             )  # fmt: skip
     return found
 
 
-SEGMENT_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
-    "segment_rows": pairs_of_rows,
-    "combine_segments": combinations,
+SEGMENT_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "attention_segments": (pairs_of_rows, combinations),
 }
 """Each file of `mambaslots.inference.kernels` that has these kernels -> its launches."""
 

@@ -38,12 +38,9 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
     import triton
-    from mambaslots.inference.kernels import ssd_scan as module
-    from mambaslots.inference.kernels.ssd_decays import chunk_cumsum
-    from mambaslots.inference.kernels.ssd_output import chunk_scan
-    from mambaslots.inference.kernels.ssd_scores import chunk_scores
-    from mambaslots.inference.kernels.ssd_states import ssd_states
-    from mambaslots.inference.kernels.state_passing import state_passing
+    from mambaslots.inference.kernels import ssd as module
+    from mambaslots.inference.kernels.ssd import state_passing
+    from mambaslots.inference.kernels.ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
 
     gpu = device == "cuda"
     widened = precision == "bfloat16 widened"

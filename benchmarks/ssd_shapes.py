@@ -7,16 +7,8 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from mambaslots.inference.kernels import (
-    ssd_decays,
-    ssd_inputs,
-    ssd_output,
-    ssd_replay,
-    ssd_scores,
-    ssd_states,
-    state_passing,
-)
-from mambaslots.inference.kernels.ssd_output import InputPrecision
+from mambaslots.inference.kernels import ssd, ssd_replay, ssd_stages
+from mambaslots.inference.kernels.ssd_stages import InputPrecision
 from specialisation import Specialisation
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
@@ -31,16 +23,16 @@ def state_passings() -> list[Specialisation]:
     return [
         Specialisation(
             name=f"state_passing {pool}",
-            kernel=state_passing.state_passing_kernel,
+            kernel=ssd.state_passing_kernel,
             signature=dict.fromkeys(("chunk_states", "log_decays"), "*fp32")
             | {"ssm_states": f"*{pool}", "row_chunk_starts": "*i32"}
             | dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
             | dict.fromkeys(("slot_stride", "decay_head_stride"), "i64"),
             constexprs={"heads": HEADS, "state_size": HEAD_DIM * STATE_DIM, "chunk_size": 128}
-            | {"BLOCK": state_passing.BLOCK},
+            | {"BLOCK": ssd.PASSING_BLOCK},
             # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
             divisible_by_16=("chunk_states", "log_decays", "ssm_states", "slot_stride", "decay_head_stride"),
-            num_warps=state_passing.NUM_WARPS,
+            num_warps=ssd.PASSING_WARPS,
             wide=BOTH,
         )
         for pool in ("fp32", "bf16")
@@ -63,7 +55,7 @@ def ssd_outputs() -> list[Specialisation]:
     found = []
     for input_precision, inputs, operands, chunk_size in shapes:
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
-        blocks, num_warps, num_stages = ssd_output.block_sizes(
+        blocks, num_warps, num_stages = ssd_stages.scan_blocks(
             **dimensions,
             operands=TORCH[operands],
             input_precision=input_precision,
@@ -73,7 +65,7 @@ def ssd_outputs() -> list[Specialisation]:
         found.append(
             Specialisation(
                 name=f"chunk_scan {input_precision} {inputs} by {operands} chunk {chunk_size}",
-                kernel=ssd_output.chunk_scan_kernel,
+                kernel=ssd_stages.chunk_scan_kernel,
                 signature={name: f"*{dtype}" for name, dtype in pointers.items()}
                 | {"cu_chunk_seqlens": "*i32"}
                 | dict.fromkeys(strides, "i64"),
@@ -101,7 +93,7 @@ def ssd_state_makers() -> list[Specialisation]:
         ("fp16", "fp32", "fp32", 128),
     ):
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
-        blocks, num_stages = ssd_states.block_sizes(**dimensions, operands=TORCH[operands])
+        blocks, num_stages = ssd_stages.state_blocks(**dimensions, operands=TORCH[operands])
         pointers = dict.fromkeys(("x", "B"), f"*{inputs}")
         pointers |= {"entering": f"*{operands}", "ssm_states": f"*{pool}"}
         pointers |= dict.fromkeys(("dt", "log_decays"), "*fp32")
@@ -110,12 +102,12 @@ def ssd_state_makers() -> list[Specialisation]:
         found.append(
             Specialisation(
                 name=f"ssd_states {inputs} by {operands}, pool {pool} chunk {chunk_size}",
-                kernel=ssd_states.ssd_states_kernel,
+                kernel=ssd_stages.ssd_states_kernel,
                 signature=pointers | indices | dict.fromkeys(strides, "i64"),
                 constexprs={"heads": HEADS, "heads_of_group": HEADS // GROUPS} | dimensions | blocks,
                 # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
                 divisible_by_16=(*pointers, *strides),
-                num_warps=ssd_states.NUM_WARPS,
+                num_warps=ssd_stages.STATE_WARPS,
                 num_stages=num_stages,
                 wide=BOTH,
             )
@@ -130,12 +122,12 @@ def ssd_sums() -> list[Specialisation]:
     return [
         Specialisation(
             name="chunk_cumsum",
-            kernel=ssd_decays.chunk_cumsum_kernel,
+            kernel=ssd_stages.chunk_cumsum_kernel,
             signature=pointers | {"cu_chunk_seqlens": "*i32"} | dict.fromkeys(strides, "i64"),
             constexprs={"dt_head_stride": 1, "a_stride": 1, "HEADS": HEADS, "CHUNK_SIZE": 128}
-            | {"BLOCK_H": ssd_decays.heads_of_a_program(HEADS)},
+            | {"BLOCK_H": ssd_stages.heads_of_a_warp(HEADS)},
             divisible_by_16=(*pointers, *strides),
-            num_warps=ssd_decays.NUM_WARPS,
+            num_warps=ssd_stages.SUM_WARPS,
         )
     ]
 
@@ -145,18 +137,18 @@ def ssd_score_makers() -> list[Specialisation]:
     strides = ("C_token_stride", "C_group_stride", "B_token_stride", "B_group_stride")
     found = []
     for inputs, operands in (("bf16", "bf16"), ("fp16", "fp32")):
-        blocks, num_stages = ssd_scores.score_blocks(128, STATE_DIM, TORCH[operands])
+        blocks, num_stages = ssd_stages.score_blocks(128, STATE_DIM, TORCH[operands])
         pointers = dict.fromkeys(("C", "B"), f"*{inputs}") | {"CB": "*fp32"}
         found.append(
             Specialisation(
                 name=f"chunk_scores {inputs} by {operands}",
-                kernel=ssd_scores.chunk_scores_kernel,
+                kernel=ssd_stages.chunk_scores_kernel,
                 signature=pointers | {"cu_chunk_seqlens": "*i32"} | dict.fromkeys(strides, "i64"),
                 constexprs={"groups": GROUPS, "state_dim": STATE_DIM, "chunk_size": 128}
                 | {"WIDE": operands == "fp32"}
                 | blocks,
                 divisible_by_16=(*pointers, *strides),
-                num_warps=ssd_scores.NUM_WARPS,
+                num_warps=ssd_stages.SCORE_WARPS,
                 num_stages=num_stages,
                 wide=BOTH,
             )
@@ -175,22 +167,22 @@ def ssd_keepers() -> list[Specialisation]:
     return [
         Specialisation(
             name="keep_ssd_inputs, x and B",
-            kernel=ssd_inputs.keep_inputs_kernel,
+            kernel=ssd_replay.keep_inputs_kernel,
             signature=x_pointers | indices | dict.fromkeys(x_strides, "i64"),
             constexprs={"heads": HEADS, "head_dim": HEAD_DIM, "groups": GROUPS, "state_dim": STATE_DIM}
-            | {"BLOCK": ssd_inputs.COPY_BLOCK},
+            | {"BLOCK": ssd_replay.COPY_BLOCK},
             divisible_by_16=(*x_pointers, *x_strides),
-            num_warps=ssd_inputs.COPY_WARPS,
+            num_warps=ssd_replay.COPY_WARPS,
             wide=BOTH,
         ),
         Specialisation(
             name="keep_ssd_inputs, gates",
-            kernel=ssd_inputs.keep_gates_kernel,
+            kernel=ssd_replay.keep_gates_kernel,
             signature=gate_pointers | indices | dict.fromkeys(gate_strides, "i64"),
             constexprs={"dt_head_stride": 1, "a_stride": 1, "HEADS": HEADS, "CHUNK_SIZE": 128}
-            | {"BLOCK_H": ssd_decays.heads_of_a_program(HEADS)},
+            | {"BLOCK_H": ssd_stages.heads_of_a_warp(HEADS)},
             divisible_by_16=(*gate_pointers, *gate_strides),
-            num_warps=ssd_decays.NUM_WARPS,
+            num_warps=ssd_stages.SUM_WARPS,
         ),
     ]
 
@@ -232,14 +224,10 @@ def ssd_replays() -> list[Specialisation]:
     return found
 
 
-SSD_SHAPES: dict[str, Callable[[], list[Specialisation]]] = {
-    "state_passing": state_passings,
-    "ssd_decays": ssd_sums,
-    "ssd_scores": ssd_score_makers,
-    "ssd_output": ssd_outputs,
-    "ssd_states": ssd_state_makers,
-    "ssd_inputs": ssd_keepers,
-    "ssd_replay": ssd_replays,
+SSD_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "ssd": (state_passings,),
+    "ssd_stages": (ssd_sums, ssd_score_makers, ssd_outputs, ssd_state_makers),
+    "ssd_replay": (ssd_keepers, ssd_replays),
 }
 """Each file of `mambaslots.inference.kernels` that the scan has -> its launches."""
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .inference.engines.model import Model
     from .inference.engines.step_report import StepReport
     from .inference.engines.token_stream import TokenStream
-    from .inference.kernels.attention_rows import AttentionRows
     from .inference.kernels.kernel_set import kernel_set
+    from .inference.kernels.reference.attention import AttentionRows
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups
     from .request import FinishReason, RequestResult, ScoreResult
@@ -93,7 +93,7 @@ _NAMES_OF_MODULES = {
     "mambaslots.inference.engines.model": "Model",
     "mambaslots.inference.engines.step_report": "StepReport",
     "mambaslots.inference.engines.token_stream": "TokenStream",
-    "mambaslots.inference.kernels.attention_rows": "AttentionRows",
+    "mambaslots.inference.kernels.reference.attention": "AttentionRows",
     "mambaslots.inference.kernels.kernel_set": "kernel_set",
     "mambaslots.loaded_model": "LoadedModel load",
     "mambaslots.parallel_groups": "ParallelGroups",

@@ -233,7 +233,6 @@ def state_spec(
     text: "PreTrainedConfig",
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    separate_states: bool = True,
     groups: ParallelGroups | None = None,
 ) -> HybridStateSpec:
     """What a context allocates for a model of this config, computed from the config alone.
@@ -245,7 +244,6 @@ def state_spec(
         text: what `text_config` returned.
         dtype: the model's dtype.
         device: where the model runs.
-        separate_states: see `HybridStateSpec`.
         groups: the ranks that the model is split over; None for one rank.
     """
     config: Any = text
@@ -265,8 +263,7 @@ def state_spec(
         kv_dtype=dtype,
         vocab_size=config.vocab_size,
         device=torch.device(device),
-        separate_states=separate_states,
-        replays=separate_states,
+        replays=True,
         strided_blocks=True,
         shard=ModelShard(attention_layers=Part(0, sum(attention), sum(attention)), kv_heads=kv_heads),
         groups=groups,

@@ -88,9 +88,7 @@ class ServedModel:
             ValueError: the device's kernels cannot compute these states.
         """
         kernels = kernel_set(self.device, self.dtype)
-        spec = architectures.state_spec(
-            self.config, self.dtype, self.device, kernels.SEPARATE_STATES, self.groups
-        )
+        spec = architectures.state_spec(self.config, self.dtype, self.device, self.groups)
         kernels.check_states(spec)
         join_weights(self.model)
         return spec

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..inference.kernels.reference import compute_dtype
+from ..inference.kernels.reference.chunks import compute_dtype
 from ..model_shard import ModelShard, Part
 from ..parallel_groups import ParallelGroups
 from ..state_kinds import gated_delta_net_states, mamba2_states, short_conv_states

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..inference.kernels.state_move import PROGRAMS
-from ..inference.kernels.state_move_kernels import copy_tile
+from ..inference.kernels.state_move import PROGRAMS, copy_tile
 from .align_reference import AlignLayout, StateRecord
 
 COPY_BYTES = 16384

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mambaslots.inference.kernels import gated_delta_rule
+from mambaslots.inference.kernels import delta
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def one_configuration() -> Iterator[None]:
     They would time several: on a GPU that takes minutes for each shape, and a CPU cannot. Their launchers
     also enter the device of their tensors, which a CPU is not.
     """
-    gated_delta_rule.stages()
+    delta.stages()
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
@@ -33,5 +33,5 @@ def one_configuration() -> Iterator[None]:
 
 
 def _has_fixed_order(config: Any) -> bool:
-    """Whether `gated_delta_rule.fix_orders_of_addition` leaves this configuration."""
+    """Whether `delta.fix_orders_of_addition` leaves this configuration."""
     return config.num_warps == 2 and config.kwargs.get("DOT_PRECISION", "ieee") == "ieee"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels.attention_rows import AttentionRows
+from ..kernels.reference.attention import AttentionRows
 from .input_pool import InputPool
 from .state_pool import StatePool
 

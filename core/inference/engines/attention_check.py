@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention import paged_attention
-from ..kernels.attention_rows import AttentionRows
+from ..kernels.reference.attention import AttentionRows, paged_attention
 from .product_check import bits, first_case
 
 BEYOND = 1536
@@ -43,7 +42,7 @@ def first_difference(sizes: AttentionSizes, device: torch.device) -> str:
 
     Returns: the case, in words.
     """
-    from ..kernels.attention_segments import SEGMENT_TOKENS  # needs triton
+    from ..kernels.attention_segments import SEGMENT_TOKENS
 
     return first_case(_AttentionCheck(sizes, device, SEGMENT_TOKENS).cases())
 

@@ -12,7 +12,7 @@ from ...cuda_device import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.row_ladder import FEW_ROWS, power_of_two, rung, rungs
 from ..contexts.step_inputs import StepShape
-from ..kernels import attention, attention_flash
+from ..kernels import attention
 from . import attention_check, forward_check, product_check, replaced_products
 from .attention_check import AttentionSizes
 from .blas_switches import BLAS_SWITCHES
@@ -198,7 +198,7 @@ class BatchInvariance:
             if case:
                 raise BatchVarianceError(
                     f"{SETTING}, and {sizes} gives {case} other bits than in one prefill; accepted: a "
-                    f"GPU and a version of {attention_flash.PACKAGE} that keep bits with one split"
+                    f"GPU and a version of {attention.PACKAGE} that keep bits with one split"
                 )
 
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
@@ -266,13 +266,11 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
                 f"{SETTING}, and the state {tensor.name} is {_dtype(tensor.dtype)}; accepted: float32, "
                 "because a narrower state is rounded wherever a step ends"
             )
-    splits = os.environ.get(attention_flash.SPLITS_VARIABLE)
+    splits = os.environ.get(attention.SPLITS_VARIABLE)
     if splits not in (None, "1"):
-        raise ValueError(
-            f"{attention_flash.SPLITS_VARIABLE} is {splits!r} and {SETTING}; accepted: 1, or not set"
-        )
+        raise ValueError(f"{attention.SPLITS_VARIABLE} is {splits!r} and {SETTING}; accepted: 1, or not set")
     if spec.num_attention_layers and device.type == "cuda":
-        rejected = attention_flash.rejection(device, spec.kv_dtype, spec.head_dim, config.block_size_tokens)
+        rejected = attention.flash_rejection(device, spec.kv_dtype, spec.head_dim, config.block_size_tokens)
         if rejected:
             raise ValueError(f"{SETTING}, and {rejected}; accepted: a model that FlashAttention-3 takes")
     if spec.groups.tensor_size > 1 and not spec.groups.ordered_sums:
@@ -285,7 +283,7 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
 
 def _fix_orders_of_addition(spec: HybridStateSpec) -> None:
     if any(tensor.name == "delta" and tensor.num_layers for tensor in spec.states):
-        from ..kernels.gated_delta_rule import fix_orders_of_addition
+        from ..kernels.delta import fix_orders_of_addition
 
         fix_orders_of_addition()
 

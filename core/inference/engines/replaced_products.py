@@ -21,7 +21,7 @@ def sequential_for_few_rows(arguments: Sequence[Any]) -> Tensor:
 
 def sequential(arguments: Sequence[Any], few_rows: bool = False) -> Tensor:
     """A product from its arguments, by `kernels.sequential_product`."""
-    from ..kernels.sequential_product import matmul
+    from ..kernels.products import matmul
 
     tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
     out_dtype = next((leaf for leaf in arguments if isinstance(leaf, torch.dtype)), None)

@@ -1,4 +1,12 @@
-"""Attention whose split points are fixed positions of the sequence.
+"""Rows of the calls of `attention_segments`: pairs of a row of the step and a segment of its sequence.
+
+A segment s of a sequence is its tokens [s * segment, (s + 1) * segment).
+
+----
+The result of attention from the results of segments, in one launch.
+
+----
+Attention whose split points are fixed positions of the sequence.
 
 A backend that cuts a sequence's KV by the free multiprocessors changes the bits of a row with the rows beside
 it. A backend that does not cut leaves most multiprocessors idle when few requests have long contexts. Here a
@@ -11,14 +19,266 @@ The backend computes the results of many pairs of a row and a segment in one cal
 the dtype of the cache, which adds at most one rounding error to that of the final result.
 """
 
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from .attention_rows import AttentionRows
-from .combine_segments import combine_segments
-from .segment_rows import Readers, SegmentRows, segment_rows
+from .reference.attention import AttentionRows
+
+
+class Readers(IntEnum):
+    """Which queries of a row are paired with a segment."""
+
+    WITHIN_AND_BEHIND = 0
+    """All that read the segment."""
+    WITHIN = 1
+    """Those whose positions lie in the segment."""
+    BEHIND = 2
+    """Those whose positions lie behind the segment: they read all of it."""
+
+
+class SegmentRows(NamedTuple):
+    """Rows of one call of a backend: each has queries of one row of the step, and KV of one segment.
+
+    Attributes:
+        block_table: [V, blocks of a segment] int32, padded with 0.
+        kv_lengths: [V] int32: tokens of the segment up to the last query.
+        query_start_loc: [V + 1] int32, ascending: the place of each row's first query; trailing total.
+        query_lengths: [V] int32: queries of each row; 0 where no query reads the segment.
+        longest_query: at least the queries of the longest row.
+    """
+
+    block_table: Tensor
+    kv_lengths: Tensor
+    query_start_loc: Tensor
+    query_lengths: Tensor
+    longest_query: int
+
+
+def segment_rows(
+    rows: AttentionRows,
+    first_row: int,
+    num_rows: int,
+    readers: Readers,
+    num_segments: int,
+    segment_tokens: int,
+    block_size: int,
+    tokens: int,
+    *,
+    longest_query: int,
+    copies: bool = False,
+) -> SegmentRows:
+    """Pair some rows of a step with their segments, in one launch.
+
+    Where `readers` is `WITHIN`, the segments of a row are those from its first query's on, and the pairs of a
+    row follow one another. Else the segments are the sequence's first, and the pairs of a segment follow one
+    another. Does not synchronise.
+
+    Args:
+        rows: the rows of the step.
+        first_row, num_rows: which of them; decode rows, or prefill rows.
+        num_segments: of each row; `V` is num_rows * num_segments.
+        segment_tokens: a multiple of `block_size`, the tokens of a KV block.
+        tokens: those of the rows, padding included. Places are counted from the first of them.
+        longest_query: at least the queries of the longest pair.
+        copies: whether each segment has a copy of all queries of the rows, one copy behind the other. It must
+            with `WITHIN_AND_BEHIND`, and must not with `WITHIN`. With `BEHIND` and without copies, the
+            segments need a call each, because they share queries: the tensors then have a first dimension
+            more, of segments.
+    """
+    device = rows.block_table.device
+    columns = segment_tokens // block_size
+    separate = readers == Readers.BEHIND and not copies
+    shape = (num_segments, num_rows) if separate else (num_segments * num_rows,)
+    lengths, counts = torch.empty(2, *shape, dtype=torch.int32, device=device).unbind()
+    starts = torch.empty(*shape[:-1], shape[-1] + 1, dtype=torch.int32, device=device)
+    table = torch.empty(*shape, columns, dtype=torch.int32, device=device)
+    segment_rows_kernel[(num_rows, num_segments)](
+        rows.block_table[first_row:], rows.kv_lengths[first_row:], rows.query_start_loc[first_row:],
+        rows.query_lengths[first_row:], table, lengths, starts, counts,
+        rows.block_table.stride(0), rows.block_table.shape[1], tokens,
+        READERS=int(readers), SEPARATE=separate, COPIES=copies, SEGMENT=segment_tokens, COLUMNS=columns,
+        BLOCK=triton.next_power_of_2(columns), num_warps=1,
+    )  # fmt: skip
+    return SegmentRows(table, lengths, starts, counts, longest_query)
+
+
+@triton.jit
+def segment_rows_kernel(
+    # Pointers
+    block_table,
+    kv_lengths,
+    query_start_loc,
+    query_lengths,
+    pair_table,
+    pair_kv_lengths,
+    pair_starts,
+    pair_lengths,
+    # Dimensions and strides
+    table_stride,
+    num_columns,
+    tokens,
+    # Meta-parameters
+    READERS: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    COPIES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, index = tl.program_id(0), tl.program_id(1)
+    num_rows, num_segments = tl.num_programs(0), tl.num_programs(1)
+    length = tl.load(query_lengths + row)
+    kv_length = tl.load(kv_lengths + row)
+    place = tl.load(query_start_loc + row) - tl.load(query_start_loc)
+    first = kv_length - length  # the position of the row's first query
+
+    if READERS == 1:
+        segment = first // SEGMENT + index
+        pair = row * num_segments + index
+    else:
+        segment = index
+        pair = index * num_rows + row
+    begin = segment * SEGMENT
+    end = begin + SEGMENT
+    skipped = tl.minimum(tl.maximum((end if READERS == 2 else begin) - first, 0), length)
+    stop = tl.minimum(tl.maximum(end - first, 0), length) if READERS == 1 else length
+    seen = tl.minimum(kv_length - begin, SEGMENT) if stop > skipped else 0
+
+    at = pair + index if SEPARATE else pair  # each segment's starts have a trailing total
+    copied = index * tokens if COPIES else 0
+    tl.store(pair_starts + at, copied + place + skipped)
+    last = row == num_rows - 1
+    if not SEPARATE:
+        last = last & (index == num_segments - 1)
+    tl.store(pair_starts + at + 1, copied + tokens, mask=last)
+    tl.store(pair_lengths + pair, stop - skipped)
+    tl.store(pair_kv_lengths + pair, seen)
+
+    column = tl.arange(0, BLOCK)
+    source = segment * COLUMNS + column
+    inside = (column < COLUMNS) & (source < num_columns) & (seen > 0)
+    blocks = tl.load(block_table + row.to(tl.int64) * table_stride + source, mask=inside, other=0)
+    tl.store(pair_table + pair.to(tl.int64) * COLUMNS + column, blocks, mask=column < COLUMNS)
+
+
+BLOCK = 1024
+"""Numbers of a program: 16 bytes of bfloat16 a thread."""
+NUM_WARPS = 4
+
+
+def combine_segments(
+    earlier: Tensor,
+    earlier_log_sums: Tensor,
+    own: Tensor,
+    own_log_sums: Tensor,
+    positions: Tensor,
+    segment_tokens: int,
+    out: Tensor,
+) -> Tensor:
+    """Weigh the results of each query's segments by their sums of exp(score), in float32.
+
+    With the query at position p, its segments are 0 to k = p // segment_tokens. The result is
+    sum_s exp(l_s - m) * o_s / sum_s exp(l_s - m), where l_s are the log-sums and m is the largest. Products
+    are added in the order of s, each by a fused multiply-add. Where k is 0, the result has the bits of `own`.
+    What lies at other segments is not read. Does not synchronise.
+
+    Args:
+        earlier: [segments, T, heads, head dim]: what queries find in segments before their own.
+        own: [k, T, heads, head dim], with any strides: what queries find in their own segment k.
+        earlier_log_sums, own_log_sums: [segments, heads, T] float32: logarithms of the sums of exp(score).
+        positions: [T] int64. segment_tokens: of a segment.
+        out: [T, heads, head dim]. Written, in its own dtype. The last stride of it, `earlier` and `own` is 1.
+    """
+    tokens, heads, head_dim = out.shape
+    if not tokens:
+        return out
+    block_dim = triton.next_power_of_2(head_dim)
+    block_heads = min(max(1, BLOCK // block_dim), triton.next_power_of_2(heads))
+    combine_segments_kernel[(tokens, triton.cdiv(heads, block_heads))](
+        earlier, earlier_log_sums, own, own_log_sums, positions, out,
+        *earlier.stride()[:3], *own.stride()[:3], *earlier_log_sums.stride(), *own_log_sums.stride(),
+        *out.stride()[:2], heads, earlier.shape[0],
+        SEGMENT=segment_tokens, DIM=head_dim, BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def combine_segments_kernel(
+    # Pointers
+    earlier,
+    earlier_log_sums,
+    own,
+    own_log_sums,
+    positions,
+    out,
+    # Strides
+    earlier_segment_stride,
+    earlier_token_stride,
+    earlier_head_stride,
+    own_segment_stride,
+    own_token_stride,
+    own_head_stride,
+    earlier_sums_segment_stride,
+    earlier_sums_head_stride,
+    earlier_sums_token_stride,
+    own_sums_segment_stride,
+    own_sums_head_stride,
+    own_sums_token_stride,
+    out_token_stride,
+    out_head_stride,
+    # Dimensions
+    heads,
+    num_earlier,
+    # Meta-parameters
+    SEGMENT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_DIM)
+    real = head < heads
+    inside = real[:, None] & (dim < DIM)[None, :]
+    count = tl.minimum((tl.load(positions + token) // SEGMENT).to(tl.int32), num_earlier)
+
+    own += count.to(tl.int64) * own_segment_stride + token * own_token_stride
+    own_log_sums += count.to(tl.int64) * own_sums_segment_stride + token * own_sums_token_stride
+    last = tl.load(own + head[:, None] * own_head_stride + dim[None, :], mask=inside, other=0.0)
+    last_sum = tl.load(own_log_sums + head * own_sums_head_stride, mask=real, other=0.0)
+
+    sums = earlier_log_sums + token * earlier_sums_token_stride + head * earlier_sums_head_stride
+    largest = last_sum
+    for segment in range(count):
+        offset = tl.cast(segment, tl.int64) * earlier_sums_segment_stride
+        largest = tl.maximum(largest, tl.load(sums + offset, mask=real, other=0.0))
+
+    parts = earlier + token * earlier_token_stride + head[:, None] * earlier_head_stride + dim[None, :]
+    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    result = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
+    for segment in range(count):
+        at = tl.cast(segment, tl.int64)
+        log_sum = tl.load(sums + at * earlier_sums_segment_stride, mask=real, other=0.0)
+        part = tl.load(parts + at * earlier_segment_stride, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.exp(log_sum - largest)
+        total += weight
+        result = tl.fma(tl.broadcast_to(weight[:, None], result.shape), part, result)
+    weight = tl.exp(last_sum - largest)
+    total += weight
+    exact = last.to(tl.float32)
+    result = tl.fma(tl.broadcast_to(weight[:, None], result.shape), exact, result) / total[:, None]
+    result = tl.where(count == 0, exact, result)
+
+    target = out + token * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+
 
 SEGMENT_TOKENS = 2048
 """A multiple of every KV block size that is a power of two up to it.
@@ -69,7 +329,7 @@ def num_segments(rows: AttentionRows, block_size: int) -> int:
     return max(1, -(-rows.block_table.shape[1] * block_size // SEGMENT_TOKENS))
 
 
-def paged_attention(
+def segmented_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None, attend: Attend
 ) -> Tensor:
     """`attention.paged_attention`, combined from the results of segments, of which there are at least two.

@@ -1,7 +1,17 @@
-"""The product of the language model's head on a GPU."""
+"""The product of the language model's head on a GPU.
+
+----
+Matrix products that add over K in one fixed order, in Triton.
+
+`linear` is `torch.nn.functional.linear`, and `head_product` is `products.head_product`. A row has the same
+bits whatever the number of rows, because every program computes one tile of one size, from the first of K to
+the last, and no two programs add to one number.
+"""
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -24,3 +34,123 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
     rows = hidden.reshape(-1, hidden.shape[-1])
     logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
     return logits.view(*hidden.shape[:-1], len(weight))
+
+
+NUM_WARPS, NUM_STAGES = 4, 3
+FEW_ROWS_WARPS, FEW_ROWS_STAGES = 2, 4
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. One launch. Does not synchronise.
+
+    Sums are float32, and rounded once, after the bias. Products of float32 are exact to float32 ("ieee").
+
+    Args:
+        x: [..., n]. weight: [m, n]. bias: [m] or None. bfloat16, float16 or float32, all of one dtype.
+
+    Returns: [..., m] in the dtype of x.
+    """
+    return matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+
+
+def sequential_head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden @ weight.T in float32. Does not synchronise.
+
+    Args:
+        hidden: [..., n]. weight: [vocabulary, n], of the same dtype.
+
+    Returns: [..., vocabulary] in float32.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return matmul(rows, weight.t(), None, torch.float32).view(*hidden.shape[:-1], len(weight))
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    few_rows: bool = False,
+) -> Tensor:
+    """a @ b + bias, of matrices with any strides; see `linear`.
+
+    Args:
+        a: [M, K]. b: [K, N]. bias: [N] or None.
+        out_dtype: of the result; None: that of a.
+        few_rows: takes narrow tiles, so that few rows of 16 bits, at most `row_ladder.FEW_ROWS`, keep all
+            multiprocessors busy. Tensor cores add over K in the same order in tiles of any size.
+
+    Returns: [M, N].
+
+    Raises:
+        ValueError: the dtypes differ, or are none that are multiplied here.
+    """
+    if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"a is {a.dtype} and b is {b.dtype}; accepted: bfloat16, float16 or float32, both the same"
+        )
+    rows, columns = a.shape[0], b.shape[1]
+    out = torch.empty(rows, columns, dtype=out_dtype or a.dtype, device=a.device)
+    if not out.numel():
+        return out
+    narrow = few_rows and a.dtype != torch.float32
+    blocks = few_rows_block_sizes(rows) if narrow else block_sizes(a.dtype == torch.float32)
+    grid = triton.cdiv(columns, blocks["BLOCK_N"]), triton.cdiv(rows, blocks["BLOCK_M"])
+    sequential_product_kernel[grid](
+        out, a, b, bias,
+        rows, columns, a.shape[1],
+        *a.stride(), *b.stride(), 0 if bias is None else bias.stride(0),
+        HAS_BIAS=bias is not None, WIDEN=a.device.type == "cpu",  # the interpreter's dot knows no bfloat16
+        **blocks,
+        num_warps=FEW_ROWS_WARPS if narrow else NUM_WARPS,
+        num_stages=FEW_ROWS_STAGES if narrow else NUM_STAGES,
+    )  # fmt: skip
+    return out
+
+
+def block_sizes(is_float32: bool) -> dict[str, int]:
+    """The tile of a program. The number of rows has no say, so that it changes no bits."""
+    if is_float32:  # multiplied without tensor cores, from registers
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32}
+    return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64}
+
+
+def few_rows_block_sizes(rows: int) -> dict[str, int]:
+    """The tile of a program for a few rows: many programs, each of which reads long parts of its weights."""
+    return {"BLOCK_M": 32 if rows <= 32 else 64, "BLOCK_N": 16, "BLOCK_K": 256}
+
+
+@triton.jit
+def sequential_product_kernel(
+    # pointers
+    out, a, b, bias,
+    # dimensions
+    rows, columns, length,
+    # strides
+    a_row, a_column, b_row, b_column, bias_stride,
+    # meta-parameters
+    HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_M, BLOCK_N] of a @ b + bias, over all of K."""
+    m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    here, there = m < rows, n < columns
+    lefts = a + m[:, None] * a_row + k[None] * a_column
+    rights = b + k[:, None] * b_row + n[None] * b_column
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, length, BLOCK_K):
+        inside = first + k < length
+        left = tl.load(lefts, mask=here[:, None] & inside[None], other=0.0)
+        right = tl.load(rights, mask=inside[:, None] & there[None], other=0.0)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        lefts += BLOCK_K * a_column
+        rights += BLOCK_K * b_row
+    if HAS_BIAS:
+        total += tl.load(bias + n * bias_stride, mask=there, other=0.0).to(tl.float32)[None]
+    places = out + m[:, None] * columns + n[None]
+    tl.store(places, total.to(out.dtype.element_ty), mask=here[:, None] & there[None])

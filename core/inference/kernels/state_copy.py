@@ -1,8 +1,7 @@
 """Copy or zero whole states: the functions that callers use, and their references in plain torch.
 
-On CUDA one Triton launch does the work (`state_copy_gpu`, `boundary_capture`). These modules are imported by
-the first call that needs them. Elsewhere fancy indexing does the work. The functions whose names end in
-`_reference` run on any device.
+On CUDA one Triton launch does the work (`state_move`, imported by the first call that needs it). Elsewhere
+fancy indexing does the work. The functions whose names end in `_reference` run on any device.
 """
 
 import torch
@@ -48,11 +47,11 @@ def copy_states(
     check_indices("destination_indices", destination_indices, destination)
     device = destination.ssm.device
     if device.type == "cuda":
-        from . import state_copy_gpu
+        from . import state_move
 
         with on_device_of(device):
             _check_capture(source_indices, destination_indices)
-            state_copy_gpu.copy_states(source, source_indices, destination, destination_indices, count)
+            state_move.copy_states(source, source_indices, destination, destination_indices, count)
     else:
         read, write = device_indices(device, source_indices, destination_indices)
         copy_states_reference(source, read, destination, write, count)
@@ -76,11 +75,11 @@ def zero_states(states: StateTensors, indices: Indices, count: Tensor | None = N
     check_indices("indices", indices, states)
     device = states.ssm.device
     if device.type == "cuda":
-        from . import state_copy_gpu
+        from . import state_move
 
         with on_device_of(device):
             _check_capture(indices)
-            state_copy_gpu.zero_states(states, indices, count)
+            state_move.zero_states(states, indices, count)
     else:
         (write,) = device_indices(device, indices)
         zero_states_reference(states, write, count)
@@ -122,10 +121,10 @@ def capture_boundaries(
         )
     device = durable.ssm.device
     if device.type == "cuda":
-        from . import boundary_capture
+        from . import state_move
 
         with on_device_of(device):
-            boundary_capture.capture_boundaries(
+            state_move.capture_boundaries(
                 live, live_slots, sequence_lengths, block_size_tokens, durable, durable_slots
             )
     else:

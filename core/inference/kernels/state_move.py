@@ -2,18 +2,47 @@
 
 A launch goes to the compiled kernel itself, which the `StateMove` stores. Triton's own look-up, by the type
 of every argument, takes the host longer than the launch.
+
+----
+Triton kernels that move or zero whole states, as bytes: any number of states in one launch.
+
+The grid is bounded: up to `PROGRAMS` programs share the tiles of all pairs. Each program first ranks the live
+pairs among up to `GROUP` pairs. A pair that holds a -1 or lies past the count has no tile, and a launch that
+finds nothing to do costs one small launch, however large the pools are. A grid as large as the work would
+start 200,000 programs, each to exit, whenever a captured graph has 32 idle rows of an 8B model.
+
+Up to `LISTED` pairs that the host knows travel as arguments of the launch, live pairs only. They need no
+memory, no copy and no ranking.
+
+The kernels know no dtypes. They move words of 8 bytes in accesses of 16 bytes where all addresses and strides
+are multiples of 16, and narrower words elsewhere.
+
+----
+The launches of `state_copy.copy_states` and `state_copy.zero_states` on a GPU.
+
+The functions take what `state_copy` has checked, on the device of the pools. Nothing here synchronises.
+
+----
+The launch of `state_copy.capture_boundaries` on a GPU, for a step that a CUDA graph may capture.
+
+The grid is bounded whatever the pools hold. In a step with nothing to do the programs exit after they have
+read the rows' lengths and slots.
 """
 
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from ...validation import INT32_MAX
-from .state_tensors import StateTensors
+from .state_tensors import Indices, StateTensors, device_indices
 
 PROGRAMS = 4224
 """Most programs of a launch: 32 for each of the 132 multiprocessors of an H200, of which 8 fit at once. Short
@@ -184,3 +213,337 @@ def _part_move(name: str, source: Layout, destination: Layout, layers: int, devi
         source.address, destination.address, size, strides[0], strides[1], strides[2], strides[3],
         align, size % align > 0,
     )  # fmt: skip
+
+
+LISTED = 16
+"""Pairs that a launch carries as arguments."""
+LISTED_ARGUMENTS = [f"pair_{place}" for place in range(LISTED)]
+
+
+@triton.jit
+def copy_tile(
+    # Pointers, as addresses
+    source,
+    destination,
+    # Dimensions
+    tile,
+    num_tiles,
+    size,
+    # Meta-parameters
+    ALIGN: tl.constexpr,
+    TAIL: tl.constexpr,
+    FROM_SOURCE: tl.constexpr,
+    ACCESSES: tl.constexpr,
+):
+    """Copy bytes [tile, tile + 1) * ACCESSES * ALIGN of `size`, or write zeros there without FROM_SOURCE."""
+    WORDS_PER_ACCESS: tl.constexpr = 2 if ALIGN == 16 else 1  # the widest word has 8 bytes
+    WORDS: tl.constexpr = ACCESSES * WORDS_PER_ACCESS
+    word: tl.constexpr = (
+        tl.int64 if ALIGN >= 8 else tl.int32 if ALIGN == 4 else tl.int16 if ALIGN == 2 else tl.int8
+    )
+    start = tile.to(tl.int64) * (ACCESSES * ALIGN)
+    words = ((size - start) // ALIGN * WORDS_PER_ACCESS).to(tl.int32)
+    offsets = tl.arange(0, WORDS)
+    inside = offsets < words
+    destination_words = tl.multiple_of((destination + start).to(tl.pointer_type(word)), ALIGN)
+    if FROM_SOURCE:
+        source_words = tl.multiple_of((source + start).to(tl.pointer_type(word)), ALIGN)
+        values = tl.load(source_words + offsets, mask=inside)
+    else:
+        values = tl.zeros([WORDS], dtype=word)
+    tl.store(destination_words + offsets, values, mask=inside)
+    if TAIL and tile == num_tiles - 1:
+        rest = start + words // WORDS_PER_ACCESS * ALIGN + tl.arange(0, ALIGN)
+        destination_bytes = destination.to(tl.pointer_type(tl.int8)) + rest
+        if FROM_SOURCE:
+            last = tl.load(source.to(tl.pointer_type(tl.int8)) + rest, mask=rest < size)
+        else:
+            last = tl.zeros([ALIGN], dtype=tl.int8)
+        tl.store(destination_bytes, last, mask=rest < size)
+
+
+@triton.jit
+def _part_tiles(part, ACCESSES: tl.constexpr):
+    """Tiles of one part of one layer of a state; `part`: a `PartMove`."""
+    return tl.cdiv(part.size, ACCESSES * part.ALIGN).to(tl.int32)
+
+
+@triton.jit
+def _move_part(
+    part, source, destination, layer, tile, num_tiles, ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr
+):
+    """Move one tile of one part of one layer from slot `source` to slot `destination`."""
+    copy_tile(
+        part.source + layer * part.source_layer + source * part.source_slot,
+        part.destination + layer * part.destination_layer + destination * part.destination_slot,
+        tile,
+        num_tiles,
+        part.size,
+        part.ALIGN,
+        part.TAIL,
+        FROM_SOURCE,
+        ACCESSES,
+    )
+
+
+@triton.jit
+def _move_tile(
+    # Tile, counted over all pairs, and the slots of the pair that has this tile
+    item, source, destination,
+    # State: its layers and two `PartMove`s
+    layers, conv, ssm,
+    # Meta-parameters
+    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Move one tile of a pair; in each layer the tiles of ssm come before the tiles of conv."""
+    conv_tiles = _part_tiles(conv, ACCESSES)
+    ssm_tiles = _part_tiles(ssm, ACCESSES)
+    layer = (item // (conv_tiles + ssm_tiles) % layers).to(tl.int64)
+    tile = item % (conv_tiles + ssm_tiles)
+    if tile < ssm_tiles:
+        _move_part(ssm, source, destination, layer, tile, ssm_tiles, ACCESSES, FROM_SOURCE)
+    else:
+        _move_part(conv, source, destination, layer, tile - ssm_tiles, conv_tiles, ACCESSES, FROM_SOURCE)
+
+
+@triton.jit
+def move_live_pairs(
+    # Pairs: [GROUP]
+    live, sources, destinations,
+    # State: its layers and two `PartMove`s
+    layers, conv, ssm,
+    # Meta-parameters
+    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Move this program's share of the `live` pairs among up to GROUP pairs of slots."""
+    live_pairs = tl.sum(live.to(tl.int32), 0)
+    if live_pairs > 0:
+        rank = tl.where(live, tl.cumsum(live.to(tl.int32), 0) - 1, -1)
+        tiles = layers * (_part_tiles(conv, ACCESSES) + _part_tiles(ssm, ACCESSES))
+        for item in range(tl.program_id(0), live_pairs * tiles, tl.num_programs(0)):
+            pair = item // tiles
+            source = tl.sum(tl.where(rank == pair, sources, 0), 0).to(tl.int64)
+            destination = tl.sum(tl.where(rank == pair, destinations, 0), 0).to(tl.int64)
+            _move_tile(item, source, destination, layers, conv, ssm, ACCESSES, FROM_SOURCE)
+
+
+@triton.jit(
+    do_not_specialize=UNSPECIALISED,
+    do_not_specialize_on_alignment=["source_indices", "destination_indices", "count"],
+)
+def move_states(
+    # Pointers
+    source_indices, destination_indices, count,
+    # Dimensions
+    pairs: tl.int32,
+    # The move: layers, then addresses, sizes and strides in bytes
+    layers: tl.int32, conv_source: tl.int64, conv_destination: tl.int64, conv_size: tl.int64,
+    conv_source_layer: tl.int64, conv_source_slot: tl.int64,
+    conv_destination_layer: tl.int64, conv_destination_slot: tl.int64,
+    ssm_source: tl.int64, ssm_destination: tl.int64, ssm_size: tl.int64,
+    ssm_source_layer: tl.int64, ssm_source_slot: tl.int64,
+    ssm_destination_layer: tl.int64, ssm_destination_slot: tl.int64,
+    # Meta-parameters
+    CONV_ALIGN: tl.constexpr, CONV_TAIL: tl.constexpr, SSM_ALIGN: tl.constexpr, SSM_TAIL: tl.constexpr,
+    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Programs, up to `PROGRAMS` of them, take the tiles of all live pairs in turn."""
+    if count is not None:
+        pairs = tl.minimum(pairs, tl.load(count).to(tl.int32))
+    for first in range(0, pairs, GROUP):
+        places = first + tl.arange(0, GROUP)
+        inside = places < pairs
+        destinations = tl.load(destination_indices + places, mask=inside, other=-1)
+        sources = tl.load(source_indices + places, mask=inside, other=-1) if FROM_SOURCE else destinations
+        move_live_pairs(
+            (sources >= 0) & (destinations >= 0), sources, destinations,
+            layers,
+            PartMove(
+                conv_source, conv_destination, conv_size, conv_source_layer, conv_source_slot,
+                conv_destination_layer, conv_destination_slot, CONV_ALIGN, CONV_TAIL,
+            ),
+            PartMove(
+                ssm_source, ssm_destination, ssm_size, ssm_source_layer, ssm_source_slot,
+                ssm_destination_layer, ssm_destination_slot, SSM_ALIGN, SSM_TAIL,
+            ),
+            ACCESSES, FROM_SOURCE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _entry(place, packed):
+    """`packed[place]` of a tuple, for a `place` that is known at run time only."""
+    entry = packed[0].to(tl.int64)
+    for other in tl.static_range(1, len(packed)):
+        entry = tl.where(place == other, packed[other], entry)
+    return entry
+
+
+@triton.jit
+def _move_packed_pairs(packed, pairs, layers, conv, ssm, ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr):
+    """Move this program's share of the first `pairs` of `packed`, a tuple of pairs in 64 bits each."""
+    tiles = layers * (_part_tiles(conv, ACCESSES) + _part_tiles(ssm, ACCESSES))
+    for item in range(tl.program_id(0), pairs * tiles, tl.num_programs(0)):
+        slots = _entry(item // tiles, packed)
+        _move_tile(item, slots >> 32, slots & 0x7FFFFFFF, layers, conv, ssm, ACCESSES, FROM_SOURCE)
+
+
+@triton.jit(do_not_specialize=[*LISTED_ARGUMENTS, *UNSPECIALISED])
+def move_listed_states(
+    # Pairs of slots, the source in the upper 32 bits
+    pair_0: tl.int64, pair_1: tl.int64, pair_2: tl.int64, pair_3: tl.int64,
+    pair_4: tl.int64, pair_5: tl.int64, pair_6: tl.int64, pair_7: tl.int64,
+    pair_8: tl.int64, pair_9: tl.int64, pair_10: tl.int64, pair_11: tl.int64,
+    pair_12: tl.int64, pair_13: tl.int64, pair_14: tl.int64, pair_15: tl.int64,
+    # Dimensions
+    pairs: tl.int32,
+    # The move: layers, then addresses, sizes and strides in bytes
+    layers: tl.int32, conv_source: tl.int64, conv_destination: tl.int64, conv_size: tl.int64,
+    conv_source_layer: tl.int64, conv_source_slot: tl.int64,
+    conv_destination_layer: tl.int64, conv_destination_slot: tl.int64,
+    ssm_source: tl.int64, ssm_destination: tl.int64, ssm_size: tl.int64,
+    ssm_source_layer: tl.int64, ssm_source_slot: tl.int64,
+    ssm_destination_layer: tl.int64, ssm_destination_slot: tl.int64,
+    # Meta-parameters
+    CONV_ALIGN: tl.constexpr, CONV_TAIL: tl.constexpr, SSM_ALIGN: tl.constexpr, SSM_TAIL: tl.constexpr,
+    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Move the first `pairs` pairs; every one of them is live."""
+    _move_packed_pairs(
+        (
+            pair_0, pair_1, pair_2, pair_3, pair_4, pair_5, pair_6, pair_7,
+            pair_8, pair_9, pair_10, pair_11, pair_12, pair_13, pair_14, pair_15,
+        ),
+        pairs, layers,
+        PartMove(
+            conv_source, conv_destination, conv_size, conv_source_layer, conv_source_slot,
+            conv_destination_layer, conv_destination_slot, CONV_ALIGN, CONV_TAIL,
+        ),
+        PartMove(
+            ssm_source, ssm_destination, ssm_size, ssm_source_layer, ssm_source_slot,
+            ssm_destination_layer, ssm_destination_slot, SSM_ALIGN, SSM_TAIL,
+        ),
+        ACCESSES, FROM_SOURCE,
+    )  # fmt: skip
+
+
+_NO_PAIRS = (0,) * LISTED
+
+
+def copy_states(
+    source: StateTensors,
+    source_indices: Indices,
+    destination: StateTensors,
+    destination_indices: Indices,
+    count: Tensor | None = None,
+) -> None:
+    """`state_copy.copy_states` in one launch, or in none for no pairs. Indices are not checked here.
+
+    Raises:
+        ValueError: states cannot move between the pools as bytes.
+    """
+    move = StateMove.between(source, destination)
+    lists = not isinstance(source_indices, Tensor) and not isinstance(destination_indices, Tensor)
+    if lists and count is None:
+        pairs = zip(source_indices, destination_indices, strict=True)
+        live = [(read, write) for read, write in pairs if read >= 0 <= write]
+        _move_listed(move, destination.ssm.device, live, True)
+        return
+    read, write = device_indices(destination.ssm.device, source_indices, destination_indices)
+    _move(move, read, write, count)
+
+
+def zero_states(states: StateTensors, indices: Indices, count: Tensor | None = None) -> None:
+    """`state_copy.zero_states` in one launch, or in none for no slots. Indices are not checked here."""
+    move = StateMove.between(states, states)
+    if not isinstance(indices, Tensor) and count is None:
+        _move_listed(move, states.ssm.device, [(slot, slot) for slot in indices if slot >= 0], False)
+        return
+    (write,) = device_indices(states.ssm.device, indices)
+    _move(move, None, write, count)
+
+
+def _move_listed(
+    move: StateMove, device: torch.device, pairs: list[tuple[int, int]], from_source: bool
+) -> None:
+    """Move live pairs: as arguments of the launch, or through memory where a launch cannot carry them."""
+    if len(pairs) > LISTED:
+        read, write = device_indices(device, *zip(*pairs, strict=True))
+        _move(move, read if from_source else None, write, None)
+    elif pairs:
+        packed = [index(source) << 32 | index(destination) for source, destination in pairs]
+        arguments = (*packed, *_NO_PAIRS[len(packed) :], len(packed))
+        move.launch(move_listed_states, len(packed), arguments, (from_source,))
+
+
+def _move(move: StateMove, sources: Tensor | None, destinations: Tensor, count: Tensor | None) -> None:
+    """`sources`: None writes zeros."""
+    pairs = destinations.shape[0]
+    if pairs:
+        types = (None if sources is None else sources.dtype, None if count is None else count.dtype)
+        arguments = (sources, destinations, count, pairs)
+        move.launch(move_states, pairs, arguments, (sources is not None, GROUP), types)
+
+
+CAPTURE_PROGRAMS = 1056
+"""Most steps find nothing to do: on an H200 that costs 2.6 us, and 6 us with `state_move.PROGRAMS`."""
+
+
+@triton.jit(
+    do_not_specialize=["block_size_tokens", *UNSPECIALISED],
+    do_not_specialize_on_alignment=["live_slots", "sequence_lengths", "durable_slots"],
+)
+def capture_boundaries_kernel(
+    # Pointers
+    live_slots, sequence_lengths, durable_slots,
+    # Dimensions
+    pairs: tl.int32, block_size_tokens: tl.int32,
+    # The move: layers, then addresses, sizes and strides in bytes
+    layers: tl.int32, conv_source: tl.int64, conv_destination: tl.int64, conv_size: tl.int64,
+    conv_source_layer: tl.int64, conv_source_slot: tl.int64,
+    conv_destination_layer: tl.int64, conv_destination_slot: tl.int64,
+    ssm_source: tl.int64, ssm_destination: tl.int64, ssm_size: tl.int64,
+    ssm_source_layer: tl.int64, ssm_source_slot: tl.int64,
+    ssm_destination_layer: tl.int64, ssm_destination_slot: tl.int64,
+    # Meta-parameters
+    CONV_ALIGN: tl.constexpr, CONV_TAIL: tl.constexpr, SSM_ALIGN: tl.constexpr, SSM_TAIL: tl.constexpr,
+    ACCESSES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A row on a boundary is a pair, its live slot and its durable slot; a program takes tiles in turn."""
+    for first in range(0, pairs, GROUP):
+        rows = first + tl.arange(0, GROUP)
+        inside = rows < pairs
+        lengths = tl.load(sequence_lengths + rows, mask=inside, other=0)
+        sources = tl.load(live_slots + rows, mask=inside, other=-1)
+        destinations = tl.load(durable_slots + rows, mask=inside, other=-1)
+        reached = (lengths > 0) & (lengths % block_size_tokens == 0)
+        move_live_pairs(
+            reached & (sources >= 0) & (destinations >= 0), sources, destinations,
+            layers,
+            PartMove(
+                conv_source, conv_destination, conv_size, conv_source_layer, conv_source_slot,
+                conv_destination_layer, conv_destination_slot, CONV_ALIGN, CONV_TAIL,
+            ),
+            PartMove(
+                ssm_source, ssm_destination, ssm_size, ssm_source_layer, ssm_source_slot,
+                ssm_destination_layer, ssm_destination_slot, SSM_ALIGN, SSM_TAIL,
+            ),
+            ACCESSES, True,
+        )  # fmt: skip
+
+
+def capture_boundaries(
+    live: StateTensors,
+    live_slots: Tensor,
+    sequence_lengths: Tensor,
+    block_size_tokens: int,
+    durable: StateTensors,
+    durable_slots: Tensor,
+) -> None:
+    """`state_copy.capture_boundaries` in one launch. Indices are not checked here."""
+    rows = live_slots.shape[0]
+    move = StateMove.between(live, durable)
+    if rows:
+        arguments = (live_slots, sequence_lengths, durable_slots, rows, block_size_tokens)
+        types = (sequence_lengths.dtype,)
+        move.launch(capture_boundaries_kernel, rows, arguments, (GROUP,), types, CAPTURE_PROGRAMS)

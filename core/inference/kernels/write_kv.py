@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference_attention import rotary_frequencies
+from .reference.attention import rotary_frequencies
 
 BLOCK = 1024
 """Numbers that a program loads at once."""

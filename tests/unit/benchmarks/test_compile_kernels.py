@@ -25,7 +25,7 @@ STATES_MOVE = (
     "ssd_states",
 )
 """How the names of launches begin that load and store states, or in part only store them."""
-FILES = {"moving states": ("state_move_kernels", "boundary_capture"), "all": ()}
+FILES = {"moving states": ("state_move",), "all": ()}
 
 
 @pytest.fixture(scope="module", params=["moving states", pytest.param("all", marks=pytest.mark.long)])
@@ -79,10 +79,10 @@ def test_a_kernel_that_is_not_as_it_must_be_fails_the_run(tmp_path):
         "sys.path.insert(0, 'benchmarks')\n"
         "import compile_kernels\n"
         "from dataclasses import replace\n"
-        "narrow = compile_kernels.KERNELS['state_move_kernels']()[-1]\n"
+        "narrow = compile_kernels.KERNELS['state_move'][1]()[-1]\n"
         "listed = [replace(narrow, wide=('load', 'store'))]\n"
-        "compile_kernels.KERNELS['state_move_kernels'] = lambda: listed\n"
-        "sys.argv = ['compile_kernels.py', 'state_move_kernels']\n"
+        "compile_kernels.KERNELS['state_move'] = (lambda: listed,)\n"
+        "sys.argv = ['compile_kernels.py', 'state_move']\n"
         "sys.exit(compile_kernels.main())\n"
     )
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepInputs
-from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.models import hybrid_lm
 from oracle.budget import costly
@@ -70,9 +69,9 @@ GUARD = 2
 
 def test_every_kernel_with_indices_is_in_the_table() -> None:
     for name in vars(KernelSet):
-        if name.startswith("_") or name == "SEPARATE_STATES":
+        if name.startswith("_"):
             continue
-        names = set(signature(getattr(reference, name)).parameters)
+        names = set(signature(getattr(KernelSet, name)).parameters)
         if names & INDEX_NAMES or ("kv_cache" in names and name != "paged_attention"):
             known = TABLE[name]
             assert {*known.pools, *known.reads, *known.writes, *known.slots, *known.rings} <= names
@@ -86,7 +85,7 @@ class Recording:
         self.calls: dict[str, dict[str, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(reference, name)
+        function = getattr(KernelSet, name)
         if name not in TABLE:
             return function
 
@@ -191,10 +190,10 @@ class Guarded:
 
 def function_of(which: str, name: str) -> Any:
     if which == "reference":
-        return getattr(reference, name)
-    from mambaslots.inference.kernels import gpu_kernels
+        return getattr(KernelSet, name)
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-    return getattr(gpu_kernels, name)
+    return getattr(GpuKernelSet, name)
 
 
 WHERE = [

@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.models import hybrid_lm
 from oracle.cached_states import assert_cached_states
 from oracle.context_driver import make_request
@@ -21,7 +21,9 @@ LENGTHS = (5, 3, 2, 4)
 
 
 def gpu_kernels() -> ModuleType:
-    from mambaslots.inference.kernels import gpu_kernels as kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+
+    kernels = GpuKernelSet()
 
     return kernels
 
@@ -78,7 +80,7 @@ class Batch:
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("chunk", [4, 7])
 def test_each_state_of_a_batch_of_prefills_is_that_of_its_own_request(chunk: int) -> None:
-    Batch(reference, torch.float64, chunk).run(atol=1e-10)
+    Batch(KernelSet(), torch.float64, chunk).run(atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from mambaslots.hf.served_model import ServedModel
-from mambaslots.inference.kernels import attention, attention_torch, reference
+from mambaslots.inference.kernels import attention
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.attention_batch import AttentionBatch
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES
@@ -61,10 +62,10 @@ def test_so_it_is_with_models_that_have_experts(case: str) -> None:
 
 
 def by_torch(query: Any, cache: Any, rows: Any) -> Any:
-    return attention_torch.paged_attention(query, cache, rows, None)
+    return attention.torch_attention(query, cache, rows, None)
 
 
-@pytest.mark.parametrize("attend", [reference.paged_attention, by_torch], ids=["reference", "torch"])
+@pytest.mark.parametrize("attend", [KernelSet.paged_attention, by_torch], ids=["reference", "torch"])
 @pytest.mark.parametrize("before", [4, 16, 48, 300])
 def test_attention_of_one_to_three_tokens_behind_a_prefix(attend: Any, before: int) -> None:
     for rows in (*[[(before, tail)] for tail in TAILS], [*((before, tail) for tail in TAILS), (0, 9)]):

@@ -6,7 +6,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.models import hybrid_lm
 from oracle.cached_states import cached_prefixes, stored_state
 from oracle.model_kinds import kind_of_model
@@ -78,7 +78,7 @@ def test_a_cached_state_of_a_16_bit_model_is_the_float32_accumulator(
     """Stored inside a prefill, at its end and by a decode; operands are those that kernels were given."""
     model = ms.models.HybridLM(small_config(dtype=dtype, pattern=SCANS[name]), seed=3)
     layers = SCANS[name].count(SCANS[name][0])
-    inputs = Inputs(reference, layers)
+    inputs = Inputs(KernelSet(), layers)
     monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, of: inputs)
     config = ms.InferenceConfig(
         block_size_tokens=BLOCK, max_requests=1, max_tokens=16, max_sequence_length=64, num_kv_blocks=16,

@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 from mambaslots.hf import served_model as served_model_module
 from mambaslots.hf.fused.install import FUSIONS
 from mambaslots.hf.served_model import ServedModel
-from mambaslots.inference.kernels import gpu_kernels, reference
+from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.counting_kernels import POINTWISE, CountingKernels
 from oracle.float64_casts import Float64Casts
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, relative_error, served_model
@@ -36,7 +37,7 @@ def inputs_of(module: Any, dtype: torch.dtype) -> Tensor:
 
 
 def run(model: ServedModel, module: nn.Module, x: Tensor) -> Tensor:
-    with model._step.running(None, reference):  # type: ignore[arg-type]
+    with model._step.running(None, KernelSet()):  # type: ignore[arg-type]
         out: Tensor = module(x)
     return out
 
@@ -132,8 +133,8 @@ def test_the_gpus_functions_in_a_served_model(case: str, monkeypatch: pytest.Mon
     """Their launches take the views that the models give them. In Triton's interpreter on a CPU."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    names = {name: getattr(reference, name) for name in dir(reference)}
-    kernels = SimpleNamespace(**names | {name: getattr(gpu_kernels, name) for name in POINTWISE})
+    names = {name: getattr(KernelSet, name) for name in dir(KernelSet)}
+    kernels = SimpleNamespace(**names | {name: getattr(GpuKernelSet, name) for name in POINTWISE})
     text = texts(VOCABULARY)[1]
     model = served_model(case)
     monkeypatch.setattr(served_model_module, "kernel_set", lambda *_: kernels)
@@ -146,7 +147,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next_one(monkeypatch: pytest.M
     row = Row(text, 0, -1, 1, range(math.ceil(len(text) / BLOCK)), logits="all")
     steps = Steps(served_model("qwen3_5"))
     with monkeypatch.context() as broken:
-        broken.setattr(reference, "silu_mul", lambda *_: 1 / 0)
+        broken.setattr(KernelSet, "silu_mul", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             steps.run(row)
     assert steps.model._step.waiting is None

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 from mambaslots.hf import served_model as served_model_module
 from mambaslots.hf.served_model import ServedModel
 from mambaslots.inference.contexts.step_inputs import StepInputs
-from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.hf_models import CONFIGS, VOCABULARY, served_model
 from oracle.hf_steps import BLOCK, Steps
 from oracle.steps import Row, build_step
@@ -74,11 +74,11 @@ def _step(model: ServedModel) -> StepInputs:
 def _fake_gpu(model: ServedModel) -> Iterator[None]:
     """Every tensor is fake meanwhile; the model's lie on a GPU."""
     kernels = SimpleNamespace(
-        compute_dtype=reference.compute_dtype,
-        rms_norm=reference.rms_norm, add_rms_norm=reference.add_rms_norm,
-        relu_squared=reference.relu_squared, silu_mul=reference.silu_mul,
-        sigmoid_mul=reference.sigmoid_mul, qk_norm_rotary=reference.qk_norm_rotary,
-        head_product=reference.head_product,
+        compute_dtype=KernelSet.compute_dtype,
+        rms_norm=KernelSet.rms_norm, add_rms_norm=KernelSet.add_rms_norm,
+        relu_squared=KernelSet.relu_squared, silu_mul=KernelSet.silu_mul,
+        sigmoid_mul=KernelSet.sigmoid_mul, qk_norm_rotary=KernelSet.qk_norm_rotary,
+        head_product=KernelSet.head_product,
         causal_conv1d_prefill=_like_first, causal_conv1d_update=_like_first,
         ssd_chunk_scan=_like_first, selective_state_update=_like_first,
         time_steps=_time_steps, delta_gates=_delta_gates,

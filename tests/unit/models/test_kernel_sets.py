@@ -11,7 +11,6 @@ import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
-from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels.kernel_set import KernelSet, kernel_set
 from mambaslots.models import hybrid_lm
 from oracle.context_driver import make_request
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 class TestChoice:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
     def test_a_cpu_runs_the_reference(self, dtype):
-        assert kernel_set(CPU, dtype) is reference
+        assert type(kernel_set(CPU, dtype)) is KernelSet
 
     @pytest.mark.parametrize(
         ("device", "dtype", "name"),
@@ -40,25 +39,24 @@ class TestChoice:
             kernel_set(device, dtype)
 
     def test_a_gpu_runs_triton_but_for_float64(self):
-        from mambaslots.inference.kernels import gpu_kernels
+        from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-        assert kernel_set(torch.device("cuda", 0), torch.float64) is reference
+        assert type(kernel_set(torch.device("cuda", 0), torch.float64)) is KernelSet
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            assert kernel_set(torch.device("cuda"), dtype) is gpu_kernels
+            assert type(kernel_set(torch.device("cuda"), dtype)) is GpuKernelSet
 
     def test_both_have_the_same_names_and_parameters(self):
         from inspect import Parameter, signature
 
-        from mambaslots.inference.kernels import gpu_kernels
+        from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-        functions = [name for name in vars(KernelSet) if not name.startswith("_")]
-        assert set(gpu_kernels.__all__) == {*functions, "SEPARATE_STATES"}
-        assert gpu_kernels.SEPARATE_STATES == reference.SEPARATE_STATES
+        functions = {name for name, of in vars(KernelSet).items() if isinstance(of, staticmethod)}
+        assert {
+            name for name, of in vars(GpuKernelSet).items() if isinstance(of, staticmethod)
+        } == functions - {"compute_dtype"}
         for name in functions:
-            protocol = list(signature(getattr(KernelSet, name)).parameters)
-            assert [*signature(getattr(reference, name)).parameters] == protocol[1:], name  # without self
-            theirs = list(signature(getattr(reference, name)).parameters.values())
-            ours = list(signature(getattr(gpu_kernels, name)).parameters.values())
+            theirs = list(signature(getattr(KernelSet, name)).parameters.values())
+            ours = list(signature(getattr(GpuKernelSet, name)).parameters.values())
             assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs], name
             assert all(p.default is not Parameter.empty for p in ours[len(theirs) :]), name
 
@@ -74,33 +72,34 @@ class TestChoice:
     )
     def test_a_gpu_asks_only_for_the_packages_of_a_models_layers(self, states, missing, monkeypatch):
         """When the model is served, not in its first step."""
-        from mambaslots.inference.kernels import gated_delta_rule, gpu_kernels, ssd_scan
+        from mambaslots.inference.kernels import delta, ssd
+        from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
         spec = ms.HybridStateSpec(states, 1, 1, 16, states[0].dtype, 8, CPU)
-        for module in (gated_delta_rule, ssd_scan):
+        for module in (delta, ssd):
             monkeypatch.setattr(module, "stages", module.stages.__wrapped__)
         for name in ("megatron", "fla"):
             for known in [known for known in sys.modules if known.split(".")[0] == name]:
                 monkeypatch.delitem(sys.modules, known)
             monkeypatch.setitem(sys.modules, name, None)
-        reference.check_states(spec)
+        KernelSet.check_states(spec)
         if missing:
             with pytest.raises(ImportError, match=rf"mambaslots\[{missing}\]"):
-                gpu_kernels.check_states(spec)
+                GpuKernelSet.check_states(spec)
         else:
-            gpu_kernels.check_states(spec)
+            GpuKernelSet.check_states(spec)
 
     @pytest.mark.parametrize(
         ("key_dim", "grid", "named"), [(512, 64, "keys have 512 numbers"), (16, 48, "chunk_size is 48")]
     )
     def test_a_gpu_refuses_sizes_that_its_kernels_do_not_take(self, key_dim, grid, named):
-        from mambaslots.inference.kernels import gpu_kernels
+        from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
         states = ms.gated_delta_net_states(1, 1, key_dim, 2, 16, 4, torch.float32, torch.float32, grid)
         spec = ms.HybridStateSpec(states, 1, 1, 16, torch.float32, 8, CPU)
-        reference.check_states(spec)
+        KernelSet.check_states(spec)
         with pytest.raises(ValueError, match=named):
-            gpu_kernels.check_states(spec)
+            GpuKernelSet.check_states(spec)
 
     def test_asking_for_the_reference_imports_no_triton(self):
         code = (
@@ -196,7 +195,9 @@ class Scenario:
 
 @pytest.mark.usefixtures("kind")
 def test_padding_changes_nothing_on_the_reference_kernels():
-    Scenario(torch.float64, True, reference).assert_same_as(Scenario(torch.float64, False, reference), 1e-11)
+    Scenario(torch.float64, True, KernelSet()).assert_same_as(
+        Scenario(torch.float64, False, KernelSet()), 1e-11
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
@@ -205,9 +206,12 @@ def test_padding_changes_nothing_on_the_reference_kernels():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_gpus_kernels_compute_the_same(padded):
-    from mambaslots.inference.kernels import gpu_kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-    ours, theirs = (Scenario(torch.float32, padded, gpu_kernels), Scenario(torch.float32, False, reference))
+    ours, theirs = (
+        Scenario(torch.float32, padded, GpuKernelSet()),
+        Scenario(torch.float32, False, KernelSet()),
+    )
     ours.assert_same_as(theirs, 2e-4)
 
 
@@ -232,9 +236,9 @@ class Counted(Scenario):
     """Counts the bytes of both pools that each step's kernels move, and the fewest that could do."""
 
     def __init__(self, padded: bool) -> None:
-        from mambaslots.inference.kernels import gpu_kernels
+        from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-        super().__init__(torch.float32, padded, gpu_kernels)
+        super().__init__(torch.float32, padded, GpuKernelSet())
         self.moved: list[tuple[int, int]] = []
         self.least: list[tuple[int, int]] = []
 
@@ -275,14 +279,14 @@ def test_whole_steps_move_each_state_once():
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
-    from mambaslots.inference.kernels import gpu_kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-    ours = Scenario(torch.float32, padded, gpu_kernels, "cuda")
-    ours.assert_same_as(Scenario(torch.float32, False, reference), 5e-4)
+    ours = Scenario(torch.float32, padded, GpuKernelSet(), "cuda")
+    ours.assert_same_as(Scenario(torch.float32, False, KernelSet()), 5e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kind")
 def test_float64_on_a_gpu_is_exact():
-    ours = Scenario(torch.float64, True, reference, "cuda")
-    ours.assert_same_as(Scenario(torch.float64, False, reference), 1e-9)
+    ours = Scenario(torch.float64, True, KernelSet(), "cuda")
+    ours.assert_same_as(Scenario(torch.float64, False, KernelSet()), 1e-9)

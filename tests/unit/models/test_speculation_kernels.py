@@ -9,7 +9,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
-from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.budget import is_quick
 
 _spec = importlib.util.spec_from_file_location(
@@ -79,7 +79,7 @@ class DraftedScenario(kernel_sets.Scenario):
 
 @pytest.mark.usefixtures("kind")
 def test_padding_changes_nothing_on_the_reference_kernels():
-    ours, theirs = (DraftedScenario(torch.float64, padded, reference) for padded in (True, False))
+    ours, theirs = (DraftedScenario(torch.float64, padded, KernelSet()) for padded in (True, False))
     ours.assert_same_as(theirs, 1e-11)
 
 
@@ -109,7 +109,7 @@ class RowsChecked(DraftedScenario):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_is_given_each_rows_place_and_real_tokens(padded):
-    scenario = RowsChecked(torch.float64, padded, reference)
+    scenario = RowsChecked(torch.float64, padded, KernelSet())
     scenario.run()
     assert scenario.steps_with_drafts > 3
 
@@ -120,11 +120,11 @@ def test_attention_is_given_each_rows_place_and_real_tokens(padded):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_gpus_kernels_compute_the_same(padded):
-    from mambaslots.inference.kernels import gpu_kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
     ours, theirs = (
-        DraftedScenario(torch.float32, padded, gpu_kernels),
-        DraftedScenario(torch.float32, False, reference),
+        DraftedScenario(torch.float32, padded, GpuKernelSet()),
+        DraftedScenario(torch.float32, False, KernelSet()),
     )
     if is_quick():
         for scenario in (ours, theirs):
@@ -136,7 +136,7 @@ def test_the_gpus_kernels_compute_the_same(padded):
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("padded", [False, True])
 def test_they_do_on_a_gpu(padded):
-    from mambaslots.inference.kernels import gpu_kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-    ours = DraftedScenario(torch.float32, padded, gpu_kernels, "cuda")
-    ours.assert_same_as(DraftedScenario(torch.float32, False, reference), 5e-4)
+    ours = DraftedScenario(torch.float32, padded, GpuKernelSet(), "cuda")
+    ours.assert_same_as(DraftedScenario(torch.float32, False, KernelSet()), 5e-4)

@@ -259,10 +259,10 @@ def test_the_models_kernels_keep_all_rules_on_a_gpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.long
 def test_the_gpus_kernels_keep_all_rules_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mambaslots.inference.kernels import gpu_kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
     monkeypatch.setattr(torch.cuda, "device", lambda *args: nullcontext())
-    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *args: gpu_kernels)
+    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *args: GpuKernelSet)
     small = {"hidden_size": 32, "mamba_num_heads": 2, "mamba_num_groups": 1, "mlp_hidden_size": 32}
     config = ms.models.HybridConfig.tiny(dtype=torch.float32, pattern="M*", **small)
     assert check_model(ms.models.HybridLM(config)).passed

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import reference, selective_state_update
+from mambaslots.inference.kernels import ssd
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.vllm import align_kernels as align
 from mambaslots.vllm import align_reference
 from mambaslots.vllm.align_reference import AlignLayout, AlignState
@@ -444,7 +445,7 @@ class TestLives:
 
 
 class TestCopyFree:
-    @pytest.mark.parametrize("kernels", [reference, selective_state_update])
+    @pytest.mark.parametrize("kernels", [KernelSet, ssd])
     def test_an_update_that_reads_the_old_column_leaves_what_one_after_a_copy_does(self, device, kernels):
         """Two requests change their column, one of them with two accepted tokens; the third is fresh."""
         generator = torch.Generator().manual_seed(0)

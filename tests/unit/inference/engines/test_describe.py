@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from mambaslots.inference.kernels import attention_flash, gpu_kernels
+from mambaslots.inference.kernels import attention
+from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 from oracle.serving import small_engine, tiny_model
 
 
@@ -47,8 +48,8 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         device=torch.device("cuda"),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    monkeypatch.setattr(attention_flash, "_version", lambda: "3")
-    lines = gpu_kernels.describe(spec, 256)
+    monkeypatch.setattr(attention, "_version", lambda: "3")
+    lines = GpuKernelSet.describe(spec, 256)
     assert "FlashAttention-3 needs compute capability 9.0, this GPU has 8.0" in lines[0]
     assert lines[1].endswith("with products of bfloat16, sums in float32")
     assert lines[2].startswith("gated delta rule: ")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts import step_builder
 from mambaslots.inference.contexts.step_buffer import StepBuffer
-from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.models import hybrid_lm
 from oracle.model_kinds import MIX, kind_of_model
 from oracle.poisoned_session import EXCEPTIONS, PARTS, left_out, poisoned
@@ -102,10 +102,10 @@ PLANTS = {
 
 def kernels_on(device: torch.device) -> ModuleType:
     if device.type == "cpu":
-        return reference
-    from mambaslots.inference.kernels import gpu_kernels
+        return KernelSet()
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-    return gpu_kernels
+    return GpuKernelSet
 
 
 @pytest.mark.sampled(plant=("an unwritten row", "a free state slot", "scratch"))
@@ -139,9 +139,9 @@ TRITON_MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("mode", TRITON_MODES)
 def test_the_kernels_of_a_gpu_read_nothing_either(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mambaslots.inference.kernels import gpu_kernels
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: gpu_kernels)
+    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: GpuKernelSet)
     monkeypatch.setattr(
         torch.cuda, "device", lambda index: nullcontext()
     )  # which megatron-core's stages enter

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import mambaslots as ms
 import numpy as np
@@ -17,8 +16,6 @@ from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.sampling import sample
-from mambaslots.inference.kernels import reference
-from mambaslots.models import hybrid_lm
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recurrent_lm import RecurrentLM
 from oracle.sampled_rows import token_distribution
@@ -407,17 +404,6 @@ class TestStates:
             context.check_integrity()
         request.holding.state_index = state
         context.check_integrity()
-
-    def test_the_kernel_set_says_whether_it_separates(self, monkeypatch):
-        assert small_model().state_spec().separate_states is True
-        variant = ModuleType("in_place")
-        vars(variant).update({**vars(reference), "SEPARATE_STATES": False})
-        monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *_: variant)
-        assert small_model().state_spec().separate_states is False
-        engine = speculating(MixedDrafter)
-        prompt = random_tokens(20, seed=4)
-        serve_checked(engine, [prompt], length=20)
-        assert serve_checked(engine, [prompt], length=20)[0].num_resumed_tokens == 16
 
     @pytest.mark.parametrize("value", [None, 1, "yes"])
     def test_the_models_word_is_checked(self, value):

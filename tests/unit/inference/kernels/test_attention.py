@@ -16,15 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import (
-    attention,
-    attention_flash,
-    attention_segments,
-    attention_torch,
-    attention_varlen,
-    reference,
-)
-from mambaslots.inference.kernels.attention_rows import AttentionRows
+from mambaslots.inference.kernels import attention, attention_segments
+from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.reference.attention import AttentionRows
 from mambaslots.inference.kernels.write_kv import write_kv
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.fresh_process import run_code
@@ -43,25 +37,25 @@ def device(request) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh_choice() -> Iterator[None]:
-    caches = attention.backend, attention_flash._import_failure, attention_flash.num_splits
+    caches = attention.backend, attention._import_failure, attention.num_splits
     yield
-    for function in (*caches, attention_varlen._takes_block_tables):
+    for function in (*caches, attention._takes_block_tables):
         function.cache_clear()
 
 
 @pytest.fixture
 def small_tiles(monkeypatch) -> None:
     """So that few tokens take many tiles, segments and groups."""
-    monkeypatch.setattr(attention_torch, "_TILE_TOKENS", 4)
-    monkeypatch.setattr(attention_torch, "_SEGMENT_TOKENS", 8)
-    monkeypatch.setattr(attention_torch, "_SCRATCH_BYTES", 10_000)
+    monkeypatch.setattr(attention, "_TILE_TOKENS", 4)
+    monkeypatch.setattr(attention, "_SEGMENT_TOKENS", 8)
+    monkeypatch.setattr(attention, "_SCRATCH_BYTES", 10_000)
 
 
 def by_torch(query: Tensor, cache: Tensor, rows: AttentionRows, *, scale: float | None = None) -> Tensor:
-    return attention_torch.paged_attention(query, cache, rows, scale)
+    return attention.torch_attention(query, cache, rows, scale)
 
 
-KERNELS = pytest.mark.parametrize("kernel", [reference.paged_attention, by_torch], ids=["reference", "torch"])
+KERNELS = pytest.mark.parametrize("kernel", [KernelSet.paged_attention, by_torch], ids=["reference", "torch"])
 
 
 @st.composite
@@ -224,7 +218,7 @@ def flash(monkeypatch, hopper) -> Iterator[Flash]:
     library.impl("fwd", stand_in.fwd, "CPU")
     operators = SimpleNamespace(fwd=torch.ops.mambaslots_tests.fwd)
     monkeypatch.setattr(torch.ops, "flash_attn_3", operators, raising=False)
-    monkeypatch.setitem(sys.modules, attention_flash.MODULE, ModuleType(attention_flash.MODULE))
+    monkeypatch.setitem(sys.modules, attention.MODULE, ModuleType(attention.MODULE))
     yield stand_in
     library._destroy()
 
@@ -248,13 +242,13 @@ class TestFlashAttention:
     @pytest.mark.parametrize("scale", [None, 0.03])
     def test_all_rows_of_a_step_are_one_call(self, flash, mix, block, scale):
         batch = AttentionBatch(**mix, **NARROW, block=block, sizes=(4, 2, 64))
-        out = attention_flash.paged_attention(batch.query, batch.cache, batch.rows, scale)
+        out = attention.flash_attention(batch.query, batch.cache, batch.rows, scale)
         torch.testing.assert_close(batch.real_tokens(out), batch.exact(scale), rtol=UNIT, atol=0)
         assert flash.splits == [0]
 
     def test_queries_in_float32_are_rounded_to_the_cache(self, flash):
         batch = AttentionBatch([(20, 1)], [(3, 9)], **NARROW, query_dtype=torch.float32)
-        out = attention_flash.paged_attention(batch.query, batch.cache, batch.rows, None)
+        out = attention.flash_attention(batch.query, batch.cache, batch.rows, None)
         assert out.dtype == torch.float32
         torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
 
@@ -274,7 +268,7 @@ class TestFlashAttention:
             for first, stop in cut:
                 tokens = torch.arange(first, stop)
                 write_kv(batch.cache, keys[row], values[row], tokens, places[row, first:stop])
-        out = attention_flash.paged_attention(batch.query, batch.cache, rows, None)
+        out = attention.flash_attention(batch.query, batch.cache, rows, None)
         torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
 
     @mixes
@@ -283,7 +277,7 @@ class TestFlashAttention:
         monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", 128)
         batch = AttentionBatch(**mix, **NARROW, block=16, sizes=(4, 2, 64))
         rows = batch.rows._replace(one_split=True)
-        out = attention_flash.paged_attention(batch.query, batch.cache, rows, 0.03)
+        out = attention.flash_attention(batch.query, batch.cache, rows, 0.03)
         error = (batch.real_tokens(out) - batch.exact(0.03)).abs()
         assert (error <= 3 * batch.rounding_error(UNIT, 0.03)).all()
         is_long = rows.block_table.shape[1] > 128 // 16
@@ -294,22 +288,22 @@ class TestFlashAttention:
         for block, tokens in ((256, attention_segments.SEGMENT_TOKENS), (48, 5000)):
             batch = AttentionBatch([(tokens - 1, 1)], **NARROW, block=block)
             rows = batch.rows._replace(one_split=True)
-            out = attention_flash.paged_attention(batch.query, batch.cache, rows, None)
+            out = attention.flash_attention(batch.query, batch.cache, rows, None)
             torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
         assert flash.splits == [1, 1]
 
     @pytest.mark.parametrize(("value", "splits"), [("1", 1), ("0", 0), ("128", 128)])
     def test_the_number_of_splits_is_the_variables(self, flash, monkeypatch, value, splits):
-        monkeypatch.setenv(attention_flash.SPLITS_VARIABLE, value)
+        monkeypatch.setenv(attention.SPLITS_VARIABLE, value)
         batch = AttentionBatch([(20, 1)], **NARROW)
-        attention_flash.paged_attention(batch.query, batch.cache, batch.rows, None)
+        attention.flash_attention(batch.query, batch.cache, batch.rows, None)
         assert flash.splits == [splits]
 
     @pytest.mark.parametrize("value", ["-1", "129", "many", ""])
     def test_other_values_are_refused(self, monkeypatch, value):
-        monkeypatch.setenv(attention_flash.SPLITS_VARIABLE, value)
+        monkeypatch.setenv(attention.SPLITS_VARIABLE, value)
         with pytest.raises(ValueError, match=f"MAMBASLOTS_ATTENTION_SPLITS is '{value}'; accepted: 0 to 128"):
-            attention_flash.num_splits()
+            attention.num_splits()
 
 
 class TestVarlenAttention:
@@ -332,10 +326,10 @@ class TestVarlenAttention:
                 max_seqlen_q=max_q, page_table=block_table, softmax_scale=scale, is_causal=True,
             )[0]  # fmt: skip
 
-        real = inspect.signature(attention_varlen.varlen.varlen_attn)
+        real = inspect.signature(attention.varlen.varlen_attn)
         if "block_table" in real.parameters:
             assert list(inspect.signature(varlen_attn).parameters) == list(real.parameters)
-        monkeypatch.setattr(attention_varlen.varlen, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_attn)
         return calls
 
     @mixes
@@ -345,7 +339,7 @@ class TestVarlenAttention:
         rows = batch.rows
         if mix.get("decode_tokens", 1) > 1:  # padding tokens are rows of their own, and see a token
             batch.query, batch.cache = batch.query.nan_to_num(), batch.cache.nan_to_num()
-        out = attention_varlen.paged_attention(batch.query, batch.cache, rows, None)
+        out = attention.varlen_attention(batch.query, batch.cache, rows, None)
         torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
         assert calls == ["varlen"]
 
@@ -362,7 +356,7 @@ class TestVarlenAttention:
         ],
     )
     def test_what_it_takes(self, calls, dtype, head_dim, block, said):
-        reason = attention_varlen.rejection(CUDA, dtype, head_dim, block)
+        reason = attention.varlen_rejection(CUDA, dtype, head_dim, block)
         assert said in reason
         assert bool(said) == bool(reason)
 
@@ -371,7 +365,7 @@ class TestVarlenAttention:
 class TestChoice:
     @pytest.fixture
     def old_torch(self, monkeypatch) -> None:
-        monkeypatch.setattr(attention_varlen.varlen, "varlen_attn", lambda query, key, value: None)
+        monkeypatch.setattr(attention.varlen, "varlen_attn", lambda query, key, value: None)
 
     def described(self, dtype=torch.bfloat16, head_dim=128, block=64, device=CUDA) -> str:
         return attention.describe(device, dtype, head_dim, block)
@@ -384,10 +378,10 @@ class TestChoice:
         assert self.described(dtype, head_dim, block) == (
             "attention: FlashAttention-3 (tokenspeed-fa3 tokenspeed-fa3's)"
         )
-        assert attention.backend(CUDA, dtype, head_dim, block).attend is attention_flash.paged_attention
+        assert attention.backend(CUDA, dtype, head_dim, block).attend is attention.flash_attention
 
     def test_a_fixed_number_of_splits_is_said(self, flash, monkeypatch):
-        monkeypatch.setenv(attention_flash.SPLITS_VARIABLE, "1")
+        monkeypatch.setenv(attention.SPLITS_VARIABLE, "1")
         assert self.described().endswith("), splits 1")
 
     def test_how_one_split_cuts_sequences_is_said(self, flash, old_torch):
@@ -416,10 +410,8 @@ class TestChoice:
         )
 
     def test_varlen_attention_comes_second(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, attention_flash.MODULE, None)
-        monkeypatch.setattr(
-            attention_varlen.varlen, "varlen_attn", lambda query, key, value, block_table=None: None
-        )
+        monkeypatch.setitem(sys.modules, attention.MODULE, None)
+        monkeypatch.setattr(attention.varlen, "varlen_attn", lambda query, key, value, block_table=None: None)
         assert self.described(block=256) == (
             f"attention: varlen_attn of torch {torch.__version__}; FlashAttention-3 is not installed: "
             "pip install 'mambaslots[gpu]'"
@@ -437,18 +429,18 @@ class TestChoice:
         def broken(name: str) -> None:
             raise error
 
-        monkeypatch.setattr(attention_flash.importlib, "import_module", broken)
+        monkeypatch.setattr(attention.importlib, "import_module", broken)
         assert f"FlashAttention-3 cannot be imported: {said}; varlen_attn needs" in self.described()
 
     def test_a_package_without_its_operator_is_reported(self, old_torch, monkeypatch):
-        monkeypatch.setitem(sys.modules, attention_flash.MODULE, ModuleType(attention_flash.MODULE))
+        monkeypatch.setitem(sys.modules, attention.MODULE, ModuleType(attention.MODULE))
         assert "FlashAttention-3 cannot be imported: AttributeError" in self.described()
 
     def test_what_the_package_lacks_is_named(self, old_torch, monkeypatch):
         def lacking(name: str) -> None:
             raise ModuleNotFoundError("No module named 'einops'", name="einops")
 
-        monkeypatch.setattr(attention_flash.importlib, "import_module", lacking)
+        monkeypatch.setattr(attention.importlib, "import_module", lacking)
         assert "FlashAttention-3 needs einops, which is not installed" in self.described()
 
     def test_the_reference_serves_a_cpu_and_float64(self, flash):

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from mambaslots.inference.kernels import attention, attention_flash, attention_torch
+from mambaslots.inference.kernels import attention
 from mambaslots.inference.kernels.write_kv import write_kv
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.synchronisation import no_synchronisation
@@ -23,7 +23,7 @@ PADDING = Padding(decodes=2, prefills=1, tokens=5, columns=3)
 
 @pytest.fixture
 def flash() -> None:
-    reason = attention_flash.rejection(torch.device("cuda"), torch.bfloat16, 128, 64)
+    reason = attention.flash_rejection(torch.device("cuda"), torch.bfloat16, 128, 64)
     if reason:
         pytest.skip(reason)
 
@@ -149,7 +149,7 @@ class TestFlashAttention:
             torch.testing.assert_close(out[part].double(), expected, rtol=2**-8, atol=2**-7)
 
     def test_with_one_split_a_row_has_the_same_bits_alone_and_in_company(self, monkeypatch):
-        monkeypatch.setattr(attention_flash, "num_splits", lambda: 1)
+        monkeypatch.setattr(attention, "num_splits", lambda: 1)
         sizes, block = (32, 8, 128), 256
         batch = AttentionBatch(
             [(999, 1), (3000, 1)], [(512, 100), (0, 300)], sizes=sizes, block=block, dtype=torch.bfloat16,
@@ -194,7 +194,7 @@ class TestTorchOperations:
             sizes=sizes, block=32, dtype=dtype, device="cuda",
         )  # fmt: skip
         for scale in (None, 0.03):
-            out = attention_torch.paged_attention(batch.query, batch.cache, batch.rows, scale)
+            out = attention.torch_attention(batch.query, batch.cache, batch.rows, scale)
             assert_exact(batch, out, scale)
 
     def test_float32_is_multiplied_as_it_is(self):
@@ -202,7 +202,7 @@ class TestTorchOperations:
             [(300, 1)], [(0, 200), (512, 77)], sizes=(8, 2, 64), block=32, dtype=torch.float32, device="cuda"
         )
         assert attention.backend(torch.device("cuda"), torch.float32, 64, 32).attend is (
-            attention_torch.paged_attention
+            attention.torch_attention
         )
         out = attention.paged_attention(batch.query, batch.cache, batch.rows)
         assert_exact(batch, out)
@@ -213,5 +213,5 @@ def test_the_description_names_the_backend_and_what_a_better_one_lacks():
     said = attention.describe(device, torch.bfloat16, 20, 16)
     assert said.startswith("attention: torch operations in bfloat16; FlashAttention-3 needs ")
     assert "varlen_attn needs " in said
-    if not attention_flash.rejection(device, torch.bfloat16, 128, 16):
+    if not attention.flash_rejection(device, torch.bfloat16, 128, 16):
         assert attention.describe(device, torch.bfloat16, 128, 16).startswith("attention: FlashAttention-3 (")

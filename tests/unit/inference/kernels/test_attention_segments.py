@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import attention_segments
-from mambaslots.inference.kernels.attention_rows import AttentionRows
-from mambaslots.inference.kernels.combine_segments import combine_segments
-from mambaslots.inference.kernels.segment_rows import Readers, SegmentRows, segment_rows
+from mambaslots.inference.kernels.attention_segments import (
+    Readers,
+    SegmentRows,
+    combine_segments,
+    segment_rows,
+)
+from mambaslots.inference.kernels.reference.attention import AttentionRows
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.budget import profile
 from oracle.segment_attention import PlainAttention
@@ -29,7 +33,9 @@ def segment_of_8(monkeypatch) -> None:
 
 
 def attend(batch: AttentionBatch, scale: float | None = None) -> Tensor:
-    return attention_segments.paged_attention(batch.query, batch.cache, batch.rows, scale, PlainAttention())
+    return attention_segments.segmented_attention(
+        batch.query, batch.cache, batch.rows, scale, PlainAttention()
+    )
 
 
 @st.composite
@@ -114,7 +120,9 @@ class Sequences:
             decode_tokens=width,
             max_query_tokens=max(counts[len(decodes) :], default=0),
         )
-        out = attention_segments.paged_attention(torch.cat(queries), self.cache, rows, None, PlainAttention())
+        out = attention_segments.segmented_attention(
+            torch.cat(queries), self.cache, rows, None, PlainAttention()
+        )
         return [out[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
 
@@ -187,7 +195,7 @@ class TestCalls:
     def test_decodes_without_drafts_are_one_call(self, segment_of_8):
         batch = AttentionBatch([(30, 1), (5, 1), (8, 1)], dtype=torch.float32, padding=Padding(decodes=2))
         plain = PlainAttention()
-        attention_segments.paged_attention(batch.query, batch.cache, batch.rows, None, plain)
+        attention_segments.segmented_attention(batch.query, batch.cache, batch.rows, None, plain)
         assert plain.calls == [(4 + 1 + 2, True)]
 
     def test_prefills_and_drafts_read_a_segment_once(self, segment_of_8):
@@ -196,7 +204,7 @@ class TestCalls:
             padding=Padding(1, 1, 2),
         )  # fmt: skip
         plain = PlainAttention()
-        attention_segments.paged_attention(batch.query, batch.cache, batch.rows, None, plain)
+        attention_segments.segmented_attention(batch.query, batch.cache, batch.rows, None, plain)
         # Own segments of drafts; segments before; own segments of prefills; segments 0 and 1 before.
         assert plain.calls == [(2 + 1, True), (2, False), (2 + 1, True), (1, False), (1, False)]
 
@@ -219,7 +227,7 @@ class TestCalls:
             for name in ("segment_rows", "combine_segments"):  # Triton's interpreter reads values
                 real = getattr(attention_segments, name)
                 patched.setattr(attention_segments, name, outside(real))
-            attention_segments.paged_attention(batch.query, batch.cache, batch.rows, None, attend)
+            attention_segments.segmented_attention(batch.query, batch.cache, batch.rows, None, attend)
 
 
 def outside(function):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from mambaslots.inference.kernels import attention, attention_flash, attention_segments
-from mambaslots.inference.kernels.attention_rows import AttentionRows
+from mambaslots.inference.kernels import attention, attention_segments
+from mambaslots.inference.kernels.reference.attention import AttentionRows
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.synchronisation import no_synchronisation
 from torch import Tensor
@@ -16,7 +16,7 @@ SIZES = [(32, 8, 128, 256), (16, 4, 256, 256), (8, 2, 64, 64), (32, 8, 128, 16),
 
 @pytest.fixture(autouse=True)
 def _flash() -> None:
-    reason = attention_flash.rejection(CUDA, torch.bfloat16, 128, 64)
+    reason = attention.flash_rejection(CUDA, torch.bfloat16, 128, 64)
     if reason:
         pytest.skip(reason)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from mambaslots.inference.kernels import causal_conv1d as fused
-from mambaslots.inference.kernels import reference
+from mambaslots.inference.kernels import conv as fused
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
@@ -261,7 +261,7 @@ def test_equals_the_reference(device: str, seed: int, record_property: Any) -> N
     rows = random_rows(seed)
     record_property("cases", {"convolution of a row": len(rows)})
     made = case(rows, seed=seed, kernel=2 + seed % 3, extra_width=seed % 2)
-    (out, pool), (other, other_pool) = made.prefill(device, padding=seed % 4), made.prefill(device, reference)
+    (out, pool), (other, other_pool) = made.prefill(device, padding=seed % 4), made.prefill(device, KernelSet)
     torch.testing.assert_close(out, other, rtol=2 * ROUNDING[out.dtype], atol=2e-6)
     assert torch.equal(bits(pool), bits(other_pool))
 
@@ -462,7 +462,7 @@ def test_decode(device: str, dtype: torch.dtype, tokens: int, kernel: int, recor
     torch.testing.assert_close(out[real].double(), expected_out[real], rtol=ROUNDING[dtype], atol=2e-6)
     assert torch.equal(bits(pool), bits(expected_pool))
 
-    other, other_pool = update(made, destinations, device, reference)
+    other, other_pool = update(made, destinations, device, KernelSet)
     torch.testing.assert_close(out[real], other[real], rtol=2 * ROUNDING[dtype], atol=2e-6)
     assert torch.equal(bits(pool), bits(other_pool))
 
@@ -471,7 +471,7 @@ def test_decode(device: str, dtype: torch.dtype, tokens: int, kernel: int, recor
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("kernels", [fused, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize("kernels", [fused, KernelSet], ids=["triton", "reference"])
 @pytest.mark.parametrize("activation", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_without_a_bias_or_silu_and_rounded(

@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import delta_replay, reference
-from mambaslots.inference.kernels.gated_delta_rule import gated_delta_rule_scan
+from mambaslots.inference.kernels import delta_replay
+from mambaslots.inference.kernels.delta import gated_delta_rule_scan
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.budget import dear, is_quick
 from oracle.fla_stages import one_configuration
 from oracle.fresh_process import run_code
@@ -242,9 +243,9 @@ class TestRecurrence:
         ("kernels", "dtype"),
         [
             *((delta_replay, dtype) for dtype in DTYPES),
-            *((reference, dtype) for dtype in (torch.float32, torch.float64)),
+            *((KernelSet, dtype) for dtype in (torch.float32, torch.float64)),
             *(
-                pytest.param(reference, dtype, marks=pytest.mark.long)
+                pytest.param(KernelSet, dtype, marks=pytest.mark.long)
                 for dtype in (torch.bfloat16, torch.float16)
             ),
         ],
@@ -390,7 +391,7 @@ class TestMachineCode:
 COMPILED = """
 import sys
 import triton
-from mambaslots.inference.kernels.delta_replay_output import *
+from mambaslots.inference.kernels.delta_replay import *
 from oracle.warpgroup_products import machine_code, misled_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

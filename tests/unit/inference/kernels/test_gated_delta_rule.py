@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import reference as ref
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.gated_delta import Batch, Layer, decode_inputs, error
 from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from torch import Tensor
@@ -26,7 +26,7 @@ EXACT = Layer(dtype=torch.float64)
 def scan(batch, pool):
     """o and the pool after; `pool` stays."""
     pool = pool.clone()
-    return batch.scan(ref.gated_delta_rule_scan, pool), pool
+    return batch.scan(KernelSet.gated_delta_rule_scan, pool), pool
 
 
 class TestScan:
@@ -160,7 +160,9 @@ class TestUpdate:
             tensor[-1] = math.nan  # padding
         pool = layer.pool(40)
         before = pool.clone()
-        o = ref.gated_delta_rule_update(**inputs, states=pool, sources=sources, destinations=destinations)
+        o = KernelSet.gated_delta_rule_update(
+            **inputs, states=pool, sources=sources, destinations=destinations
+        )
         assert o.dtype == dtype
         written = set()
         for row in range(5):
@@ -180,11 +182,15 @@ class TestUpdate:
         inputs = decode_inputs(layer, 3, 4)
         at_once, one_by_one = layer.pool(20), layer.pool(20)
         sources, destinations = torch.tensor([0, 1, -1]), torch.arange(4, 16).view(3, 4)
-        o = ref.gated_delta_rule_update(**inputs, states=at_once, sources=sources, destinations=destinations)
+        o = KernelSet.gated_delta_rule_update(
+            **inputs, states=at_once, sources=sources, destinations=destinations
+        )
         for token in range(4):
             part = {name: tensor[:, token : token + 1] for name, tensor in inputs.items()}
             into = destinations[:, token : token + 1]
-            alone = ref.gated_delta_rule_update(**part, states=one_by_one, sources=sources, destinations=into)
+            alone = KernelSet.gated_delta_rule_update(
+                **part, states=one_by_one, sources=sources, destinations=into
+            )
             assert torch.equal(alone[:, 0], o[:, token])
             sources = into[:, 0]
         assert torch.equal(one_by_one, at_once)
@@ -194,7 +200,7 @@ class TestUpdate:
         whole = scan(Batch(EXACT, [Row(0, 0, 40, 0, 1)], 16), EXACT.pool(3))
         o, pool = scan(Batch(EXACT, [Row(0, 0, 35, 0, 1)], 16), EXACT.pool(3))
         inputs = {name: tensor[None, 35:40] for name, tensor in EXACT.tokens(0).items()}
-        decoded = ref.gated_delta_rule_update(
+        decoded = KernelSet.gated_delta_rule_update(
             **inputs, states=pool, sources=torch.tensor([1]), destinations=torch.tensor([[-1, -1, -1, -1, 1]])
         )
         torch.testing.assert_close(torch.cat([o, decoded[0]]), whole[0], rtol=0, atol=1e-12)

@@ -8,12 +8,14 @@ import torch
 import triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import gated_delta_rule as module
-from mambaslots.inference.kernels import reference
-from mambaslots.inference.kernels.delta_operands import delta_operands
-from mambaslots.inference.kernels.delta_state_passing import delta_state_passing
-from mambaslots.inference.kernels.gated_delta_rule import gated_delta_rule_scan
-from mambaslots.inference.kernels.gated_delta_rule_update import gated_delta_rule_update
+from mambaslots.inference.kernels import delta as module
+from mambaslots.inference.kernels.delta import (
+    delta_operands,
+    delta_state_passing,
+    gated_delta_rule_scan,
+    gated_delta_rule_update,
+)
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.budget import example_or_dear
 from oracle.fla_stages import one_configuration
 from oracle.fresh_process import run_code
@@ -75,7 +77,7 @@ class TestScan:
         o, pool = scan_and_check(batch, before, device)
 
         reference_pool = before.clone()
-        expected = batch.scan(reference.gated_delta_rule_scan, reference_pool)
+        expected = batch.scan(KernelSet.gated_delta_rule_scan, reference_pool)
         assert error(o[: batch.num_tokens], expected[: batch.num_tokens].double()) <= 2e-5
         assert torch.equal(pool.isnan(), reference_pool.isnan())
         assert error(pool.nan_to_num(), reference_pool.nan_to_num().double()) <= 2e-5
@@ -319,7 +321,7 @@ class TestUpdate:
         assert wide[:, 0].eq(7).all()
 
         other = before.clone()
-        theirs = reference.gated_delta_rule_update(
+        theirs = KernelSet.gated_delta_rule_update(
             **inputs, states=other, sources=sources, destinations=destinations
         )
         real = (sources >= 0) | (destinations >= 0).any(1)

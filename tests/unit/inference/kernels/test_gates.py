@@ -5,11 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from mambaslots.inference.kernels import gpu_kernels, reference
+from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, randn, relative_error, same_bits
 from torch import Tensor
 
-KERNELS = [pytest.param(reference, id="reference"), pytest.param(gpu_kernels, id="triton")]
+KERNELS = [pytest.param(KernelSet, id="reference"), pytest.param(GpuKernelSet, id="triton")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNIT = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """How far one rounding moves a number. The interpreter cuts float32 to bfloat16, which is twice as far."""
@@ -98,7 +99,7 @@ class TestTimeSteps:
 
     def test_the_reference_serves_float64(self):
         dt = randn(4, 3, seed=1)
-        steps, A = reference.time_steps(dt, dt[0], dt[1])
+        steps, A = KernelSet.time_steps(dt, dt[0], dt[1])
         torch.testing.assert_close(steps, softplus(dt + dt[0]), rtol=1e-14, atol=0)
         torch.testing.assert_close(A, -dt[1].exp(), rtol=1e-14, atol=0)
 
@@ -177,10 +178,10 @@ class TestGatedNorms:
     def test_channels_apart_are_refused(self, device):
         x = torch.zeros(3, 4, 8, device=device).mT
         with pytest.raises(ValueError, match=r"x has strides .* accepted: a last stride of 1"):
-            gpu_kernels.rms_norm_gated(x, x, x.new_zeros(4), 1e-5)
+            GpuKernelSet.rms_norm_gated(x, x, x.new_zeros(4), 1e-5)
 
     def test_the_reference_serves_float64(self):
         x, gate, weight = randn(3, 8, seed=1), randn(3, 8, seed=2), randn(8, seed=3)
-        found = reference.gated_rms_norm(x, gate, weight, 2, 1e-5)
+        found = KernelSet.gated_rms_norm(x, gate, weight, 2, 1e-5)
         expected = norm((x * silu(gate)).unflatten(1, (2, -1)), 1e-5).flatten(1) * weight
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from mambaslots.inference.kernels import gpu_kernels, reference
+from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from torch import Tensor
 
 EPS = 1e-5
@@ -65,7 +66,7 @@ def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
 
 
 def kinds(device: str) -> list[tuple[Any, torch.dtype]]:
-    return [(reference, torch.float64), *((gpu_kernels, dtype) for dtype in dtypes_of(device))]
+    return [(KernelSet, torch.float64), *((GpuKernelSet, dtype) for dtype in dtypes_of(device))]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -142,11 +143,11 @@ def test_a_row_has_the_same_bits_in_every_batch(device: str) -> None:
         weight, angles = (drawn(64, seed=seed, dtype=dtype, device=device) for seed in (2, 3))
         angles = angles.expand(300, 64)
         functions: list[Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = [
-            lambda x, y, weight=weight: (gpu_kernels.rms_norm(x, weight, EPS),),  # type: ignore[misc]
-            lambda x, y, weight=weight: gpu_kernels.add_rms_norm(x, y, weight, EPS),  # type: ignore[misc]
-            lambda x, y: (gpu_kernels.silu_mul(x, y), gpu_kernels.sigmoid_mul(x, y)),
-            lambda x, y: (gpu_kernels.relu_squared(x),),
-            lambda x, y, angles=angles, weight=weight: gpu_kernels.qk_norm_rotary(  # type: ignore[misc]
+            lambda x, y, weight=weight: (GpuKernelSet.rms_norm(x, weight, EPS),),  # type: ignore[misc]
+            lambda x, y, weight=weight: GpuKernelSet.add_rms_norm(x, y, weight, EPS),  # type: ignore[misc]
+            lambda x, y: (GpuKernelSet.silu_mul(x, y), GpuKernelSet.sigmoid_mul(x, y)),
+            lambda x, y: (GpuKernelSet.relu_squared(x),),
+            lambda x, y, angles=angles, weight=weight: GpuKernelSet.qk_norm_rotary(  # type: ignore[misc]
                 x, y, angles[: len(x)].cos(), angles[: len(x)].sin(), weight, weight, EPS
             ),
         ]
@@ -159,14 +160,14 @@ def test_a_row_has_the_same_bits_in_every_batch(device: str) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_logits_are_never_rounded_to_the_dtype_of_the_model(device: str, rows: int) -> None:
     dtypes = torch.bfloat16, torch.float16, torch.float32
-    for kernels, dtype in [(reference, torch.float64)] + [(gpu_kernels, dtype) for dtype in dtypes]:
+    for kernels, dtype in [(KernelSet, torch.float64)] + [(GpuKernelSet, dtype) for dtype in dtypes]:
         hidden, weight = (
             drawn(rows, 64, dtype=dtype, device=device),
             drawn(96, 64, dtype=dtype, device=device),
         )
         expected = hidden.double() @ weight.double().T
         logits = kernels.head_product(hidden, weight)
-        assert logits.dtype == reference.compute_dtype(dtype)
+        assert logits.dtype == KernelSet.compute_dtype(dtype)
         torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(kernels.head_product(hidden[None], weight)[0], logits)
 
@@ -175,7 +176,7 @@ def test_nothing_is_computed_below_float32(device: str) -> None:
     """Values whose squares, and sums of squares, are beyond float16."""
     x = torch.full((2, 4), 1000.0, dtype=torch.float16, device=device)
     one = torch.ones_like(x[0])
-    for kernels in (reference, gpu_kernels):
+    for kernels in (KernelSet, GpuKernelSet):
         torch.testing.assert_close(kernels.rms_norm(x, one, EPS), torch.ones_like(x))
         torch.testing.assert_close(kernels.add_rms_norm(x, x, one, EPS)[1], torch.ones_like(x))
 
@@ -187,17 +188,17 @@ def test_columns_that_do_not_lie_side_by_side(device: str) -> None:
         for x in (wide[:, ::2], wide[:, :6].T):
             dense = x.contiguous()
             for function in (
-                lambda x, weight=weight: gpu_kernels.rms_norm(x, weight, EPS),
-                lambda x, weight=weight: gpu_kernels.add_rms_norm(x, x, weight, EPS)[1],
-                lambda x: gpu_kernels.silu_mul(x, x),
-                gpu_kernels.relu_squared,
+                lambda x, weight=weight: GpuKernelSet.rms_norm(x, weight, EPS),
+                lambda x, weight=weight: GpuKernelSet.add_rms_norm(x, x, weight, EPS)[1],
+                lambda x: GpuKernelSet.silu_mul(x, x),
+                GpuKernelSet.relu_squared,
             ):
                 torch.testing.assert_close(function(x), function(dense))
 
 
 def test_no_rows(device: str) -> None:
     none, weight = torch.zeros(0, 8, device=device), torch.ones(8, device=device)
-    for kernels in (reference, gpu_kernels):
+    for kernels in (KernelSet, GpuKernelSet):
         assert kernels.rms_norm(none, weight, EPS).shape == (0, 8)
         assert kernels.add_rms_norm(none, none, weight, EPS)[1].shape == (0, 8)
         assert kernels.relu_squared(none).shape == (0, 8)

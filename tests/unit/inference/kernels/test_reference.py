@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import reference as ref
+from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.reference.attention import apply_rotary
 from oracle.steps import prefill_chunks
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class TestCausalConv:
         """`rows`: [n, 5] each; `checkpoints`: (row, tokens of that row before it, destination)."""
         starts = [0, *itertools.accumulate(len(row) for row in rows)]
         cp_rows, cp_tokens, cp_destinations = zip(*checkpoints, strict=True) if checkpoints else ((), (), ())
-        return ref.causal_conv1d_prefill(
+        return KernelSet.causal_conv1d_prefill(
             torch.cat(rows),
             self.weight.to(dtype),
             self.bias.to(dtype),
@@ -89,7 +90,7 @@ class TestCausalConv:
         tokens = randn(3, 5, seed=6, dtype=dtype)
         prefilled, updated = self.pool.to(dtype), self.pool.to(dtype, copy=True)
         expected = self.prefill(prefilled, list(tokens.split(1)), [4, -1, 2], [4, 8, 9], dtype=dtype)
-        out = ref.causal_conv1d_update(
+        out = KernelSet.causal_conv1d_update(
             tokens[:, None], self.weight.to(dtype), self.bias.to(dtype), updated,
             index(4, -1, 2), index(4, 8, 9)[:, None],
         )  # fmt: skip
@@ -103,7 +104,7 @@ class TestCausalConv:
         assert self.prefill(pool, tokens, [-1], [-1]).isfinite().all()
         assert pool.isnan().all()
         nowhere = index(-1, -1)
-        out = ref.causal_conv1d_update(
+        out = KernelSet.causal_conv1d_update(
             tokens[0][:, None], self.weight, self.bias, pool, nowhere, nowhere[:, None]
         )
         assert out.isfinite().all()
@@ -128,11 +129,11 @@ class SSD:
         self.lengths = lengths
         self.x = randn(total, self.H, P, seed=seed, dtype=dtype)
         self.dt = F.softplus(randn(total, self.H, seed=seed + 1) - 2).to(dtype)
-        self.A = -torch.tensor([0.02, 0.1, 0.5, 1.0], dtype=ref.compute_dtype(dtype))
+        self.A = -torch.tensor([0.02, 0.1, 0.5, 1.0], dtype=KernelSet.compute_dtype(dtype))
         self.B = randn(total, self.G, N, seed=seed + 2, dtype=dtype)
         self.Cs = randn(total, self.G, N, seed=seed + 3, dtype=dtype)
         self.D = randn(self.H, seed=seed + 4, dtype=dtype)
-        self.state_dtype = ref.compute_dtype(dtype)
+        self.state_dtype = KernelSet.compute_dtype(dtype)
 
     def pool(self, slots: int, seed: int = 50) -> Tensor:
         return randn(slots, self.H, self.P, self.N, seed=seed, dtype=self.state_dtype)
@@ -149,7 +150,7 @@ class SSD:
         def pick(t: Tensor) -> Tensor:
             return torch.cat([t[s] for s in token_slices])
 
-        return ref.ssd_chunk_scan(
+        return KernelSet.ssd_chunk_scan(
             pick(self.x), pick(self.dt), self.A, pick(self.B), pick(self.Cs), self.D,
             pool, index(*sources), index(*destinations), self.C,
             chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
@@ -277,7 +278,7 @@ class TestSSD:
         ssd = SSD([3], dtype=dtype)
         before = ssd.pool(6)
         pool = before.clone()
-        out = ref.selective_state_update(
+        out = KernelSet.selective_state_update(
             ssd.x[:, None], ssd.dt[:, None], ssd.A, ssd.B[:, None], ssd.Cs[:, None], ssd.D, pool,
             index(0, -1, 2), index(0, 4, 5)[:, None],
         )[:, 0]  # fmt: skip
@@ -317,13 +318,13 @@ class TestNormsAndRotary:
     def test_rms_norm_leaves_a_root_mean_square_of_its_weight(self):
         x, weight = randn(3, 8), randn(8, seed=1)
         expected = x / x.square().mean(-1, keepdim=True).sqrt() * weight
-        torch.testing.assert_close(ref.rms_norm(x, weight, 0.0), expected)
+        torch.testing.assert_close(KernelSet.rms_norm(x, weight, 0.0), expected)
 
     def test_the_gated_norm_normalises_each_group_alone(self):
         x, gate, weight = randn(3, 8), randn(3, 8, seed=1), randn(8, seed=2)
-        whole = ref.gated_rms_norm(x, gate, weight, 2, 1e-5)
+        whole = KernelSet.gated_rms_norm(x, gate, weight, 2, 1e-5)
         for part in (slice(0, 4), slice(4, 8)):
-            alone = ref.rms_norm(x[:, part] * F.silu(gate[:, part]), weight[part], 1e-5)
+            alone = KernelSet.rms_norm(x[:, part] * F.silu(gate[:, part]), weight[part], 1e-5)
             torch.testing.assert_close(whole[:, part], alone)
 
     def test_rotary_scores_depend_on_the_distance_only(self):
@@ -331,8 +332,8 @@ class TestNormsAndRotary:
 
         def score(q_position: int, k_position: int) -> Tensor:
             turned = (
-                ref.apply_rotary(q, index(q_position), 100.0),
-                ref.apply_rotary(k, index(k_position), 100.0),
+                apply_rotary(q, index(q_position), 100.0),
+                apply_rotary(k, index(k_position), 100.0),
             )
             return (turned[0] * turned[1]).sum(-1)
 
@@ -342,6 +343,6 @@ class TestNormsAndRotary:
 
     def test_nothing_is_computed_below_float32(self):
         x = randn(2, 4, dtype=torch.bfloat16)
-        for narrow in (ref.rms_norm(x, x[0], 1e-5), ref.gated_rms_norm(x, x, x[0], 2, 1e-5)):
+        for narrow in (KernelSet.rms_norm(x, x[0], 1e-5), KernelSet.gated_rms_norm(x, x, x[0], 2, 1e-5)):
             assert narrow.dtype == torch.bfloat16  # rounded once, at the end
-        assert ref.compute_dtype(torch.float64) == torch.float64
+        assert KernelSet.compute_dtype(torch.float64) == torch.float64

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import reference as ref
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.steps import prefill_chunks
 from torch import Tensor
 
@@ -47,15 +47,15 @@ class Decode:
         self.delta_states = randn(20, *DELTA, seed=10)
 
     def run(self, sources: Tensor, destinations: Tensor, rows=slice(None), tokens=slice(None)):
-        conv = ref.causal_conv1d_update(
+        conv = KernelSet.causal_conv1d_update(
             self.raw[rows, tokens], self.weight, self.bias, self.windows, sources, destinations
         )
-        y = ref.selective_state_update(
+        y = KernelSet.selective_state_update(
             self.x[rows, tokens], self.dt[rows, tokens], self.A, self.B[rows, tokens],
             self.C[rows, tokens], self.D, self.states, sources, destinations,
         )  # fmt: skip
         rule = (part[rows, tokens] for part in self.rule)
-        o = ref.gated_delta_rule_update(*rule, self.delta_states, sources, destinations)
+        o = KernelSet.gated_delta_rule_update(*rule, self.delta_states, sources, destinations)
         return conv, y, o
 
 
@@ -153,15 +153,15 @@ class Prefill:
         self.cp_destinations = index(*(20 + i for i in inner), *[-1] * entries)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        conv = ref.causal_conv1d_prefill(
+        conv = KernelSet.causal_conv1d_prefill(
             self.raw, self.weight, self.bias, self.windows, self.sources, self.destinations,
             self.query_start_loc, self.token_rows, self.cp_rows, self.cp_ends, self.cp_destinations,
         )  # fmt: skip
-        y = ref.ssd_chunk_scan(
+        y = KernelSet.ssd_chunk_scan(
             self.x, self.dt, self.A, self.B, self.C, self.D, self.states, self.sources, self.destinations,
             CHUNK, self.cu, self.seq_idx, self.row_starts, self.chunk_destinations,
         )  # fmt: skip
-        o = ref.gated_delta_rule_scan(
+        o = KernelSet.gated_delta_rule_scan(
             *self.rule, self.delta_states, self.sources, self.destinations,
             CHUNK, self.cu, self.seq_idx, self.row_starts, self.chunk_destinations,
         )  # fmt: skip
@@ -213,7 +213,7 @@ class TestPaddedAttention:
     def test_positions_of_minus_one_are_not_written(self, cache):
         before = cache.clone()
         keys, values = randn(4, 2, 6, seed=2), randn(4, 2, 6, seed=3)
-        ref.write_kv(cache, keys, values, index(0, 3, 0), index(-1, 5, -1))
+        KernelSet.write_kv(cache, keys, values, index(0, 3, 0), index(-1, 5, -1))
         assert torch.equal(cache[0, 1, 1], keys[3])
         cache[:, 1, 1] = before[:, 1, 1]
         torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)

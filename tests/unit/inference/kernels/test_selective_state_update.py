@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from mambaslots.inference.kernels import reference
-from mambaslots.inference.kernels import selective_state_update as fused
+from mambaslots.inference.kernels import ssd as fused
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.fresh_process import run_code
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations
 from oracle.synchronisation import no_synchronisation
@@ -210,7 +210,7 @@ def test_tokens_and_dtypes(
         sources, destinations, dtype=dtype, pool_dtype=pool_dtype, strided=tokens % 2 == 0, seed=tokens
     )
     out, pool = check(made, device)
-    other, other_pool = made.run(device, reference)
+    other, other_pool = made.run(device, KernelSet)
     assert close(out[made.real], other[made.real].double(), 2 * rounding(device, dtype))
     # NaN where nothing was written, in both; two units in the last place elsewhere.
     rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[pool_dtype]
@@ -375,7 +375,7 @@ def test_replays_in_a_graph_without_synchronising(device: str) -> None:
 
 COMPILE = """
 import triton
-from mambaslots.inference.kernels.selective_state_update import NUM_WARPS, block_sizes, update_kernel
+from mambaslots.inference.kernels.ssd import NUM_WARPS, block_sizes, update_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mambaslots.inference.kernels.sequential_product import head_product, linear, matmul
+from mambaslots.inference.kernels.products import linear, matmul, sequential_head_product
 from oracle.dots_in_order import dots_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +28,7 @@ def test_against_float64(dtype, rows, inner, outer):
         out = linear(x, weight, given)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, **close)
-    logits = head_product(x.view(1, rows, inner), weight)
+    logits = sequential_head_product(x.view(1, rows, inner), weight)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(
         logits[0].double(), F.linear(x.double(), weight.double()), rtol=1e-5, atol=1e-5

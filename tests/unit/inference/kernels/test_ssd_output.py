@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels.ssd_output import chunk_scan
+from mambaslots.inference.kernels.ssd_stages import chunk_scan
 from oracle.budget import costly
 from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, Batch, Layer, kernel_device, poisoned_allocations, randn, relative_error

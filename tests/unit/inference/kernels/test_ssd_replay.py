@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import ssd_replay as module
-from mambaslots.inference.kernels.ssd_inputs import keep_ssd_inputs
-from mambaslots.inference.kernels.ssd_replay import heads_of_a_program, ssd_replay
-from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
+from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.ssd import ssd_chunk_scan
+from mambaslots.inference.kernels.ssd_replay import heads_of_a_program, keep_ssd_inputs, ssd_replay
 from oracle.budget import example_or_dear
 from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, Batch, Layer, kernel_device, poisoned_allocations, relative_error, same_bits
@@ -325,7 +324,7 @@ class TestValues:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_the_reference_is_the_recurrence(self, dtype):
         layer = Layer(dtype=dtype)
-        check_recurrence(layer, torch.device("cpu"), reference.ssd_replay, reference.keep_ssd_inputs, 1e-5)
+        check_recurrence(layer, torch.device("cpu"), KernelSet.ssd_replay, KernelSet.keep_ssd_inputs, 1e-5)
 
     @pytest.mark.sampled(dtype=1)
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import reference
-from mambaslots.inference.kernels import ssd_scan as module
-from mambaslots.inference.kernels.ssd_scan import ssd_chunk_scan
+from mambaslots.inference.kernels import ssd as module
+from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.ssd import ssd_chunk_scan
 from oracle.budget import example_or_dear
 from oracle.fresh_process import run_code
 from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
@@ -81,7 +81,7 @@ class TestValues:
         y, pool = scan_and_check(batch, before, device)
 
         reference_pool = before.clone()
-        expected = batch.scan(reference.ssd_chunk_scan, reference_pool)
+        expected = batch.scan(KernelSet.ssd_chunk_scan, reference_pool)
         assert relative_error(y[: batch.tokens], expected[: batch.tokens]) <= 1e-5
         assert torch.equal(pool.isnan(), reference_pool.isnan())
         assert relative_error(pool.nan_to_num(), reference_pool.nan_to_num()) <= 1e-5

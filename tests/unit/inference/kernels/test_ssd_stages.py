@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from mambaslots.inference.kernels.ssd_decays import chunk_cumsum
-from mambaslots.inference.kernels.ssd_scores import chunk_scores
+from mambaslots.inference.kernels.ssd_stages import chunk_cumsum, chunk_scores
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, randn, relative_error, same_bits
 
 

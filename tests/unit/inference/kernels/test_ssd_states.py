@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels.ssd_states import ssd_states
+from mambaslots.inference.kernels.ssd_stages import ssd_states
 from oracle.budget import costly
 from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from oracle.ssd import (

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.kernels import boundary_capture, state_copy, state_copy_gpu, state_move
+from mambaslots.inference.kernels import state_copy, state_move
 from mambaslots.inference.kernels.state_copy import copy_states, zero_states
-from mambaslots.inference.kernels.state_move import StateMove
-from mambaslots.inference.kernels.state_move_kernels import LISTED, move_listed_states
+from mambaslots.inference.kernels.state_move import LISTED, StateMove, move_listed_states
 from mambaslots.inference.kernels.state_tensors import StateTensors, device_indices
 from oracle.budget import costly
 from oracle.state_tensors import conv_and_ssm
@@ -117,7 +116,7 @@ def counted_crossings():
         crossings.append(arguments)
         return device_indices(*arguments)
 
-    with mock.patch.object(state_copy_gpu, "device_indices", crossed):
+    with mock.patch.object(state_move, "device_indices", crossed):
         yield crossings
 
 
@@ -150,7 +149,7 @@ class TestKernel:
         with mock.patch.object(state_move, "PROGRAMS", data.draw(st.sampled_from([1, 5, 4224]))):
             if data.draw(st.booleans()):
                 read, write = indices(read, device), indices(write, device)
-            state_copy_gpu.copy_states(source, read, destination, write, on_device)
+            state_move.copy_states(source, read, destination, write, on_device)
         assert same(memory, expected)
         assert same(source_memory, unchanged)
 
@@ -173,7 +172,7 @@ class TestKernel:
         expected = after(memory, destination, pairs, source)
         by_value = len(pairs) <= LISTED
         with counted_crossings() as crossings:
-            state_copy_gpu.copy_states(source, read, destination, write)
+            state_move.copy_states(source, read, destination, write)
         assert len(crossings) == (0 if by_value else 1)
         assert same(memory, expected)
         assert same(source_memory, unchanged)
@@ -181,7 +180,7 @@ class TestKernel:
         written = [slot for slot in write if slot >= 0]
         expected = after(memory, destination, [(slot, slot) for slot in written])
         with counted_crossings() as crossings:
-            state_copy_gpu.zero_states(destination, write)
+            state_move.zero_states(destination, write)
         assert len(crossings) == (0 if len(written) <= LISTED else 1)
         assert same(memory, expected)
 
@@ -191,7 +190,7 @@ class TestKernel:
         pool = nemotron_h_8b()
         move = StateMove.between(pool, pool)
         with mock.patch.object(StateMove, "launch") as launch:
-            state_copy_gpu.copy_states(pool, [last, 0, last], pool, [0, last, last])
+            state_move.copy_states(pool, [last, 0, last], pool, [0, last, last])
         ((_, pairs, arguments, _), _) = launch.call_args
         assert pairs == arguments[-1] == 3
         assert [(slots >> 32, slots & last) for slots in arguments[:3]] == [
@@ -208,11 +207,11 @@ class TestKernel:
         destination, memory = pools(*made, 5)
         count = torch.tensor([2], device=device)
         expected = after(memory, destination, [(1, 0), (5, 3)], source)
-        state_copy_gpu.copy_states(source, [1, -1], destination, indices([0, 1], device))
-        state_copy_gpu.copy_states(source, [-1, 5, 2], destination, [1, 3, 4], count)
+        state_move.copy_states(source, [1, -1], destination, indices([0, 1], device))
+        state_move.copy_states(source, [-1, 5, 2], destination, [1, 3, 4], count)
         assert same(memory, expected)
         expected = after(memory, destination, [(2, 2)])
-        state_copy_gpu.zero_states(destination, [2, -1, 1], count)
+        state_move.zero_states(destination, [2, -1, 1], count)
         assert same(memory, expected)
 
     def test_pools_that_were_made_anew_are_found_at_their_new_place(self, device):
@@ -223,11 +222,11 @@ class TestKernel:
             destination, memory = pools(*made, 5 + seed)
             kept.append(memory)
             expected = after(memory, destination, [(seed, 1)], source)
-            state_copy_gpu.copy_states(source, [seed], destination, [1])
+            state_move.copy_states(source, [seed], destination, [1])
             assert same(memory, expected)
         views = StateTensors(*(states[:, 1:] for states in destination))
         expected = after(memory, views, [(0, 1)], source)
-        state_copy_gpu.copy_states(source, [0], views, [1])
+        state_move.copy_states(source, [0], views, [1])
         assert same(memory, expected)
 
     @costly()
@@ -239,7 +238,7 @@ class TestKernel:
         expected = after(memory, pool, [(slot, slot) for slot in write[:count] if slot >= 0])
         on_device = None if count is None else torch.tensor([count], device=device)
         given_as = write if data.draw(st.booleans()) else indices(write, device)
-        state_copy_gpu.zero_states(pool, given_as, on_device)
+        state_move.zero_states(pool, given_as, on_device)
         assert same(memory, expected)
 
     @pytest.mark.sampled(size=(16384 + 16, 16384 * 2 + 7), layout=("gaps",))
@@ -250,7 +249,7 @@ class TestKernel:
         source, _ = pools(layout, 3, shapes, dtypes, device, 0)
         destination, memory = pools("gaps", 2, shapes, dtypes, device, 5)
         expected = after(memory, destination, [(2, 0), (0, 1)], source)
-        state_copy_gpu.copy_states(source, indices([2, 0], device), destination, indices([0, 1], device))
+        state_move.copy_states(source, indices([2, 0], device), destination, indices([0, 1], device))
         assert same(memory, expected)
 
     def test_more_pairs_than_a_program_ranks_at_once(self, device, monkeypatch):
@@ -264,13 +263,13 @@ class TestKernel:
         write = list(reversed(range(slots)))
         pairs = [(i, j) for i, j in zip(read, write, strict=True) if i >= 0]
         expected = after(memory, destination, pairs, source)
-        state_copy_gpu.copy_states(source, indices(read, device), destination, indices(write, device))
+        state_move.copy_states(source, indices(read, device), destination, indices(write, device))
         assert same(memory, expected)
 
     def test_a_pool_is_copied_into_itself(self, device):
         pool, memory = pools("contiguous", 6, [(3, 4), (5,)], [torch.bfloat16] * 2, device, 0)
         expected = after(memory, pool, [(1, 0), (2, 2), (1, 4)], pool)
-        state_copy_gpu.copy_states(pool, indices([1, 2, 1], device), pool, indices([0, 2, 4], device))
+        state_move.copy_states(pool, indices([1, 2, 1], device), pool, indices([0, 2, 4], device))
         assert same(memory, expected)
 
     def test_addresses_beyond_two_to_the_31(self, device):
@@ -285,19 +284,19 @@ class TestKernel:
         for pool, outside in zip((layers_apart, slots_apart), near, strict=True):
             of, to = StateTensors(outside, outside), StateTensors(pool, pool)
             here = list(range(pool.shape[1]))
-            state_copy_gpu.copy_states(of, indices(here, device), to, indices(here, device))
+            state_move.copy_states(of, indices(here, device), to, indices(here, device))
             assert torch.equal(pool, outside[:, : len(here)])
             back = StateTensors(torch.zeros_like(outside), torch.zeros_like(outside))
-            state_copy_gpu.copy_states(to, indices(here, device), back, indices([2, 1][: len(here)], device))
+            state_move.copy_states(to, indices(here, device), back, indices([2, 1][: len(here)], device))
             assert torch.equal(back.ssm[:, 2], pool[:, 0])
-            state_copy_gpu.zero_states(to, indices(here[-1:], device))
+            state_move.zero_states(to, indices(here[-1:], device))
             assert not pool[:, -1].any()
 
     def test_states_without_bytes_or_layers_or_pairs_are_nothing(self, device):
         for layers, shape, pairs in [(2, (0,), [0]), (0, (3,), [0]), (2, (3,), [])]:
             pool = StateTensors(*torch.ones(2, layers, 4, *shape, device=device))
-            state_copy_gpu.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
-            state_copy_gpu.zero_states(pool, indices(pairs, device))
+            state_move.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
+            state_move.zero_states(pool, indices(pairs, device))
             assert all(bool(states.all()) for states in pool)
 
     def test_the_grid_is_bounded_whatever_there_is_to_do(self):
@@ -317,7 +316,7 @@ class TestKernel:
         }
         for other in others.values():
             with pytest.raises(ValueError, match="accepted"):
-                state_copy_gpu.copy_states(pool, indices([0], device), other, indices([1], device))
+                state_move.copy_states(pool, indices([0], device), other, indices([1], device))
 
 
 class TestBoundaryCapture:
@@ -344,7 +343,7 @@ class TestBoundaryCapture:
         expected = after(memory, durable, captured, live)
         before = [part.clone() for part in memory]
         for capture in (
-            boundary_capture.capture_boundaries,
+            state_move.capture_boundaries,
             state_copy.capture_boundaries_reference,
             state_copy.capture_boundaries,
         ):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels.state_passing import state_passing
+from mambaslots.inference.kernels.ssd import state_passing
 from oracle.budget import costly
 from oracle.ssd import DEVICES, kernel_device, randn, relative_error, same_bits
 from oracle.traffic import traffic_of

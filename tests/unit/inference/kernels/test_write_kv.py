@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import reference
 from mambaslots.inference.kernels import write_kv as triton_kernels
+from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.budget import costly
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def device(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=[reference, triton_kernels], ids=["reference", "triton"])
+@pytest.fixture(params=[KernelSet, triton_kernels], ids=["reference", "triton"])
 def kernels(request) -> Any:
     return request.param
 
@@ -154,7 +154,7 @@ def test_the_reference_and_the_kernel_agree_to_the_rounding_of_float32(device):
     cache = torch.zeros(2, 1, 4, 4, 128, device=device)
     ours, theirs = (
         kernels.rotary_and_write_kv(x, x, x, positions, 1e6, cache, none, none)
-        for kernels in (triton_kernels, reference)
+        for kernels in (triton_kernels, KernelSet)
     )
     unit = torch.finfo(torch.float32).eps * x.abs().max()
     assert (ours - theirs).abs().max() <= 2 * unit
@@ -232,7 +232,7 @@ def with_zero_rotation(kernels: Any) -> Callable[..., None]:
 @given(data=st.data(), block=st.sampled_from([1, 2, 3, 8]), rotary=st.booleans(), triton=st.booleans())
 def test_every_row_of_a_block_with_a_stored_row_is_finite_after_every_step(data, block, rotary, triton):
     """Prompts in chunks, decodes, drafts of which some are rejected, and blocks used again."""
-    kernels = triton_kernels if triton else reference
+    kernels = triton_kernels if triton else KernelSet
     device = "cuda" if torch.cuda.is_available() and triton else "cpu"
     steps = Steps(block, with_zero_rotation(kernels) if rotary else kernels.write_kv, device)
     with mock.patch.object(triton_kernels, "MAX_PARTS", 2):

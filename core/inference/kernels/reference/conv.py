@@ -7,7 +7,99 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference_chunks import compute_dtype, read_states, rounded, write_states
+from .chunks import compute_dtype, read_states, rounded, write_states
+
+
+def causal_conv1d_prefill(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    query_start_loc: Tensor,
+    token_rows: Tensor,
+    checkpoint_rows: Tensor,
+    checkpoint_ends: Tensor,
+    checkpoint_destinations: Tensor,
+    *,
+    activation: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
+
+    Args:
+        x: [tokens, conv_dim] raw inputs, row after row.
+        weight, bias: [conv_dim, kernel], [conv_dim] or None.
+        conv_states: [slots, conv_dim, >= kernel - 1]. A slot's first kernel - 1 places hold the last raw
+            inputs, oldest first. Written at `destinations` and `checkpoint_destinations`.
+        sources, destinations: [rows] pool indices.
+        query_start_loc: [rows + 1] where each row's tokens start in `x`.
+        token_rows: [tokens] the row of each token.
+        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
+            token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
+        activation: whether SiLU follows.
+        out: where the result goes; None allocates it.
+
+    Returns: [tokens, conv_dim] in the dtype of x.
+    """
+    tokens, conv_dim = x.shape
+    width = weight.shape[1] - 1
+    rows = torch.arange(sources.shape[0], device=x.device)
+    taps = torch.arange(width, device=x.device)
+
+    # Each row's carried window goes in front of the row's tokens, and one gather serves rows of any length.
+    # Padding tokens belong to a row behind the last, whose window is zeros.
+    packed = x.new_zeros(tokens + (rows.shape[0] + 1) * width, conv_dim)
+    window_starts = query_start_loc[:-1] + rows * width
+    carried = read_states(conv_states[..., :width], sources)
+    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)
+    windows_before = torch.where(token_rows < 0, rows.shape[0], token_rows)
+    token_windows = torch.arange(tokens, device=x.device) + windows_before * width
+    packed[token_windows + width] = x
+
+    dtype = compute_dtype(x.dtype)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    for tap in range(width + 1):
+        y = y + packed[token_windows + tap].to(dtype) * weight[:, tap].to(dtype)
+
+    ends = torch.cat([query_start_loc[1:], checkpoint_ends])
+    end_rows = torch.cat([rows, checkpoint_rows])
+    windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
+    write_states(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
+    return rounded(F.silu(y) if activation else y, x.dtype, out)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    *,
+    activation: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
+
+    Args:
+        x: [rows, T, conv_dim].
+        weight, bias, conv_states, activation, out: as for `causal_conv1d_prefill`.
+        sources: [rows] pool indices. destinations: [rows, T] where the window after that token goes.
+
+    Returns: [rows, T, conv_dim] in the dtype of x.
+    """
+    dtype = compute_dtype(x.dtype)
+    tokens, width = x.shape[1], weight.shape[1] - 1
+    carried = read_states(conv_states[..., :width], sources).transpose(1, 2)
+    packed = torch.cat([carried.to(x.dtype), x], dim=1)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    for tap in range(width + 1):
+        y = y + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
+    windows = packed.unfold(1, width, 1)[:, 1:]  # [rows, T, conv_dim, width]
+    write_states(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
+    return rounded(F.silu(y) if activation else y, x.dtype, out)
 
 
 def causal_conv1d_replay(

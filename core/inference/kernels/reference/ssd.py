@@ -6,7 +6,128 @@ Runs in any float dtype, row by row, and synchronises.
 import torch
 from torch import Tensor
 
-from .reference_chunks import compute_dtype, rounded
+from .chunks import PaddedChunks, compute_dtype, pass_states, read_states, rounded, write_states
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    ssm_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    chunk_size: int,
+    cu_chunk_seqlens: Tensor,
+    seq_idx: Tensor,
+    row_chunk_starts: Tensor,
+    chunk_destinations: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The state space dual form of h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over packed sequences.
+
+    Dao & Gu 2024 (arXiv 2405.21060), section 6: within a chunk a masked matrix product, between chunks the
+    recurrence, in order within a sequence. Every chunk is padded to `chunk_size`, so that its products have
+    the same shape whichever rows share the batch. The same inputs and cuts therefore give the same states,
+    bit for bit, in one call or in several.
+
+    Args:
+        x: [tokens, H, P]. dt: [tokens, H], after bias and softplus. A: [H], negative. D: [H].
+        B, C: [tokens, G, N]; head h belongs to group h // (H // G).
+        ssm_states: [slots, H, P, N]. Written at `destinations` and `chunk_destinations`.
+        sources, destinations: [rows] pool indices. A row without tokens passes its state on unchanged.
+        cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
+            `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
+        chunk_destinations: [chunks] pool indices for the state after each chunk.
+        out: where y goes; None allocates it.
+
+    Returns: y, [tokens, H, P] in the dtype of x.
+    """
+    dtype = compute_dtype(x.dtype)
+    heads, groups = x.shape[1], B.shape[1]
+    chunks = PaddedChunks(x.shape[0], chunk_size, cu_chunk_seqlens, row_chunk_starts)
+
+    # From here [chunks, G, heads of a group, chunk_size (, chunk_size, P or N)]. Padding has dt = 0.
+    grouped = (groups, heads // groups)
+    steps = chunks.padded(dt, dtype).movedim(1, 2)
+    log_decay = torch.unflatten((steps * A.to(dtype)[:, None]).cumsum(-1), 1, grouped)
+    scaled = torch.unflatten((chunks.padded(x, dtype) * steps.mT[..., None]).movedim(1, 2), 1, grouped)
+    keys = chunks.padded(B, dtype).movedim(1, 2)
+    queries = chunks.padded(C, dtype).movedim(1, 2)
+
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).tril()
+    pairwise = log_decay[..., :, None] - log_decay[..., None, :]
+    decay = pairwise.masked_fill(~causal, float("-inf")).exp()
+    y = ((queries @ keys.mT)[:, :, None] * decay) @ scaled
+
+    to_end = (log_decay[..., -1:] - log_decay).exp()
+    updates = (scaled * to_end[..., None]).mT @ keys[:, :, None]
+    entering, leaving, final = pass_states(
+        _next_states,
+        (updates.flatten(1, 2), log_decay[..., -1].exp().flatten(1, 2)),
+        read_states(ssm_states, sources).to(dtype),
+        seq_idx[: chunks.num_chunks].long(),
+        row_chunk_starts.long(),
+    )
+    carried = queries[:, :, None] @ torch.unflatten(entering, 1, grouped).mT
+    y = y + carried * log_decay.exp()[..., None]
+
+    write_states(ssm_states, chunk_destinations[: chunks.num_chunks], leaving)
+    write_states(ssm_states, destinations, final)
+    outputs = x.to(dtype) * D.to(dtype)[:, None]
+    packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
+    outputs[: packed.shape[0]] += packed
+    return rounded(outputs, x.dtype, out)
+
+
+def _next_states(state: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+    """decay * state + update, of n chunks: [n, H, P, N], and [n, H] the decays."""
+    return decay[:, :, None, None] * state + update
+
+
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    ssm_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`ssd_chunk_scan` for rows of T tokens each: the recurrence (Gu & Dao 2023, arXiv 2312.00752).
+
+    Args:
+        x: [rows, T, H, P]. dt: [rows, T, H], after bias and softplus. A: [H], negative. D: [H].
+        B, C: [rows, T, G, N]; head h belongs to group h // (H // G).
+        ssm_states: [slots, H, P, N]. Written at `destinations`.
+        sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
+        out: where y goes; None allocates it.
+
+    Returns: y, [rows, T, H, P] in the dtype of x.
+    """
+    dtype = compute_dtype(x.dtype)
+    narrow, x, dt = x.dtype, x.to(dtype), dt.to(dtype)
+    heads_a_group = x.shape[2] // B.shape[2]
+    key = B.to(dtype).repeat_interleave(heads_a_group, dim=2)
+    query = C.to(dtype).repeat_interleave(heads_a_group, dim=2)
+    decay = (dt * A.to(dtype)).exp()[..., None, None]
+    scaled = (dt[..., None] * x)[..., None]
+    state = read_states(ssm_states, sources).to(dtype)
+    states = []
+    for t in range(x.shape[1]):
+        state = decay[:, t] * state + scaled[:, t] * key[:, t, :, None]
+        states.append(state)
+    after = torch.stack(states, dim=1)
+    write_states(ssm_states, destinations.flatten(), after.flatten(0, 1))
+    y = (after @ query[..., None])[..., 0] + x * D.to(dtype)[:, None]
+    return rounded(y, narrow, out)
 
 
 def ssd_replay(

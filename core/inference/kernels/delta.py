@@ -1,0 +1,686 @@
+"""What the products of the gated delta rule multiply: normalised keys and queries, and values, packed.
+
+----
+The gated delta rule's stage between chunks: the recurrence over a row's chunks, from slot to slot.
+
+----
+The decode recurrence of the gated delta rule in Triton; see `reference.gated_delta_rule_update`.
+
+----
+The gated delta rule of a step, all stages, by pool slots; see `reference.gated_delta_rule_scan`.
+
+    stage                                  function                          file or package
+    normalised keys and queries            delta_operands                    delta_operands.py
+    sums of decays                         chunk_local_cumsum                fla-core's
+    the WY form of a chunk                 chunk_gated_delta_rule_fwd_intra  fla-core's, in 16-bit floats
+                                           chunk_scaled_dot_kkt_fwd, solve_tril, recompute_w_u_fwd
+                                                                             fla-core's, in float32
+    between chunks                         delta_state_passing               delta_state_passing.py
+    outputs                                chunk_fwd_o                       fla-core's
+
+fla-core's stages take packed sequences and cut each into chunks from its start. Here each of our chunks is
+passed as a sequence of its own, and so it is its own only chunk.
+
+fla-core's faster stage for the WY form multiplies in TF32, whose errors are 1e-3. Float32 therefore takes the
+three other stages. Their products, and those of the outputs, name no precision, and take Triton's default.
+The variable TRITON_F32_DEFAULT replaces the default, as `ssd_scan.py` says, and importing this file sets it
+to "ieee", too, unless it is set.
+"""
+
+import os
+import warnings
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+OPERAND_TOKENS, OPERAND_WARPS = 32, 4
+
+
+def delta_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k by x * rsqrt(sum x^2 + 1e-6), computed in float32, and v; all contiguous, in the dtype of v.
+
+    One launch, whose grid depends on shapes alone. Does not synchronise.
+
+    Args:
+        q, k: [tokens, Hk, Dk]. v: [tokens, Hv, Dv]. Views with any strides.
+    """
+    tokens, key_heads, key_dim = k.shape
+    value_heads, value_dim = v.shape[1:]
+    queries, keys = (torch.empty(k.shape, dtype=v.dtype, device=v.device) for _ in range(2))
+    values = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    heads = 2 * key_heads + value_heads
+    delta_operands_kernel[(triton.cdiv(tokens, OPERAND_TOKENS) * heads,)](
+        q, k, v, queries, keys, values, tokens, *q.stride(), *k.stride(), *v.stride(),
+        KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=triton.next_power_of_2(value_dim),
+        BLOCK_T=OPERAND_TOKENS, num_warps=OPERAND_WARPS,
+    )  # fmt: skip
+    return queries, keys, values
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def delta_operands_kernel(
+    # Pointers
+    q, k, v, queries, keys, values,
+    # Dimensions
+    tokens,
+    # Strides
+    q_token_stride, q_head_stride, q_dim_stride,
+    k_token_stride, k_head_stride, k_dim_stride,
+    v_token_stride, v_head_stride, v_dim_stride,
+    # Meta-parameters
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """A program has BLOCK_T tokens of one head of q, of k or of v."""
+    HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
+    head = tl.program_id(0) % HEADS
+    token = (tl.program_id(0) // HEADS).to(tl.int64) * OPERAND_TOKENS + tl.arange(0, OPERAND_TOKENS)
+    if head < KEY_HEADS:
+        _normalise(
+            q + head * q_head_stride, queries + head * KEY_DIM, token, tokens,
+            q_token_stride, q_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K,
+        )  # fmt: skip
+    elif head < 2 * KEY_HEADS:
+        head -= KEY_HEADS
+        _normalise(
+            k + head * k_head_stride, keys + head * KEY_DIM, token, tokens,
+            k_token_stride, k_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K,
+        )  # fmt: skip
+    else:
+        head -= 2 * KEY_HEADS
+        p = tl.arange(0, BLOCK_V)
+        inside = (token < tokens)[:, None] & (p < VALUE_DIM)[None, :]
+        raw = v + head * v_head_stride + token[:, None] * v_token_stride + p[None, :] * v_dim_stride
+        packed = values + head * VALUE_DIM + token[:, None] * (VALUE_HEADS * VALUE_DIM) + p[None, :]
+        tl.store(packed, tl.load(raw, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _normalise(
+    raw, packed, token, tokens, token_stride, dim_stride,
+    packed_token_stride: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (n < DIM)[None, :]
+    x = tl.load(raw + token[:, None] * token_stride + n[None, :] * dim_stride, mask=inside, other=0.0)
+    place = packed + token[:, None] * packed_token_stride + n[None, :]
+    tl.store(place, normalised(x).to(packed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normalised(x):
+    """Each row of a tile, in float32. A row's bits depend on the tile's shape and on the number of warps."""
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+
+
+PASSING_WARPS = 4
+
+
+def delta_state_passing(
+    keys: Tensor,
+    read_keys: Tensor,
+    written: Tensor,
+    log_decays: Tensor,
+    states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    chunk_size: int,
+    cu_chunk_seqlens: Tensor,
+    row_chunk_starts: Tensor,
+    chunk_destinations: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """leaving = decay * entering + keys^T decayed (written - read_keys entering), over each row's chunks.
+
+    Keeps the state in float32. Products multiply numbers of the dtype of `keys`, float32 in three TF32
+    products, and add in float32. Reads a row's initial state at its source. Stores the state that leaves a
+    chunk at the chunk's destination, and the state that leaves the row at the row's destination. There is no
+    other access to the pool, and each of these happens once. A row without chunks copies its source to its
+    destination, bit for bit. A row without chunks and without a destination, or with its source as
+    destination, costs an empty program. One launch, whose grid and addresses depend on shapes alone: a CUDA
+    graph can capture it. Does not synchronise.
+
+    Args:
+        keys: [tokens, Hk, Dk] normalised; value head h reads key head h // (Hv // Hk).
+        read_keys, written: [tokens, Hv, Dk] and [tokens, Hv, Dv], the two parts of the WY form. These three
+            tensors have one dtype and are contiguous.
+        log_decays: [tokens, Hv] float32, contiguous: sums of the decays' binary logarithms from the start of
+            each chunk. The sum at the last token of a chunk is the decay of the whole chunk.
+        states: [slots, Hv, Dk, Dv] float32 or narrower, with any slot stride. Written. A row's destination
+            may be its own source, no other row's source or destination.
+        sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
+        chunk_size: the most tokens of a chunk, a power of two from 16 on.
+        cu_chunk_seqlens: [chunks + 1] where each chunk's tokens start.
+        row_chunk_starts: [rows + 1] the first chunk of each row and the trailing total. Chunks from the total
+            on are padding, and are not touched.
+        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
+
+    Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values that tokens bring,
+        [tokens, Hv, Dv], both in the dtype of `keys`. Both are unspecified for padding.
+
+    Raises:
+        ValueError: a state is not contiguous.
+    """
+    if not states[:1].is_contiguous():
+        raise ValueError(
+            f"states has strides {states.stride()}; accepted: contiguous states of any slot stride"
+        )
+    heads, key_dim, value_dim = states.shape[1:]
+    chunks = cu_chunk_seqlens.shape[0] - 1
+    entering = keys.new_empty(chunks, heads, key_dim, value_dim)
+    new_values = torch.empty_like(written)
+    blocks, num_stages = passing_blocks(key_dim, value_dim, keys.dtype)
+    grid = (triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * sources.shape[0],)
+    delta_state_passing_kernel[grid](
+        keys, read_keys, written, log_decays, states, entering, new_values,
+        sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+        states.stride(0),
+        heads, heads // keys.shape[1], key_dim, value_dim, chunk_size,
+        **blocks, num_warps=PASSING_WARPS, num_stages=num_stages,
+    )  # fmt: skip
+    return entering, new_values
+
+
+def passing_blocks(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    """Tile sizes and pipeline stages. The number of rows has no say, so that other rows change no bits."""
+    wide = dtype == torch.float32
+    blocks = {
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "BLOCK_V": max(16, min(32, triton.next_power_of_2(value_dim))),
+        "SLICE": 16 if wide else 0,
+    }
+    # Bounds are loaded two chunks ahead, and what they bound one chunk ahead: two programs fit a
+    # multiprocessor of an H100. Five stages, one chunk more ahead, would leave room for one program.
+    return blocks, 1 if wide else 3
+
+
+@triton.jit
+def delta_state_passing_kernel(
+    # Pointers
+    keys,
+    read_keys,
+    written,
+    log_decays,
+    states,
+    entering,
+    new_values,
+    sources,
+    destinations,
+    cu_chunk_seqlens,
+    row_chunk_starts,
+    chunk_destinations,
+    # Strides
+    slot_stride: tl.int64,
+    # Dimensions
+    heads: tl.constexpr,
+    heads_of_key: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    chunk_size: tl.constexpr,
+    # Meta-parameters
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """A program has a row, a value head and BLOCK_V of Dv. No other program touches this part of a state."""
+    v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // v_blocks % heads
+    row = tl.program_id(0) // (v_blocks * heads)
+    n = tl.arange(0, BLOCK_K)
+    p = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (n < key_dim)[:, None] & (p < value_dim)[None, :]
+
+    keys += head // heads_of_key * key_dim
+    read_keys += head * key_dim
+    written += head * value_dim
+    new_values += head * value_dim
+    log_decays += head
+    entering += head * (key_dim * value_dim)
+
+    first = tl.load(row_chunk_starts + row)
+    end = tl.load(row_chunk_starts + row + 1)
+    source = tl.load(sources + row)
+    destination = tl.load(destinations + row)
+    moves = (destination >= 0) & (destination != source)
+
+    within = head * (key_dim * value_dim) + n[:, None] * value_dim + p[None, :]
+    slots = states + within
+    has_initial = (source >= 0) & ((first < end) | moves)
+    initial = tl.load(slots + source * slot_stride, mask=inside & has_initial, other=0.0)
+    tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
+    if first == end:
+        if moves:
+            tl.store(slots + destination * slot_stride, initial, mask=inside)
+    else:
+        state = initial.to(tl.float32)
+        state_size: tl.constexpr = heads * key_dim * value_dim
+        entry = entering + first.to(tl.int64) * state_size
+        checkpoint = tl.load(chunk_destinations + first)
+        for chunk in range(first, end):
+            # Triton loads ahead in a loop that carries no value of the chunk before the last: the bounds are
+            # read anew.
+            start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
+            following = tl.load(cu_chunk_seqlens + chunk + 1).to(tl.int64)
+            next_checkpoint = tl.load(chunk_destinations + chunk + 1, mask=chunk + 1 < end, other=-1)
+            state = _chunk(
+                state, keys, read_keys, written, log_decays, entry, new_values, start, following, p,
+                heads, heads // heads_of_key, key_dim, value_dim, chunk_size, BLOCK_K, BLOCK_V, SLICE,
+            )  # fmt: skip
+            if checkpoint >= 0:
+                tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
+            checkpoint = next_checkpoint
+            entry += state_size
+        if destination >= 0:
+            tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _chunk(
+    state, keys, read_keys, written, log_decays, entering, new_values, start, end, p,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk_size: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Store what one chunk, the tokens from `start` to `end`, gets and brings; returns the state behind it.
+
+    SLICE is 0, or the products are taken in slices of so many keys or tokens, which are read back from what
+    the program has just stored: float32 operands of a whole product do not fit the registers.
+    """
+    operand: tl.constexpr = keys.dtype.element_ty
+    n = tl.arange(0, BLOCK_K)
+    token = start + tl.arange(0, chunk_size)
+    real = token < end
+    of_state = n[:, None] * value_dim + p[None, :]
+    of_value = token[:, None] * (heads * value_dim) + p[None, :]
+    in_state = (n < key_dim)[:, None] & (p < value_dim)[None, :]
+    in_value = real[:, None] & (p < value_dim)[None, :]
+
+    rounded = state.to(operand)
+    tl.store(entering + of_state, rounded, mask=in_state)
+    decay = tl.load(log_decays + token * heads, mask=real, other=0.0)
+    decay_of_chunk = tl.load(log_decays + (end - 1) * heads)
+    own = tl.load(written + of_value, mask=in_value, other=0.0).to(tl.float32)
+    state *= tl.exp2(decay_of_chunk)
+    if SLICE == 0:
+        of_key = token[:, None] * (heads * key_dim) + n[None, :]
+        read_key = tl.load(read_keys + of_key, mask=real[:, None] & (n < key_dim)[None, :], other=0.0)
+        value = own - tl.dot(read_key, rounded)
+        tl.store(new_values + of_value, value.to(operand), mask=in_value)
+        key = tl.load(
+            keys + n[:, None] + token[None, :] * (key_heads * key_dim),
+            mask=(n < key_dim)[:, None] & real[None, :],
+            other=0.0,
+        )
+        value *= tl.where(real, tl.exp2(decay_of_chunk - decay), 0.0)[:, None]
+        state = tl.dot(key, value.to(operand), state)
+    else:
+        tl.debug_barrier()  # below, a thread reads what another thread has stored above
+        held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
+        for first_n in range(0, key_dim, SLICE):
+            some = first_n + tl.arange(0, SLICE)
+            read_key = tl.load(
+                read_keys + token[:, None] * (heads * key_dim) + some[None, :],
+                mask=real[:, None] & (some < key_dim)[None, :],
+                other=0.0,
+            )
+            part = tl.load(
+                entering + some[:, None] * value_dim + p[None, :],
+                mask=(some < key_dim)[:, None] & (p < value_dim)[None, :],
+                other=0.0,
+            )
+            held = tl.dot(read_key, part, held, input_precision="tf32x3")
+        tl.store(new_values + of_value, own - held, mask=in_value)
+        tl.debug_barrier()  # as above
+        for first_token in range(0, chunk_size, SLICE):
+            some_token = start + first_token + tl.arange(0, SLICE)
+            is_real = some_token < end
+            value = tl.load(
+                new_values + some_token[:, None] * (heads * value_dim) + p[None, :],
+                mask=is_real[:, None] & (p < value_dim)[None, :],
+                other=0.0,
+            )
+            some_decay = tl.load(log_decays + some_token * heads, mask=is_real, other=0.0)
+            value *= tl.where(is_real, tl.exp2(decay_of_chunk - some_decay), 0.0)[:, None]
+            key = tl.load(
+                keys + n[:, None] + some_token[None, :] * (key_heads * key_dim),
+                mask=(n < key_dim)[:, None] & is_real[None, :],
+                other=0.0,
+            )
+            state = tl.dot(key, value, state, input_precision="tf32x3")
+    return state
+
+
+UPDATE_WARPS = 4
+_TILE_ELEMENTS = 4096  # 32 a thread: eight loads of 16 bytes in flight in float32
+
+
+def gated_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+) -> Tensor:
+    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; o = S^T q, over T tokens of every row.
+
+    Normalises q and k, x * rsqrt(sum x^2 + 1e-6), and scales q by Dk ** -0.5 (arXiv 2412.06464). Reads each
+    state once and stores it at each destination. Computes in float32, and keeps the state in float32 between
+    the tokens of a call. One launch. Does not synchronise.
+
+    Args:
+        q, k: [rows, T, Hk, Dk] raw; value head h reads key head h // (Hv // Hk). v: [rows, T, Hv, Dv].
+        g, beta: [rows, T, Hv], the log decay and the strength of the update. All these tensors have any
+            strides.
+        states: [slots, Hv, Dk, Dv] with any strides. Written at `destinations`.
+        sources: [rows] the pool index of the state before the tokens, -1: zeros.
+        destinations: [rows, T] the pool index for the state after each token, -1: nowhere. One destination
+            may be the row's source. A row whose indices are all -1 (padding) costs a few small loads, and its
+            outputs are unspecified.
+
+    Returns: o, [rows, T, Hv, Dv] in the dtype of v.
+    """
+    rows, tokens, heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[2:]
+    out = torch.empty(rows, tokens, heads, value_dim, dtype=v.dtype, device=v.device)
+    block_k, block_v = update_blocks(key_dim, value_dim)
+    update_kernel[(rows * heads * triton.cdiv(value_dim, block_v),)](
+        q, k, v, g, beta, states, out, sources, destinations,
+        *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
+        *states.stride(), *destinations.stride(),
+        TOKENS=tokens, HEADS=heads, HEADS_OF_KEY=heads // key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        BLOCK_K=block_k, BLOCK_V=block_v, num_warps=UPDATE_WARPS, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def update_blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """A program's tile, in Dk and in Dv. The number of rows has no say, so that other rows change no bits."""
+    block_k = triton.next_power_of_2(key_dim)
+    return block_k, min(triton.next_power_of_2(value_dim), max(1, _TILE_ELEMENTS // block_k))
+
+
+@triton.jit
+def update_kernel(
+    # Pointers
+    q, k, v, g, beta, states, out, sources, destinations,
+    # Strides
+    q_row_stride, q_token_stride, q_head_stride, q_dim_stride,
+    k_row_stride, k_token_stride, k_head_stride, k_dim_stride,
+    v_row_stride, v_token_stride, v_head_stride, v_dim_stride,
+    g_row_stride, g_token_stride, g_head_stride,
+    beta_row_stride, beta_token_stride, beta_head_stride,
+    slot_stride, head_stride, key_stride, value_stride,
+    destination_row_stride, destination_token_stride,
+    # Meta-parameters
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HEADS_OF_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A program has a row, a value head and BLOCK_V of Dv. No other program touches this part of the states.
+
+    Padding costs 1 + TOKENS scalar loads.
+    """
+    V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    n = tl.arange(0, BLOCK_K)
+    p = tl.program_id(0) % V_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    head = tl.program_id(0) // V_BLOCKS % HEADS
+    row = (tl.program_id(0) // (V_BLOCKS * HEADS)).to(tl.int64)
+    key_head = head // HEADS_OF_KEY
+
+    q += row * q_row_stride + key_head * q_head_stride + n * q_dim_stride
+    k += row * k_row_stride + key_head * k_head_stride + n * k_dim_stride
+    v += row * v_row_stride + head * v_head_stride + p * v_dim_stride
+    g += row * g_row_stride + head * g_head_stride
+    beta += row * beta_row_stride + head * beta_head_stride
+    out += (row * TOKENS * HEADS + head) * VALUE_DIM + p
+    within = n[:, None] * key_stride + p[None, :] * value_stride
+    states += head.to(tl.int64) * head_stride
+    destinations += row * destination_row_stride
+
+    source = tl.load(sources + row)
+    any_index = source
+    for token in tl.static_range(TOKENS):
+        any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
+    if any_index >= 0:
+        inside = (n < KEY_DIM)[:, None] & (p < VALUE_DIM)[None, :]
+        state = tl.load(states + source * slot_stride + within, mask=inside & (source >= 0), other=0.0)
+        state = state.to(tl.float32)
+        tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
+        for token in tl.static_range(TOKENS):
+            key = tl.load(k + token * k_token_stride, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+            query = tl.load(q + token * q_token_stride, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+            value = tl.load(v + token * v_token_stride, mask=p < VALUE_DIM, other=0.0).to(tl.float32)
+            decay = tl.exp(tl.load(g + token * g_token_stride).to(tl.float32))
+            strength = tl.load(beta + token * beta_token_stride).to(tl.float32)
+            key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
+            query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6) * (KEY_DIM**-0.5)
+
+            state *= decay
+            held = tl.sum(state * key[:, None], axis=0)
+            new_value = strength * (value - held)
+            state += key[:, None] * new_value[None, :]
+            o = tl.sum(state * query[:, None], axis=0)
+            tl.store(out + token * HEADS * VALUE_DIM, o.to(out.dtype.element_ty), mask=p < VALUE_DIM)
+            destination = tl.load(destinations + token * destination_token_stride)
+            if destination >= 0:
+                place = states + destination * slot_stride + within
+                tl.store(place, state.to(states.dtype.element_ty), mask=inside)
+
+
+# mypy: disable-error-code="import-untyped"
+
+
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+CHUNK_SIZES = (16, 32, 64)
+"""Chunk sizes that fla-core's stages take."""
+MAX_KEY_DIM = 256
+_NUM_WARPS_THAT_ADD = 2
+_LOG2_E = 1.4426950408889634
+
+
+def gated_delta_rule_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    chunk_size: int,
+    cu_chunk_seqlens: Tensor,
+    seq_idx: Tensor,
+    row_chunk_starts: Tensor,
+    chunk_destinations: Tensor,
+) -> Tensor:
+    """`reference.gated_delta_rule_scan` in at most eight launches, without a copy of a state.
+
+    Keeps states and sums in float32. Products multiply numbers of the dtype of v: float32 exactly or in three
+    TF32 products, 16-bit floats on tensor cores, as fla-core's own `chunk_gated_delta_rule` does. Reads each
+    initial state once, and writes each destination once. Allocates [chunks, Hv, Dk, Dv] of the dtype of v.
+    The same inputs and cuts give the same bits whichever rows share the batch and, in a float32 pool, however
+    the cuts are spread over calls. A padding chunk costs programs of fla-core's that store nothing.
+
+    Launches depend on shapes alone, and nothing synchronises, so that a CUDA graph can capture a call, on one
+    condition: a call with the shapes of the capture came before, as graph warm-ups make it. The first call
+    for a chunk size, Hk, Hv, Dk, Dv and dtype measures which configurations of fla-core's stages are the
+    fastest for its number of chunks, and synchronises.
+
+    Args:
+        q, k, v, g, beta, states, sources, destinations, chunk_size, cu_chunk_seqlens, row_chunk_starts,
+            chunk_destinations: as for `reference.gated_delta_rule_scan`, float32 or narrower. q, k and v are
+            views with any strides. States have any slot stride. Padding chunks may follow the rows' chunks.
+            Destinations of a row and of its chunks may be its own source, no other row's.
+        seq_idx: is not read, because `row_chunk_starts` holds the same facts.
+
+    Returns: o, [tokens, Hv, Dv] in the dtype of v; unspecified for padding tokens.
+
+    Raises:
+        ImportError: fla-core is not installed.
+        ValueError: v or states is float64, fla-core's stages do not take the chunk size, or Dk is above 256.
+    """
+    for name, tensor in (("v", v), ("states", states)):
+        if tensor.dtype == torch.float64:
+            raise ValueError(
+                f"{name} is float64; accepted: float32 or narrower, because the scan computes in float32"
+            )
+    key_dim = k.shape[2]
+    check_sizes(chunk_size, key_dim)
+    fla = stages()
+    chunks = cu_chunk_seqlens.shape[0] - 1
+    # Chunk i is chunk 0 of sequence i. A little-endian int64 i is the pair (i, 0) of int32.
+    pairs = torch.arange(chunks, device=v.device).view(torch.int32).view(chunks, 2)
+    cuts = {"cu_seqlens": cu_chunk_seqlens, "chunk_indices": pairs}
+
+    queries, keys, values = (x[None] for x in delta_operands(q, k, v))
+    strength = beta.contiguous()[None]
+    log_decays = fla.chunk_local_cumsum(g.contiguous()[None], chunk_size=chunk_size, scale=_LOG2_E, **cuts)
+    if v.dtype == torch.float32:
+        coupling = fla.chunk_scaled_dot_kkt_fwd(
+            keys, log_decays, strength, chunk_size=chunk_size, output_dtype=torch.float32, **cuts
+        )
+        inverse = fla.solve_tril(coupling, output_dtype=torch.float32, **cuts)
+        read_keys, written = fla.recompute_w_u_fwd(keys, values, strength, inverse, log_decays, **cuts)
+    else:
+        read_keys, written, _ = fla.chunk_gated_delta_rule_fwd_intra(
+            keys, values, log_decays, strength, chunk_size=chunk_size, **cuts
+        )
+    entering, new_values = delta_state_passing(
+        keys[0], read_keys[0], written[0], log_decays[0], states, sources, destinations,
+        chunk_size, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+    )  # fmt: skip
+    o: Tensor = fla.chunk_fwd_o(
+        queries, keys, new_values[None], entering[None], log_decays,
+        scale=key_dim**-0.5, chunk_size=chunk_size, **cuts,
+    )  # fmt: skip
+    return o[0]
+
+
+def solved_chunks(
+    keys: Tensor, g: Tensor, strength: Tensor, chunk_size: int, cuts: Tensor, pairs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The inverse of the WY form's triangular system of each chunk, and the sums of decays.
+
+    The stages and the bits of `gated_delta_rule_scan`, in two launches for chunks of 64 tokens.
+
+    Args:
+        keys: [tokens, Hk, Dk] normalised, of 16 bits. g, strength: [tokens, Hv]. All contiguous.
+        chunk_size: the tokens of every chunk.
+        cuts: [chunks + 1] int32 where each chunk's tokens start.
+        pairs: [chunks] int64, 0, 1, 2 and so on.
+
+    Returns: [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and
+        [tokens, Hv] float32, sums of g's binary logarithms from the start of each chunk.
+    """
+    fla, (tokens, heads), chunks = stages(), g.shape, pairs.shape[0]
+    at = {"cu_seqlens": cuts, "chunk_indices": pairs.view(torch.int32).view(chunks, 2)}
+    log_decays: Tensor = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **at)
+    if chunk_size == 64:
+        inverse = torch.empty(1, tokens, heads, chunk_size, dtype=keys.dtype, device=keys.device)
+        fla.kkt_solve_kernel[chunks, heads](
+            k=keys, g=log_decays, beta=strength, A=inverse, T=tokens, H=keys.shape[1], HV=heads,
+            K=keys.shape[2], BT=chunk_size, BC=16, **at,
+        )  # fmt: skip
+    else:
+        coupling = fla.chunk_scaled_dot_kkt_fwd(
+            k=keys[None], g=log_decays, beta=strength[None], chunk_size=chunk_size,
+            output_dtype=torch.float32, **at,
+        )  # fmt: skip
+        inverse = fla.solve_tril(A=coupling, output_dtype=keys.dtype, **at)
+    return inverse[0], log_decays[0]
+
+
+def check_sizes(chunk_size: int, key_dim: int) -> None:
+    """Raise a ValueError where fla-core's stages do not take these sizes."""
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size is {chunk_size}; accepted on a GPU: {CHUNK_SIZES}")
+    if key_dim > MAX_KEY_DIM:
+        raise ValueError(f"keys have {key_dim} numbers; accepted on a GPU: at most {MAX_KEY_DIM}")
+
+
+def fix_orders_of_addition() -> None:
+    """Leave fla-core's tuner one order of addition, so that two processes get the same bits.
+
+    The tuner measures, and may choose otherwise in another process. Where a stage adds numbers of several
+    threads, the number of warps is an order of addition. Tiles of products are none: their sums go over K in
+    order. A tuner that has one configuration left has one order, and keeps it.
+
+    Changes fla-core's kernels for the whole process, and nothing undoes it; calls that were tuned before are
+    tuned again. Another call changes nothing, unless somebody has given the tuner configurations since.
+
+    Raises:
+        ImportError: fla-core is not installed.
+        RuntimeError: fla-core has several configurations, none with that number of warps.
+    """
+    for kernel in stages().kernels_that_add:
+        tuner = kernel.fn
+        if len(tuner.configs) == 1:
+            continue
+        fixed = [
+            config
+            for config in tuner.configs
+            if config.num_warps == _NUM_WARPS_THAT_ADD
+            and config.kwargs.get("DOT_PRECISION", "ieee") == "ieee"
+        ]
+        if not fixed:
+            raise RuntimeError(
+                f"fla-core's {tuner.base_fn.__name__} has no configuration of {_NUM_WARPS_THAT_ADD} warps; "
+                "install fla-core 0.6"
+            )
+        if len(fixed) < len(tuner.configs):
+            tuner.configs = fixed
+            tuner.cache.clear()
+
+
+@cache
+def stages() -> SimpleNamespace:
+    """fla-core's stages by name; the first call imports fla-core, which takes seconds.
+
+    Raises:
+        ImportError: fla-core is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fla warns where there is no GPU
+            from fla.ops.common.chunk_o import chunk_fwd_o
+            from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
+            from fla.ops.gated_delta_rule.chunk_fwd import (
+                chunk_gated_delta_rule_fwd_intra,
+                chunk_gated_delta_rule_fwd_kkt_solve_kernel,
+            )
+            from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+            from fla.ops.utils import chunk_local_cumsum, solve_tril
+            from fla.ops.utils.cumsum import chunk_local_cumsum_scalar_kernel
+            from fla.ops.utils.solve_tril import (
+                merge_16x16_to_32x32_inverse_kernel,
+                merge_16x16_to_64x64_inverse_kernel,
+                solve_tril_16x16_kernel,
+            )
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"the gated delta rule on a GPU needs fla-core ({error.name} is missing); install it with: "
+            "pip install 'mambaslots[fla]'"
+        ) from error
+    return SimpleNamespace(
+        chunk_fwd_o=chunk_fwd_o,
+        chunk_gated_delta_rule_fwd_intra=chunk_gated_delta_rule_fwd_intra,
+        chunk_local_cumsum=chunk_local_cumsum,
+        chunk_scaled_dot_kkt_fwd=chunk_scaled_dot_kkt_fwd,
+        kkt_solve_kernel=chunk_gated_delta_rule_fwd_kkt_solve_kernel,
+        recompute_w_u_fwd=recompute_w_u_fwd,
+        solve_tril=solve_tril,
+        kernels_that_add=(
+            chunk_local_cumsum_scalar_kernel,
+            chunk_gated_delta_rule_fwd_kkt_solve_kernel,
+            solve_tril_16x16_kernel,
+            merge_16x16_to_32x32_inverse_kernel,
+            merge_16x16_to_64x64_inverse_kernel,
+        ),
+    )

@@ -1,0 +1,277 @@
+"""Activations and gates on a GPU, each in one Triton launch.
+
+The references are the functions of the same names in `reference_pointwise`. The SwiGLU of liger-kernel rounds
+silu(gate) before the product with `up`, and takes contiguous tensors only; gates are often slices of a wider
+projection.
+
+----
+Mamba-2's time steps and rates in Triton; the reference is `reference.time_steps`.
+
+----
+The decays and strengths of gated delta nets in Triton; the reference is `reference.delta_gates`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Elements of a program: 16 bytes of bfloat16 a thread."""
+NUM_WARPS = 4
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """As `reference_pointwise.relu_squared`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    x = dense_rows(x)
+    num_rows, width = x.shape
+    rows, columns = tile(width)
+    relu_squared_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+        out, x, num_rows, x.stride(0),
+        WIDTH=width, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """As `reference_pointwise.silu_mul`; views whose last dimension is dense are not copied."""
+    return _gated(up, gate, gate.dtype, silu=True)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """As `reference_pointwise.sigmoid_mul`; views whose last dimension is dense are not copied."""
+    return _gated(x, gate, x.dtype, silu=False)
+
+
+def tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a program for rows of `width` numbers."""
+    columns = min(BLOCK, triton.next_power_of_2(width))
+    return BLOCK // columns, columns
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x [..., n] as [rows, n], whose columns lie side by side; a view where the strides allow it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if not out.numel():
+        return out
+    inner = 1 if _has_even_rows(x) and _has_even_rows(gate) else x.shape[1]
+    x, gate = (_by_outer_row(tensor, inner) for tensor in (x, gate))
+    num_rows, width = x.shape[0] * inner, x.shape[2]
+    rows, columns = tile(width)
+    gated_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+        out, x, gate, num_rows, *x.stride()[:2], *gate.stride()[:2],
+        INNER=inner, WIDTH=width, SILU=silu, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _has_even_rows(x: Tensor) -> bool:
+    """Whether one stride leads from row to row: not so in heads that are some columns of a projection."""
+    return x.dim() != 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def _by_outer_row(x: Tensor, inner: int) -> Tensor:
+    """x as [rows // inner, inner, n], whose columns lie side by side; a view where the strides allow it."""
+    rows = x.reshape(-1, inner, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@triton.jit
+def relu_squared_kernel(
+    # Pointers
+    out, x,
+    # Dimensions
+    num_rows,
+    # Strides
+    x_row_stride,
+    # Meta-parameters
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """max(x, 0) squared; a program has a tile of rows and columns."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < WIDTH)
+    values = tl.load(x + row * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.where(values < 0.0, 0.0, values)  # as torch: NaN stays NaN
+    tl.store(out + row * WIDTH + column, (values * values).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_kernel(
+    # Pointers
+    out, x, gate,
+    # Dimensions
+    num_rows,
+    # Strides
+    x_outer_stride, x_inner_stride, gate_outer_stride, gate_inner_stride,
+    # Meta-parameters
+    INNER: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x * sigmoid(gate), times gate where SILU; a program has a tile of rows and columns."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < WIDTH)
+    gate += row // INNER * gate_outer_stride + row % INNER * gate_inner_stride
+    x += row // INNER * x_outer_stride + row % INNER * x_inner_stride
+    gates = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    factors = tl.sigmoid(gates)
+    if SILU:
+        factors = gates * factors
+    tl.store(out + row * WIDTH + column, (factors * values).to(out.dtype.element_ty), mask=inside)
+
+
+NUM_WARPS = 4
+BLOCK = 1024
+
+
+def time_steps(
+    dt: Tensor, dt_bias: Tensor, A_log: Tensor, shortest: float = 0.0, longest: float = float("inf")
+) -> tuple[Tensor, Tensor]:
+    """clamp(softplus(dt + dt_bias)) and -exp(A_log), in float32 and in one launch. Does not synchronise.
+
+    Args:
+        dt: [T, H], a view with any strides. dt_bias, A_log: [H].
+        shortest, longest: the bounds of the time steps.
+
+    Returns: the time steps [T, H] and A [H], float32.
+    """
+    tokens, heads = dt.shape
+    steps = torch.empty(tokens, heads, dtype=torch.float32, device=dt.device)
+    A = torch.empty(heads, dtype=torch.float32, device=dt.device)
+    block_h = triton.next_power_of_2(heads)
+    block_t = max(1, BLOCK // block_h)
+    time_steps_kernel[(max(1, triton.cdiv(tokens, block_t)),)](
+        dt, dt_bias, A_log, steps, A, tokens, shortest, longest,
+        *dt.stride(), dt_bias.stride(0), A_log.stride(0),
+        HEADS=heads, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return steps, A
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), without overflow and to float32's precision for every x.
+
+    With u = exp(-|x|), log(1 + u) = 2 atanh(u / (2 + u)). The argument is at most 1/3, so that nine terms of
+    the series suffice. log(1 + u) itself would lose the digits of a small u.
+    """
+    u = tl.exp(-tl.abs(x))
+    s = u / (2.0 + u)
+    square = s * s
+    series = square * (1.0 / 17.0) + 1.0 / 15.0
+    series = series * square + 1.0 / 13.0
+    series = series * square + 1.0 / 11.0
+    series = series * square + 1.0 / 9.0
+    series = series * square + 1.0 / 7.0
+    series = series * square + 1.0 / 5.0
+    series = series * square + 1.0 / 3.0
+    series = series * square + 1.0
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without overflow."""
+    u = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, u, 1.0) / (1.0 + u)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def time_steps_kernel(
+    # Pointers
+    dt, dt_bias, A_log, steps, A,
+    # Dimensions and bounds
+    tokens, shortest, longest,
+    # Strides
+    dt_token_stride, dt_head_stride, bias_stride, a_stride,
+    # Meta-parameters
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program has BLOCK_T tokens; the first one also has A."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.arange(0, BLOCK_H)
+    is_head = head < HEADS
+    inside = (token < tokens)[:, None] & is_head[None, :]
+    place = token[:, None] * dt_token_stride + head[None, :] * dt_head_stride
+    raw = tl.load(dt + place, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + head * bias_stride, mask=is_head, other=0.0).to(tl.float32)
+    found = tl.maximum(softplus(raw + bias[None, :]), shortest, propagate_nan=tl.PropagateNan.ALL)
+    found = tl.minimum(found, longest, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(steps + token[:, None] * HEADS + head[None, :], found, mask=inside)
+    if tl.program_id(0) == 0:
+        rate = tl.load(A_log + head * a_stride, mask=is_head, other=0.0).to(tl.float32)
+        tl.store(A + head, -tl.exp(rate), mask=is_head)
+
+
+NUM_WARPS = 4
+BLOCK = 1024
+
+
+def delta_gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, doubled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """-exp(A_log) softplus(a + dt_bias) and sigmoid(b), in float32 and in one launch. Does not synchronise.
+
+    Args:
+        a, b: [T, Hv], or [T, Hk, Hv // Hk] by key heads; views with any strides.
+        A_log, dt_bias: [Hv].
+        doubled: whether the strengths are multiplied by two.
+
+    Returns: the log decays g [T, Hv] and the strengths beta [T, Hv], float32.
+    """
+    if a.dim() == 2:
+        a, b = a[:, None], b[:, None]
+    tokens, outer, inner = a.shape
+    heads = outer * inner
+    g, beta = (torch.empty(tokens, heads, dtype=torch.float32, device=a.device) for _ in range(2))
+    block_h = triton.next_power_of_2(heads)
+    block_t = max(1, BLOCK // block_h)
+    delta_gates_kernel[(triton.cdiv(tokens, block_t),)](
+        a, b, A_log, dt_bias, g, beta, tokens,
+        *a.stride(), *b.stride(), A_log.stride(0), dt_bias.stride(0),
+        HEADS=heads, INNER=inner, DOUBLED=doubled, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return g, beta
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def delta_gates_kernel(
+    # Pointers
+    a, b, A_log, dt_bias, g, beta,
+    # Dimensions
+    tokens,
+    # Strides
+    a_token_stride, a_outer_stride, a_inner_stride,
+    b_token_stride, b_outer_stride, b_inner_stride,
+    rate_stride, bias_stride,
+    # Meta-parameters
+    HEADS: tl.constexpr, INNER: tl.constexpr, DOUBLED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program has BLOCK_T tokens of all heads."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.arange(0, BLOCK_H)
+    is_head = head < HEADS
+    inside = (token < tokens)[:, None] & is_head[None, :]
+    a += (head // INNER * a_outer_stride + head % INNER * a_inner_stride)[None, :]
+    b += (head // INNER * b_outer_stride + head % INNER * b_inner_stride)[None, :]
+    step = tl.load(a + token[:, None] * a_token_stride, mask=inside, other=0.0).to(tl.float32)
+    raw = tl.load(b + token[:, None] * b_token_stride, mask=inside, other=0.0).to(tl.float32)
+    rate = tl.load(A_log + head * rate_stride, mask=is_head, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + head * bias_stride, mask=is_head, other=0.0).to(tl.float32)
+    place = token[:, None] * HEADS + head[None, :]
+    tl.store(g + place, -tl.exp(rate)[None, :] * softplus(step + bias[None, :]), mask=inside)
+    strength = sigmoid(raw)
+    if DOUBLED:
+        strength *= 2.0
+    tl.store(beta + place, strength, mask=inside)

@@ -1,0 +1,406 @@
+"""The SSD stage between chunks: the recurrence over a row's chunks, from pool slot to pool slot.
+
+----
+The decode recurrence of Mamba mixers in Triton; the reference is `reference.selective_state_update`.
+
+----
+The SSD scan of a step, all stages, by pool slots; the reference is `reference.ssd_chunk_scan`.
+
+    stage             for inputs of 16 bits             for inputs of float32
+    sums of dt * A    chunk_cumsum    ssd_decays.py     _chunk_cumsum_fwd    megatron-core's
+    C B               chunk_scores    ssd_scores.py     _bmm_chunk_fwd       megatron-core's
+    states            ssd_states      ssd_states.py     _chunk_state_fwd     megatron-core's
+                                                        state_passing        state_passing.py
+    outputs           chunk_scan      ssd_output.py     chunk_scan           ssd_output.py
+
+No stage for 16 bits chooses its tiles by timing them, and all add in one order. A row's outputs, and the
+states at its chunks' ends, depend on the row alone. `ssd_replay` repeats these sums for single tokens.
+
+Products multiply numbers of the model's dtype and add in float32, as mamba_ssm and megatron-core do. The
+environment variable MAMBASLOTS_SSD_OPERANDS=float32 widens the numbers first; "model" is the default. Sums of
+dt * A, decays, states and the recurrence between chunks are float32 either way.
+
+megatron-core's stages are the same from 0.18.0 to 0.19.2. Their products of float32 name no precision, and so
+take Triton's default, TF32, whose errors are 1e-3. The variable TRITON_F32_DEFAULT replaces the default.
+Triton reads the variable whenever it compiles a kernel, and its disk cache has a key for it; kernels that a
+process has compiled stay. Importing this file sets the variable to "ieee" unless it is set. The setting holds
+for every launch here, and for all products of float32 that this process compiles later.
+"""
+
+import os
+import warnings
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .ssd_stages import InputPrecision, chunk_cumsum, chunk_scan, chunk_scores, ssd_states
+
+PASSING_BLOCK = 1024
+"""State elements of a program, 8 a thread: two 16-byte accesses of float32, one of bfloat16. One row of
+Nemotron-H-8B is 1,024 programs. An H200 holds all of them at once, with 31 KiB of loads in flight on each
+multiprocessor."""
+PASSING_WARPS = 4
+
+
+def state_passing(
+    chunk_states: Tensor,
+    log_decays: Tensor,
+    ssm_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    row_chunk_starts: Tensor,
+    chunk_destinations: Tensor,
+) -> None:
+    """leaving = exp(log decay) * entering + update, over each row's chunks in order, in float32.
+
+    Reads a row's initial state at its source. Stores the state that leaves a chunk at the chunk's
+    destination, and the state that leaves the row at the row's destination. There is no other access to the
+    pool, and each of these happens once. A row without chunks copies its source to its destination, bit for
+    bit. A row without chunks and without a destination, or with its source as destination, costs an empty
+    program. One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does
+    not synchronise.
+
+    Args:
+        chunk_states: [chunks, H, P, N] float32, contiguous: the update of each chunk. **Overwritten** with
+            the state that enters the chunk.
+        log_decays: [H, chunks, chunk size] float32, contiguous: sums of dt * A from the start of each chunk.
+            The last sum of a chunk is the decay of the whole chunk.
+        ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
+            may be its own source, no other row's source or destination.
+        sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
+        row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
+            the total on are padding, and are not touched.
+        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
+
+    Raises:
+        ValueError: a state is not contiguous.
+    """
+    if not chunk_states.is_contiguous() or not ssm_states[:1].is_contiguous():
+        raise ValueError(
+            f"strides are {chunk_states.stride()} of chunk_states and {ssm_states.stride()} of ssm_states; "
+            "accepted: contiguous chunk_states, and contiguous states of any slot stride"
+        )
+    heads, head_dim, state_dim = chunk_states.shape[1:]
+    state_size = head_dim * state_dim
+    grid = (triton.cdiv(state_size, PASSING_BLOCK), heads, sources.shape[0])
+    state_passing_kernel[grid](
+        chunk_states, log_decays, ssm_states, sources, destinations, row_chunk_starts, chunk_destinations,
+        ssm_states.stride(0), log_decays.stride(0),
+        heads, state_size, log_decays.shape[2], PASSING_BLOCK, num_warps=PASSING_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def state_passing_kernel(
+    # Pointers
+    chunk_states,
+    log_decays,
+    ssm_states,
+    sources,
+    destinations,
+    row_chunk_starts,
+    chunk_destinations,
+    # Strides
+    slot_stride: tl.int64,
+    decay_head_stride: tl.int64,
+    # Dimensions
+    heads: tl.constexpr,
+    state_size: tl.constexpr,
+    chunk_size: tl.constexpr,
+    # Meta-parameters
+    PASSING_BLOCK: tl.constexpr,
+):
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    offsets = tl.program_id(0) * PASSING_BLOCK + tl.arange(0, PASSING_BLOCK)
+    inside = offsets < state_size
+
+    first = tl.load(row_chunk_starts + row)
+    end = tl.load(row_chunk_starts + row + 1)
+    source = tl.load(sources + row)
+    destination = tl.load(destinations + row)
+    moves = (destination >= 0) & (destination != source)
+
+    # A stored element depends on what was loaded from its own place: an update in place needs no barrier.
+    slots = ssm_states + head * state_size + offsets
+    has_initial = (source >= 0) & ((first < end) | moves)
+    initial = tl.load(slots + source * slot_stride, mask=inside & has_initial, other=0.0)
+    if first == end:
+        if moves:
+            tl.store(slots + destination * slot_stride, initial, mask=inside)
+    else:
+        state = initial.to(tl.float32)
+        chunk_stride: tl.constexpr = heads * state_size
+        at = chunk_states + first.to(tl.int64) * chunk_stride + head * state_size + offsets
+        decay_at = log_decays + head * decay_head_stride + first.to(tl.int64) * chunk_size + chunk_size - 1
+        update = tl.load(at, mask=inside, other=0.0)
+        for chunk in range(first, end):
+            # The load runs one chunk ahead. In order, it would wait for the store, which may alias it.
+            next_update = tl.load(at + chunk_stride, mask=inside & (chunk + 1 < end), other=0.0)
+            tl.store(at, state, mask=inside)
+            state = tl.exp(tl.load(decay_at)) * state + update
+            checkpoint = tl.load(chunk_destinations + chunk)
+            if checkpoint >= 0:
+                tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
+            update = next_update
+            at += chunk_stride
+            decay_at += chunk_size
+        if destination >= 0:
+            tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
+
+
+UPDATE_WARPS = 4
+_TILE_ELEMENTS = 2048  # 16 a thread: four loads of 16 bytes in flight in float32
+
+
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    ssm_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over T tokens of every row (arXiv 2312.00752).
+
+    Reads each state once and stores it at each destination. Computes in float32, and keeps the state in
+    float32 between the tokens of a call. One launch. Does not synchronise.
+
+    Args:
+        x: [rows, T, H, P]. dt: [rows, T, H], after bias and softplus. A: [H], negative. D: [H].
+        B, C: [rows, T, G, N]; head h belongs to group h // (H // G). All these tensors have any strides.
+        ssm_states: [slots, H, P, N] with any strides. Written at `destinations`.
+        sources: [rows] the pool index of the state before the tokens, -1: zeros.
+        destinations: [rows, T] the pool index for the state after each token, -1: nowhere. One destination
+            may be the row's source. A row whose indices are all -1 (padding) costs a few small loads, and its
+            outputs are unspecified.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
+
+    Returns: y, [rows, T, H, P] in the dtype of x.
+    """
+    rows, tokens, heads, head_dim = x.shape
+    groups, state_dim = B.shape[2:]
+    if out is None:
+        out = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device)
+    block_p, block_n = update_blocks(head_dim, state_dim)
+    update_kernel[(rows * heads * triton.cdiv(head_dim, block_p),)](
+        x, dt, A, B, C, D, ssm_states, out, sources, destinations,
+        *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *D.stride(),
+        *ssm_states.stride(), *destinations.stride(),
+        TOKENS=tokens, HEADS=heads, HEADS_A_GROUP=heads // groups, HEAD_DIM=head_dim, STATE_DIM=state_dim,
+        BLOCK_P=block_p, BLOCK_N=block_n, num_warps=UPDATE_WARPS, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def update_blocks(head_dim: int, state_dim: int) -> tuple[int, int]:
+    """A program's tile, in P and in N. The number of rows has no say, so that other rows change no bits."""
+    block_n = triton.next_power_of_2(state_dim)
+    return min(triton.next_power_of_2(head_dim), max(1, _TILE_ELEMENTS // block_n)), block_n
+
+
+@triton.jit
+def update_kernel(
+    # Pointers
+    x, dt, A, B, C, D, states, out, sources, destinations,
+    # Strides
+    x_row_stride, x_token_stride, x_head_stride, x_p_stride,
+    dt_row_stride, dt_token_stride, dt_head_stride,
+    a_stride,
+    b_row_stride, b_token_stride, b_group_stride, b_n_stride,
+    c_row_stride, c_token_stride, c_group_stride, c_n_stride,
+    d_stride,
+    slot_stride, head_stride, p_stride, n_stride,
+    destination_row_stride, destination_token_stride,
+    # Meta-parameters
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program has a row, a head and BLOCK_P of P. No other program touches this part of the row's states.
+
+    Padding costs 1 + TOKENS scalar loads.
+    """
+    P_BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    p = tl.program_id(0) % P_BLOCKS * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    head = tl.program_id(0) // P_BLOCKS % HEADS
+    row = (tl.program_id(0) // (P_BLOCKS * HEADS)).to(tl.int64)
+    group = head // HEADS_A_GROUP
+
+    x += row * x_row_stride + head * x_head_stride + p * x_p_stride
+    dt += row * dt_row_stride + head * dt_head_stride
+    B += row * b_row_stride + group * b_group_stride + n * b_n_stride
+    C += row * c_row_stride + group * c_group_stride + n * c_n_stride
+    out += (row * TOKENS * HEADS + head) * HEAD_DIM + p
+    within = p[:, None] * p_stride + n[None, :] * n_stride
+    states += head.to(tl.int64) * head_stride
+    destinations += row * destination_row_stride
+
+    source = tl.load(sources + row)
+    any_index = source
+    for token in tl.static_range(TOKENS):
+        any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
+    if any_index >= 0:
+        inside = (p < HEAD_DIM)[:, None] & (n < STATE_DIM)[None, :]
+
+        state = tl.load(states + source * slot_stride + within, mask=inside & (source >= 0), other=0.0)
+        state = state.to(tl.float32)
+        a = tl.load(A + head * a_stride).to(tl.float32)
+        d = tl.load(D + head * d_stride).to(tl.float32)
+        tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
+        for token in tl.static_range(TOKENS):
+            step = tl.load(dt + token * dt_token_stride).to(tl.float32)
+            xs = tl.load(x + token * x_token_stride, mask=p < HEAD_DIM, other=0.0).to(tl.float32)
+            key = tl.load(B + token * b_token_stride, mask=n < STATE_DIM, other=0.0).to(tl.float32)
+            query = tl.load(C + token * c_token_stride, mask=n < STATE_DIM, other=0.0).to(tl.float32)
+            state = tl.fma(state, tl.exp(step * a), (step * xs)[:, None] * key[None, :])
+            # Rounded here, not in the sum: all threads that hold y have the same bits, whichever stores it.
+            products = tl.fma(state, query[None, :], 0.0)
+            y = tl.fma(xs, d, tl.sum(products, axis=1))
+            tl.store(out + token * HEADS * HEAD_DIM, y.to(out.dtype.element_ty), mask=p < HEAD_DIM)
+            destination = tl.load(destinations + token * destination_token_stride)
+            if destination >= 0:
+                place = states + destination * slot_stride + within
+                tl.store(place, state.to(states.dtype.element_ty), mask=inside)
+
+
+# mypy: disable-error-code="import-untyped"
+
+
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+OPERANDS_VARIABLE = "MAMBASLOTS_SSD_OPERANDS"
+_MAX_PROGRAMS = 65535  # on the second and third axis of a grid
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    ssm_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    chunk_size: int,
+    cu_chunk_seqlens: Tensor,
+    seq_idx: Tensor,
+    row_chunk_starts: Tensor,
+    chunk_destinations: Tensor,
+    *,
+    out: Tensor | None = None,
+    input_precision: InputPrecision = "ieee",
+) -> Tensor:
+    """`reference.ssd_chunk_scan` in four or five launches, without a copy of a state.
+
+    Multiplies numbers of the dtype of x, or of float32 where MAMBASLOTS_SSD_OPERANDS says so; everything else
+    is float32. Reads each initial state once, and writes each destination once. Allocates [chunks, H, P, N]
+    of the operands' dtype, and less for the other stages. The same inputs and cuts give the same bits
+    whichever rows share the batch and, in a float32 pool, however the cuts are spread over calls.
+
+    Launches depend on shapes alone, and nothing synchronises, so that a CUDA graph can capture a call, on one
+    condition: a call with exactly the shapes of the capture came before, as graph warm-ups make it. A call
+    with other alignments, or with one token, compiles. The first call with float32 for a chunk size, H, P, G
+    and N measures which configurations of megatron-core's stages are the fastest for its number of chunks,
+    which should be large, and synchronises. MAMBA_DETERMINISTIC=1, set before this file is imported, takes
+    the smallest configurations and measures nothing.
+
+    Args:
+        x, dt, A, B, C, D, ssm_states, sources, destinations, chunk_size, cu_chunk_seqlens, row_chunk_starts,
+            chunk_destinations: as for `reference.ssd_chunk_scan`, float32 or narrower. The last stride of x,
+            B and C is 1. Padding chunks may follow the rows' chunks. Destinations of a row and of its chunks
+            may be its own source, no other row's.
+        seq_idx: is not read, because `row_chunk_starts` holds the same facts.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
+        input_precision: the precision of the last stage where it multiplies float32. For inputs of float32
+            the other products, and so the states, follow TRITON_F32_DEFAULT; for inputs of 16 bits they are
+            "ieee". With "tf32x3" for both, errors stay within
+            1e-5 on tensor cores; with "tf32" they do not.
+
+    Returns: y, [tokens, H, P] in the dtype of x; unspecified for padding tokens.
+
+    Raises:
+        ImportError: x is float32, and megatron-core is not installed.
+        ValueError: x or ssm_states is float64, a tensor's last stride is not 1, there are more chunks times
+            groups, or rows, than a launch can have, or MAMBASLOTS_SSD_OPERANDS has another value.
+    """
+    for name, tensor in (("x", x), ("ssm_states", ssm_states)):
+        if tensor.dtype == torch.float64:
+            raise ValueError(
+                f"{name} is float64; accepted: float32 or narrower, because the scan computes in float32"
+            )
+    chunks, groups, rows = cu_chunk_seqlens.shape[0] - 1, B.shape[1], sources.shape[0]
+    if max(chunks * groups, rows) > _MAX_PROGRAMS:
+        raise ValueError(
+            f"the step has {chunks} chunks of {groups} groups and {rows} rows; accepted: at most "
+            f"{_MAX_PROGRAMS} chunks times groups, and rows, in one step; lower max_tokens"
+        )
+    operands = operand_dtype(x.dtype)
+    slots = ssm_states, sources, destinations
+    if x.dtype == torch.float32:
+        megatron = stages()
+        log_decays, chunk_dt = megatron.chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
+        entering: Tensor = megatron.chunk_state_fwd(
+            B, x, chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True
+        )
+        state_passing(entering, log_decays, *slots, row_chunk_starts, chunk_destinations)
+        CB = megatron.bmm_chunk_fwd(C, B, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
+    else:
+        chunk_dt, log_decays = chunk_cumsum(dt, A, chunk_size, cu_chunk_seqlens)
+        entering = ssd_states(
+            x, B, chunk_dt, log_decays, *slots, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+            operands,
+        )  # fmt: skip
+        CB = chunk_scores(C, B, chunk_size, cu_chunk_seqlens, operands)
+    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, input_precision, out)
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what the scan multiplies for inputs of `dtype`.
+
+    Raises:
+        ValueError: MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
+    """
+    operands = os.environ.get(OPERANDS_VARIABLE, "float32" if dtype == torch.float16 else "model")
+    if operands not in ("model", "float32"):
+        raise ValueError(f"{OPERANDS_VARIABLE} is {operands!r}; accepted: 'model', 'float32'")
+    return dtype if operands == "model" else torch.float32
+
+
+def describe(dtype: torch.dtype) -> str:
+    """Which scan a GPU runs for inputs of `dtype`, and in which dtype it multiplies."""
+    operands = str(operand_dtype(dtype)).removeprefix("torch.")
+    whose = "mambaslots, and stages of megatron-core," if dtype == torch.float32 else "mambaslots"
+    return f"SSD scan: {whose} with products of {operands}, sums in float32"
+
+
+@cache
+def stages() -> SimpleNamespace:
+    """megatron-core's stages by name; the first call imports megatron-core.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # megatron-core warns of what is not installed for training
+            from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
+            from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"the SSD scan of float32 on a GPU needs megatron-core ({error.name} is missing); install it "
+            "with: pip install 'mambaslots[megatron]'"
+        ) from error
+    return SimpleNamespace(
+        bmm_chunk_fwd=_bmm_chunk_fwd, chunk_cumsum_fwd=_chunk_cumsum_fwd, chunk_state_fwd=_chunk_state_fwd
+    )

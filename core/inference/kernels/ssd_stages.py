@@ -1,0 +1,663 @@
+"""The SSD stage that adds up dt * A within each chunk, one token after the other.
+
+A sum in order can be continued from any token's sum, so that a decode's next sum has the bits that a prefill
+gives it.
+
+----
+The last SSD stage: a chunk's outputs, from the chunk's tokens and from the state that enters the chunk.
+
+The function has the name that mamba_ssm and megatron-core give to this stage, `chunk_scan`.
+
+----
+The SSD stage that multiplies a chunk's queries and keys: C[m] B[k] of tokens m and k of one chunk.
+
+----
+The SSD stages that make states, in one launch: updates of chunks, and the recurrence over a row's chunks.
+
+Serves inputs of 16 bits. A program keeps its part of a state in registers from the first chunk of a row to
+the last. Memory therefore sees no update of a chunk, and the state that enters a chunk only as the rounded
+operand of `chunk_scan`: 67 MB for 4,096 tokens of Nemotron-H-8B instead of 537 MB by way of
+`state_passing`.
+"""
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUM_WARPS = 1
+_MAX_HEADS = 32  # of a program, which is one warp
+
+
+def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """l[k] = fma(dt[k], A, l[k - 1]) from 0 on, over the tokens of each chunk, in order.
+
+    One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does not
+    synchronise.
+
+    Args:
+        dt: [tokens, H], any strides. A: [H].
+        chunk_size: the most tokens of a chunk.
+        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
+
+    Returns: the time steps and their sums l, both [H, chunks, chunk size] float32. Behind a chunk's tokens
+        the steps are 0, and every sum is the chunk's last one.
+    """
+    heads, chunks = dt.shape[1], cu_chunk_seqlens.shape[0] - 1
+    chunk_dt, log_decays = torch.empty(2, heads, chunks, chunk_size, dtype=torch.float32, device=dt.device)
+    block_h = heads_of_a_warp(heads)
+    chunk_cumsum_kernel[(chunks, triton.cdiv(heads, block_h))](
+        dt, A, cu_chunk_seqlens, chunk_dt, log_decays,
+        *dt.stride(), A.stride(0), chunk_dt.stride(0),
+        HEADS=heads, CHUNK_SIZE=chunk_size, BLOCK_H=block_h, num_warps=SUM_WARPS,
+    )  # fmt: skip
+    return chunk_dt, log_decays
+
+
+def heads_of_a_warp(heads: int) -> int:
+    """The heads whose sums one program adds up side by side."""
+    covering: int = triton.next_power_of_2(heads)
+    return min(_MAX_HEADS, covering)
+
+
+@triton.jit
+def side_by_side(v0, v1, v2, v3, v4, v5, v6, v7):
+    """Eight vectors [n] as the columns of a tile [n, 8]."""
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(even, odd), (v0.shape[0], 8))
+
+
+@triton.jit
+def load_step(dt, token, token_stride, length, is_head):
+    """The time steps of one token, 0 behind the tokens."""
+    return tl.load(dt + token * token_stride, mask=is_head & (token < length), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sum_decays(dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr):
+    """Store the steps and the sums of `stored` tokens, of which `length` are real.
+
+    dt points at the first token, steps_out and sums_out at the first number, each [BLOCK_H]. The numbers of a
+    head lie side by side. Sixteen loads run at once; the sums wait for each other alone.
+    """
+    place = tl.arange(0, 8)[None, :]
+    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for first in range(0, stored, 16):
+        d0 = load_step(dt, first, token_stride, length, is_head)
+        d1 = load_step(dt, first + 1, token_stride, length, is_head)
+        d2 = load_step(dt, first + 2, token_stride, length, is_head)
+        d3 = load_step(dt, first + 3, token_stride, length, is_head)
+        d4 = load_step(dt, first + 4, token_stride, length, is_head)
+        d5 = load_step(dt, first + 5, token_stride, length, is_head)
+        d6 = load_step(dt, first + 6, token_stride, length, is_head)
+        d7 = load_step(dt, first + 7, token_stride, length, is_head)
+        d8 = load_step(dt, first + 8, token_stride, length, is_head)
+        d9 = load_step(dt, first + 9, token_stride, length, is_head)
+        d10 = load_step(dt, first + 10, token_stride, length, is_head)
+        d11 = load_step(dt, first + 11, token_stride, length, is_head)
+        d12 = load_step(dt, first + 12, token_stride, length, is_head)
+        d13 = load_step(dt, first + 13, token_stride, length, is_head)
+        d14 = load_step(dt, first + 14, token_stride, length, is_head)
+        d15 = load_step(dt, first + 15, token_stride, length, is_head)
+        s0 = tl.fma(d0, rate, total)
+        s1 = tl.fma(d1, rate, s0)
+        s2 = tl.fma(d2, rate, s1)
+        s3 = tl.fma(d3, rate, s2)
+        s4 = tl.fma(d4, rate, s3)
+        s5 = tl.fma(d5, rate, s4)
+        s6 = tl.fma(d6, rate, s5)
+        s7 = tl.fma(d7, rate, s6)
+        s8 = tl.fma(d8, rate, s7)
+        s9 = tl.fma(d9, rate, s8)
+        s10 = tl.fma(d10, rate, s9)
+        s11 = tl.fma(d11, rate, s10)
+        s12 = tl.fma(d12, rate, s11)
+        s13 = tl.fma(d13, rate, s12)
+        s14 = tl.fma(d14, rate, s13)
+        total = tl.fma(d15, rate, s14)
+        to = first + place
+        inside = is_head[:, None] & (to < stored)
+        tl.store(steps_out[:, None] + to, side_by_side(d0, d1, d2, d3, d4, d5, d6, d7), mask=inside)
+        tl.store(sums_out[:, None] + to, side_by_side(s0, s1, s2, s3, s4, s5, s6, s7), mask=inside)
+        to += 8
+        inside = is_head[:, None] & (to < stored)
+        tl.store(steps_out[:, None] + to, side_by_side(d8, d9, d10, d11, d12, d13, d14, d15), mask=inside)
+        tl.store(sums_out[:, None] + to, side_by_side(s8, s9, s10, s11, s12, s13, s14, total), mask=inside)
+
+
+@triton.jit
+def chunk_cumsum_kernel(
+    # Pointers
+    dt, A, cu_chunk_seqlens, chunk_dt, log_decays,
+    # Strides
+    dt_token_stride: tl.int64, dt_head_stride: tl.int64, a_stride, out_head_stride: tl.int64,
+    # Meta-parameters
+    HEADS: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program has a chunk and BLOCK_H heads."""
+    chunk = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = head < HEADS
+    start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
+    length = (tl.load(cu_chunk_seqlens + chunk + 1) - start).to(tl.int32)
+    rate = tl.load(A + head * a_stride, mask=is_head, other=0.0).to(tl.float32)
+    out = head * out_head_stride + chunk * CHUNK_SIZE
+    sum_decays(
+        dt + start * dt_token_stride + head * dt_head_stride, rate, chunk_dt + out, log_decays + out,
+        dt_token_stride, length, CHUNK_SIZE, is_head, BLOCK_H,
+    )  # fmt: skip
+
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether Triton's interpreter runs the kernels of this process, on a CPU."""
+
+InputPrecision = Literal["ieee", "tf32x3", "tf32"]
+"""How float32 operands are multiplied. "ieee": in float32, without tensor cores. "tf32x3": in three tensor
+core products of the operands' 11-bit halves, with errors near float32's. "tf32": in one tensor core product
+of operands that are cut to 11 bits."""
+
+
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    log_decays: Tensor,
+    C: Tensor,
+    CB: Tensor,
+    D: Tensor,
+    entering_states: Tensor,
+    cu_chunk_seqlens: Tensor,
+    input_precision: InputPrecision = "ieee",
+    out: Tensor | None = None,
+) -> Tensor:
+    """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
+
+    m and k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section
+    6). Both products multiply numbers of the dtype of `entering_states`, to which the masked scores are
+    rounded, and add in float32. An empty chunk costs empty programs. One launch, whose grid and addresses
+    depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
+
+    Args:
+        x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower; the last stride is 1.
+        dt, log_decays: [H, chunks, chunk size] float32, contiguous. log_decays are sums of dt * A from the
+            start of each chunk.
+        CB: [chunks, G, chunk size, chunk size] float32 or narrower, contiguous: C[m] B[k]. Values above the
+            diagonal and beyond a chunk's tokens have no effect.
+        D: [H].
+        entering_states: [chunks, H, P, N] float32, or the 16-bit dtype of x and C, contiguous.
+        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
+        input_precision: how float32 operands are multiplied.
+        out: where y goes, contiguous, of the dtype of x; None allocates it.
+
+    Returns: y, [tokens, H, P] in the dtype of x; unspecified for tokens of no chunk.
+
+    Raises:
+        ValueError: a tensor has other strides.
+    """
+    for name, dense in (
+        ("dt", dt),
+        ("log_decays", log_decays),
+        ("CB", CB),
+        ("entering_states", entering_states),
+    ):
+        if not dense.is_contiguous():
+            raise ValueError(f"{name} has strides {dense.stride()}; accepted: a contiguous tensor")
+    for name, tokens_first in (("x", x), ("C", C)):
+        if tokens_first.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
+    tokens, heads, head_dim = x.shape
+    groups, state_dim = C.shape[1:]
+    chunks, chunk_size = dt.shape[1:]
+    operands = entering_states.dtype
+    blocks, num_warps, num_stages = scan_blocks(chunk_size, head_dim, state_dim, operands, input_precision)
+    y = torch.empty(tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
+    grid = (
+        triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"]),
+        heads,
+        chunks,
+    )
+    chunk_scan_kernel[grid](
+        x, dt, log_decays, C, CB, D, entering_states, cu_chunk_seqlens, y,
+        x.stride(0), x.stride(1), C.stride(0), C.stride(1), D.stride(0), dt.stride(0),
+        heads, groups, head_dim, state_dim, chunk_size, input_precision,
+        **blocks, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return y
+
+
+def scan_blocks(
+    chunk_size: int,
+    head_dim: int,
+    state_dim: int,
+    operands: torch.dtype = torch.float32,
+    input_precision: InputPrecision = "ieee",
+) -> tuple[dict[str, int], int, int]:
+    """Tile sizes, warps and pipeline stages. The number of tokens has no say: other rows change no bits.
+
+    Tensor cores need three stages to be fed. A third stage would cost the "ieee" product of float32 42
+    registers a thread, and with them one of four programs on a multiprocessor. Those of 16 bits were the
+    fastest of twelve on an H100.
+    """
+    block_p = min((64, 32), key=lambda block: triton.cdiv(head_dim, block) * block)
+    narrow = operands.itemsize == 2
+    blocks = {
+        "BLOCK_M": min(64, padded_side(chunk_size)),
+        "BLOCK_P": min(block_p, padded_side(head_dim)),
+        "BLOCK_N": min(128 if narrow else 32, padded_side(state_dim)),
+        "BLOCK_K": min(32, padded_side(chunk_size)),
+    }
+    return blocks, 4, 2 if input_precision == "ieee" and not narrow else 3
+
+
+def padded_side(size: int) -> int:
+    """`size` as a side of a Triton product: a power of two, 16 at least."""
+    covering: int = triton.next_power_of_2(size)
+    return max(16, covering)
+
+
+@triton.jit
+def multiply_add(a, b, acc, INPUT_PRECISION: tl.constexpr):
+    """acc + a b, in float32. The interpreter would multiply the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
+def masked_scores(scores, decay_m, decay_k, dt_k, m, k):
+    """The factor of x[k] in y[m]: C[m] B[k] times the decay from k to m and the step of k; 0 for k > m."""
+    # Above the diagonal the difference is positive, and its exponential could overflow.
+    scores *= tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
+    return tl.where(m[:, None] >= k[None, :], scores, 0.0)
+
+
+@triton.jit
+def chunk_scan_kernel(
+    # Pointers
+    x,
+    dt,
+    log_decays,
+    C,
+    CB,
+    D,
+    entering_states,
+    cu_chunk_seqlens,
+    y,
+    # Strides
+    x_token_stride: tl.int64,
+    x_head_stride: tl.int64,
+    C_token_stride: tl.int64,
+    C_group_stride: tl.int64,
+    D_stride: tl.int64,
+    decay_head_stride: tl.int64,
+    # Dimensions
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    head_dim: tl.constexpr,
+    state_dim: tl.constexpr,
+    chunk_size: tl.constexpr,
+    # Meta-parameters
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # Blocks of one head run side by side and share the head's state in the L2 cache; those of one group, CB.
+    p_blocks: tl.constexpr = tl.cdiv(head_dim, BLOCK_P)
+    operand: tl.constexpr = entering_states.dtype.element_ty
+    first_m = tl.program_id(0) // p_blocks * BLOCK_M
+    head = tl.program_id(1)
+    chunk = tl.program_id(2).to(tl.int64)
+    group = head // (heads // groups)
+
+    start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
+    length = (tl.load(cu_chunk_seqlens + chunk + 1) - start).to(tl.int32)
+    if first_m >= length:
+        return
+
+    m = first_m + tl.arange(0, BLOCK_M)
+    p = tl.program_id(0) % p_blocks * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_token = m < length
+    is_channel = p < head_dim
+    # CB, dt and the decays hold `chunk_size` tokens of every chunk. A mask that does not depend on the
+    # chunk's own length leaves the loads wide. No token's output depends on a value beyond the length.
+    in_chunk = m < chunk_size
+
+    x += start * x_token_stride + head * x_head_stride
+    C += start * C_token_stride + group * C_group_stride
+    dt += head * decay_head_stride + chunk * chunk_size
+    log_decays += head * decay_head_stride + chunk * chunk_size
+    CB += (chunk * groups + group) * (chunk_size * chunk_size)
+    entering_states += (chunk * heads + head) * (head_dim * state_dim)
+    y += start * (heads * head_dim) + head * head_dim
+
+    decay_m = tl.load(log_decays + m, mask=in_chunk, other=0.0)
+    acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
+    for first_n in range(0, state_dim, BLOCK_N):
+        n = first_n + tl.arange(0, BLOCK_N)
+        queries = tl.load(
+            C + m[:, None] * C_token_stride + n[None, :],
+            mask=is_token[:, None] & (n < state_dim)[None, :],
+            other=0.0,
+        )
+        states = tl.load(
+            entering_states + p[:, None] * state_dim + n[None, :],
+            mask=is_channel[:, None] & (n < state_dim)[None, :],
+            other=0.0,
+        )
+        acc = multiply_add(queries.to(operand), tl.trans(states), acc, INPUT_PRECISION)
+    acc *= tl.exp(decay_m)[:, None]
+
+    for first_k in range(0, tl.minimum(first_m + BLOCK_M, length), BLOCK_K):
+        k = first_k + tl.arange(0, BLOCK_K)
+        decay_k = tl.load(log_decays + k, mask=k < chunk_size, other=0.0)
+        dt_k = tl.load(dt + k, mask=k < chunk_size, other=0.0)
+        scores = tl.load(
+            CB + m[:, None] * chunk_size + k[None, :],
+            mask=in_chunk[:, None] & (k < chunk_size)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        scores = masked_scores(scores, decay_m, decay_k, dt_k, m, k)
+        values = tl.load(
+            x + k[:, None] * x_token_stride + p[None, :],
+            mask=(k < length)[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        acc = multiply_add(scores.to(operand), values.to(operand), acc, INPUT_PRECISION)
+
+    inside = is_token[:, None] & is_channel[None, :]
+    skipped = tl.load(x + m[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
+    acc = tl.fma(skipped.to(tl.float32), tl.load(D + head * D_stride).to(tl.float32), acc)
+    tl.store(y + m[:, None] * (heads * head_dim) + p[None, :], acc.to(y.dtype.element_ty), mask=inside)
+
+
+SCORE_WARPS = 4
+
+
+def chunk_scores(
+    C: Tensor, B: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, operands: torch.dtype
+) -> Tensor:
+    """CB[m, k] = C[m] B[k], for the tokens of each chunk and for k <= m.
+
+    Products multiply numbers of `operands`, and add in float32 over N in order. Tiles above the diagonal and
+    behind a chunk's tokens are not written, for `chunk_scan` uses nothing from there. One launch, whose grid
+    and addresses depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
+
+    Args:
+        C, B: [tokens, G, N]; the last stride is 1.
+        chunk_size: the most tokens of a chunk.
+        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
+        operands: the dtype of C and B, or float32.
+
+    Returns: CB, [chunks, G, chunk size, chunk size] float32; unspecified where k > m, and behind the tokens.
+
+    Raises:
+        ValueError: a tensor has another last stride.
+    """
+    for name, tokens_first in (("C", C), ("B", B)):
+        if tokens_first.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
+    chunks, (groups, state_dim) = cu_chunk_seqlens.shape[0] - 1, C.shape[1:]
+    CB = torch.empty(chunks, groups, chunk_size, chunk_size, dtype=torch.float32, device=C.device)
+    blocks, num_stages = score_blocks(chunk_size, state_dim, operands)
+    tiles = triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(chunk_size, blocks["BLOCK_K"])
+    chunk_scores_kernel[(tiles, groups, chunks)](
+        C, B, CB, cu_chunk_seqlens,
+        C.stride(0), C.stride(1), B.stride(0), B.stride(1),
+        groups, state_dim, chunk_size, operands == torch.float32,
+        **blocks, num_warps=SCORE_WARPS, num_stages=num_stages,
+    )  # fmt: skip
+    return CB
+
+
+def score_blocks(chunk_size: int, state_dim: int, operands: torch.dtype) -> tuple[dict[str, int], int]:
+    """Tile sizes in m, in k and in N, and pipeline stages.
+
+    numpy, which multiplies in Triton's interpreter, may add in an order that depends on the sizes. There the
+    tiles are those of `chunk_scan`, which a replay has, too.
+    """
+    scan, _, _ = scan_blocks(chunk_size, 1, state_dim, operands)
+    blocks = {name: scan[name] for name in ("BLOCK_M", "BLOCK_K", "BLOCK_N")}
+    if not INTERPRETED:
+        blocks |= {"BLOCK_K": min(64, padded_side(chunk_size)), "BLOCK_N": min(64, padded_side(state_dim))}
+        if operands == torch.float32:
+            blocks["BLOCK_N"] = min(32, blocks["BLOCK_N"])
+    return blocks, 2
+
+
+@triton.jit
+def chunk_scores_kernel(
+    # Pointers
+    C, B, CB, cu_chunk_seqlens,
+    # Strides
+    C_token_stride: tl.int64, C_group_stride: tl.int64,
+    B_token_stride: tl.int64, B_group_stride: tl.int64,
+    # Dimensions
+    groups: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr,
+    # Meta-parameters
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program has a chunk, a group and one tile."""
+    k_blocks: tl.constexpr = (chunk_size + BLOCK_K - 1) // BLOCK_K
+    operand: tl.constexpr = tl.float32 if WIDE else C.dtype.element_ty
+    first_m = tl.program_id(0) // k_blocks * BLOCK_M
+    first_k = tl.program_id(0) % k_blocks * BLOCK_K
+    group = tl.program_id(1)
+    chunk = tl.program_id(2).to(tl.int64)
+    start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
+    length = (tl.load(cu_chunk_seqlens + chunk + 1) - start).to(tl.int32)
+    if (first_m < length) & (first_k < tl.minimum(first_m + BLOCK_M, length)):
+        m = first_m + tl.arange(0, BLOCK_M)
+        k = first_k + tl.arange(0, BLOCK_K)
+        C += start * C_token_stride + group * C_group_stride
+        B += start * B_token_stride + group * B_group_stride
+        scores = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+        for first_n in range(0, state_dim, BLOCK_N):
+            n = first_n + tl.arange(0, BLOCK_N)
+            queries = tl.load(
+                C + m[:, None] * C_token_stride + n[None, :],
+                mask=(m < length)[:, None] & (n < state_dim)[None, :],
+                other=0.0,
+            )
+            keys = tl.load(
+                B + k[:, None] * B_token_stride + n[None, :],
+                mask=(k < length)[:, None] & (n < state_dim)[None, :],
+                other=0.0,
+            )
+            scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores, "ieee")
+        CB += (chunk * groups + group) * (chunk_size * chunk_size)
+        tl.store(
+            CB + m[:, None] * chunk_size + k[None, :],
+            scores,
+            mask=(m < chunk_size)[:, None] & (k < chunk_size)[None, :],
+        )
+
+
+STATE_WARPS = 4
+
+
+def ssd_states(
+    x: Tensor,
+    B: Tensor,
+    dt: Tensor,
+    log_decays: Tensor,
+    ssm_states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    cu_chunk_seqlens: Tensor,
+    row_chunk_starts: Tensor,
+    chunk_destinations: Tensor,
+    operands: torch.dtype | None = None,
+) -> Tensor:
+    """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
+
+    k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section 6).
+    Products multiply numbers of the dtype `operands`, to which x with its decay and time step is rounded, and
+    add in float32. The recurrence is float32. Reads a row's initial state at its source. Stores the state
+    that leaves a chunk at the chunk's destination, and the state that leaves the row at the row's
+    destination. There is no other access to the pool, and each of these happens once. A row without chunks
+    copies its source to its destination, bit for bit. A row without chunks and without a destination, or with
+    its source as destination, costs an empty program. One launch, whose grid and addresses depend on shapes
+    alone: a CUDA graph can capture it. Does not synchronise.
+
+    Args:
+        x: [tokens, H, P]. B: [tokens, G, N]; head h belongs to group h // (H // G). Both have one dtype of 16
+            bits, and a last stride of 1.
+        dt, log_decays: [H, chunks, chunk size] float32, contiguous. log_decays are sums of dt * A from the
+            start of each chunk. Behind a chunk's tokens dt is 0.
+        ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
+            may be its own source, no other row's source or destination.
+        sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
+        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
+        row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
+            the total on are padding, and are not touched.
+        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
+        operands: float32, or the dtype of x and B; None is the latter.
+
+    Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype `operands`; unspecified for
+        padding.
+
+    Raises:
+        ValueError: a tensor has other strides.
+    """
+    if not ssm_states[:1].is_contiguous():
+        raise ValueError(
+            f"ssm_states has strides {ssm_states.stride()}; accepted: contiguous states of any slot stride"
+        )
+    for name, dense in (("dt", dt), ("log_decays", log_decays)):
+        if not dense.is_contiguous():
+            raise ValueError(f"{name} has strides {dense.stride()}; accepted: a contiguous tensor")
+    for name, tokens_first in (("x", x), ("B", B)):
+        if tokens_first.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
+    heads, head_dim, state_dim = ssm_states.shape[1:]
+    chunks, chunk_size = dt.shape[1:]
+    operands = operands or x.dtype
+    entering = torch.empty(chunks, heads, head_dim, state_dim, dtype=operands, device=x.device)
+    blocks, num_stages = state_blocks(chunk_size, head_dim, state_dim, operands)
+    tiles = triton.cdiv(head_dim, blocks["BLOCK_P"]) * triton.cdiv(state_dim, blocks["BLOCK_N"])
+    ssd_states_kernel[(tiles * heads * sources.shape[0],)](
+        x, B, dt, log_decays, ssm_states, entering,
+        sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+        x.stride(0), x.stride(1), B.stride(0), B.stride(1), ssm_states.stride(0), dt.stride(0),
+        heads, heads // B.shape[1], head_dim, state_dim, chunk_size,
+        **blocks, num_warps=STATE_WARPS, num_stages=num_stages,
+    )  # fmt: skip
+    return entering
+
+
+def state_blocks(
+    chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype = torch.bfloat16
+) -> tuple[dict[str, int], int]:
+    """Tile sizes and pipeline stages. The number of rows has no say, so that other rows change no bits.
+
+    32 x 128 numbers of a state are 256 programs for a row of Nemotron-H-8B, two on each multiprocessor of an
+    H100. They were the fastest of ten tiles there. Larger chunks leave shared memory for fewer stages. Larger
+    tiles of float32 need more registers than a thread has.
+    """
+    wide = operands == torch.float32
+    blocks = {
+        "BLOCK_P": min(32, padded_side(head_dim)),
+        "BLOCK_N": min(64 if wide else 128, padded_side(state_dim)),
+        "BLOCK_K": min(16 if wide else 128, padded_side(chunk_size)),
+    }
+    return blocks, 1 if wide else 4 if chunk_size <= 128 else 2
+
+
+@triton.jit
+def add_update(update, values, keys, decay_of_chunk, decay, step, operand: tl.constexpr):
+    """update + the sum over tokens k of exp(l[last] - l[k]) dt[k] x[k] B[k]; x and B are values and keys."""
+    scale = tl.exp(tl.minimum(decay_of_chunk - decay, 0.0)) * step
+    scaled = (values.to(tl.float32) * scale[:, None]).to(operand)
+    return multiply_add(tl.trans(scaled), keys.to(operand), update, "ieee")
+
+
+@triton.jit
+def ssd_states_kernel(
+    # Pointers
+    x, B, dt, log_decays, ssm_states, entering,
+    sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+    # Strides
+    x_token_stride: tl.int64, x_head_stride: tl.int64,
+    B_token_stride: tl.int64, B_group_stride: tl.int64,
+    slot_stride: tl.int64, decay_head_stride: tl.int64,
+    # Dimensions
+    heads: tl.constexpr, heads_of_group: tl.constexpr,
+    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr,
+    # Meta-parameters
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program has a row, a head, BLOCK_P of P and BLOCK_N of N. No other program touches this part."""
+    operand: tl.constexpr = entering.dtype.element_ty
+    n_blocks: tl.constexpr = (state_dim + BLOCK_N - 1) // BLOCK_N
+    tiles: tl.constexpr = (head_dim + BLOCK_P - 1) // BLOCK_P * n_blocks
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles % heads
+    row = tl.program_id(0) // (tiles * heads)
+    p = tile // n_blocks * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tile % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
+
+    x += head * x_head_stride
+    B += head // heads_of_group * B_group_stride
+    dt += head * decay_head_stride
+    log_decays += head * decay_head_stride
+
+    first = tl.load(row_chunk_starts + row)
+    end = tl.load(row_chunk_starts + row + 1)
+    source = tl.load(sources + row)
+    destination = tl.load(destinations + row)
+    moves = (destination >= 0) & (destination != source)
+
+    within = head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :]
+    slots = ssm_states + within
+    has_initial = (source >= 0) & ((first < end) | moves)
+    initial = tl.load(slots + source * slot_stride, mask=inside & has_initial, other=0.0)
+    tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
+    if first == end:
+        if moves:
+            tl.store(slots + destination * slot_stride, initial, mask=inside)
+    else:
+        state = initial.to(tl.float32)
+        state_size: tl.constexpr = heads * head_dim * state_dim
+        entry = entering + within + first.to(tl.int64) * state_size
+        of_chunk = first.to(tl.int64) * chunk_size
+        checkpoint = tl.load(chunk_destinations + first)
+        for chunk in range(first, end):
+            # Triton loads ahead in a loop that carries no value of the chunk before the last: the bounds are
+            # read anew.
+            start = tl.load(cu_chunk_seqlens + chunk).to(tl.int64)
+            length = (tl.load(cu_chunk_seqlens + chunk + 1) - start).to(tl.int32)
+            next_checkpoint = tl.load(chunk_destinations + chunk + 1, mask=chunk + 1 < end, other=-1)
+            tl.store(entry, state.to(entering.dtype.element_ty), mask=inside)
+            decay_of_chunk = tl.load(log_decays + of_chunk + chunk_size - 1)
+            update = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
+            for first_k in tl.static_range(0, chunk_size, BLOCK_K):
+                k = first_k + tl.arange(0, BLOCK_K)
+                real = k < length
+                decay = tl.load(log_decays + of_chunk + k, mask=k < chunk_size, other=0.0)
+                step = tl.load(dt + of_chunk + k, mask=k < chunk_size, other=0.0)
+                values = tl.load(
+                    x + (start + k)[:, None] * x_token_stride + p[None, :],
+                    mask=real[:, None] & (p < head_dim)[None, :],
+                    other=0.0,
+                )
+                keys = tl.load(
+                    B + (start + k)[:, None] * B_token_stride + n[None, :],
+                    mask=real[:, None] & (n < state_dim)[None, :],
+                    other=0.0,
+                )
+                update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
+            # Written as a sum, Triton would add within the product, where tensor cores round otherwise.
+            state = tl.fma(state, tl.exp(decay_of_chunk), update)
+            if checkpoint >= 0:
+                tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
+            checkpoint = next_checkpoint
+            entry += state_size
+            of_chunk += chunk_size
+        if destination >= 0:
+            tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
