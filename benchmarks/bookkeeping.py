@@ -12,8 +12,8 @@ allocate 8 with eviction    `allocate_slots_batch` of 8 blocks on a full pool of
                             `register_kv_block_hashes`; ours `register_chain`, which also keeps tokens and
                             finds twins); `allocate_slots_batch` and `register_block_hashes_batch` for all;
                             `release_memory_blocks`. Deregistered, with the callback, are 64 blocks: in a
-                            full pool those the allocation evicts; under ref_zero these, by their release; in
-                            a free pool these, by an `evict_lru_blocks` that no server would call
+                            full pool those the allocation evicts; in a free pool these, by an
+                            `evict_lru_blocks` that no server would call
 one step                    a context with 64 decodes under way takes 16 prompts of 224 tokens, 128 of them
                             cached (block 64, SSD chunk 16), computes them and one token of each decode,
                             stores the 16 states at 192, and lets the 16 go. In a "full" context blocks and
@@ -52,8 +52,8 @@ import mambaslots as ms
 import stock_host
 import torch
 from command_line import add_count, make_parser
+from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.kv_block_allocator import KVBlockAllocator
-from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.state_spec import HybridStateSpec
@@ -181,8 +181,7 @@ class LookedUpSlots:
 class BlockLives(ABC):
     """64 blocks of one sequence: allocated, registered, given states, released, deregistered.
 
-    In a full pool the allocation deregisters the 64 blocks used longest ago. In a free one there is no
-    need to: "ref_zero" does it at the release, and under "lru" it is asked for.
+    In a full pool the allocation deregisters the 64 blocks used longest ago; in a free one that is asked for.
     """
 
     BLOCKS = 64
@@ -485,7 +484,6 @@ def rows() -> Iterator[Row]:
         (65536, "lru", True, "full pool of 65,536"),
         (4096, "lru", False, "free pool of 4,096"),
         (65536, "lru", False, "free pool of 65,536"),
-        (4096, "ref_zero", False, "ref_zero, pool of 4,096"),
     ):
         sides = [partial(side, blocks, policy, full) for side in (StockBlockLives, OurBlockLives)]
         yield Row(f"64 blocks, a life, {name}", *sides, 2.0)

@@ -15,7 +15,7 @@ import mambaslots as ms
 from fuzz_damage import NUMBERS, TEXTS, damaged_bytes, damaged_json, json_bytes
 from fuzz_target import ACCEPTED, REFUSED, Target, end_of
 from mambaslots.cli.main import make_parser
-from mambaslots.inference.contexts.cache.plan_spec import parse_plan, shown_plan
+from mambaslots.inference.contexts.cache.checkpoint_plan import parse_plan, shown_plan
 from mambaslots.replay.read_trace import read_trace
 from mambaslots.replay.recorder import TraceRecorder
 
@@ -270,11 +270,10 @@ class PlanSpecs:
             "+",
         )
         names = (
-            "tail", "no-tail", "branch", "chunk_ends", "no-learned", "learned", "decode=rolling",
+            "tail", "no-tail", "branch", "chunk_ends", "decode=rolling",
             "decode=off",
             *(f"{name}={random.choice(numbers)}" for name in (
-                "decode", "every", "prefill_interval", "offsets_from_start", "offsets_from_end", "marks",
-                "max_states_per_path", "tail", "no-tail",
+                "decode", "every", "prefill_interval", "marks", "tail", "no-tail",
             )),
             random.choice(TEXTS),
         )  # fmt: skip

@@ -266,8 +266,7 @@ class EngineRound(Fuzzer):
 
     def _import(self) -> None:
         """Cached prefixes go to files, and come back once the cache has forgotten them."""
-        ref_zero = self.engine.config.eviction_policy == "ref_zero"
-        if self._rounded is not None or ref_zero or not self.engine.context.memory.allocated:
+        if self._rounded is not None or not self.engine.context.memory.allocated:
             return
         folder = self._folder / "prefixes"
         saved = save_prefixes(self.engine, folder)

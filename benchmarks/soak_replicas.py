@@ -342,8 +342,6 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
     with ExitStack() as stack:
         stack.enter_context(small_pieces())
         config = random_config(random, own[0], "unused")
-        if config.eviction_policy == "ref_zero":
-            config = replace(config, eviction_policy="value")
         config = replace(config, disk_cache=None)
         config = stack.enter_context(lossless_encoding(config, random.random() < 0.2))
         faulty = []

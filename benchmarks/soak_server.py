@@ -66,7 +66,7 @@ def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.
         max_sequence_length=LONGEST,
         num_kv_blocks=fewest + random.choice([0, 3, fewest, 4 * fewest]),
         num_mamba_slots=random.choice([1, 2, 4, 12, 40]),
-        eviction_policy=random.choice(["value", "value", "value", "lru", "ref_zero"]),
+        eviction_policy=random.choice(["value", "value", "value", "lru"]),
         checkpoint_plan=random_plan(random, block),
         num_speculative_tokens=drafts,
         async_scheduling=not drafts and random.random() < 0.5,

@@ -161,7 +161,7 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
         "max_requests": random.randint(1, 5),
         "max_tokens": random.choice([8, 13, 32, 64]) if chunked else longest + 5,
         "max_sequence_length": longest,
-        "eviction_policy": random.choice(["value", "value", "lru", "ref_zero"]),
+        "eviction_policy": random.choice(["value", "value", "lru"]),
         "checkpoint_plan": random_plan(random, block, SMALL.longest_prompt),
         "num_speculative_tokens": drafts,
         "async_scheduling": alone and random.random() < 0.5,

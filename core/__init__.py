@@ -21,10 +21,10 @@ if TYPE_CHECKING:
         RequestOverflowError,
     )
     from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
+    from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
     from .inference.contexts.cache.pinned_prefixes import PinnedPrefix
     from .inference.contexts.cache.prefix_cache import PrefixCache
-    from .inference.contexts.cache.prefix_hash import PrefixHashChain
     from .inference.contexts.cache.prefix_match import PrefixMatch
     from .inference.contexts.dynamic_context import DynamicInferenceContext
     from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
@@ -79,7 +79,7 @@ _NAMES_OF_MODULES = {
     "mambaslots.inference.contexts.cache.kv_block_allocator": "KVBlockAllocator",
     "mambaslots.inference.contexts.cache.pinned_prefixes": "PinnedPrefix",
     "mambaslots.inference.contexts.cache.prefix_cache": "PrefixCache",
-    "mambaslots.inference.contexts.cache.prefix_hash": "PrefixHashChain",
+    "mambaslots.inference.contexts.cache.hashing": "PrefixHashChain",
     "mambaslots.inference.contexts.cache.prefix_match": "PrefixMatch",
     "mambaslots.inference.contexts.dynamic_context": "DynamicInferenceContext",
     "mambaslots.inference.contexts.mamba_slot_allocator": "MambaSlotAllocator",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from .inference.contexts.cache.salt_key import key_bytes
+from .inference.contexts.cache.hashing import key_bytes
 from .inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from .validation import (
     INT32_MAX,

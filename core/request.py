@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .brief_repr import brief_repr
-from .inference.contexts.cache.compute_reasons import ComputeReason
+from .inference.contexts.cache.reasons import ComputeReason
 
 TopLogProbs = tuple[tuple[int, float], ...]
 """Token ids and their log-probs: the most likely tokens at one position, the most likely one first."""

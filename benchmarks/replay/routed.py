@@ -15,7 +15,7 @@ from typing import Any
 
 from mambaslots.cli.options import Parser, count, listed, new_file, not_negative
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
-from mambaslots.inference.contexts.cache.departures import NANOSECONDS
+from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.net.routing.routers import ROUTERS
 from mambaslots.replay.cells import TraceSource, replay_cells
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay

@@ -8,7 +8,7 @@ from itertools import chain
 from statistics import fmean
 
 from mambaslots.config import InferenceConfig
-from mambaslots.inference.contexts.cache.departures import NANOSECONDS
+from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.net.routing.event_bytes import encode_events
 from mambaslots.net.routing.router import ReplicaLoad, Router, RouteRequest
 from mambaslots.net.routing.state_events import StateEvents

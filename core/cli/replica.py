@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 
 from ..fleet.weights_version import weights_version
-from ..inference.contexts.cache.salt_key import ENVIRONMENT_NAME
+from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedText, load_text
 from ..net import LeadingEngine

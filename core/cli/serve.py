@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..fleet.fleet_settings import ROUTER_NAMES
-from ..inference.contexts.cache.salt_key import ENVIRONMENT_NAME
+from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from .options import add_engine, add_model, count, count_or_range, positive, text_file, unused_path
 from .replica import ReplicaEngine, ReplicaText
 from .serve_split import is_under_torchrun, serve_split

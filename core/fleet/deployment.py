@@ -7,7 +7,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from ..inference.contexts.cache.salt_key import key_bytes
+from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.settings import ServerSettings
 from .engine_replica import EngineReplica

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.cache.prefix_hash import PrefixHashChain
-from ..inference.contexts.cache.salt_key import SaltKey
+from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..request import EarlyEnd
 from ..sampling_params import SamplingParams
 from ..serve.errors import cut

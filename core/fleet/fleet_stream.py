@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.cache.prefix_hash import PrefixHashChain
+from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult
 from ..sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from ..inference.contexts.cache.salt_key import SaltKey
+from ..inference.contexts.cache.hashing import SaltKey
 from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
 from ..serve.hosts import host_checks

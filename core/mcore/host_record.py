@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..inference.contexts.cache.compute_reasons import Span, TokenLedger
 from ..inference.contexts.cache.durable_slots import SlotCounts
-from ..inference.contexts.cache.ghost_list import GhostList
+from ..inference.contexts.cache.reasons import GhostList, Span, TokenLedger
 from .request_track import RequestTrack
 
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"

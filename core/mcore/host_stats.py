@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..inference.contexts.cache.compute_reasons import ComputeReason
 from ..inference.contexts.cache.durable_slots import SlotCounts
+from ..inference.contexts.cache.reasons import ComputeReason
 from .host_record import NO_SLOTS, HostRecord, record_of
 from .slot_allocator import HostSlotAllocator
 

@@ -53,7 +53,7 @@ def install(
     Args:
         plan: which states are taken; None for `CheckpointPlan()`. Building a context raises ValueError where
             the plan's intervals are no multiples of its block.
-        eviction: "value", "lru" or "ref_zero" for states; None: what the host's configuration says.
+        eviction: "value" or "lru" for states; None: what the host's configuration says.
         cache_answers: also hash and register what is generated, and take its states, for the next turn.
         strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
             know; False warns, names the faults that come back, and leaves alone what belongs together with
@@ -69,10 +69,6 @@ def install(
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
     plan.check_useful()
-    if plan.max_states_per_path is not None:
-        raise ValueError(
-            f"plan.max_states_per_path is {plan.max_states_per_path}; accepted: None, in megatron-core"
-        )
     if eviction is not None:
         eviction = one_of("eviction", eviction, EVICTION_POLICIES)
     boolean("cache_answers", cache_answers)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..inference.contexts.cache.plan_spec import shown_plan
+from ..inference.contexts.cache.checkpoint_plan import shown_plan
 from ..version import VERSION
 from .known_sources import TESTED_VERSIONS
 from .slot_allocator import Settings

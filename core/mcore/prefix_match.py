@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..inference.contexts.cache import compute_reasons as policy
-from ..inference.contexts.cache.compute_reasons import Span
+from ..inference.contexts.cache import reasons as policy
+from ..inference.contexts.cache.reasons import Span
 from .host_record import HostRecord
 
 

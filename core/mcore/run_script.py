@@ -13,8 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.cache.plan_spec import UNLIMITED_PLAN_SYNTAX, parse_plan
+from ..inference.contexts.cache.checkpoint_plan import PLAN_SYNTAX, CheckpointPlan, parse_plan
 from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from .install import built_contexts, install
 from .installation import Installation, shown_versions
@@ -51,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     def plan(spec: str) -> CheckpointPlan:
         try:
-            return parse_plan(spec, path_limit=False)
+            return parse_plan(spec)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -70,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--plan",
         type=plan,
         metavar="SPEC",
-        help=f"which states are taken: {UNLIMITED_PLAN_SYNTAX}".replace("%", "%%"),
+        help=f"which states are taken: {PLAN_SYNTAX}".replace("%", "%%"),
     )
     parser.add_argument(
         "--eviction", choices=EVICTION_POLICIES, help="of states; default: what the script sets"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.cache.rolling_states import RollingStates
+from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
+from ..inference.contexts.cache.checkpoints import RollingStates
 from ..inference.contexts.host_settings import HostSettings
 from ..inference.contexts.intermediate_states import StateSource
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
@@ -214,7 +214,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             else:  # async scheduling: the last token is on the device only
                 index = crossing.position // context.block_size_tokens - 1
                 block = int(context.request_to_kv_block_ids[crossing.row, index])
-            if block >= 0 and self.settings.plan.decode != "off" and self._lacks_state(block):
+            if block >= 0 and self._decode_boundary(crossing) and self._lacks_state(block):
                 states[block] = _DecodeState(crossing, settled)
         return states
 
@@ -226,9 +226,18 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _roll(self, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
-        keeps = self.settings.plan.keeps_decode_state(crossing.position)
+        boundary = self._decode_boundary(crossing)
         own = self.slots.map.slot_of(block) == slot
-        self._rolling.advance(self._track(crossing), block, rolls=own and not keeps)
+        rolls = own and boundary is not None and not boundary.keeps
+        self._rolling.advance(self._track(crossing), block, rolls=rolls)
+
+    def _decode_boundary(self, crossing: Crossing) -> Boundary | None:
+        """What the plan says of the boundary; None where it stores no state there."""
+        stop, size = crossing.position, self.context.block_size_tokens
+        found = self.settings.plan.boundaries(
+            start=stop - 1, stop=stop, prompt_tokens=0, block_size_tokens=size
+        )
+        return found[0] if found else None
 
     def settle_answers(self) -> None:
         """Make decode states findable whose last token has become known."""

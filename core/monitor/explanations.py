@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..inference.contexts.cache.compute_reasons import ComputeReason
+from ..inference.contexts.cache.reasons import ComputeReason
 
 _SENTENCES: dict[ComputeReason, str] = {
     "never_seen": "no earlier request had these tokens at this place",

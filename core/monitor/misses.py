@@ -7,8 +7,8 @@ from statistics import median
 
 from ..cache_stats import EngineStats
 from ..config import InferenceConfig
-from ..inference.contexts.cache.compute_reasons import ComputeReason
-from ..inference.contexts.cache.departures import EVICTIONS
+from ..inference.contexts.cache.pool_stats import EVICTIONS
+from ..inference.contexts.cache.reasons import ComputeReason
 from ..pool_sizes import GIGABYTE
 from .figures import differences
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from ..cache_stats import EngineStats
+from ..inference.contexts.cache.hashing import salt_bytes
 from ..inference.contexts.cache.root_use import RootUse, use_by_root
-from ..inference.contexts.cache.salt_key import salt_bytes
 from ..inference.contexts.request import DynamicInferenceRequest
 from ..inference.contexts.request_step import RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ..inference.contexts.cache.prefix_hash import PUBLIC_ROOT
+from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 
 DEFAULT = "default"
 OTHER = "other"

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..config import InferenceConfig
 from ..inference.contexts.books_only_context import BooksOnlyContext
-from ..inference.contexts.cache.departures import NANOSECONDS
-from ..inference.contexts.cache.prefix_hash import PrefixHashChain
+from ..inference.contexts.cache.hashing import PrefixHashChain
+from ..inference.contexts.cache.pool_stats import NANOSECONDS
 from ..inference.contexts.request import DynamicInferenceRequest
 from ..inference.contexts.request_step import RequestStep
 from ..inference.engines.scheduler import Scheduler

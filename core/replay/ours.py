@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import InferenceConfig
-from ..inference.contexts.cache.plan_spec import parse_plan
+from ..inference.contexts.cache.checkpoint_plan import parse_plan
 from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from ..pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ..cache_stats import CacheStats
-from ..inference.contexts.cache.departures import AGE_BOUNDS_S, AgeCounts
+from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S, AgeCounts
 from ..monitor.figures import Histogram, MonitorFigures
 from ..monitor.monitor import Monitor
 

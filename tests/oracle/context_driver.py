@@ -4,7 +4,7 @@ from itertools import count
 
 import mambaslots as ms
 import torch
-from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
+from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.inference.contexts.request_step import RequestStep

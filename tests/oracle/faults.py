@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
-from mambaslots.inference.contexts.cache.cached_path import CachedPath
+from mambaslots.inference.contexts.cache.prefix_match import CachedPath
 from mambaslots.inference.engines import dynamic_engine, log_probs, sampling
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]

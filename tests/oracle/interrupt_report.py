@@ -20,7 +20,7 @@ from .calls import CALLS, Call
 from .interrupts import DROPS, ERRORS, Tally, drop_in_call, every, interrupt_call
 from .places import Allocations, Monitor, Places, monitored
 
-POLICIES = ("lru", "ref_zero")
+POLICIES = ("lru", "value")
 SECOND = (1, 3, 7, 20, 60, 150)  # lines between two interrupts
 
 

@@ -61,9 +61,6 @@ def random_plan(random: Random, block: int, longest: int = LONGEST_PROMPT) -> ms
         decode=random.choice(["rolling", "rolling", "off", block, 2 * block]),
         prefill_interval=random.choice([None, None, block, 2 * block]),
         marks=positions(2),
-        offsets_from_start=positions(1),
-        offsets_from_end=positions(1),
-        max_states_per_path=random.choice([None, None, 1, 2, 3]),
     )
 
 
@@ -79,7 +76,7 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
         max_sequence_length=LONGEST,
         num_kv_blocks=fewest + random.choice([0, 0, 2, 6, fewest, 4 * fewest]),
         num_mamba_slots=random.choice([1, 2, 3, 6, 15, 40]),
-        eviction_policy=random.choice(["value", "lru", "ref_zero"]),
+        eviction_policy=random.choice(["value", "lru"]),
         checkpoint_plan=random_plan(random, block),
         num_speculative_tokens=drafts,
         async_scheduling=not drafts and random.random() < 0.5,

@@ -8,7 +8,7 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.inference.contexts.cache.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
 from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, kind_of_model, present_kind
 from oracle.recurrent_lm import RecurrentLM
 from oracle.stored_states import stored_apart

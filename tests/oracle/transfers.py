@@ -7,8 +7,7 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.inference.contexts.cache.prefix_hash import PUBLIC_ROOT
-from mambaslots.inference.contexts.cache.salt_key import SaltKey
+from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, SaltKey
 from mambaslots.model_shard import ModelShard, Part
 from mambaslots.net.transfer.forest import PrefixForest
 from mambaslots.net.transfer.format import PrefixFormat

@@ -34,9 +34,6 @@ plans = st.builds(
     decode=st.sampled_from(["rolling", "off", BLOCK, 2 * BLOCK]),
     prefill_interval=st.sampled_from([None, BLOCK, 2 * BLOCK]),
     marks=st.lists(st.integers(0, 60), max_size=2).map(tuple),
-    offsets_from_start=st.lists(st.integers(0, 60), max_size=1).map(tuple),
-    offsets_from_end=st.lists(st.integers(0, 60), max_size=1).map(tuple),
-    max_states_per_path=st.sampled_from([None, 1, 2, 3]),
 )
 engine_settings = st.fixed_dictionaries(
     {
@@ -45,7 +42,7 @@ engine_settings = st.fixed_dictionaries(
         "max_tokens": st.sampled_from([8, 13, 32]),
         "max_requests": st.just(3),
         "max_sequence_length": st.just(96),
-        "eviction_policy": st.sampled_from(["value", "lru", "ref_zero"]),
+        "eviction_policy": st.sampled_from(["value", "lru"]),
         "checkpoint_plan": plans,
     }
 )

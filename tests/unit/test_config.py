@@ -30,7 +30,7 @@ def config(**overrides: object) -> ms.InferenceConfig:
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; accepted: True or False"),
         ({"free_memory": True}, "free_memory is True; accepted: one of 'keep', 'zero', 'nan'"),
         ({"salt_key": "short"}, "salt_key is 5 bytes; accepted: bytes or a str of at least 16 bytes"),
-        ({"eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru', 'ref_zero'"),
+        ({"eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru'"),
         ({"block_size_tokens": 4096, "max_tokens": 8192}, "no prompt ever holds a whole block"),
         (
             {"max_tokens": 40, "block_size_tokens": 64},

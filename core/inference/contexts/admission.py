@@ -6,7 +6,6 @@ from dataclasses import replace
 from ...config import InferenceConfig
 from ...errors import RequestOverflowError
 from .cache.checkpoint_plan import Boundary
-from .cache.parting_depths import PartingDepths
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
 from .holding import Holding
@@ -14,9 +13,6 @@ from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
 from .request_states import RequestStates
 from .request_step import RequestStep
-
-_KNOWN_BLOCKS = 2
-"""Blocks of earlier prompts that `PartingDepths` knows, as a multiple of the KV blocks."""
 
 
 class Admission:
@@ -39,7 +35,6 @@ class Admission:
         self._cache = cache
         self._rows = rows
         self._states = states
-        self._partings: PartingDepths | None = None  # from the first plan on that asks
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
@@ -72,7 +67,6 @@ class Admission:
             if not self._has_slots(match.resume_slot):
                 return None
             holding = self._rows.seat(request, match.resume_slot)
-            self._plan_partings(request, holding, start)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)
@@ -80,7 +74,7 @@ class Admission:
         if ahead or not num_computed:
             holding.spans = match.spans
         holding.branch_tokens = self._branch_tokens(match, request)
-        return RequestStep(
+        return RequestStep.of(
             request,
             holding,
             start,
@@ -122,7 +116,7 @@ class Admission:
                 return None
             self._cache.grow(path, len(path.blocks) + 1)
         boundaries = self._boundaries(holding, start, start + 1)
-        return RequestStep(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
+        return RequestStep.of(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
 
     def _following(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """The decode of a token that nobody has read yet.
@@ -132,7 +126,7 @@ class Admission:
         start = holding.num_computed
         if start == len(holding.path.blocks) * self._block_size or (start + 1) % self._block_size == 0:
             return None
-        return RequestStep(request, holding, start, start + 1, decoding=True, follows=True)
+        return RequestStep.of(request, holding, start, start + 1, decoding=True, follows=True)
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
         """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
@@ -191,23 +185,10 @@ class Admission:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _plan_partings(self, request: DynamicInferenceRequest, holding: Holding, start: int) -> None:
-        """Count where an admitted prompt parts from earlier ones; plan where later ones may part from it."""
-        path, size = holding.path, self._block_size
-        if not (path.shares and path.plan.learned):
-            return
-        if self._partings is None:
-            self._partings = PartingDepths(size, _KNOWN_BLOCKS * self._cache.kv_blocks.total_count)
-        last = (len(request.tokens) - 1) // size
-        if not request.num_counted:
-            self._partings.learn(request.hashes.keys, last)
-        depths = self._partings.depths(start // size, last)
-        holding.parting_tokens = tuple(depth * size for depth in depths)
-
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
-        """Where a sequence leaves a known path that goes on another way; 0 where it leaves none.
+        """Tokens that the sequence shares with an earlier one before the two differ, else 0.
 
-        A sequence that only continues what was seen before does not branch, nor does one that ends there.
+        Seen [a b c d], sequence [a b x]: 2 blocks. A sequence that only continues or repeats one: 0.
         """
         depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
         if not 0 < depth < len(keys):
@@ -219,7 +200,6 @@ class Admission:
         if not holding.path.shares or start // self._block_size == stop // self._block_size:
             return ()
         return holding.path.plan.boundaries(
-            parting_tokens=holding.parting_tokens,
             start=start,
             stop=stop,
             prompt_tokens=holding.prefill_length,

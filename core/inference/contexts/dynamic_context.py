@@ -19,11 +19,11 @@ from ...state_encoding import encodings_of
 from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from .admission import Admission
-from .cache.compute_reasons import TokenLedger
-from .cache.departures import Clock
 from .cache.kv_block_allocator import KVBlockAllocator
+from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
+from .cache.reasons import TokenLedger
 from .device_memory import DeviceMemory
 from .encoded_states import EncodedStates
 from .host_view import HostView

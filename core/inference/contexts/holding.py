@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from .cache.cached_path import CachedPath
-from .cache.compute_reasons import Span
+from .cache.prefix_match import CachedPath
+from .cache.reasons import Span
 
 
 @dataclass(eq=False)
@@ -23,12 +23,10 @@ class Holding:
         num_computed: tokens whose KV is in the path's blocks; only `RequestStates` writes this field.
         state_index: pool index of the state after `num_computed` tokens, or at the last grid point where
             decodes replay; -1 for zeros. Only `RequestStates` writes this field.
-        branch_tokens: where the prompt left a known path that goes on, at the last match, or 0; only
+        branch_tokens: tokens that the prompt shares with an earlier one before the two differ, or 0; only
             `Admission` writes this field.
         spans: why the prompt tokens after the last resume point are computed; only `Admission` writes this
             field.
-        parting_tokens: where later prompts are expected to part from the prompt; None where the plan does not
-            ask. Only `Admission` writes this field.
     """
 
     row: int
@@ -39,7 +37,6 @@ class Holding:
     state_index: int = -1
     branch_tokens: int = 0
     spans: tuple[Span, ...] = ()
-    parting_tokens: tuple[int, ...] | None = None
 
     @property
     def decoding(self) -> bool:

@@ -58,9 +58,13 @@ class HostSettings:
 
 
 def eviction_policy_name(policy: object) -> str:
-    """The name of a policy that a host gives by name or as a member of an enumeration."""
+    """The name of a policy that a host gives by name or as a member of an enumeration.
+
+    "ref_zero" of a host is "lru" here: the host deregisters unheld blocks itself, and their states with them.
+    """
     policy = getattr(policy, "value", policy)
     policy = policy.lower() if isinstance(policy, str) else policy
+    policy = "lru" if policy == "ref_zero" else policy
     return one_of("context.prefix_caching_eviction_policy", policy, EVICTION_POLICIES)
 
 

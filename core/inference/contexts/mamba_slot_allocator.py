@@ -26,8 +26,8 @@ from ...validation import (
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
 from .cache.durable_slots import DurableSlots
-from .cache.ghost_list import GhostList
 from .cache.kv_block_allocator import MAX_HASH
+from .cache.reasons import GhostList
 from .host_settings import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, HostSettings
 from .intermediate_states import IntermediateStates, StateSource
 from .mirrored import MirroredTensor

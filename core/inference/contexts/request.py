@@ -7,9 +7,9 @@ from typing import NamedTuple
 from ...request import FinishReason, PromptFigures, RequestResult, TopLogProbs
 from ...sampling_params import SamplingParams
 from .cache.checkpoint_plan import CheckpointPlan
-from .cache.compute_reasons import TokenLedger
-from .cache.prefix_hash import PrefixHashChain
+from .cache.hashing import PrefixHashChain
 from .cache.prefix_match import PrefixMatch
+from .cache.reasons import TokenLedger
 from .holding import Holding
 from .token_view import TokenView
 

@@ -1,43 +1,38 @@
 """What one request does in one step."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from .cache.checkpoint_plan import Boundary
-from .cache.compute_reasons import Span, TokenLedger
+from .cache.checkpoints import PathStep
+from .cache.reasons import Span, TokenLedger
 from .holding import Holding
 from .request import DynamicInferenceRequest
 
 
 @dataclass(frozen=True)
-class RequestStep:
-    """Tokens [start, stop) of one request, to be computed in the next step.
-
-    The last tokens may be drafts: guesses at the request's next tokens, which this step verifies.
+class RequestStep(PathStep):
+    """Tokens [start, stop) of one request, to be computed in the next step; `of` makes one.
 
     Attributes:
         request, holding: the request, and what it held when the step was scheduled.
-        start, stop: token positions.
-        decoding: whether the step is a decode; else it is (a part of) a prefill.
         num_resumed: tokens before `start` that were resumed from a state.
         spans: why the prompt tokens of the step are computed.
-        boundaries: where states are to be taken.
-        destinations: boundary position -> the durable slot reserved for its state.
-        drafts: the drafts of a decode. They are not among the request's tokens.
         follows: whether the step is a decode of the token that the step before samples, which nobody has read
             yet. Only the device knows the token; `tokens` has a 0 in its place.
     """
 
-    request: DynamicInferenceRequest
-    holding: Holding
-    start: int
-    stop: int
-    decoding: bool = False
+    request: DynamicInferenceRequest = field(kw_only=True)
+    holding: Holding = field(kw_only=True)
     num_resumed: int = 0
     spans: tuple[Span, ...] = ()
-    boundaries: tuple[Boundary, ...] = ()
-    destinations: dict[int, int] = field(default_factory=dict)
-    drafts: tuple[int, ...] = ()
     follows: bool = False
+
+    @classmethod
+    def of(
+        cls, request: DynamicInferenceRequest, holding: Holding, start: int, stop: int, **settings: Any
+    ) -> Self:
+        """A step of `request` along the path that it holds."""
+        return cls(holding.path, request.tokens, start, stop, request=request, holding=holding, **settings)
 
     @property
     def length(self) -> int:
@@ -89,35 +84,6 @@ class RequestStep:
         if not self.decoding or self.drafts:
             return 0
         return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))
-
-    def key_at(self, position: int) -> int:
-        """The hash of the prefix that ends at block boundary `position` of the tokens and drafts."""
-        request, chain = self.request, self.holding.path.chain
-        chain.extend_to(request.tokens, position)
-        if position > len(request.tokens):  # a fork, so that drafts do not enter the request's chain
-            chain = chain.fork()
-            chain.extend_to([*request.tokens, *self.drafts], position)
-        return chain.keys[position // chain.block_size_tokens - 1]
-
-    def boundary_keys(self) -> set[int]:
-        """The hashes under which the planned states will be found."""
-        return {self.key_at(boundary.position) for boundary in self.boundaries}
-
-    def block_at(self, position: int) -> int:
-        """The KV block that ends at block boundary `position`."""
-        path = self.holding.path
-        return path.blocks[position // path.chain.block_size_tokens - 1]
-
-    def accepted(self, num_tokens: int) -> "RequestStep":
-        """This decode cut to its first `num_tokens` tokens; the others are wrong drafts."""
-        stop = self.start + num_tokens
-        return replace(
-            self,
-            stop=stop,
-            drafts=self.drafts[: num_tokens - 1],
-            boundaries=tuple(boundary for boundary in self.boundaries if boundary.position <= stop),
-            destinations={p: slot for p, slot in self.destinations.items() if p <= stop},
-        )
 
     def token_counts(self) -> TokenLedger:
         """How many of the step's prompt tokens are resumed, computed (by reason) or recomputed."""

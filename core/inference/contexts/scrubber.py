@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.state_tensors import device_indices
-from .cache.left_entries import LeftEntries
+from .cache.left_entries import LeftEntries, MemoryCleaner
 from .input_pool import InputPool
 from .state_pool import StatePool
 
@@ -26,7 +26,7 @@ class Pools(Protocol):
         """Fill a unit of a memory that states and KV share with zeros, in stream order."""
 
 
-class Scrubber:
+class Scrubber(MemoryCleaner):
     """Zeroes the entries of a context's pools that nobody owns, before anybody else can have them.
 
     The books note what they free, in one place each: `KVBlockAllocator` where blocks enter its free ones,

@@ -5,7 +5,7 @@ import os
 import torch
 
 from ...parallel_groups import ParallelGroups
-from ..contexts.cache.salt_key import SaltKey, drawn_key, given_key
+from ..contexts.cache.hashing import SaltKey, drawn_key, given_key
 
 
 def agreed_salt_key(

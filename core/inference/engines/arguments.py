@@ -10,7 +10,7 @@ from ...config import InferenceConfig
 from ...sampling_params import SamplingParams
 from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from ..contexts.cache.salt_key import salt_bytes
+from ..contexts.cache.hashing import salt_bytes
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor

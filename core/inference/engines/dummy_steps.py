@@ -9,7 +9,7 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
-from ..contexts.cache.prefix_hash import PrefixHashChain
+from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep

@@ -23,9 +23,8 @@ from ...sampling_params import SamplingParams
 from ...state_spec import HybridStateSpec
 from ...validation import INT64_MAX, boolean, instance, integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
+from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ..contexts.cache.pinned_prefixes import PinnedPrefix
-from ..contexts.cache.prefix_hash import PrefixHashChain
-from ..contexts.cache.salt_key import salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.request_step import RequestStep

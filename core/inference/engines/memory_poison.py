@@ -144,7 +144,7 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
         free[pool.num_live :] = True  # staging slots belong to one step
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
-    unused = (blocks.block_ref_counts == 0) & (blocks.block_hashes < 0)
+    unused = torch.from_numpy((blocks.block_ref_counts == 0) & (blocks.block_hashes < 0))
     return free.nonzero().flatten(), unused.nonzero().flatten()
 
 

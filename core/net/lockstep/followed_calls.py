@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 
 from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ...inference.contexts.cache.prefix_hash import PrefixHashChain
+from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.call_maker import CallsHere
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine

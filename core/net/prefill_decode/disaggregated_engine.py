@@ -9,8 +9,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...errors import QueueFullError
 from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ...inference.contexts.cache.prefix_hash import PrefixHashChain
-from ...inference.contexts.cache.salt_key import salt_bytes
+from ...inference.contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ...inference.engines.arguments import (
     Prompt,
     Salt,
@@ -96,7 +95,7 @@ class DisaggregatedEngine(AsyncEngine):
         """
         Args:
             engine: as for `AsyncEngine`; it caches prefixes, has the worker's blocks, weights version and
-                salt key, and another eviction policy than "ref_zero".
+                salt key.
             store: a client of the worker's store.
             name: of the worker.
             min_prefill_tokens: the worker is asked where it would compute at least so many tokens, >= 1.
@@ -116,11 +115,6 @@ class DisaggregatedEngine(AsyncEngine):
             engine, max_waiting_requests=max_waiting_requests, max_step_failures=max_step_failures
         )
         check_engine(engine)
-        if engine.config.eviction_policy == "ref_zero":
-            raise ValueError(
-                "eviction_policy is 'ref_zero'; accepted: 'value' or 'lru', because under "
-                "'ref_zero' no imported prefix stays"
-            )
         self._min_tokens = integer("min_prefill_tokens", min_prefill_tokens, 1)
         self._prefill_timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._client = PrefillClient(

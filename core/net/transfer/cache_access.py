@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...inference.contexts.cache.durable_slots import DurableSlots
+from ...inference.contexts.cache.hashing import SaltKey
 from ...inference.contexts.cache.kv_block_allocator import KVBlockAllocator
 from ...inference.contexts.cache.prefix_cache import PrefixCache
-from ...inference.contexts.cache.salt_key import SaltKey
 from ...inference.contexts.state_pool import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
@@ -32,7 +32,6 @@ class CacheAccess:
         spec: the shapes of the part of the model that this rank holds; its states are the tensors of a
             durable slot, which may be encoded.
         block_size_tokens: tokens of a block.
-        eviction_policy: the engine's `eviction_policy`.
         weights_version: what the engine's weights are called.
         changing: makes a context manager in which prefixes enter the cache; takes the errors that leave
             the books in order.
@@ -44,7 +43,6 @@ class CacheAccess:
     pools: Mapping[str, Tensor]
     spec: HybridStateSpec
     block_size_tokens: int
-    eviction_policy: str
     weights_version: object
     changing: Callable[..., AbstractContextManager[None]]
     salt_key: SaltKey
@@ -76,7 +74,6 @@ class CacheAccess:
             pools=_pools(context.memory.kv_cache, context.memory.durable_pool),
             spec=replace(context.spec, states=context.memory.durable_pool.states),
             block_size_tokens=engine.config.block_size_tokens,
-            eviction_policy=engine.config.eviction_policy,
             weights_version=engine.weights_version,
             changing=engine.changing_cache,
             salt_key=engine.salt_key,

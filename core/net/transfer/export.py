@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ...inference.contexts.cache.prefix_hash import PUBLIC_ROOT, PrefixHashChain
-from ...inference.contexts.cache.salt_key import salt_bytes
+from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain, salt_bytes
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import integers, shown
 from .cache_access import CacheAccess

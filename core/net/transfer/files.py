@@ -129,7 +129,7 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
     each rank reads the files that overlap its part.
 
     Args:
-        engine: the engine to import into; its eviction policy must not be "ref_zero".
+        engine: the engine to import into.
         directory: where the files are.
 
     Returns:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...inference.contexts.cache.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
 from ...validation import shown
 from .format import TransferError
 

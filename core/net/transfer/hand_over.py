@@ -55,7 +55,7 @@ def receive_prefixes(
     Every rank of the destination calls this, between steps. The source may be split in another way.
 
     Args:
-        engine: the engine to import into; its eviction policy must not be "ref_zero".
+        engine: the engine to import into.
         store: as in `send_prefixes`.
         name: as in `send_prefixes`.
         timeout_s: the time to meet and to receive, in seconds, as in `TransferChannel.receive`.

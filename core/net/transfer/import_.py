@@ -60,7 +60,7 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
     ends.
 
     Args:
-        engine: the engine to import into; its eviction policy must not be "ref_zero".
+        engine: the engine to import into.
         pieces: parts of one export, each a PrefixShard or the bytes that `encode_prefixes` returned. Together
             they hold at least this rank's part. The exporter may have been split in another way. A split
             model had better pass bytes: bytes that are damaged on one rank are then refused on all ranks. The
@@ -154,11 +154,6 @@ def import_filled(
 
     Any other error means that this replica itself failed, for instance lost a rank. Ranks may then differ.
     """
-    if access.eviction_policy == "ref_zero":
-        raise ValueError(
-            f"eviction_policy is {access.eviction_policy!r}; accepted: 'value' or 'lru', "
-            "because under 'ref_zero' a block leaves with its last user, and an imported one has none"
-        )
     ranks = access.ranks
 
     def receive(notes: Notes) -> PrefixForest:

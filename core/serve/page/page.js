@@ -25,8 +25,6 @@ const CAUSES = {
   new_state: "its slot was needed for another state",
   live_state: "its slot was needed for a running request",
   kv_evicted: "its KV block was evicted",
-  kv_released: "the last request that used its KV left",
-  path_limit: "its path held too many states",
   rolled: "a later state of the same answer replaced it",
   discarded: "the model's results were no numbers",
   by_host: "the host dropped it",

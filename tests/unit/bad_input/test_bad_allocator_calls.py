@@ -228,7 +228,7 @@ HOST_ATTRIBUTES = {
     "block_size_tokens": bad.integer(1, INT32_MAX, optional=True),
     "mamba_chunk_size": bad.integer(0, INT32_MAX, optional=True),
     "checkpoint_plan": bad.anything(type(None)).also(ms.CheckpointPlan),
-    "prefix_caching_eviction_policy": bad.choice("lru", "ref_zero"),
+    "prefix_caching_eviction_policy": bad.choice("lru", "value"),
 }
 
 
@@ -248,8 +248,8 @@ def test_a_host_says_what_cannot_be(name: str):
 class Blocks:
     """12 blocks: 0, 1 registered and held, 2, 3 cached below 1, 4 held, the rest free."""
 
-    def __init__(self, policy: str = "lru") -> None:
-        self.kv = ms.KVBlockAllocator(12, prefix_caching_eviction_policy=policy)
+    def __init__(self) -> None:
+        self.kv = ms.KVBlockAllocator(12)
         blocks = self.kv.allocate_memory_blocks(5)
         assert blocks == [0, 1, 2, 3, 4]
         self.kv.register_chain(b"salt", blocks[:4], [11, 12, 13, 14], [b"a", b"b", b"c", b"d"])
@@ -285,16 +285,15 @@ BLOCK_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 @pytest.mark.parametrize(
     ("method", "good", "place", "bad_values", "named"),
     BLOCK_CALLS,
     ids=[f"{call[0]}-{call[2]}" for call in BLOCK_CALLS],
 )
 def test_a_bad_call_of_the_blocks(
-    method: str, good: tuple[Any, ...], place: int, bad_values: Bad, named: str, policy: str
+    method: str, good: tuple[Any, ...], place: int, bad_values: Bad, named: str
 ):
-    pool = Blocks(policy)
+    pool = Blocks()
     call = with_argument(getattr(pool.kv, method), good, place)
     refuse_all("KVBlockAllocator", bad_values, call, f"({named})", pool.unchanged)
 
@@ -312,7 +311,6 @@ def test_more_blocks_than_can_be_had(method: str, count: int):
     [
         ("total_count", bad.integer(1, INT32_MAX)),
         ("enable_prefix_caching", bad.boolean()),
-        ("prefix_caching_eviction_policy", bad.choice("lru", "ref_zero")),
     ],
 )
 def test_a_bad_pool_of_blocks(name: str, bad_values: Bad):
@@ -331,7 +329,7 @@ CACHE_ARGUMENTS = {
     "num_kv_blocks": bad.integer(1, INT32_MAX),
     "num_slots": bad.integer(0, INT32_MAX),
     "block_size_tokens": bad.integer(1, INT32_MAX),
-    "eviction_policy": bad.choice("lru", "ref_zero"),
+    "eviction_policy": bad.choice("lru", "value"),
     "enabled": bad.boolean(),
 }
 

@@ -54,7 +54,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "num_kv_blocks": bad.integer(1, INT32_MAX, optional=True),
     "num_mamba_slots": bad.integer(1, INT32_MAX, optional=True),
     "enable_prefix_caching": bad.boolean(),
-    "eviction_policy": bad.choice("lru", "ref_zero"),
+    "eviction_policy": bad.choice("lru", "value"),
     "free_memory": bad.choice("keep", "zero", "nan"),
     "decode_by_replay": bad.boolean(),
     "salt_key": bad.anything(bytes, str, type(None)).also("", b"", "short", b"x" * 15, bytearray(32)),
@@ -80,9 +80,6 @@ PLAN_ARGUMENTS: dict[str, Bad] = {
     "chunk_ends": bad.boolean(),
     "decode": bad.integer(1, INT32_MAX).also("Rolling", "on", np.array(["off", "off"])),
     "prefill_interval": bad.integer(1, INT32_MAX, optional=True),
-    "max_states_per_path": bad.integer(1, INT32_MAX, optional=True),
-    "offsets_from_start": bad.ids(0, INT32_MAX, good=(8,)),
-    "offsets_from_end": bad.ids(0, INT32_MAX, good=(8,)),
     "marks": bad.ids(0, INT32_MAX, good=(8,)),
 }
 HYBRID_ARGUMENTS: dict[str, Bad] = {
@@ -246,7 +243,6 @@ def test_a_plans_other_calls_are_made_with_integers() -> None:
     plan, size = ms.CheckpointPlan(decode=8), bad.integer(1, INT32_MAX)
     refuse_all("CheckpointPlan", size, ms.CheckpointPlan.every_block, "block_size_tokens")
     refuse_all("CheckpointPlan", bad.integer(1), plan.check_block_size, "block_size_tokens")
-    refuse_all("CheckpointPlan", bad.integer(0), plan.keeps_decode_state, "position")
 
 
 def test_a_spec_is_asked_for_the_bytes_of_a_block_of_some_size() -> None:

@@ -300,7 +300,7 @@ def next_step(request: DynamicInferenceRequest, shift: int = 0, drafts: tuple[in
     holding = request.holding
     assert holding is not None
     start = holding.num_computed + shift
-    return RequestStep(request, holding, start, start + 1 + len(drafts), decoding=True, drafts=drafts)
+    return RequestStep.of(request, holding, start, start + 1 + len(drafts), decoding=True, drafts=drafts)
 
 
 def test_the_context_is_given_requests(served: Served) -> None:

@@ -22,7 +22,6 @@ ROWS = [
     "64 blocks, a life, full pool of 65,536",
     "64 blocks, a life, free pool of 4,096",
     "64 blocks, a life, free pool of 65,536",
-    "64 blocks, a life, ref_zero, pool of 4,096",
     "one step, room",
     "one step, full",
 ]

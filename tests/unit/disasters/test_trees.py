@@ -126,7 +126,7 @@ def assert_found(engine: ms.DynamicInferenceEngine, prompts: Iterable[Sequence[i
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("policy", ["value", "lru", "ref_zero"])
+@pytest.mark.parametrize("policy", ["value", "lru"])
 @pytest.mark.parametrize(("slots", "blocks"), [(2, 30), (6, 60), (60, 400)])
 def test_forks_at_every_depth_leave_every_prefix_where_it_was(policy: str, slots: int, blocks: int) -> None:
     engine = toy_engine(slots, num_kv_blocks=blocks, eviction_policy=policy)
@@ -139,8 +139,8 @@ def test_forks_at_every_depth_leave_every_prefix_where_it_was(policy: str, slots
         hits += assert_found(engine, [TEXT, *forks[::5]])
         if number % 12 == 0:
             assert_cache_is_right(engine)
-    assert hits > 0 or policy == "ref_zero"  # which keeps nothing that nobody holds
-    assert engine.stats().cache.num_resumed_tokens > 0 or policy == "ref_zero"
+    assert hits > 0
+    assert engine.stats().cache.num_resumed_tokens > 0
 
 
 @costly()

@@ -122,7 +122,7 @@ def test_an_exception_while_another_one_is_handled_leaves_nothing_wrong(
 @extents
 @names
 def test_a_stream_that_goes_at_any_line_leaves_nothing(name: str, extent: str, monitor: Monitor) -> None:
-    tally, ways = Tally(), [(policy, drop) for policy in ("lru", "ref_zero") for drop in DROPS.values()]
+    tally, ways = Tally(), [(policy, drop) for policy in ("lru", "value") for drop in DROPS.values()]
     for number, (policy, drop) in enumerate(ways):
         if extent == ALL or number == NAMES.index(name) % len(ways):
             choice = chosen(extent, 2, number, len(ways))

@@ -228,8 +228,8 @@ FAULTS = {
         (
             (
                 POLICIES + "checkpoint_plan.py",
-                "elif (self.chunk_ends or self.learned) and stop % block == 0:",
-                "elif False:",
+                "if self.chunk_ends and stop % block == 0:",
+                "if False:",
             ),
         ),
     ),

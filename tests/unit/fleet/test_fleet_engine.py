@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.errors import NoReplicaError, QueueFullError
 from mambaslots.fleet.fleet_engine import FleetEngine
-from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
-from mambaslots.inference.contexts.cache.salt_key import SaltKey
+from mambaslots.inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from mambaslots.serve.served_engine import EngineFacts
 from oracle.budget import costly
 from oracle.fleet import SALT_KEY, Replicas, in_fleet

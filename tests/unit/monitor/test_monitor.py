@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache.departures import STATE_LEAVE_CAUSES
+from mambaslots.inference.contexts.cache.pool_stats import STATE_REMOVAL_CAUSES
 from mambaslots.monitor import Monitor
 from mambaslots.monitor.explanations import why_not_deeper
 from oracle.faults import InjectedError, failing
@@ -76,7 +76,7 @@ def test_a_snapshot_has_the_keys_that_a_page_reads() -> None:
     }  # fmt: skip
     assert snapshot["tokens"].keys() == {"prompt", "resumed", "recomputed", "generated", "by_reason"}
     assert snapshot["tokens"]["by_reason"].keys() == set(ms.COMPUTE_REASONS)
-    assert snapshot["evictions"]["by_cause"].keys() == set(STATE_LEAVE_CAUSES)
+    assert snapshot["evictions"]["by_cause"].keys() == set(STATE_REMOVAL_CAUSES)
     assert snapshot["evictions"]["age_s"].keys() == {"p50", "p90"}
     assert snapshot["latency"].keys() == {"ttft_s", "inter_token_s", "step_s"}
     assert all(each.keys() == {"p50", "p90", "p99"} for each in snapshot["latency"].values())

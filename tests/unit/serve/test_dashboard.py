@@ -8,7 +8,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache.departures import KV_LEAVE_CAUSES, STATE_LEAVE_CAUSES
+from mambaslots.inference.contexts.cache.pool_stats import KV_REMOVAL_CAUSES, STATE_REMOVAL_CAUSES
 from oracle.serving import small_engine
 
 pytest.importorskip("prometheus_client")
@@ -76,7 +76,7 @@ def test_the_dashboard_shows_and_the_page_explains_every_metric(labels_of: dict[
 
 def test_the_page_explains_every_reason_and_cause() -> None:
     words = set(re.findall(r"`(\w+)`", PAGE))
-    assert words >= {*ms.COMPUTE_REASONS, *STATE_LEAVE_CAUSES, *KV_LEAVE_CAUSES}
+    assert words >= {*ms.COMPUTE_REASONS, *STATE_REMOVAL_CAUSES, *KV_REMOVAL_CAUSES}
 
 
 def test_panels_have_ids_and_places_of_their_own() -> None:

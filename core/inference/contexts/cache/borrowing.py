@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..scrubber import Scrubber
+from .left_entries import MemoryCleaner
 from .memory_units import MemoryUnits
 from .shared_kv_blocks import SharedKVBlocks
 from .unit_choice import KVUnit, kv_unit_for_states
@@ -31,7 +31,7 @@ class Borrowing:
     """
 
     def __init__(
-        self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: UnitSlots, scrubber: Scrubber
+        self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: UnitSlots, scrubber: MemoryCleaner
     ) -> None:
         self._units = units
         self._kv_blocks = kv_blocks

@@ -1,8 +1,8 @@
-"""At which block boundaries a request's state is taken."""
+"""At which block boundaries a request's state is stored."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from ....validation import INT32_MAX, boolean, integer, integers, optional_integer
 
@@ -12,34 +12,43 @@ KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
 
 
 class Boundary(NamedTuple):
-    """A token position at the end of a block, and why the state there is worth a slot."""
+    """A token position at the end of a block, and why the state there is worth a slot.
+
+    `keeps`: whether a decode state stays when the same request stores its next decode state.
+    """
 
     position: int
     kind: BoundaryKind
+    keeps: bool = False
+
+
+class StatePlan(Protocol):
+    """A plan of one's own: `InferenceConfig.checkpoint_plan` accepts any object with this method."""
+
+    def boundaries(
+        self, *, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, seen_tokens: int = 0
+    ) -> tuple[Boundary, ...]:
+        """The boundaries in (start, stop] to store; see `CheckpointPlan.boundaries`."""
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Which states to take. Lengths and positions are tokens, rounded down to a block boundary.
+    """Which states to store. Lengths and positions are tokens, rounded down to a block boundary.
 
-    A recurrence cannot be rewound: a state is taken when a step crosses the boundary, or never.
+    A recurrence cannot be rewound: a state is stored when a step crosses the boundary, or never. With blocks
+    of 256 tokens, a prompt of 600 tokens stores the state at 512 (`tail`); decoding stores 768, then 1024 in
+    its place (`decode="rolling"`).
 
     Attributes:
-        tail: take the deepest boundary that a repeat of the prompt can resume from (<= N-1 for N prompt
-            tokens). Also take N itself where N is a boundary: longer prompts resume there.
-        branch: take the boundary where the prompt leaves what was seen before, if no state is cached there.
-        chunk_ends: take the end of a prefill step, where the end is a boundary.
+        tail: store the deepest boundary that a repeat of the prompt can resume from (<= N-1 for N prompt
+            tokens). Also N itself where N is a boundary: longer prompts resume there.
+        branch: store the boundary where the prompt and a cached prompt differ first, if no state is cached
+            there. Cached [a b c d], prompt [a b x]: the state after b.
+        chunk_ends: store the end of a prefill step, where the end is a boundary.
         decode: "rolling" keeps the state of the last boundary that decoding crossed. An integer (a multiple
-            of the block) also keeps the states at the integer's multiples. "off" takes no state.
-        prefill_interval: also take every multiple of this number of prompt tokens (a multiple of the block).
-        offsets_from_start, offsets_from_end: also take the positions at these distances from the start and
-            from the end of the prompt.
-        marks: also take these prompt positions (for example where a system prompt ends).
-        max_states_per_path: maximum number of cached states of one request's path. The shallowest states go
-            first. The request's deepest state, forks and pinned states are exempt.
-        learned: instead of `chunk_ends`, take the boundaries inside a prompt where later prompts are expected
-            to part from the prompt, as earlier ones have parted; see `PartingDepths`. Hosts that have no such
-            counts take `chunk_ends`.
+            of the block) also keeps the states at the integer's multiples. "off" stores no state.
+        prefill_interval: also store every multiple of this number of prompt tokens (a multiple of the block).
+        marks: also store these prompt positions (for example where a system prompt ends).
     """
 
     tail: bool = True
@@ -47,39 +56,31 @@ class CheckpointPlan:
     chunk_ends: bool = True
     decode: Literal["rolling", "off"] | int = "rolling"
     prefill_interval: int | None = None
-    offsets_from_start: tuple[int, ...] = ()
-    offsets_from_end: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
-    max_states_per_path: int | None = None
-    learned: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tail", "branch", "chunk_ends", "learned"):
+        for name in ("tail", "branch", "chunk_ends"):
             boolean(name, getattr(self, name))
         if not isinstance(self.decode, str) or self.decode not in ("rolling", "off"):
             every = integer("decode", self.decode, 1, INT32_MAX, also="'rolling' or 'off'")
             object.__setattr__(self, "decode", every)
-        for name in ("prefill_interval", "max_states_per_path"):
-            object.__setattr__(self, name, optional_integer(name, getattr(self, name), 1, INT32_MAX))
-        for name in ("offsets_from_start", "offsets_from_end", "marks"):
-            object.__setattr__(self, name, tuple(integers(name, getattr(self, name), 0, INT32_MAX)))
+        interval = optional_integer("prefill_interval", self.prefill_interval, 1, INT32_MAX)
+        object.__setattr__(self, "prefill_interval", interval)
+        object.__setattr__(self, "marks", tuple(integers("marks", self.marks, 0, INT32_MAX)))
 
     @classmethod
     def every_block(cls, block_size_tokens: int) -> "CheckpointPlan":
-        """A plan that takes the state at every block boundary of prompts and answers."""
+        """A plan that stores the state at every block boundary of prompts and answers."""
         every = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         return cls(decode=every, prefill_interval=every)
 
     def check_useful(self) -> None:
-        """Raise a ValueError if this plan takes no state."""
-        takes = (
-            self.tail, self.branch, self.chunk_ends, self.learned, self.decode != "off",
-            self.prefill_interval, self.offsets_from_start, self.offsets_from_end, self.marks,
-        )  # fmt: skip
-        if not any(takes):
+        """Raise a ValueError if this plan stores no state."""
+        switches = self.tail, self.branch, self.chunk_ends, self.decode != "off"
+        if not any((*switches, self.prefill_interval, self.marks)):
             raise ValueError(
                 f"checkpoint_plan is {self}; accepted: at least one of its parts on, because a cache that "
-                "takes no state can resume nothing (enable_prefix_caching=False turns it off)"
+                "stores no state can resume nothing (enable_prefix_caching=False turns it off)"
             )
 
     def check_block_size(self, block_size_tokens: int) -> None:
@@ -92,66 +93,116 @@ class CheckpointPlan:
                 )
 
     def boundaries(
-        self,
-        *,
-        start: int,
-        stop: int,
-        prompt_tokens: int,
-        block_size_tokens: int,
-        seen_tokens: int = 0,
-        parting_tokens: Sequence[int] | None = None,
+        self, *, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, seen_tokens: int = 0
     ) -> tuple[Boundary, ...]:
-        """The boundaries in (start, stop] to take in the step that computes tokens [start, stop).
+        """The boundaries in (start, stop] to store in the step that computes tokens [start, stop).
 
         Args:
             start, stop: the tokens of the step. A step that starts before `prompt_tokens` is a prefill,
                 another step is a decode.
             prompt_tokens: where prefill ends and decoding begins.
             block_size_tokens: tokens of a block.
-            seen_tokens: how far the sequence follows one that was seen before: leading tokens whose KV is
-                cached, or was cached and is evicted now.
-            parting_tokens: where later prompts are expected to part, for `learned`; None where nobody counts.
+            seen_tokens: leading tokens that the sequence shares with an earlier one before the two differ;
+                0 where it only continues or repeats one.
 
         Returns:
-            One boundary for each position, of the position's worthiest kind; the worthiest kinds first.
+            One boundary for each position, of the position's worthiest kind; the worthiest kinds first. With
+                blocks of 256, tokens [0, 600) of a prompt of 600 that shares 300 tokens: 512 as "tail", 256
+                as "branch".
         """
         start, stop = integer("start", start, 0), integer("stop", stop, 0)
         prompt_tokens = integer("prompt_tokens", prompt_tokens, 0)
         block_size_tokens = integer("block_size_tokens", block_size_tokens, 1)
         seen_tokens = integer("seen_tokens", seen_tokens, 0)
-        first: dict[int, BoundaryKind] = {}
-        planned = self._planned(start, stop, prompt_tokens, block_size_tokens, seen_tokens, parting_tokens)
-        for position, kind in sorted(planned, key=lambda boundary: KINDS_BY_WORTH.index(boundary.kind)):
-            boundary = position - position % block_size_tokens
-            if start < boundary <= stop:
-                first.setdefault(boundary, kind)
-        return tuple(Boundary(position, kind) for position, kind in first.items())
+        first: dict[int, Boundary] = {}
+        planned = self._planned(start, stop, prompt_tokens, block_size_tokens, seen_tokens)
+        for position, kind in sorted(planned, key=lambda place: KINDS_BY_WORTH.index(place[1])):
+            position -= position % block_size_tokens
+            if start < position <= stop:
+                keeps = kind == "decode" and self._keeps(position)
+                first.setdefault(position, Boundary(position, kind, keeps))
+        return tuple(first.values())
 
-    def keeps_decode_state(self, position: int) -> bool:
-        """Whether a decode state at `position` stays when the request takes its next decode state."""
-        return isinstance(self.decode, int) and integer("position", position, 0) % self.decode == 0
+    def _keeps(self, position: int) -> bool:
+        """Whether the decode state at `position` stays when the request stores its next one."""
+        return isinstance(self.decode, int) and position % self.decode == 0
 
     def _planned(
-        self, start: int, stop: int, prompt: int, block: int, seen: int, parting: Sequence[int] | None
-    ) -> Iterator[Boundary]:
+        self, start: int, stop: int, prompt: int, block: int, seen: int
+    ) -> Iterator[tuple[int, BoundaryKind]]:
         if start >= prompt:
             if self.decode != "off":
-                yield from (
-                    Boundary(p, "decode") for p in range(start - start % block + block, stop + 1, block)
-                )
+                yield from ((p, "decode") for p in range(start - start % block + block, stop + 1, block))
             return
-        yield from (Boundary(p, "mark") for p in self.marks)
-        yield from (Boundary(p, "mark") for p in self.offsets_from_start)
-        yield from (Boundary(prompt - p, "mark") for p in self.offsets_from_end)
+        yield from ((p, "mark") for p in self.marks)
         if self.tail:
-            yield Boundary(prompt - 1, "tail")
-            yield Boundary(prompt, "tail")
+            yield prompt - 1, "tail"
+            yield prompt, "tail"
         if self.branch:
-            yield Boundary(seen, "branch")
-        if self.learned and parting is not None:
-            yield from (Boundary(p, "interval") for p in parting)
-        elif (self.chunk_ends or self.learned) and stop % block == 0:
-            yield Boundary(stop, "chunk_end")
+            yield seen, "branch"
+        if self.chunk_ends and stop % block == 0:
+            yield stop, "chunk_end"
         if self.prefill_interval is not None:
             step = self.prefill_interval
-            yield from (Boundary(p, "interval") for p in range(start - start % step + step, stop + 1, step))
+            yield from ((p, "interval") for p in range(start - start % step + step, stop + 1, step))
+
+
+PLAN_SYNTAX = (
+    "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, chunk_ends (no-tail, "
+    "no-branch, no-chunk_ends switch off), decode=rolling|off|N, prefill_interval=N, marks=N+N; every=N is "
+    "decode=N,prefill_interval=N"
+)
+"""The syntax of `parse_plan`, for a help text."""
+_SWITCHES = ("tail", "branch", "chunk_ends")
+
+
+def parse_plan(spec: str) -> CheckpointPlan:
+    """The plan that `spec` names; `PLAN_SYNTAX` says how.
+
+    Raises:
+        ValueError: a part is unknown or named twice, or a value is not what the part accepts.
+    """
+    settings: dict[str, object] = {}
+    for part in filter(None, (word.strip() for word in spec.split(","))):
+        settings_of_part = _part(part)
+        if settings_of_part is None:
+            raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
+        for name, value in settings_of_part.items():
+            if name in settings:
+                raise ValueError(f"plan is {spec!r}; accepted: {name} once")
+            settings[name] = value
+    return CheckpointPlan(**settings)  # type: ignore[arg-type]
+
+
+def _part(part: str) -> dict[str, object] | None:
+    """The settings that a part names; None for what is no part."""
+    name, equals, text = part.partition("=")
+    name = name.strip()
+    if not equals and name.removeprefix("no-") in _SWITCHES:
+        return {name.removeprefix("no-"): not name.startswith("no-")}
+    if equals and name == "decode" and text in ("rolling", "off"):
+        return {name: text}
+    numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
+    if not equals or None in numbers:
+        return None
+    if name == "marks":
+        return {name: tuple(numbers)}
+    if len(numbers) == 1 and name == "every":
+        return dict.fromkeys(("decode", "prefill_interval"), numbers[0])
+    if len(numbers) == 1 and name in ("decode", "prefill_interval"):
+        return {name: numbers[0]}
+    return None
+
+
+def shown_plan(plan: CheckpointPlan) -> str:
+    """The whole of `plan` as a spec that `parse_plan` reads."""
+    words = []
+    for each in fields(plan):
+        value = getattr(plan, each.name)
+        if each.name in _SWITCHES:
+            words += [each.name] if value else [f"no-{each.name}"] if each.default else []
+        elif each.name == "marks":
+            words += [f"{each.name}={'+'.join(map(str, value))}"] if value else []
+        elif value is not None:
+            words.append(f"{each.name}={value}")
+    return ",".join(words)

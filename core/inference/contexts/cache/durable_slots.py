@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ....errors import MambaSlotCapacityError
-from .departures import EVICTIONS, Clock, StateLeaveCause
 from .eviction_order import EvictionOrder, PlannedState
-from .ghost_list import GhostList
 from .left_entries import LeftEntries
+from .pool_stats import EVICTIONS, Clock, StateRemovalCause
+from .reasons import GhostList
 from .slot_choice import SlotChoice, choose_for_slots
 from .slot_map import SlotMap
 
@@ -111,7 +111,7 @@ class DurableSlots:
 
     @property
     def counts(self) -> SlotCounts:
-        left = self.map.departures
+        left = self.map.turnover
         return SlotCounts(
             free=len(self.free),
             reserved=len(self.reserved),
@@ -287,7 +287,7 @@ class DurableSlots:
     def refuse(self, keys: Sequence[int]) -> None:
         """Note that no slot was left for the states under these prefix hashes."""
         if keys:
-            self.map.departures.num_refused += len(keys)
+            self.map.turnover.num_refused += len(keys)
             self.ghosts.add_all(keys, "capacity")
             self._tell_ghosts_changed(keys)
 
@@ -305,7 +305,7 @@ class DurableSlots:
         self.reserved.update(dict.fromkeys(slots, -1))
         return slots
 
-    def drop(self, block: int, cause: StateLeaveCause = "by_host") -> bool:
+    def drop(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
         """Free the slot of a state that its owner no longer needs.
 
         The drop does not count as an eviction. `cause`: what it counts as.
@@ -326,7 +326,7 @@ class DurableSlots:
         blocks: Sequence[int] | None,
         *,
         blocks_leave: bool = False,
-        cause: StateLeaveCause | None = None,
+        cause: StateRemovalCause | None = None,
     ) -> None:
         """Free the slots of those blocks that have a slot, and drop the slots' hashes.
 
@@ -360,14 +360,14 @@ class DurableSlots:
         self.free = self._all_free()
         self._left.note(self.free)
         self.version += 1
-        self.map.departures.by_cause["reset"] += num_left
+        self.map.turnover.by_cause["reset"] += num_left
         if totals:
-            self.map.departures.clear()
+            self.map.turnover.clear()
 
     # ---- inside
 
     def _take(
-        self, num_slots: int, keep: Iterable[int] = (), cause: StateLeaveCause = "new_state"
+        self, num_slots: int, keep: Iterable[int] = (), cause: StateRemovalCause = "new_state"
     ) -> list[int]:
         num_free = min(num_slots, len(self.free))
         evicted = self._evict(num_slots - num_free, keep, num_free, cause) if num_free < num_slots else []
@@ -381,7 +381,7 @@ class DurableSlots:
         return taken + evicted if evicted else taken
 
     def _evict(
-        self, num_slots: int, keep: Iterable[int], num_free: int, cause: StateLeaveCause = "new_state"
+        self, num_slots: int, keep: Iterable[int], num_free: int, cause: StateRemovalCause = "new_state"
     ) -> list[int]:
         if not num_slots:
             return []
@@ -395,7 +395,7 @@ class DurableSlots:
         self._left.pass_on(victims)
         return victims
 
-    def _evict_slots(self, slots: Sequence[int], cause: StateLeaveCause = "new_state") -> None:
+    def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
         blocks = self.map.blocks_of(slots)
         self._on_evict(slots, [self.map.key_of(block) for block in blocks])
         self.ghosts.add_all(self.map.keys_of(slots), "evicted")
@@ -406,13 +406,13 @@ class DurableSlots:
         self.map.enter(blocks, slots)
         self.version += 1
         self.order.insert(slots)
-        self.map.departures.num_entered += len(blocks)
+        self.map.turnover.num_entered += len(blocks)
         self._tell_states_changed(blocks)
 
-    def _leave(self, blocks: Sequence[int], cause: StateLeaveCause) -> list[int]:
+    def _leave(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         slots = self.map.leave(blocks)
         self.version += 1
-        departures = self.map.departures
+        departures = self.map.turnover
         departures.by_cause[cause] += len(slots)
         num_used = len(self.order.used.intersection(slots)) if self.order.used else 0
         last_used_ns = self.order.remove(slots, remember=cause in _REMEMBERED)
@@ -456,7 +456,7 @@ class DurableSlots:
         assert lent.isdisjoint(free | reserved | committed), "a slot is in use whose memory holds KV"
         num_owned = len(free) + len(reserved) + len(committed) + self.counts.live + len(lent)
         assert num_owned == self.num_slots, "a slot is nowhere"
-        self.map.departures.check_integrity(len(committed), "states")
+        self.map.turnover.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
         for slot, block in self.reserved.items():

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from .departures import Clock
-from .slot_eviction import LRUEviction, RefZeroEviction, SlotEvictionPolicy
+from .pool_stats import Clock
+from .slot_eviction import LRUEviction, SlotEvictionPolicy
 from .slot_map import SlotMap
 from .value_eviction import ValueEviction
 
@@ -52,11 +52,7 @@ class EvictionOrder:
         """
         self._keys_to = keys_to
         self.policy: SlotEvictionPolicy = (
-            ValueEviction(num_ghosts, clock)
-            if eviction_policy == "value"
-            else RefZeroEviction(clock)
-            if eviction_policy == "ref_zero"
-            else LRUEviction(clock)
+            ValueEviction(num_ghosts, clock) if eviction_policy == "value" else LRUEviction(clock)
         )
         self.used: set[int] = set()
         self.planned: dict[int, int] = {}

@@ -4,11 +4,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from ....cache_stats import TierStats
 from ....errors import MambaSlotCapacityError
-from .departures import TierLeaveCause
 from .durable_slots import DurableSlots
 from .left_entries import LeftEntries
+from .pool_stats import TierRemovalCause, TierStats
 from .tier_slots import TierSlots
 
 logger = logging.getLogger(__name__)
@@ -286,7 +285,7 @@ class HostTier:
 
     # ---- the whole
 
-    def forget(self, keys: Iterable[int], cause: TierLeaveCause = "forgotten") -> None:
+    def forget(self, keys: Iterable[int], cause: TierRemovalCause = "forgotten") -> None:
         """Forget the copies under these hashes. `cause`: what they count as."""
         listed = list(keys)
         self.host.forget(listed, cause)

@@ -12,22 +12,19 @@ from operator import countOf
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ....errors import KVBlockCapacityError
-from ....validation import INT32_MAX, boolean, checked_integers, integer, one_of, shown
-from ..mirrored import MirroredTensor
-from .departures import Clock, KVLeaveCause
+from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
 from .free_blocks import BlockStack, FreeBlocks
 from .leaf_eviction import LeafEviction
 from .left_entries import LeftEntries
+from .pool_stats import Clock, KVRemovalCause
 from .prefix_tree import Parent, PrefixTree
-from .slot_eviction import EVICTION_POLICIES
 
 logger = logging.getLogger(__name__)
 
 DeregistrationObserver = Callable[[list[int], set[int]], None]
-ForgetStates = Callable[[Sequence[int] | None, KVLeaveCause], None]
+ForgetStates = Callable[[Sequence[int] | None, KVRemovalCause], None]
 MAX_HASH = (1 << 63) - 1
 
 
@@ -42,10 +39,8 @@ class KVBlockAllocator:
 
     Attributes (for hosts to read; writing them is not supported):
         block_ref_counts [total_count] int32, block_hashes [total_count] int64, -1 where not registered, and
-        block_timestamps [total_count] int64, nanoseconds, which grow with each use: CPU tensors. Reading an
-        attribute brings its tensor up to date, in O(total_count) where something changed. The tensor object
-        never changes, but a reference that a host keeps shows the last read: index
-        `allocator.block_hashes[...]` anew.
+        block_timestamps [total_count] int64, nanoseconds, which grow with each use: numpy arrays, built
+        anew at each read in O(total_count).
         kv_hash_to_block_id: dict from prefix hash to registered block; another dict after all was forgotten.
         tree: the registered blocks, as `PrefixTree` keeps them.
         leaves: the order in which cached blocks are evicted.
@@ -56,7 +51,6 @@ class KVBlockAllocator:
         self,
         total_count: int,
         enable_prefix_caching: bool = True,
-        prefix_caching_eviction_policy: str = "value",
         forget_states: ForgetStates = lambda blocks, cause: None,
         clock: Clock = time.monotonic_ns,
         left: LeftEntries | None = None,
@@ -65,8 +59,6 @@ class KVBlockAllocator:
         Args:
             total_count: blocks of the pool.
             enable_prefix_caching: whether blocks may be registered.
-            prefix_caching_eviction_policy: "value" and "lru" keep registered blocks that nobody holds until
-                their memory is needed; "ref_zero" deregisters a block with its last holder.
             forget_states: called with blocks before they leave the index, None for all, and with why they
                 leave; the owner of the blocks' states forgets these. What it raises goes on to the caller,
                 because a state must not outlive its block.
@@ -79,20 +71,13 @@ class KVBlockAllocator:
         self._now = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
-        policy = one_of("prefix_caching_eviction_policy", prefix_caching_eviction_policy, EVICTION_POLICIES)
-        self._drops_unheld = policy == "ref_zero"
         self.tree = PrefixTree(self.total_count)
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
         self._timestamps = [0] * self.total_count
         self.leaves = LeafEviction(self._timestamps)
-        self._version = 0
         self._left = left or LeftEntries()
         self._free = self._new_free_blocks()
-        zeros = torch.zeros(total_count, dtype=torch.int64, device="cpu")
-        self._ref_counts_tensor = MirroredTensor(zeros.to(torch.int32), self._fill_ref_counts)
-        self._hashes_tensor = MirroredTensor(zeros - 1, self._fill_hashes)
-        self._timestamps_tensor = MirroredTensor(zeros, self._fill_timestamps)
         self._clear_references()
 
     def _clear_references(self) -> None:
@@ -114,29 +99,21 @@ class KVBlockAllocator:
         self._left.note(blocks)
         self._free.add(blocks)
 
-    # ---- the tensors
+    # ---- what hosts read
 
     @property
-    def block_ref_counts(self) -> torch.Tensor:
-        return self._ref_counts_tensor.read(self._version)
+    def block_ref_counts(self) -> npt.NDArray[np.int32]:
+        return np.array(self._refs[: self.total_count], np.int32)
 
     @property
-    def block_hashes(self) -> torch.Tensor:
-        return self._hashes_tensor.read(self._version)
-
-    @property
-    def block_timestamps(self) -> torch.Tensor:
-        return self._timestamps_tensor.read(self._version)
-
-    def _fill_ref_counts(self, array: npt.NDArray[np.generic]) -> None:
-        array[:] = self._refs[: self.total_count]
-
-    def _fill_hashes(self, array: npt.NDArray[np.generic]) -> None:
-        array[:] = -1
+    def block_hashes(self) -> npt.NDArray[np.int64]:
+        array = np.full(self.total_count, -1, np.int64)
         array[list(self.kv_hash_to_block_id.values())] = list(self.kv_hash_to_block_id)
+        return array
 
-    def _fill_timestamps(self, array: npt.NDArray[np.generic]) -> None:
-        array[:] = self._timestamps
+    @property
+    def block_timestamps(self) -> npt.NDArray[np.int64]:
+        return np.array(self._timestamps, np.int64)
 
     @property
     def kv_hash_to_block_id(self) -> dict[int, int]:
@@ -219,12 +196,11 @@ class KVBlockAllocator:
             self._evict(missing)
         blocks = self._free.take(num_blocks, self._refs, self.tree.parents)
         self._left.give(blocks)
-        if self.tree.remains:
-            self.tree.remains.free(512 + 16 * num_blocks)
+        if self.tree.deferred:
+            self.tree.deferred.free(512 + 16 * num_blocks)
         refs = self._refs
         for block in blocks:
             refs[block] = 1
-        self._version += 1
         return blocks
 
     def add_references(self, block_ids: Sequence[int]) -> None:
@@ -253,13 +229,12 @@ class KVBlockAllocator:
                 tree.num_cached_children[parents[block]] -= 1
                 tree.num_held_children[parents[block]] += 1
             refs[block] += 1
-        self._version += 1
 
     def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
         """Remove one reference from each block; the blocks of a sequence come in order.
 
-        Unregistered blocks without a reference become free. Registered ones stay cached, or are
-        deregistered under "ref_zero". A block named twice loses two references.
+        Unregistered blocks without a reference become free; registered ones stay cached. A block named twice
+        loses two references.
 
         `forget`: also deregister the blocks that nobody holds any more and no other sequence continues.
         """
@@ -290,15 +265,10 @@ class KVBlockAllocator:
             raise ValueError(f"block_ids names {block}; accepted: with the held blocks that continue it")
         for block, held in zip(blocks, left, strict=True):
             refs[block] = held
-        self._version += 1
         if len(cached) < len(leaving):
             self._add_free([block for block in reversed(leaving) if parents[block] < 0])
         cached.reverse()
         self._num_cached += len(cached)
-        cause: KVLeaveCause = "discarded" if forget else "released"
-        if self._drops_unheld and self._num_cached == len(cached):
-            self._deregister(cached, cause)
-            return
         self._clock = max(self._clock + 1, self._now())
         timestamps, clock, num_cached_children = self._timestamps, self._clock, tree.num_cached_children
         for block in cached:
@@ -307,8 +277,8 @@ class KVBlockAllocator:
         for block in cached:
             if not num_cached_children[block]:
                 self.leaves.offer(block)
-        if forget or self._drops_unheld:  # what an interrupted release has left cached may continue a block
-            self._deregister(self._without_continuation(cached), cause)
+        if forget:
+            self._deregister(self._without_continuation(cached), "discarded")
 
     def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
         """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.
@@ -375,7 +345,6 @@ class KVBlockAllocator:
                 f"block_ids is {blocks}; accepted: distinct, held blocks that are not registered yet"
             )
         canonical = self.tree.register(parent, blocks, keys, contents)
-        self._version += 1
         new = next((i for i, block in enumerate(canonical) if block == blocks[i]), 0)
         if new:  # the duplicate is continued now, and so is no leaf
             self.leaves.withdraw(canonical[new - 1])
@@ -419,7 +388,7 @@ class KVBlockAllocator:
         victims = self.leaves.pop(num_blocks, parent_left_as_leaf)
         self._deregister(victims, "new_block")
         last_used_ns = list(map(self._timestamps.__getitem__, victims))
-        self.tree.departures.note_ages(self._now(), last_used_ns)
+        self.tree.turnover.note_ages(self._now(), last_used_ns)
         return victims
 
     def observe_deregistration(self, observer: DeregistrationObserver) -> None:
@@ -438,7 +407,7 @@ class KVBlockAllocator:
             raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this allocator")
         self._observers = [known for known in self._observers if known != observer]
 
-    def _deregister(self, blocks: list[int], cause: KVLeaveCause) -> None:
+    def _deregister(self, blocks: list[int], cause: KVRemovalCause) -> None:
         """Forget the hashes of cached blocks that nothing continues any more, and free the blocks.
 
         The states go first: no state may be findable once its block is free. Observers come last, so that a
@@ -452,7 +421,6 @@ class KVBlockAllocator:
             self._put_back(blocks)
             raise
         hashes = self.tree.deregister(blocks, cause)
-        self._version += 1
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
         self._notify(blocks, hashes)
@@ -498,11 +466,10 @@ class KVBlockAllocator:
         """
         self._forget_prefixes()
         if not keep_totals:
-            self.tree.departures.clear()
+            self.tree.turnover.clear()
         self._clear_references()
 
     def _forget_prefixes(self) -> None:
-        self._version += 1
         self._num_cached = 0
         self.tree.clear()
         self.leaves.clear()
@@ -534,13 +501,6 @@ class KVBlockAllocator:
         leaves = {block for block in cached if not self.tree.num_children(block)}
         assert leaves == self.leaves.blocks, "the cached leaves are others"
         self.leaves.check_integrity()
-        for tensor, values in (
-            (self._ref_counts_tensor, self._refs[:-1]),
-            (self._timestamps_tensor, self._timestamps),
-            (self._hashes_tensor, [self.tree.hash_of(block) for block in range(self.total_count)]),
-        ):
-            if tensor.shows(self._version):
-                assert tensor.read(self._version).tolist() == values, "a tensor shows other values"
 
 
 def _checked_contents(tokens: Sequence[bytes]) -> list[bytes]:

@@ -58,3 +58,14 @@ class LeftEntries:
     def clear(self) -> None:
         """Note that the pool has no memory, or is all zeros."""
         self._entries.clear()
+
+
+class MemoryCleaner:
+    """Zeroes freed entries of the pools before another owner can have them; this one zeroes nothing."""
+
+    def __init__(self) -> None:
+        self.blocks = LeftEntries()
+        self.slots = LeftEntries()
+
+    def move_unit(self, unit: int, entries: Sequence[int], left: LeftEntries) -> None:
+        """Zero a unit of shared memory before it changes sides; `entries`, `left`: of the freeing side."""

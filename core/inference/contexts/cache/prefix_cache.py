@@ -5,33 +5,27 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ....cache_stats import PoolStats, TierStats
 from ....validation import INT32_MAX, boolean, integer, one_of
-from ..request_step import RequestStep
-from ..scrubber import Scrubber
 from .borrowing import Borrowing
-from .cached_path import CachedPath, TableRow
-from .checkpoint_plan import CheckpointPlan
-from .compute_reasons import Span
-from .departures import Clock, KVLeaveCause, StateLeaveCause
+from .checkpoint_plan import StatePlan
+from .checkpoints import PathStep, StepCheckpoints
+from .hashing import PrefixHashChain
 from .host_tier import HostTier
 from .kv_block_allocator import KVBlockAllocator
+from .left_entries import MemoryCleaner
 from .memory_division import MemoryDivision
 from .memory_units import MemoryUnits
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
-from .prefix_hash import PrefixHashChain
-from .prefix_match import PrefixMatch
-from .prefix_matcher import PrefixMatcher
-from .rolling_states import RollingStates
+from .pool_stats import Clock, KVRemovalCause, PoolStats, StateRemovalCause, TierStats
+from .prefix_match import CachedPath, PrefixMatch, PrefixMatcher, TableRow
+from .reasons import Span
 from .shared_kv_blocks import SharedKVBlocks
 from .shared_slots import SharedSlots
 from .slot_eviction import EVICTION_POLICIES
-from .step_checkpoints import StepCheckpoints
 from .unit_slots import UnitSlots
 
-_CAUSE_OF_STATE: dict[KVLeaveCause, StateLeaveCause] = {
+_CAUSE_OF_STATE: dict[KVRemovalCause, StateRemovalCause] = {
     "new_block": "kv_evicted",
-    "released": "kv_released",
     "discarded": "discarded",
     "reset": "reset",
 }
@@ -74,7 +68,7 @@ class PrefixCache:
         num_live_slots: int = 0,
         tier: HostTier | None = None,
         division: MemoryDivision | None = None,
-        scrubber: Scrubber | None = None,
+        scrubber: MemoryCleaner | None = None,
     ) -> None:
         """
         Args:
@@ -91,7 +85,7 @@ class PrefixCache:
             division: of the memory that KV and states share; None where each has its own.
             scrubber: is told of what becomes free; None for nobody.
         """
-        scrubber = scrubber or Scrubber(None)
+        scrubber = scrubber or MemoryCleaner()
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
@@ -100,9 +94,9 @@ class PrefixCache:
         forget = self._forget_states
         units = MemoryUnits(division) if division is not None else None
         self.kv_blocks = (
-            SharedKVBlocks(units, policy, forget, clock, scrubber.blocks)
+            SharedKVBlocks(units, forget, clock, scrubber.blocks)
             if units
-            else KVBlockAllocator(num_kv_blocks, enabled, policy, forget, clock, scrubber.blocks)
+            else KVBlockAllocator(num_kv_blocks, enabled, forget, clock, scrubber.blocks)
         )
         tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
         book = tree.hash_of, self._note_states_changed, self._note_ghosts_changed, clock
@@ -122,8 +116,7 @@ class PrefixCache:
         leaves.holds_state = self.slots.map.__contains__ if tier is None else self._can_be_resumed
         if tier is not None:
             tier.on_left = self._note_copies_left
-        self._rolling = RollingStates(self.slots)
-        self._checkpoints = StepCheckpoints(self.slots, tree, self._rolling)
+        self._checkpoints = StepCheckpoints(self.slots)
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
@@ -146,7 +139,7 @@ class PrefixCache:
         block_of_hash = self.kv_blocks.tree.block_of_hash
         return [block_of_hash[key] for key in keys if key in block_of_hash]
 
-    def _forget_states(self, blocks: Sequence[int] | None, cause: KVLeaveCause) -> None:
+    def _forget_states(self, blocks: Sequence[int] | None, cause: KVRemovalCause) -> None:
         if self.tier is not None:
             if blocks is None:
                 self.tier.clear()
@@ -205,7 +198,7 @@ class PrefixCache:
     def open(
         self,
         chain: PrefixHashChain,
-        plan: CheckpointPlan,
+        plan: StatePlan,
         table_row: TableRow,
         *,
         max_resume_tokens: int | None = None,
@@ -345,7 +338,7 @@ class PrefixCache:
             path.replace(first, canonical + own[len(canonical) :] + rest)
         path.num_registered = first + len(canonical)
 
-    def reserve(self, steps: Sequence[RequestStep], max_inner_states: int | None = None) -> list[RequestStep]:
+    def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
         """Reserve a slot for each planned state that is not cached yet.
 
         May evict unpinned states. A boundary for which no slot is left gets none, without error.
@@ -362,13 +355,11 @@ class PrefixCache:
             self._borrowing.lend_slots(sum(key not in states for key in wanted))
         return self._checkpoints.reserve(steps, max_inner_states)
 
-    def after_verification(
-        self, planned: Sequence[RequestStep], accepted: Sequence[RequestStep]
-    ) -> list[RequestStep]:
+    def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
         """Adapt the reservations once drafts are verified; see `StepCheckpoints.after_verification`."""
         return self._checkpoints.after_verification(planned, accepted)
 
-    def commit(self, step: RequestStep) -> dict[int, int]:
+    def commit(self, step: PathStep) -> dict[int, int]:
         """Make the states of a launched step findable; the step's blocks must be registered already.
 
         Returns:
@@ -407,7 +398,7 @@ class PrefixCache:
         """
         for path in paths:
             path.shares = False
-            self._rolling.forget(path)
+            path.rolling_block = -1
         self.pins.unpin_all()
         if self.tier is not None:
             self.tier.clear()
@@ -435,7 +426,7 @@ class PrefixCache:
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
-        states, blocks = self.slots.map.departures, kv.tree.departures
+        states, blocks = self.slots.map.turnover, kv.tree.turnover
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,

@@ -2,13 +2,44 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from .departures import KV_LEAVE_CAUSES, Departures, KVLeaveCause
-from .ghost_list import GhostList
-from .remains import Remains
+from .pool_stats import KV_REMOVAL_CAUSES, KVRemovalCause, Turnover
+from .reasons import GhostList
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
+
+
+class DeferredFree:
+    """Deferred free: at most some entries of large containers a call, so that no step pauses.
+
+    Freeing half a million entries at once takes as long as a hundred decode steps.
+    """
+
+    def __init__(self) -> None:
+        self._containers: list[list[Any] | dict[Any, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    def add(self, *containers: list[Any] | dict[Any, Any]) -> None:
+        """Own these containers, which the caller references no more, and free all earlier ones."""
+        self._containers = list(containers)
+
+    def free(self, num_entries: int) -> None:
+        """Free up to so many entries."""
+        while self._containers and num_entries > 0:
+            container = self._containers[-1]
+            count = min(num_entries, len(container))
+            if isinstance(container, list):
+                del container[len(container) - count :]
+            else:
+                for _ in range(count):
+                    container.popitem()
+            if not container:
+                self._containers.pop()
+            num_entries -= max(count, 1)
 
 
 class PrefixTree:
@@ -26,8 +57,8 @@ class PrefixTree:
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
-        remains: what `clear` has left to free.
-        departures: how many blocks were registered, and how many left, by cause and age.
+        deferred: containers that `clear` replaced, freed a little at a time.
+        turnover: how many blocks were registered, and how many removed, by cause and age.
         clock: grows with every registration and every change of a state. It is never set back.
         serials: for each block the clock at its registration; see `stands`.
         family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
@@ -39,8 +70,8 @@ class PrefixTree:
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
         self._ghost_parents = GhostList(2 * num_blocks)  # hashes of the blocks before evicted ones
-        self.remains = Remains()
-        self.departures = Departures[KVLeaveCause](KV_LEAVE_CAUSES)
+        self.deferred = DeferredFree()
+        self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.clock = 0
         self.serials = [0] * num_blocks
         self.family_changes = [0] * num_blocks
@@ -60,17 +91,17 @@ class PrefixTree:
         num_left = len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
-        self.remains.leave(*old, *self.ghosts.clear(), *self._ghost_parents.clear())
+        self.deferred.add(*old, *self.ghosts.clear(), *self._ghost_parents.clear())
         num_blocks = self.origin
         self.parents = [-1] * num_blocks
         self.num_held_children = [0] * (num_blocks + 1)
         self.num_cached_children = [0] * (num_blocks + 1)
         self._root_digests.clear()
-        self.departures.by_cause["reset"] += num_left
+        self.turnover.by_cause["reset"] += num_left
 
     def mend_counts(self) -> None:
         """Put `departures` in order behind an interrupted change; O(1)."""
-        self.departures.mend(len(self.block_of_hash))
+        self.turnover.mend(len(self.block_of_hash))
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is registered."""
@@ -179,10 +210,10 @@ class PrefixTree:
             num_held[before] += 1
             canonical.append(block)
             before = block
-        self.departures.num_entered += len(canonical) - num_known
+        self.turnover.num_entered += len(canonical) - num_known
         return canonical
 
-    def deregister(self, blocks: Sequence[int], cause: KVLeaveCause) -> list[int]:
+    def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
         """Forget blocks that nothing continues.
 
         The caller has subtracted the blocks from their parents' counts of children.
@@ -200,14 +231,14 @@ class PrefixTree:
         self._ghost_parents.add_all([own_hashes[block] for block in before], "evicted")
         for block in blocks:
             parents[block] = -1
-        self.departures.by_cause[cause] += len(hashes)
+        self.turnover.by_cause[cause] += len(hashes)
         return hashes
 
     def check_integrity(self, held: set[int]) -> None:
         """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
         cached = registered - held
-        self.departures.check_integrity(len(registered), "KV blocks")
+        self.turnover.check_integrity(len(registered), "KV blocks")
         assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
         for counts, blocks in (
             (self.num_held_children, registered & held),

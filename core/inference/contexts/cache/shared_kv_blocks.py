@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from .departures import Clock
 from .free_blocks import BlocksByUnit, FreeBlocks
 from .kv_block_allocator import ForgetStates, KVBlockAllocator
 from .left_entries import LeftEntries
 from .memory_units import MemoryUnits
+from .pool_stats import Clock
 
 
 class BlockLender(Protocol):
@@ -41,7 +41,6 @@ class SharedKVBlocks(KVBlockAllocator):
     def __init__(
         self,
         units: MemoryUnits,
-        eviction_policy: str,
         forget_states: ForgetStates,
         clock: Clock = time.monotonic_ns,
         left: LeftEntries | None = None,
@@ -49,12 +48,10 @@ class SharedKVBlocks(KVBlockAllocator):
         """
         Args:
             units: of the memory.
-            eviction_policy, forget_states, clock, left: as for `KVBlockAllocator`.
+            forget_states, clock, left: as for `KVBlockAllocator`.
         """
         self.units = units
-        super().__init__(
-            units.num_units * units.blocks_per_unit, True, eviction_policy, forget_states, clock, left
-        )
+        super().__init__(units.num_units * units.blocks_per_unit, True, forget_states, clock, left)
 
     def _new_free_blocks(self) -> FreeBlocks:
         self._by_unit = BlocksByUnit(self.total_count, self.units.blocks_per_unit)
@@ -108,7 +105,7 @@ class SharedKVBlocks(KVBlockAllocator):
                 self.leaves.offer(parent)
         last_used_ns = list(map(self._timestamps.__getitem__, leaves))
         self._deregister(leaves, "new_block")
-        tree.departures.note_ages(self._now(), last_used_ns)
+        tree.turnover.note_ages(self._now(), last_used_ns)
 
     def last_use(self, blocks: Sequence[int]) -> int:
         """When one of these blocks was last used; 0 for no blocks."""
@@ -121,7 +118,6 @@ class SharedKVBlocks(KVBlockAllocator):
 
     def withdraw_unit(self, unit: int) -> None:
         """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
-        self._version += 1
         for block in self.units.blocks_of(unit):
             self._refs[block] = 1
         self._left.withdraw(self.units.blocks_of(unit))
@@ -130,7 +126,6 @@ class SharedKVBlocks(KVBlockAllocator):
     def enter_unit(self, unit: int) -> None:
         """Take the blocks of a unit into use, whose memory held states; zero where that is asked for."""
         blocks = self.units.blocks_of(unit)
-        self._version += 1
         for block in blocks:
             self._refs[block] = 0
         self._by_unit.add(list(reversed(blocks)))

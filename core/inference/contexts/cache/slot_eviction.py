@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Protocol
 
-from .departures import Clock
+from .pool_stats import Clock
 
-EVICTION_POLICIES = ("value", "lru", "ref_zero")
+EVICTION_POLICIES = ("value", "lru")
 """The names by which configurations choose a policy."""
 
 
@@ -121,16 +121,3 @@ class LRUEviction:
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return list(islice(filter(evictable, self._order), min(count, len(self._order))))
-
-
-class RefZeroEviction(LRUEviction):
-    """The state committed first goes first, whether it was used or not.
-
-    Under "ref_zero" a state leaves with the last reference to its KV block, because the host then deregisters
-    the block. All states that compete for slots are therefore in use, and recency says nothing.
-    """
-
-    def use(self, slot: int) -> None:
-        if slot not in self._order:
-            raise KeyError(slot)
-        self._order[slot] = self._clock()

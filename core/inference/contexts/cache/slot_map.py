@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence, ValuesView
 
-from .departures import STATE_LEAVE_CAUSES, Departures, StateLeaveCause
+from .pool_stats import STATE_REMOVAL_CAUSES, StateRemovalCause, Turnover
 
 Watcher = Callable[[Iterable[int] | None], None]
 
@@ -20,7 +20,7 @@ class SlotMap:
     def __init__(self, num_slots: int) -> None:
         self.hash_to_block_id: dict[int, int] = {}
         self.slot_by_block: dict[int, int] = {}
-        self.departures = Departures[StateLeaveCause](STATE_LEAVE_CAUSES, remembers=True)
+        self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
         self.watchers: tuple[Watcher, ...] = ()
         # For each slot its last block, and the hash that finds the state, or 0. Stale once the state has
         # left.
@@ -40,7 +40,7 @@ class SlotMap:
 
     def mend_counts(self) -> None:
         """Put `departures` in order behind an interrupted change; O(1)."""
-        self.departures.mend(len(self))
+        self.turnover.mend(len(self))
 
     def slot_of(self, block: int) -> int:
         """The block's slot, or -1."""

@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from .departures import TIER_LEAVE_CAUSES, TierLeaveCause
 from .left_entries import LeftEntries
+from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause
 from .slot_map import Watcher
 
 
@@ -25,7 +25,7 @@ class TierSlots:
     def __init__(self, num_slots: int, left: LeftEntries | None = None) -> None:
         self.num_slots = num_slots
         self.num_entered = 0
-        self.left_by_cause: dict[TierLeaveCause, int] = dict.fromkeys(TIER_LEAVE_CAUSES, 0)
+        self.left_by_cause: dict[TierRemovalCause, int] = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
         self.watchers: tuple[Watcher, ...] = ()
         self.left = left or LeftEntries()
         self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
@@ -95,7 +95,7 @@ class TierSlots:
         self._slots[key] = slot
         self.num_entered += 1
 
-    def forget(self, keys: Iterable[int], cause: TierLeaveCause) -> list[int]:
+    def forget(self, keys: Iterable[int], cause: TierRemovalCause) -> list[int]:
         """Free the slots of those hashes that have one; returns these slots."""
         if self.watchers:
             keys = [key for key in keys if key in self._slots]
@@ -121,7 +121,7 @@ class TierSlots:
         self.mend()
         if totals:
             self.num_entered = 0
-            self.left_by_cause = dict.fromkeys(TIER_LEAVE_CAUSES, 0)
+            self.left_by_cause = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
 
     def mend(self) -> None:
         """Put the book in order behind an interrupted change: free what is in no map; O(slots)."""

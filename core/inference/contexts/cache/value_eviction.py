@@ -5,7 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
-from .departures import Clock
+from .pool_stats import Clock
 from .state_tree import StateNode, StateTree
 from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
 

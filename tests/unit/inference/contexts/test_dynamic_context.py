@@ -186,18 +186,6 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_f
     assert depths_with_state(context, request) == [1, 3, 5]
 
 
-@pytest.mark.parametrize("cap", [1, 2, 3])
-def test_a_cap_on_states_of_a_path_keeps_the_deepest(cap: int) -> None:
-    context = make_context()
-    request = make_request(
-        random_tokens(44, seed=1), ms.CheckpointPlan(prefill_interval=BLOCK, max_states_per_path=cap)
-    )
-    prefill(context, request, budget=16)
-    slots = context.prefix_cache.slots
-    with_state = [i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.map]
-    assert with_state == list(range(6 - cap, 6))
-
-
 @pytest.mark.parametrize("kind", ["Mamba-2"], indirect=True)
 def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused(kind: str) -> None:
     """Fault 20 of the stock context: no hit would ever be possible."""

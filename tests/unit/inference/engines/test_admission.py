@@ -131,7 +131,7 @@ def test_where_pins_keep_all_other_slots_the_promised_state_is_in_the_slot_of_an
     engine.check_integrity()
     assert engine.context.cache_stats().num_resumed_tokens == 63 * 96
     assert (len(slots.map), len(slots.pins), slots.counts.live) == (1, 1, 63)  # one has ended
-    assert slots.map.departures.by_cause["live_state"] == 1
+    assert slots.map.turnover.by_cause["live_state"] == 1
 
 
 def test_with_slots_they_wait_one_step_and_share() -> None:

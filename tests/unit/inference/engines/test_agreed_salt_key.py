@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mambaslots.inference.contexts.cache.salt_key import ENVIRONMENT_NAME, SaltKey
+from mambaslots.inference.contexts.cache.hashing import ENVIRONMENT_NAME, SaltKey
 from mambaslots.inference.engines.agreed_salt_key import agreed_salt_key
 
 ONE = SimpleNamespace(is_split=False)

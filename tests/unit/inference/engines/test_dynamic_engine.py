@@ -83,7 +83,7 @@ def test_chunks_of_any_size_compute_the_same(max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 50])
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("policy", ["lru", "value"])
 def test_any_state_pool_serves_many_at_once(slots: int, policy: str) -> None:
     engine = small_engine(
         num_mamba_slots=slots, eviction_policy=policy, max_tokens=24,

@@ -24,7 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.sampled_from([1, 2, 3, 40]),
         kv_blocks=st.sampled_from([13, 20, 100]),
         max_tokens=st.sampled_from([8, 13, 32]),
-        policy=st.sampled_from(["value", "lru", "ref_zero"]),
+        policy=st.sampled_from(["value", "lru"]),
         plan=plans,
     )
     def start(

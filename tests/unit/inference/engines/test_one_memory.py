@@ -117,9 +117,9 @@ def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_uni
     [
         {"num_speculative_tokens": 2},
         {"decode_by_replay": True},
-        {"eviction_policy": "ref_zero"},
+        {"eviction_policy": "lru"},
     ],
-    ids=["drafts", "replay", "ref_zero"],
+    ids=["drafts", "replay", "lru"],
 )
 def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
     engine = engine_of(5, free_memory="nan", **settings)
@@ -180,7 +180,7 @@ def test_pinned_states_leave_room_for_one_longest_sequence() -> None:
 
 
 def _chain(tokens: list[int]) -> Any:
-    from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
+    from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 
     chain = PrefixHashChain(BLOCK)
     chain.extend_to(tokens)

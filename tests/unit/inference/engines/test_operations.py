@@ -87,7 +87,7 @@ def steps_of_busy_client() -> int:
 @pytest.mark.sampled(overrides=1)
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"num_kv_blocks": 40, "num_mamba_slots": 20}, {"eviction_policy": "ref_zero"}],
+    [{}, {"num_kv_blocks": 40, "num_mamba_slots": 20}],
 )
 def test_resetting_between_any_two_steps_changes_no_token(overrides: dict[str, object]) -> None:
     seen = set[str]()
@@ -401,7 +401,6 @@ def test_warm_with_few_slots_tells_the_truth(slots: int) -> None:
 
 
 def test_warm_returns_0_where_nothing_is_kept() -> None:
-    assert small_engine(eviction_policy="ref_zero").warm(LONG) == 0
     assert small_engine(enable_prefix_caching=False).warm(LONG) == 0
 
 
@@ -420,12 +419,12 @@ def test_warm_refuses_what_can_never_be_computed() -> None:
 
 
 @pytest.mark.sampled(slots=(1,))
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_pinned_prefix_survives_any_pressure(policy: str, slots: int) -> None:
     client = Client(pressed_engine(eviction_policy=policy, num_mamba_slots=slots, max_tokens=24))
     engine = client.engine
-    running = client.ask(Asked(tuple(LONG[:17]), 24))  # keeps its prefix registered under ref_zero too
+    running = client.ask(Asked(tuple(LONG[:17]), 24))
     client.step()
     client.step()
     pinned = engine.pin(LONG[:16])
@@ -441,7 +440,7 @@ def test_a_pinned_prefix_survives_any_pressure(policy: str, slots: int) -> None:
     for prompt in HEADS[8:] * 2:
         client.ask(Asked(tuple(prompt), 9))
     client.finish()
-    if slots == 1 or policy == "ref_zero":
+    if slots == 1:
         assert resumed(engine, [*LONG[:16], 1, 2]) == 0
 
 

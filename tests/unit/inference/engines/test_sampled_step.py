@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
+from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.inference.contexts.request_step import RequestStep
 from mambaslots.inference.engines.acceptance import accepted_tokens
@@ -44,7 +44,7 @@ def request(number: int, prompt: Sequence[int] = (1, 2, 3), **settings: Any) -> 
 
 def step(of: DynamicInferenceRequest, start: int, stop: int, drafts: tuple[int, ...] = ()) -> RequestStep:
     nothing: Any = None
-    return RequestStep(of, nothing, start, stop, decoding=bool(drafts), drafts=drafts)
+    return RequestStep.of(of, nothing, start, stop, decoding=bool(drafts), drafts=drafts)
 
 
 def fields(of: DynamicInferenceRequest) -> tuple[Any, ...]:

@@ -352,8 +352,6 @@ def test_engines_that_cannot_hand_over(place: Place) -> None:
     for make in (msd.PrefillWorker, msd.DisaggregatedEngine):
         with pytest.raises(ValueError, match="enable_prefix_caching"):
             make(uncached, place.client())
-    with pytest.raises(ValueError, match="ref_zero"):
-        msd.DisaggregatedEngine(engine_of(eviction_policy="ref_zero"), place.client())
 
 
 def test_a_split_model_is_refused(place: Place) -> None:

@@ -10,8 +10,8 @@ import mambaslots as ms
 import mambaslots.net as msd
 import pytest
 from mambaslots.inference.contexts.books_only_context import BooksOnlyContext
+from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
 from mambaslots.inference.contexts.cache.state_journal import StateJournal
 from mambaslots.net.routing import state_publisher
 from oracle.everything import Fuzzer

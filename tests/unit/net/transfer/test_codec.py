@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.prefix_hash import PUBLIC_ROOT, PrefixHashChain
+from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
 from mambaslots.net import export_prefixes, import_prefixes
 from mambaslots.net.transfer import codec
 from mambaslots.net.transfer.codec import decode_prefixes, encode_prefixes

@@ -60,14 +60,9 @@ def test_an_interval_counts_from_the_start_of_the_prompt():
     assert positions(plan, 8, 24, 30) == {16: "interval", 24: "interval"}
 
 
-def test_distances_from_either_end_and_marks_are_rounded_down():
-    plan = CheckpointPlan(tail=False, offsets_from_start=(6,), offsets_from_end=(2,), marks=(13,))
-    assert positions(plan, 0, 23, 23) == {4: "mark", 20: "mark", 12: "mark"}
-
-
-def test_distances_beyond_the_prompt_are_nowhere():
-    plan = CheckpointPlan(tail=False, offsets_from_start=(99,), offsets_from_end=(99,), marks=(99, 0))
-    assert positions(plan, 0, 23, 23) == {}
+def test_marks_are_rounded_down_and_those_beyond_the_prompt_are_nowhere():
+    plan = CheckpointPlan(tail=False, marks=(13, 99, 0))
+    assert positions(plan, 0, 23, 23) == {12: "mark"}
 
 
 def test_a_position_wanted_twice_appears_once_for_its_best_reason():
@@ -90,18 +85,13 @@ def test_parts_for_prompts_say_nothing_of_decoding():
 def test_every_block_takes_every_boundary():
     plan = CheckpointPlan.every_block(4)
     assert sorted(positions(plan, 0, 19, 19)) == [4, 8, 12, 16]
-    assert plan.keeps_decode_state(20)
 
 
 def test_only_multiples_of_decode_outlive_the_next_state():
-    assert [CheckpointPlan(decode=8).keeps_decode_state(p) for p in (4, 8, 12, 16)] == [
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert not CheckpointPlan().keeps_decode_state(8)
-    assert not CheckpointPlan(decode="off").keeps_decode_state(8)
+    def kept(decode):
+        return [b.position for b in boundaries(CheckpointPlan(decode=decode), 0, 16, 0) if b.keeps]
+
+    assert (kept(8), kept("rolling"), kept("off")) == ([8, 16], [], [])
 
 
 # ---- against the plan's description, position by position
@@ -113,8 +103,6 @@ plans = st.builds(
     chunk_ends=st.booleans(),
     decode=st.sampled_from(["rolling", "off", 8]),
     prefill_interval=st.sampled_from([None, 4, 8, 12]),
-    offsets_from_start=st.lists(st.integers(0, 60), max_size=2).map(tuple),
-    offsets_from_end=st.lists(st.integers(0, 60), max_size=2).map(tuple),
     marks=st.lists(st.integers(0, 60), max_size=2).map(tuple),
 )
 
@@ -124,10 +112,9 @@ def reasons(plan, p, stop, prompt, seen, decoding):
     if decoding:
         return ["decode"] if plan.decode != "off" else []
     in_block = range(p, p + 4)
-    marks = [*plan.marks, *plan.offsets_from_start, *(prompt - end for end in plan.offsets_from_end)]
     deepest_of_a_repeat = max(q for q in range(prompt) if q % 4 == 0)
     wanted = {
-        "mark": any(mark in in_block for mark in marks),
+        "mark": any(mark in in_block for mark in plan.marks),
         "tail": plan.tail and p in (deepest_of_a_repeat, prompt),
         "branch": plan.branch and seen in in_block,
         "chunk_end": plan.chunk_ends and p == stop,
@@ -149,7 +136,7 @@ def test_a_step_takes_each_wanted_boundary_once_in_order_of_worth(plan, prompt, 
         if p % 4 == 0 and reasons(plan, p, stop, prompt, seen, decoding)
     }
     assert len({b.position for b in got}) == len(got)
-    assert dict(got) == expected
+    assert {b.position: b.kind for b in got} == expected
     worth = [WORTH.index(b.kind) for b in got]
     assert worth == sorted(worth)
 
@@ -180,10 +167,9 @@ def test_cutting_a_prompt_into_chunks_loses_no_boundary(plan, prompt, data):
         ("decode", None),
         ("prefill_interval", 0),
         ("prefill_interval", 4.0),
-        ("offsets_from_start", (-1,)),
-        ("offsets_from_end", 4),
+        ("marks", (-1,)),
+        ("marks", 4),
         ("marks", ("4",)),
-        ("max_states_per_path", 0),
     ],
 )
 def test_a_bad_part_is_refused_by_name(name, value):
@@ -192,9 +178,9 @@ def test_a_bad_part_is_refused_by_name(name, value):
 
 
 def test_lists_of_positions_become_tuples():
-    plan = CheckpointPlan(marks=[4, 8], offsets_from_end=[1])
-    assert (plan.marks, plan.offsets_from_end) == ((4, 8), (1,))
-    assert hash(plan) == hash(CheckpointPlan(marks=(4, 8), offsets_from_end=(1,)))
+    plan = CheckpointPlan(marks=[4, 8])
+    assert plan.marks == (4, 8)
+    assert hash(plan) == hash(CheckpointPlan(marks=(4, 8)))
 
 
 def test_a_plan_that_takes_nothing_is_refused():

@@ -4,13 +4,13 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.compute_reasons import (
+from mambaslots.inference.contexts.cache.reasons import (
     COMPUTE_REASONS,
+    GhostList,
     Span,
     TokenLedger,
     compute_spans,
 )
-from mambaslots.inference.contexts.cache.ghost_list import GhostList
 
 
 @st.composite

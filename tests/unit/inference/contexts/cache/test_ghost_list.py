@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.ghost_list import GhostList
+from mambaslots.inference.contexts.cache.reasons import GhostList
 
 
 def test_a_ghost_remembers_why_it_is_gone():

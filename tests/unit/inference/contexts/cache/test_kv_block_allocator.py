@@ -5,7 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import KVBlockCapacityError
@@ -66,8 +65,8 @@ def lines_run(call):
 def test_a_new_pool_is_all_free():
     kv = KVBlockAllocator(5)
     assert (kv.total_avail, kv.cached_count, kv.held_count) == (5, 0, 0)
-    assert kv.block_ref_counts.dtype == torch.int32
-    assert kv.block_hashes.dtype == kv.block_timestamps.dtype == torch.int64
+    assert kv.block_ref_counts.dtype == np.int32
+    assert kv.block_hashes.dtype == kv.block_timestamps.dtype == np.int64
     assert kv.block_hashes.tolist() == [-1] * 5
 
 
@@ -121,9 +120,9 @@ def test_a_cached_block_can_be_held_again():
         kv.allocate_memory_blocks(2)
 
 
-def test_blocks_may_come_as_a_tensor():
+def test_blocks_may_come_as_an_array():
     kv = KVBlockAllocator(3)
-    blocks = torch.tensor(kv.allocate_memory_blocks(2), dtype=torch.int32)
+    blocks = np.array(kv.allocate_memory_blocks(2), np.int32)
     kv.add_references(blocks)
     kv.release_memory_blocks(blocks)
     assert kv.block_ref_counts[blocks.long()].tolist() == [1, 1]
@@ -229,20 +228,6 @@ def test_what_a_held_block_continues_is_no_leaf_before_it_is_taken_up():
     kv.release_memory_blocks([twin, below])
     kv.check_integrity()
     assert list(kv.leaves.blocks) == [below]
-
-
-def test_a_tensor_that_a_host_keeps_shows_the_last_read():
-    kv = KVBlockAllocator(3, clock=lambda: 0)
-    kept = kv.block_ref_counts, kv.block_hashes, kv.block_timestamps
-    (block,) = cached(kv, b"", A)
-    assert [tensor[block].item() for tensor in kept] == [0, -1, 0]
-    now = kv.block_ref_counts, kv.block_hashes, kv.block_timestamps
-    assert all(mine is theirs for mine, theirs in zip(now, kept, strict=True))
-    assert [tensor[block].item() for tensor in kept] == [0, kv.tree.hash_of(block), 1] == [0, 1, 1]
-    kv.add_references([block])
-    assert kv.references == {block: 1}
-    assert kv.block_ref_counts.tolist().count(1) == 1
-    kv.check_integrity()
 
 
 def test_registration_ends_before_a_colliding_hash():
@@ -381,56 +366,17 @@ def test_too_much_to_allocate_evicts_nothing():
     assert picture(kv) == before
 
 
-def test_under_ref_zero_a_prefix_goes_with_its_last_user():
-    kv = KVBlockAllocator(4, prefix_caching_eviction_policy="ref_zero")
-    blocks = written(kv, b"", A, B)
-    kv.add_references(blocks)
-    kv.release_memory_blocks(blocks)
-    assert kv.match_chain(b"", [1, 2], [A, B]) == blocks
-    kv.release_memory_blocks(blocks)
-    assert (kv.total_avail, kv.cached_count, kv.kv_hash_to_block_id) == (4, 0, {})
-    kv.check_integrity()
-
-
 # ---- deregistration observers
 
 
-def test_under_ref_zero_a_block_stays_while_one_continues_it_that_an_interrupt_kept():
-    """The interrupt comes where states are forgotten, and the chain stays cached."""
-    interrupts = [KeyboardInterrupt()]
-
-    def forget_states(blocks, cause):
-        if interrupts:
-            raise interrupts.pop()
-
-    kv = KVBlockAllocator(4, prefix_caching_eviction_policy="ref_zero", forget_states=forget_states)
-    first, second = written(kv, b"root", A, B)
-    with pytest.raises(KeyboardInterrupt):
-        kv.release_memory_blocks([first, second])
-    kv.check_integrity()
-    assert kv.cached_count == 2
-    kv.add_references([first])
-    (beside,) = written(kv, first, C, key=7)
-    kv.release_memory_blocks([first, beside])
-    kv.check_integrity()
-    assert kv.match_chain(b"root", [1, 2], [A, B]) == [first, second]
-    assert kv.match_chain(first, [7], [C]) == []
-    kv.add_references([first, second])
-    kv.release_memory_blocks([first, second])
-    kv.check_integrity()
-    assert (kv.total_avail, kv.cached_count) == (4, 0)
-
-
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
-def test_every_observer_hears_of_blocks_and_hashes_that_left(policy):
-    kv = KVBlockAllocator(4, prefix_caching_eviction_policy=policy)
+def test_every_observer_hears_of_blocks_and_hashes_that_left():
+    kv = KVBlockAllocator(4)
     heard = []
     kv.on_blocks_deregistered = lambda *news: heard.append(("single", *news))
     kv.observe_deregistration(lambda *news: heard.append(("first", *news)))
     kv.observe_deregistration(lambda *news: heard.append(("second", *news)))
     blocks = cached(kv, b"", A, B)
-    if policy == "lru":
-        kv.evict_lru_blocks(2)
+    kv.evict_lru_blocks(2)
     assert [name for name, _, _ in heard] == ["single", "first", "second"]
     assert all((sorted(ids), hashes) == (sorted(blocks), {1, 2}) for _, ids, hashes in heard)
 
@@ -539,7 +485,6 @@ def test_reset_forgets_all_and_tells_nobody():
         ({"total_count": 2.0}, "total_count"),
         ({"total_count": True}, "total_count"),
         ({"total_count": 2, "enable_prefix_caching": 1}, "enable_prefix_caching"),
-        ({"total_count": 2, "prefix_caching_eviction_policy": "fifo"}, "prefix_caching_eviction_policy"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(arguments, named):
@@ -615,7 +560,7 @@ def test_a_cached_child_is_held_only_after_its_parent():
     kv.check_integrity()
 
 
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple])
+@pytest.mark.parametrize("kind", [np.array, tuple])
 def test_hashes_of_any_integer_sequence_are_found_again(kind):
     kv = KVBlockAllocator(3)
     blocks = kv.allocate_memory_blocks(2)
@@ -713,10 +658,9 @@ class KVBlockMachine(RuleBasedStateMachine):
 
     keys = 1 << 40  # so many hashes: no collisions
 
-    @initialize(policy=st.sampled_from(["lru", "lru", "ref_zero"]), size=st.integers(1, 12))
-    def start(self, policy, size):
-        self.policy = policy
-        self.kv = KVBlockAllocator(size, prefix_caching_eviction_policy=policy)
+    @initialize(size=st.integers(1, 12))
+    def start(self, size):
+        self.kv = KVBlockAllocator(size)
         self.kv.leaves.holds_state = lambda block: block in self.states
         logger.disabled = True  # one observer fails, on purpose
         self.news = []
@@ -795,11 +739,6 @@ class KVBlockMachine(RuleBasedStateMachine):
         dropped = {block for block in blocks if not self.refs[block] and block in self.prefix_of}
         for block in dropped:
             self.last_use[block] = self.time
-        if self.policy == "ref_zero":
-            keys = {self.key_of(self.prefix_of[block]) for block in dropped}
-            for block in dropped:
-                self.drop(block)
-            self.expect_news(dropped, keys)
 
     def allocate(self, count):
         """The blocks, or None when there are too few."""

@@ -7,7 +7,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.plan_spec import parse_plan, shown_plan
+from mambaslots.inference.contexts.cache.checkpoint_plan import parse_plan, shown_plan
 
 positions = st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple)
 numbers = st.integers(1, 2**31 - 1)
@@ -16,13 +16,9 @@ plans = st.builds(
     tail=st.booleans(),
     branch=st.booleans(),
     chunk_ends=st.booleans(),
-    learned=st.booleans(),
     decode=st.sampled_from(["rolling", "off"]) | numbers,
     prefill_interval=st.none() | numbers,
-    offsets_from_start=positions,
-    offsets_from_end=positions,
     marks=positions,
-    max_states_per_path=st.none() | numbers,
 )
 
 
@@ -36,11 +32,10 @@ def test_a_plan_is_read_as_it_was_shown(plan: ms.CheckpointPlan) -> None:
     [
         ("", {}),
         ("tail", {}),
-        ("learned,no-chunk_ends", {"learned": True, "chunk_ends": False}),
         ("no-tail, no-chunk_ends", {"tail": False, "chunk_ends": False}),
         ("decode=off,prefill_interval=1024", {"decode": "off", "prefill_interval": 1024}),
         ("every=256", {"decode": 256, "prefill_interval": 256}),
-        ("marks=128+4096,offsets_from_end=64", {"marks": (128, 4096), "offsets_from_end": (64,)}),
+        ("marks=128+4096", {"marks": (128, 4096)}),
     ],
 )
 def test_a_spec_changes_the_defaults(spec: str, changes: dict[str, object]) -> None:
@@ -54,13 +49,6 @@ def test_a_spec_changes_the_defaults(spec: str, changes: dict[str, object]) -> N
 def test_a_part_that_is_no_part_is_refused_by_name(spec: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"plan has {spec!r}; accepted: parts of CheckpointPlan")):
         parse_plan(spec)
-
-
-def test_a_caller_can_leave_the_limit_of_a_path_out() -> None:
-    with pytest.raises(ValueError, match="accepted: parts of CheckpointPlan") as caught:
-        parse_plan("max_states_per_path=4", path_limit=False)
-    assert "max_states_per_path=N" not in str(caught.value)
-    assert parse_plan("marks=4", path_limit=False) == ms.CheckpointPlan(marks=(4,))
 
 
 def test_a_part_that_comes_twice_or_is_out_of_range_is_refused() -> None:

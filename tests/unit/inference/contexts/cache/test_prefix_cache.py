@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import KVBlockCapacityError, MambaSlotCapacityError
 from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
-from mambaslots.inference.contexts.cache.departures import AGE_BOUNDS_S
+from mambaslots.inference.contexts.cache.checkpoints import PathStep
+from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
+from mambaslots.inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.prefix_hash import PrefixHashChain
 from mambaslots.inference.contexts.cache.root_use import use_by_root
-from mambaslots.inference.contexts.holding import Holding
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.contexts.request_step import RequestStep
-from mambaslots.sampling_params import SamplingParams
 
 SIZE = 2  # tokens of a block
 MOST_BLOCKS = 32
@@ -49,13 +46,10 @@ def opened(cache, tokens, salt=b""):
     return path
 
 
-def step_of(path, tokens, stop, positions, row=0):
-    """A prefill up to `stop` that takes the states at these positions."""
-    start = path.num_registered * SIZE
-    request = DynamicInferenceRequest(row, tokens, SamplingParams(), PLAN, path.chain, 0.0)
-    request.holding = Holding(row, (row,), path, prefill_length=len(tokens), num_computed=start)
+def step_of(path, tokens, stop, positions):
+    """A prefill up to `stop` that stores the states at these positions."""
     boundaries = tuple(Boundary(position, "mark") for position in positions)
-    return RequestStep(request, request.holding, start, stop, boundaries=boundaries)
+    return PathStep(path, tokens, path.num_registered * SIZE, stop, boundaries=boundaries)
 
 
 def computed(cache, tokens, positions=(), salt=b""):
@@ -256,7 +250,7 @@ LEAVING = {
 }
 
 
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("leaving", LEAVING)
 def test_an_interrupt_at_any_line_leaves_no_state_of_a_free_block(leaving, policy):
     num_lines, line = 0, 0
@@ -323,14 +317,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     TICK_NS = 700_000_000
 
     @initialize(
-        policy=st.sampled_from(["lru", "lru", "ref_zero"]),
         num_blocks=st.integers(1, 20),
         num_slots=st.integers(0, 8),
     )
-    def start(self, policy, num_blocks, num_slots):
-        self.policy, self.num_slots = policy, num_slots
+    def start(self, num_blocks, num_slots):
+        self.num_slots = num_slots
         self.now_ns = 1
-        self.cache = PrefixCache(num_blocks, num_slots, SIZE, policy, clock=lambda: self.now_ns)
+        self.cache = PrefixCache(num_blocks, num_slots, SIZE, "lru", clock=lambda: self.now_ns)
         self.departed = []
         self.cache.kv_blocks.observe_deregistration(lambda blocks, hashes: self.departed.extend(blocks))
         self.start_over()
@@ -417,12 +410,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.departed.clear()
 
     def expect_dropped_blocks(self):
-        """Under "ref_zero" a registered block leaves with its last holder; else none does."""
-        dropped = self.cached() if self.policy == "ref_zero" else set()
-        assert sorted(self.departed) == sorted(dropped)
-        for block in dropped:
-            self.leave(block, "released")
-        self.departed.clear()
+        assert self.departed == []
 
     def evict_states(self, count):
         pinned = self.pinned_states()
@@ -583,7 +571,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             first = sequence.num_registered
             depths = range(first + 1, stop // SIZE + 1) if sequence.shares else ()
             positions = [depth * SIZE for depth in depths if data.draw(st.sampled_from([True, True, False]))]
-            steps.append(step_of(sequence.path, sequence.tokens, stop, positions, row))
+            steps.append(step_of(sequence.path, sequence.tokens, stop, positions))
             for position in positions:
                 prefix = sequence.prefix(position // SIZE)
                 if self.block_of(prefix) not in self.states:
@@ -648,7 +636,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if block in self.states and block not in pinned:
                 self.lose_state(block, "discarded")
         for block in reversed(sequence.blocks[: sequence.num_registered] if sequence.shares else []):
-            if block in cached and (block in self.leaves() or self.policy == "ref_zero"):
+            if block in cached and block in self.leaves():
                 self.leave(block, "discarded")
                 self.departed.remove(block)
         assert self.departed == []

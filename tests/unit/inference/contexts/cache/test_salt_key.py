@@ -4,9 +4,9 @@ import hashlib
 import hmac
 
 import pytest
-from mambaslots.inference.contexts.cache.prefix_hash import PUBLIC_ROOT
-from mambaslots.inference.contexts.cache.salt_key import (
+from mambaslots.inference.contexts.cache.hashing import (
     ENVIRONMENT_NAME,
+    PUBLIC_ROOT,
     SaltKey,
     drawn_key,
     given_key,

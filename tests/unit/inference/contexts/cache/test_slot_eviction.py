@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.slot_eviction import LRUEviction, RefZeroEviction
+from mambaslots.inference.contexts.cache.slot_eviction import LRUEviction
 
 
 def anything(slot):
@@ -58,28 +58,18 @@ def test_a_choice_looks_no_further_than_it_must():
     assert asked == [0, 1, 2, 3]
 
 
-def test_under_ref_zero_the_first_inserted_goes_first_used_or_not():
-    policy = filled(RefZeroEviction(), 4, 1, 3, 2)
-    policy.use(4)
-    assert policy.victims(2, anything) == [4, 1]
-    assert policy.victims(9, lambda slot: slot != 4) == [1, 3, 2]
-
-
 @given(
     calls=st.lists(st.tuples(st.sampled_from(["insert", "use", "remove"]), st.integers(0, 7)), max_size=30),
     pinned=st.sets(st.integers(0, 7)),
     count=st.integers(0, 9),
-    ref_zero=st.booleans(),
 )
-def test_the_order_is_that_of_a_list_kept_by_hand(calls, pinned, count, ref_zero):
-    policy = RefZeroEviction() if ref_zero else LRUEviction()
+def test_the_order_is_that_of_a_list_kept_by_hand(calls, pinned, count):
+    policy = LRUEviction()
     order = []
     for call, slot in calls:
         if (slot in order) == (call == "insert"):
             continue
         getattr(policy, call)(slot)
-        if call == "use" and ref_zero:
-            continue
         if call != "insert":
             order.remove(slot)
         if call != "remove":

@@ -1,11 +1,9 @@
-"""Why each prompt token is computed and not resumed, and the running counts of both."""
+"""Why each prompt token is computed and not resumed."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
-
-from .ghost_list import GhostList
 
 ComputeReason = Literal[
     "never_seen",
@@ -21,19 +19,87 @@ ComputeReason = Literal[
 """Why a prompt token was computed and not resumed:
 
 never_seen: no earlier request had this prefix.
-kv_evicted: an earlier request had this prefix, and its KV is gone.
-state_not_taken: the KV is there, but the plan took no state that deep.
-branch_first_seen: the KV is there up to where this prompt leaves a known path. No state was taken at that
-    point, because this request is the first to leave the path there.
+kv_evicted: an earlier request had this prefix, and its KV is evicted.
+state_not_taken: the KV is there, but the plan stored no state that deep.
+branch_first_seen: the KV is there up to where this prompt and a cached one differ first. No state was stored
+    at that point, because this request is the first that differs there.
 state_evicted: a state was there and was evicted.
 last_token: the whole prompt is known, but its last block must be computed for the last token's logits.
-partial_block: tokens behind the last whole block of a prompt whose whole blocks, if it has any, are known.
+partial_block: tokens after the last whole block of a prompt whose whole blocks, if it has any, are known.
     A prompt shorter than a block has no whole block: this is the reason of all its tokens, also of new ones.
 capacity: a state was planned there, and no slot was available.
 disabled: no prefix caching, or the log-probs of these tokens are wanted.
 """
 COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
 """All values of `ComputeReason`, whose documentation explains each."""
+
+
+class GhostList:
+    """A bounded map from the hash of a removed prefix to the reason of its removal; O(1) a key.
+
+    Tells *evicted* from *never seen*. Two generations: once the younger one has `capacity` keys, it becomes
+    the older one, and the former older one is forgotten at once. Forgetting key by key would cost three times
+    as much as remembering.
+
+    Attributes:
+        present: keys that are cached, and so no ghosts; the owner need not discard such keys.
+        num_lapses: how often a generation was forgotten. A ghost stays one until this number grows or the
+            owner discards the key.
+    """
+
+    def __init__(self, capacity: int, present: Container[int] = ()) -> None:
+        self._capacity = capacity
+        self.present = present
+        self._young: dict[int, str] = {}
+        self._old: dict[int, str] = {}
+        self.num_lapses = 0
+
+    def add(self, key: int, reason: str) -> None:
+        self.add_all((key,), reason)
+
+    def add_all(self, keys: Iterable[int], reason: str) -> None:
+        young = self._young
+        for key in keys:
+            young[key] = reason
+        if len(young) >= self._capacity:
+            self.num_lapses += bool(self._old)
+            self._old, self._young = (young if self._capacity else {}), {}
+
+    def discard_all(self, keys: Sequence[int]) -> bool:
+        """Forget these keys; returns whether one of them was a ghost."""
+        found = False
+        for generation in (self._young, self._old):
+            if generation and not generation.keys().isdisjoint(keys):
+                found = True
+                for key in keys:
+                    generation.pop(key, None)
+        return found
+
+    def deepest(self, keys: Sequence[int], start: int, stop: int) -> int:
+        """The largest d in (start, stop] whose `keys[d - 1]` is a ghost, or `start` where there is none."""
+        if start >= stop or not (self._young or self._old):
+            return start
+        inside = keys[start:stop][::-1]
+        if self._young.keys().isdisjoint(inside) and self._old.keys().isdisjoint(inside):
+            return start
+        return next((d for d in range(stop, start, -1) if keys[d - 1] in self), start)
+
+    def reason(self, key: int) -> str | None:
+        """Why the key is gone; None for a key that is no ghost."""
+        return None if key in self.present else self._young.get(key) or self._old.get(key)
+
+    def clear(self) -> tuple[dict[int, str], dict[int, str]]:
+        """Forget all ghosts; returns the generations, which the caller may free when there is time."""
+        generations = self._young, self._old
+        self.num_lapses += any(generations)
+        self._young, self._old = {}, {}
+        return generations
+
+    def __contains__(self, key: int) -> bool:
+        return (key in self._young or key in self._old) and key not in self.present
+
+    def __len__(self) -> int:
+        return sum(1 for key in self._young.keys() | self._old.keys() if key not in self.present)
 
 
 @dataclass(frozen=True)
@@ -62,13 +128,12 @@ def compute_spans(
     Args:
         keys: the hashes of the prompt's whole blocks.
         num_resumed: blocks before the resume point.
-        num_reachable: leading matched blocks that leave at least one token to compute; a request can resume
-            only after one of these.
+        num_reachable: leading matched blocks that leave at least one token to compute.
         num_matched: leading blocks whose KV is cached.
-        num_seen: leading blocks that follow a known path, evicted blocks included.
+        num_seen: leading blocks that follow a known prompt, evicted blocks included.
         num_tokens: tokens of the prompt.
         block_size_tokens: tokens of a block.
-        state_ghosts: hashes whose state was evicted, or not taken for want of a slot.
+        state_ghosts: hashes whose state was evicted, or not stored for want of a slot.
         num_lost: leading blocks up to the deepest reachable ghost of a state, where the caller knows it.
     """
     lost = state_ghosts.deepest(keys, num_resumed, num_reachable) if num_lost is None else num_lost
@@ -83,8 +148,8 @@ def compute_spans(
     )
     spans = []
     start = num_resumed * block_size_tokens
-    for num_blocks, reason in ends:
-        stop = num_blocks * block_size_tokens
+    for depth, reason in ends:
+        stop = depth * block_size_tokens
         if stop > start:
             spans.append(Span(start, stop, reason))
             start = stop
