@@ -41,7 +41,7 @@ def config(**overrides: object) -> ms.InferenceConfig:
         ({"checkpoint_plan": ms.CheckpointPlan(decode=12)}, "decode is 12"),
         (
             {"checkpoint_plan": ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")},
-            "takes no state can resume nothing",
+            "stores no state can resume nothing",
         ),
     ],
 )

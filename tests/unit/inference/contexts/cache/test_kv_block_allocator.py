@@ -125,7 +125,7 @@ def test_blocks_may_come_as_an_array():
     blocks = np.array(kv.allocate_memory_blocks(2), np.int32)
     kv.add_references(blocks)
     kv.release_memory_blocks(blocks)
-    assert kv.block_ref_counts[blocks.long()].tolist() == [1, 1]
+    assert kv.block_ref_counts[blocks].tolist() == [1, 1]
 
 
 def test_available_memory_counts_free_and_cached_blocks_less_those_about_to_be_held():

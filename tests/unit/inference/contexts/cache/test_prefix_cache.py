@@ -481,9 +481,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         sequence.state_block = block
         self.used.add(block)
         self.used_ns[block] = self.now_ns
-        if self.policy == "lru":
-            self.states.remove(block)
-            self.states.append(block)
+        self.states.remove(block)
+        self.states.append(block)
 
     def register(self, sequence, num_computed):
         self.cache.register(sequence.path, sequence.tokens, num_computed)

@@ -63,7 +63,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         slot = self.slots.map.slot_of(block)
         assert self.live.has_room(self.per_row, slot)
         takes_over = block >= 0 and block not in self.pinned and self.num_available == self.per_row
-        used = self.slots.map.departures.by_cause["live_state"]
+        used = self.slots.map.turnover.by_cause["live_state"]
         live = self.live.allocate_slots(self.per_row, slot)
         assert len(set(live)) == self.per_row
         assert (slot in live) == takes_over
@@ -75,7 +75,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         else:
             self.evict(self.per_row, block)
         self.rows.append(live)
-        assert self.slots.map.departures.by_cause["live_state"] - used == before - len(self.order)
+        assert self.slots.map.turnover.by_cause["live_state"] - used == before - len(self.order)
 
     @precondition(lambda self: self.rows)
     @rule(which=st.integers(0, 100))
