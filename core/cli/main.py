@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import shtab
 
-from .. import mcore
+from ..mcore import run_script
 from ..version import VERSION
 from . import chat, doctor, replay, serve
 from .options import Parser
@@ -51,7 +51,7 @@ def make_parser() -> Parser:
             help="what is logged on stderr (default: %(default)s)",
         )  # fmt: skip
         own.set_defaults(run=command.run)
-    mcore.add_options(listed.add_parser("run", help=RUN, description=RUN))
+    run_script.add_options(listed.add_parser("run", help=RUN, description=RUN))
     return parser
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its script's own options are not ours
-        return mcore.main(words[1:], "mambaslots run")
+        return run_script.main(words[1:], "mambaslots run")
     options = make_parser().parse_args(words)
     logging.basicConfig(level=options.log_level.upper(), format=LOG_FORMAT)
     try:

@@ -3,13 +3,9 @@
 Importing this package imports no megatron-core; `install` does.
 """
 
-from .host_stats import HostStats, stats
+from .built_contexts import stats
+from .host_record import HostStats
 from .install import install, installed, uninstall
-from .installation import Installation
-from .overrides import REGISTRY, UnknownHostError
-from .run_script import add_options, main, run_script
+from .overrides import UnknownHostError
 
-__all__ = [
-    "install", "uninstall", "installed", "Installation", "stats", "HostStats", "UnknownHostError", "REGISTRY",
-    "main", "run_script", "add_options",
-]  # fmt: skip
+__all__ = ["HostStats", "UnknownHostError", "install", "installed", "stats", "uninstall"]

@@ -2,13 +2,104 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .host_record import DYNAMIC_CONTEXT, record_of
+from ..inference.contexts.cache import reasons
+from ..inference.contexts.cache.reasons import Span
+from .host_record import DYNAMIC_CONTEXT, MHA_METADATA, HostRecord, record_of
 from .overrides import override
-from .prefix_match import HostMatch, compute_spans, match_chunk
+
+
+@dataclass(frozen=True)
+class HostMatch:
+    """What a prefill chunk can share and skip; holds and pins nothing.
+
+    Attributes:
+        first_block: blocks of the sequence that the request has already.
+        matched_blocks: registered KV blocks that follow them.
+        required_blocks: blocks of the sequence up to the chunk's end.
+        skip_tokens: tokens of the chunk that need not be computed, up to a boundary that has a state.
+        state_block: the block whose state is at that boundary, or -1.
+        resumable_blocks: depth, from `first_block`, of the deepest matched block that has a state.
+    """
+
+    first_block: int
+    matched_blocks: tuple[int, ...]
+    required_blocks: int
+    skip_tokens: int
+    state_block: int
+    resumable_blocks: int
+
+    @property
+    def new_blocks(self) -> int:
+        return max(0, self.required_blocks - self.first_block - len(self.matched_blocks))
+
+
+def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
+    """Match the next `length` tokens of a request of a hybrid model.
+
+    The same rule for every chunk: skip to the deepest boundary that has a committed state, lies within the
+    matched KV and leaves a token to compute; without a state nothing is skipped.
+    """
+    size = int(context.block_size_tokens)
+    finished = int(request.finished_chunk_token_count)
+    first = -(-finished // size)
+    required = -(-(finished + length) // size)
+    keys = request.precomputed_block_hashes[first:required]
+    named = context.kv_block_allocator.kv_hash_to_block_id
+    matched: list[int] = []
+    for key in keys:
+        block = named.get(key)
+        if block is None:
+            break
+        matched.append(block)
+
+    allocator = getattr(context, "mamba_slot_allocator", None)
+    skip, state_block, resumable = 0, -1, 0
+    if allocator is not None and finished % size == 0:
+        states = allocator.hash_to_block_id
+        reachable = 0 if _needs_every_token(request) else length - 1
+        for depth in range(len(matched), 0, -1):
+            if keys[depth - 1] not in states:
+                continue
+            resumable = resumable or depth
+            if depth * size <= reachable:
+                skip, state_block = depth * size, states[keys[depth - 1]]
+                break
+    return HostMatch(first, tuple(matched), required, skip, state_block, resumable)
+
+
+def _needs_every_token(request: Any) -> bool:
+    """Whether the request returns log-probs of its prompt."""
+    sampling = request.sampling_params
+    wants = getattr(sampling, "return_log_probs", False) or getattr(sampling, "top_n_logprobs", 0)
+    return bool(wants) and not getattr(sampling, "skip_prompt_log_probs", True)
+
+
+def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) -> tuple[Span, ...]:
+    """Why each prompt token after `skipped` is computed, judged when the request's first chunk is added."""
+    size, keys = int(context.block_size_tokens), request.precomputed_block_hashes
+    length = len(request.prompt_tokens)
+    allocator = getattr(context, "mamba_slot_allocator", None)
+    if allocator is None or _needs_every_token(request) or (not keys and length >= size):
+        return (Span(0, length, "disabled"),)
+    kv_blocks, state_ghosts = context.kv_block_allocator.kv_hash_to_block_id, allocator.ghosts
+    matched = next((d for d, key in enumerate(keys) if key not in kv_blocks), len(keys))
+    seen = next((d for d in range(matched, len(keys)) if keys[d] not in record.kv_ghosts), len(keys))
+    depth = skipped // size
+    return reasons.compute_spans(
+        keys,
+        num_resumed=depth,
+        num_reachable=max(depth, min(matched, (length - 1) // size)),
+        num_matched=matched,
+        num_seen=seen,
+        num_tokens=length,
+        block_size_tokens=size,
+        state_ghosts=state_ghosts,
+    )
 
 
 def _caches_states(context: Any) -> bool:
@@ -69,8 +160,6 @@ def add_request(
     kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
     try:
         _check_capacity(self, req, match, length)
-        if allocator is not None:
-            allocator.planned_rows.discard(row)
         original(self, req, prefill_chunk_length)
     finally:
         kv.block_ref_counts[matched] -= 1
@@ -83,7 +172,7 @@ def add_request(
     adopted = _adopt_twins(self, req, row, finished, length, match.skip_tokens)
     if allocator is not None:
         _queue_restore(self, row, finished, match)
-        if adopted or row not in allocator.planned_rows:  # megatron-core before 0.19 plans first chunks only
+        if adopted:
             allocator.compute_and_store_offsets(
                 req, row, match.skip_tokens, length, len(match.matched_blocks),
                 list(match.matched_blocks), match.required_blocks,
@@ -182,3 +271,20 @@ def execute_pending_mamba_ops(original: Callable[..., None], self: Any) -> None:
         self._pending_mamba_restores.clear()
         self.mamba_slot_allocator.restore_batch(pending)
     original(self)
+
+
+@override(MHA_METADATA, "set_state_data", part="admission", faults=(1,))
+def set_state_data(
+    original: Callable[..., None],
+    self: Any,
+    padded_active_request_count: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Tell the prefill kernels that a query may have two tokens, even where the longest query has one.
+
+    The number is an upper bound. Flash attention's varlen kernels take the bound 1 for a decode step, and
+    crash on paged KV. For this reason the stock match computes at least two tokens, and rounds a skip down to
+    a boundary without a state. Decode steps do not read the number.
+    """
+    original(self, padded_active_request_count, max(2, max_seqlen_q), max_seqlen_k)

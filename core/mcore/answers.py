@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .admission import adopt_twin
-from .host_record import DYNAMIC_CONTEXT, record_of
+from .host_record import DYNAMIC_CONTEXT, RequestTrack, record_of
 from .overrides import override
-from .request_track import RequestTrack
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
         return -1
     if not adopt_twin(context, row, index, keys[index]):
         own = int(context.request_to_kv_block_ids[row, index])
-        parents = [[keys[index - 1] if index else 0]] if hasattr(kv, "block_parent_id") else []
-        kv.register_kv_block_hashes([own], [keys[index]], *parents)
+        kv.register_kv_block_hashes([own], [keys[index]], [keys[index - 1] if index else 0])
     return int(context.request_to_kv_block_ids[row, index])
 
 
@@ -104,7 +102,7 @@ def update_requests(
     return result
 
 
-@override(DYNAMIC_CONTEXT, "commit_sampled_tokens", part="answers", faults=(18,), optional=True)
+@override(DYNAMIC_CONTEXT, "commit_sampled_tokens", part="answers", faults=(18,))
 def commit_sampled_tokens(
     original: Callable[..., None],
     self: Any,

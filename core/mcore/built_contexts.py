@@ -1,4 +1,4 @@
-"""The contexts that were built under the drop-in: what each came to, and why one caches nothing."""
+"""The contexts that were built under the drop-in: their counts, and why one caches nothing."""
 
 import functools
 import logging
@@ -8,13 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .host_record import HostRecord, record_of
-from .host_stats import HostStats, stats
+from .host_record import NO_SLOTS, HostRecord, HostStats, record_of
+from .slot_allocator import HostSlotAllocator
 
 _logger = logging.getLogger(__package__)
 
 SETTINGS = "pass enable_prefix_caching=True and a prefix_caching_mamba_gb to its InferenceConfig"
 _SERVING = ("add_request", "initialize_attention_state")
+
+
+def stats(context: Any) -> HostStats:
+    """The counts of a context that was built after `install`; ValueError for any other."""
+    if "mamba_slot_allocator" not in getattr(context, "__dict__", ()):
+        raise ValueError(f"context is {type(context).__name__}; accepted: a DynamicInferenceContext")
+    slots = context.mamba_slot_allocator
+    if slots is None:
+        return HostStats.of(record_of(context), NO_SLOTS, 0)
+    if not isinstance(slots, HostSlotAllocator):
+        raise ValueError("context is on megatron-core's own allocator; accepted: one built after install()")
+    return HostStats.of(record_of(context), slots.slots.counts, slots.dropped_checkpoints)
 
 
 @dataclass

@@ -1,13 +1,16 @@
-"""What the corrections remember about one host context."""
+"""What the corrections remember about one host context: its running requests, and its counts."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from ..inference.contexts.cache.durable_slots import SlotCounts
-from ..inference.contexts.cache.reasons import GhostList, Span, TokenLedger
-from .request_track import RequestTrack
+from ..inference.contexts.cache.reasons import ComputeReason, GhostList, Span, TokenLedger
 
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
 STATE_CONFIG = "megatron.core.inference.config:MambaInferenceStateConfig"
@@ -29,6 +32,60 @@ def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> No
     for name, listed in lists.items():
         if listed is not None and len(listed) != len(block_ids):
             raise HostCallError(f"{name} has {len(listed)} entries; accepted: {len(block_ids)}, as block_ids")
+
+
+@dataclass
+class RequestTrack:
+    """Prompt and generated tokens of a request, and the hashes of their whole blocks.
+
+    The hash chain is that of megatron-core's `compute_block_hashes_batched`: digest = SHA-256(parent digest
+    || token ids as 64-bit integers), key = the digest's first 8 bytes, made positive. The host keeps keys but
+    no digests, so that the prompt is hashed again here, when decoding completes its first block.
+
+    Attributes:
+        prompt_keys: the host's keys of the prompt's whole blocks.
+        generated: sampled tokens, in order; the KV of the last one may be missing.
+        rolling_block: the block of the newest decode state that rolls, or -1.
+    """
+
+    prompt: Tensor
+    prompt_keys: list[int]
+    block_size_tokens: int
+    generated: list[int] = field(default_factory=list)
+    rolling_block: int = -1
+    _keys: list[int] = field(default_factory=list)
+    _digest: bytes = b"\0" * 32
+
+    @classmethod
+    def of(cls, request: Any, block_size_tokens: int) -> "RequestTrack | None":
+        """The track of a host's request, or None for a request whose blocks are not hashed."""
+        if not request.enable_prefix_caching or request.block_size_tokens != block_size_tokens:
+            return None
+        return cls(request.prompt_tokens, list(request.precomputed_block_hashes), block_size_tokens)
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    def keys(self, blocks: int) -> list[int] | None:
+        """The keys of the first `blocks` blocks; None where the host's keys of the prompt differ."""
+        size = self.block_size_tokens
+        self.prompt = self.prompt.cpu()  # once, because every copy from a GPU waits
+        for block in range(len(self._keys), blocks):
+            tokens = self._tokens(block * size, (block + 1) * size)
+            self._digest = hashlib.sha256(self._digest + tokens.tobytes()).digest()
+            key = int.from_bytes(self._digest[:8], "little") % (2**63 - 1) + 1
+            if block < len(self.prompt_keys) and self.prompt_keys[block] != key:
+                return None
+            self._keys.append(key)
+        return self._keys[:blocks]
+
+    def _tokens(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        inside = max(0, min(stop, len(self.prompt)) - start)
+        head = self.prompt[start : start + inside].numpy().astype("<i8")
+        first = start + inside - len(self.prompt)
+        tail = np.asarray(self.generated[first : stop - len(self.prompt)] if inside < stop - start else [])
+        return np.concatenate([head, tail.astype("<i8")])
 
 
 @dataclass
@@ -111,3 +168,57 @@ def record_of(context: Any) -> HostRecord:
     if record is None:
         record = context._mambaslots_record = HostRecord()
     return record  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class HostStats:
+    """A snapshot of one context. Token counts count prompt tokens.
+
+    Attributes:
+        num_requests: requests that were added.
+        num_hits: chunks that resumed from a state.
+        num_prompt_tokens: num_resumed_tokens + num_computed_tokens.
+        computed_by_reason: why tokens were computed; see `cache_stats.COMPUTE_REASONS`.
+        num_recomputed_tokens: tokens computed again after a request was evicted and restarted; no other count
+            includes them.
+        num_dropped_checkpoints: planned boundaries whose states could not be stored.
+    """
+
+    num_requests: int
+    num_hits: int
+    num_prompt_tokens: int
+    num_resumed_tokens: int
+    num_computed_tokens: int
+    computed_by_reason: Mapping[ComputeReason, int]
+    num_recomputed_tokens: int
+    num_free_slots: int
+    num_reserved_slots: int
+    num_committed_slots: int
+    num_states_committed: int
+    num_states_evicted: int
+    num_dropped_checkpoints: int
+
+    @classmethod
+    def of(cls, record: HostRecord, slots: SlotCounts, num_dropped: int) -> "HostStats":
+        """Put together what a context and its allocator count."""
+        ledger, retired = record.ledger, record.retired
+        return cls(
+            num_requests=record.requests,
+            num_hits=record.hits,
+            num_prompt_tokens=ledger.num_prompt_tokens,
+            num_resumed_tokens=ledger.resumed,
+            num_computed_tokens=ledger.num_computed_tokens,
+            computed_by_reason=ledger.by_reason(),
+            num_recomputed_tokens=ledger.recomputed,
+            num_free_slots=slots.free,
+            num_reserved_slots=slots.reserved,
+            num_committed_slots=slots.committed,
+            num_states_committed=retired["committed"] + slots.committed_total,
+            num_states_evicted=retired["evicted"] + slots.evicted_total,
+            num_dropped_checkpoints=retired["dropped"] + num_dropped,
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """Resumed of all prompt tokens; 0 where there were none."""
+        return self.num_resumed_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

@@ -27,14 +27,10 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     slots, poorest_gb = _poorest_stage(self, _affordable_slots(self, mamba_gb), mamba_gb)
     if slots < 1:
-        message = (
+        raise ValueError(
             f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough prefix cache budget for the scratch "
             "of one step and one durable state, on every pipeline stage"
         )
-        if hasattr(self, "max_mamba_intermediate_states_per_step"):
-            raise ValueError(message)
-        _logger.warning("%s. Mamba states are not cached", message)  # as megatron-core 0.18 does
-        return
     self.mamba_slot_allocator = host.MambaSlotAllocator(
         context=self,
         max_slots=slots,
@@ -44,7 +40,6 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
         conv_states_dtype=self.mamba_conv_states_dtype,
         ssm_states_dtype=self.mamba_ssm_states_dtype,
     )
-    self.kv_block_allocator.on_blocks_deregistered = self.mamba_slot_allocator.on_kv_blocks_deregistered
     state = _state_bytes(self)
     scratch = self.mamba_slot_allocator.max_intermediate_count
     _logger.info(
@@ -74,7 +69,7 @@ def _affordable_slots(context: Any, mamba_gb: float) -> int:
     state = _state_bytes(context)
     if state == 0:
         return INT32_MAX
-    scratch = getattr(context, "max_mamba_intermediate_states_per_step", 0)  # not counted by 0.18
+    scratch = int(context.max_mamba_intermediate_states_per_step)
     return max(0, min(INT32_MAX, int(mamba_gb * 2**30) // state - scratch))
 
 
@@ -135,8 +130,9 @@ def deallocate_inference_state_buffers(original: Callable[..., None], self: Any)
 
 
 def _keep_counts(record: HostRecord, allocator: Any) -> None:
-    record.retired["committed"] += allocator.committed_total
-    record.retired["evicted"] += allocator.evicted_total
+    counts = allocator.slots.counts
+    record.retired["committed"] += counts.committed_total
+    record.retired["evicted"] += counts.evicted_total
     record.retired["dropped"] += allocator.dropped_checkpoints
     record.slots, record.dropped = NO_SLOTS, 0
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from .faults import FAULTS, described_faults
-from .known_sources import KNOWN_SOURCES, MENDED_SOURCES, source_hash
+from .faults import described_faults
+from .known_sources import KNOWN_SOURCES, source_hash
 
 Replacement = Callable[..., Any]
 """Called as `replacement(original, self, *args, **kwargs)`; `original` is the host's own method."""
@@ -37,7 +37,6 @@ class Override:
         part: overrides of one part work only together: all are applied, or none.
         faults: the faults that the override helps to correct, as numbered in docs/megatron.md.
         replacement: the new method; the replacement's docstring says what changes and why.
-        optional: whether older hosts lack the method and need no correction.
     """
 
     owner: str
@@ -45,16 +44,10 @@ class Override:
     part: str
     faults: tuple[int, ...]
     replacement: Replacement
-    optional: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.owner.partition(':')[2]}.{self.method}"
-
-    @property
-    def fault_sentences(self) -> tuple[str, ...]:
-        """What comes back where the override is not applied."""
-        return tuple(FAULTS[number].sentence for number in self.faults)
 
     def owner_class(self) -> Any:
         return owner_class(self.owner)
@@ -71,12 +64,12 @@ REGISTRY: list[Override] = []
 
 
 def override(
-    owner: str, method: str, *, part: str, faults: tuple[int, ...], optional: bool = False
+    owner: str, method: str, *, part: str, faults: tuple[int, ...]
 ) -> Callable[[Replacement], Replacement]:
     """Register the decorated function as the replacement of `owner`'s method."""
 
     def register(replacement: Replacement) -> Replacement:
-        REGISTRY.append(Override(owner, method, part, faults, replacement, optional))
+        REGISTRY.append(Override(owner, method, part, faults, replacement))
         return replacement
 
     return register
@@ -112,16 +105,7 @@ class Parts:
 def apply(overrides: Iterable[Override], version: str, strict: bool) -> Parts:
     """Replace the methods of all parts without an unknown method.
 
-    A method whose source is listed as mended is left to the host.
-
-    Args:
-        overrides: the corrections.
-        version: the host's version, for messages.
-        strict: whether an unknown method raises. Otherwise a warning names the parts that are left alone, and
-            the faults that come back with them.
-
-    Returns:
-        The replaced methods, and the parts that are left alone.
+    Without `strict`, a warning names the parts that are left alone and the faults that come back with them.
 
     Raises:
         UnknownHostError: a method's source is not known and `strict` is True; nothing is changed.
@@ -147,8 +131,6 @@ def apply(overrides: Iterable[Override], version: str, strict: bool) -> Parts:
     for entry, method in found.items():
         if entry.part in left_alone or method is None:
             continue
-        if source_hash(method) in MENDED_SOURCES.get(entry.name, ()):
-            continue
         owner = entry.owner_class()
         setattr(owner, entry.method, _bound(entry, method))
         applied.append(Applied(owner, entry.method, method))
@@ -157,11 +139,9 @@ def apply(overrides: Iterable[Override], version: str, strict: bool) -> Parts:
 
 def _objection(entry: Override, method: Callable[..., Any] | None) -> str:
     if method is None:
-        return "" if entry.optional else "does not exist"
+        return "does not exist"
     digest = source_hash(method)
-    if digest in KNOWN_SOURCES.get(entry.name, {}) or digest in MENDED_SOURCES.get(entry.name, ()):
-        return ""
-    return f"is not one we know (source {digest})"
+    return "" if digest in KNOWN_SOURCES.get(entry.name, ()) else f"is not one we know (source {digest})"
 
 
 def _bound(entry: Override, original: Any) -> Any:

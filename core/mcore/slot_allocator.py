@@ -10,15 +10,13 @@ from torch import Tensor
 
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
 from ..inference.contexts.cache.checkpoints import RollingStates
-from ..inference.contexts.host_settings import HostSettings
-from ..inference.contexts.intermediate_states import StateSource
+from ..inference.contexts.intermediate_states import HostSettings, StateSource
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
 from ..validation import integers
 from .answers import Crossing, crossings, register_block, rows_of
-from .host_record import check_lengths, record_of
-from .request_track import RequestTrack
+from .host_record import RequestTrack, check_lengths, record_of
 
 _logger = logging.getLogger(__package__)
 
@@ -68,7 +66,6 @@ class HostSlotAllocator(MambaSlotAllocator):
         # What transfer_intermediate_to_gpu fills, under the host's names.
         self._intermediate_offsets_gpu = self.intermediate.offsets_device
         self._intermediate_counts_gpu = self.intermediate.counts_device
-        self.planned_rows: set[int] = set()
         self._rolling = RollingStates(self.slots)
         self._restore_pins: list[int] = []
         self._unsettled: list[_Unsettled] = []
@@ -79,10 +76,6 @@ class HostSlotAllocator(MambaSlotAllocator):
         settings = replace(HostSettings.of(self.context), plan=self.settings.plan)
         if self.settings.eviction is not None:
             settings = replace(settings, eviction_policy=self.settings.eviction)
-        if settings.max_intermediate_states is None:  # 0.18, whose mixer has as many scratch rows as metadata
-            settings = replace(
-                settings, max_intermediate_states=self.context.mamba_metadata.max_intermediate_count
-            )
         return settings
 
     # ---- restores
@@ -105,7 +98,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         for slot in slots:
             self.note_use(slot)
         live = [live for _, live in pending]
-        copy_states(self._durable_states(), slots, self._live_states(), live)
+        copy_states(self._durable, slots, self._live_states(), live)
         self.unpin_restores()
 
     def unpin_restores(self) -> None:
@@ -129,7 +122,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         if stateless:
             _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
             slots = self.slots.allocate(stateless)
-            for tensor in self._durable_states():
+            for tensor in self._durable:
                 tensor[:, slots] = 0
         found = [(b, key) for b, key in pairs if b in states]  # without a slot: nobody finds the block
         super().register_block_hashes_batch([b for b, _ in found], [key for _, key in found])
@@ -144,27 +137,6 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _has_intermediates(self, pending: bool) -> None:
         self.intermediate.pending = bool(pending)
 
-    def compute_and_store_offsets(
-        self,
-        req: Any,
-        current_id: int,
-        skip_tokens: int,
-        prefill_chunk_length: int,
-        num_matched_blocks: int,
-        matched_block_ids: list[int],
-        overall_required_blocks: int,
-    ) -> None:
-        super().compute_and_store_offsets(
-            req,
-            current_id,
-            skip_tokens,
-            prefill_chunk_length,
-            num_matched_blocks,
-            matched_block_ids,
-            overall_required_blocks,
-        )
-        self.planned_rows.add(current_id)
-
     def commit_intermediate_states(self) -> None:
         """Copy what the step's kernels left in scratch and in live slots into durable ones; see the base.
 
@@ -175,7 +147,6 @@ class HostSlotAllocator(MambaSlotAllocator):
             self._commit_step()
         finally:
             self.intermediate.clear()
-            self.planned_rows.clear()
             record = record_of(self.context)
             record.slots, record.dropped = self.slots.counts, self.dropped_checkpoints
 
@@ -278,7 +249,6 @@ class HostSlotAllocator(MambaSlotAllocator):
         """The rows of the host are gone: nothing planned, pinned or reserved for them remains."""
         self.unpin_restores()
         self.intermediate.reset()
-        self.planned_rows.clear()
         self._unsettled.clear()
         self.slots.release()
 
@@ -286,14 +256,13 @@ class HostSlotAllocator(MambaSlotAllocator):
         super().reset()
         self._restore_pins.clear()
         self._unsettled.clear()
-        self.planned_rows.clear()
 
     # ---- the pool while the host is suspended
 
     def release_pool(self) -> None:
         """Forget every state and free the durable tensors; scratch stays, because graphs may write it."""
         self.reset()
-        self._own = self._new_states(0, self.ssm_states.device)
+        self._durable = self._new_states(0, self.ssm_states.device)
         self._backup = None
 
     def retire(self) -> None:
@@ -303,17 +272,17 @@ class HostSlotAllocator(MambaSlotAllocator):
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""
         self._backup = StateTensors(_to_host(self.conv_states), _to_host(self.ssm_states))
-        self._own = self._new_states(0, self.ssm_states.device)
+        self._durable = self._new_states(0, self.ssm_states.device)
 
     def resume_pool(self) -> None:
         """Allocate the durable tensors again: as they were offloaded, else as zeros. Addresses are new.
 
         A call that raises, because memory is short, changes nothing; it can be repeated.
         """
-        own, backup, device = self._durable_states(), self._backup, self.ssm_states.device
+        own, backup, device = self._durable, self._backup, self.ssm_states.device
         if any(states.shape[1] != self.max_slots for states in own):
             with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-                self._own = (
+                self._durable = (
                     StateTensors(backup.conv.to(device), backup.ssm.to(device))
                     if backup is not None
                     else self._new_states(self.max_slots, device)

@@ -101,7 +101,7 @@ def init(original: Callable[..., None], self: Any, model_config: Any, inference_
     agreed = agreed_config(inference_config, _stages(inference_config, group), rank)
     try:
         original(self, model_config, agreed)
-    except ZeroDivisionError:  # megatron-core 0.19 logs a summary that divides by the bytes of a state
+    except ZeroDivisionError:  # megatron-core logs a summary that divides by the bytes of a state
         if self.num_mamba_layers or getattr(self, "mamba_slot_allocator", None) is None:
             raise
 

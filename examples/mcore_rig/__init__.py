@@ -16,7 +16,7 @@ parallelism, once `parallel_state` knows of it, a process has its stage of the m
 its heads. `SHAPES["8b"]` is as large as Nemotron-H-8B.
 
 Context, engine, controller, mixer and kernels are megatron-core's own, unmodified, of whichever version is
-installed (0.18 to 0.19). Nothing here knows of mambaslots.
+installed (0.19). Nothing here knows of mambaslots.
 """
 
 import os

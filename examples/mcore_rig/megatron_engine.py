@@ -22,7 +22,6 @@ with warnings.catch_warnings():  # of optional packages that are not here
         MambaInferenceStateConfig,
         PrefixCachingEvictionPolicy,
     )
-    from megatron.core.inference.contexts import dynamic_context
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines import DynamicInferenceEngine
     from megatron.core.inference.inference_request import DynamicInferenceRequest
@@ -153,9 +152,7 @@ def make_engine(
     if prefix_caching:
         options.setdefault("prefix_caching_eviction_policy", PrefixCachingEvictionPolicy.LRU)
         if num_mamba_slots is not None:
-            # Since 0.19 the states that one step takes come off this budget.
-            counted = hasattr(dynamic_context, "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST")
-            scratch = min(-(-max_tokens // block), 3 * max_requests) if counted else 0
+            scratch = min(-(-max_tokens // block), 3 * max_requests)  # of one step, off this budget
             options["prefix_caching_mamba_gb"] = (num_mamba_slots + scratch + 0.5) * state_bytes / GIGABYTE
     defaults = {"materialize_only_last_token_logits": False, "num_cuda_graphs": -1 if cuda_graphs else None}
     context = DynamicInferenceContext(

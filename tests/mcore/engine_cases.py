@@ -137,11 +137,8 @@ def suspend_and_resume(make: Make) -> list[Served]:
 
 @case
 def several_at_once(make: Make) -> list[Served]:
-    """In chunks, some with a prefix in common, more than there are rows; twice, and again where the host can
-    schedule asynchronously."""
-    modes = [{}]
-    if hasattr(host_config, "AsyncScheduleMode"):
-        modes.append({"async_sched_mode": host_config.AsyncScheduleMode.ASYNC})
+    """In chunks, some with a prefix in common, more than there are rows; twice, and again asynchronously."""
+    modes = [{}, {"async_sched_mode": host_config.AsyncScheduleMode.ASYNC}]
     shared = tokens(2 * BLOCK, 80)
     prompts = [
         shared + tokens(30, 81),

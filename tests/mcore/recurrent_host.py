@@ -5,7 +5,6 @@ first attention layer's key is the token id. Whatever the cache did, after every
 state must be that of its own tokens, and each of its KV positions must hold its own token.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ with warnings.catch_warnings():  # of optional packages that are not here
         MambaInferenceStateConfig,
         PrefixCachingEvictionPolicy,
     )
-    from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.inference_request import DynamicInferenceRequest
     from megatron.core.inference.sampling_params import SamplingParams
@@ -46,13 +44,12 @@ def make_context(
     stages: int = 1,
     **options: Any,
 ) -> Any:
-    """`blocks` and `slots` besides the host's dummy block and scratch (which 0.18 does not count).
+    """`blocks` and `slots` besides the host's dummy block and scratch.
 
     The memory for them is that of one Mamba and one attention layer, also where `layers`, those of one of
     `stages` pipeline stages, are others.
     """
-    counted = "max_intermediate_count" in inspect.signature(MambaMetadata.__init__).parameters
-    scratch = min(-(-max_tokens // BLOCK), 3 * max_requests) if counted else 0
+    scratch = min(-(-max_tokens // BLOCK), 3 * max_requests)
     budget = (blocks + 1.5) * KV_BLOCK_BYTES + max_requests * STATE_BYTES
     model = TransformerConfig(
         num_layers=len(layers) * stages, hidden_size=1, num_attention_heads=1, params_dtype=torch.float32,
@@ -304,5 +301,5 @@ class RecurrentHost:
         assert int(context.kv_block_allocator.block_ref_counts.sum()) == 0
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
         assert not slots.pins
-        assert slots.reserved_count == 0
+        assert not slots.slots.reserved
         self.check_cache()

@@ -14,7 +14,6 @@ import mcore_rig
 import pytest
 from mcore.engine_cases import CASES
 from mcore_rig import Served
-from megatron.core.inference.contexts import dynamic_context
 
 CACHE_OPTIONS = ("num_mamba_slots", "enable_chunked_prefill", "max_tokens", "async_sched_mode")
 
@@ -33,10 +32,6 @@ RESUMED: dict[str, list[int | None]] = {
     "requests_without_hashes": [0, None, None, 64, 0, 0],
     "memory_only": [0, 0, 0],
 }
-
-# In 0.18 the tokens that a chunk skips count against those that a step may compute, and chunks are shorter.
-if not hasattr(dynamic_context, "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST"):
-    RESUMED |= {"a_suffix_of_2_tokens": [0, 32, 0, 32], "turn_on_turn": [0, 64, 96, 96]}
 
 # What stock 0.19.2 does: the requests that it answers wrongly, or the error that ends the step.
 STOCK: dict[str, list[int] | tuple[type[BaseException], str]] = {

@@ -14,7 +14,6 @@ def _machine() -> Iterator[None]:
 
 
 def test_a_budget_without_room_for_a_state_is_named_as_the_host_names_it() -> None:
-    """In the words of megatron-core 0.19; 0.18 has none."""
     with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 1e-10; .*prefix cache budget"):
         make_context(prefix_caching_mamba_gb=1e-10)
 

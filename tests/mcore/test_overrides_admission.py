@@ -9,7 +9,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts import mamba_slot_allocator
 from mambaslots.mcore import slot_allocator
-from mambaslots.mcore.conv_window import carried_windows
+from mambaslots.mcore.mixer import carried_windows
 from mcore.recurrent_host import BLOCK, WIDTH, RecurrentHost, cpu_as_gpu, make_context, tokens
 from megatron.core.inference.contexts import dynamic_context
 

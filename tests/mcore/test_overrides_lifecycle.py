@@ -7,7 +7,7 @@ from typing import Any
 import mambaslots.mcore
 import pytest
 import torch
-from mambaslots.mcore.checkpoint_metadata import CheckpointRows, checkpoint_rows
+from mambaslots.mcore.mixer import CheckpointRows, checkpoint_rows
 from mcore.recurrent_host import BLOCK, MODES, STATE_BYTES, RecurrentHost, cpu_as_gpu, make_context, tokens
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,7 +103,7 @@ def test_fault_14_recompute_frees_the_pool_and_comes_back_empty() -> None:
     host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
     host.serve(PROMPT)
     slots = host.context.mamba_slot_allocator
-    committed = slots.committed_total
+    committed = slots.slots.counts.committed_total
     assert committed > 0
     gone = [weakref.ref(slots.conv_states), weakref.ref(slots.intermediate_ssm_out)]
     del slots

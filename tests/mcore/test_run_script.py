@@ -13,8 +13,8 @@ from pathlib import Path
 import mambaslots as ms
 import mambaslots.mcore
 import pytest
-from mambaslots.mcore import main
 from mambaslots.mcore.install import _applied, built_contexts
+from mambaslots.mcore.run_script import main
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore.recurrent_host import cpu_as_gpu, make_context
 from megatron.core.inference.contexts import dynamic_context

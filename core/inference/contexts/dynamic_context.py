@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from torch import Tensor
 
@@ -26,10 +25,8 @@ from .cache.prefix_match import PrefixMatch
 from .cache.reasons import TokenLedger
 from .device_memory import DeviceMemory
 from .encoded_states import EncodedStates
-from .host_view import HostView
 from .input_pool import InputPool
 from .mamba_metadata import MambaMetadata
-from .mamba_slot_allocator import MambaSlotAllocator
 from .replayed_states import ReplayedStates
 from .request import DynamicInferenceRequest
 from .request_rows import RequestRows
@@ -174,7 +171,7 @@ class DynamicInferenceContext:
         )  # fmt: skip
         self._admission = Admission(config, self._chunk_size, cache, self._rows, self._states)
 
-    # ---- what hosts and observers read
+    # ---- what observers read
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
@@ -194,34 +191,6 @@ class DynamicInferenceContext:
     @property
     def kv_block_allocator(self) -> KVBlockAllocator:
         return self.prefix_cache.kv_blocks
-
-    @cached_property
-    def _slot_allocator(self) -> MambaSlotAllocator:
-        tensors = {tensor.name: tensor for tensor in self.spec.states}
-        if tensors.keys() != {"conv", "ssm"} or len({tensor.num_layers for tensor in self.spec.states}) > 1:
-            raise RuntimeError(
-                f"the model's states are {', '.join(tensors) or 'none'}; accepted: 'conv' and 'ssm' of "
-                "the same layers, all that megatron-core has names for"
-            )
-        if self._encodings:
-            raise RuntimeError(
-                f"durable_state_dtype is {self.config.durable_state_dtype!r}; accepted: None where a host "
-                "reads `mamba_slot_allocator`, because hosts read durable states as they are live"
-            )
-        conv, ssm = tensors["conv"], tensors["ssm"]
-        return MambaSlotAllocator(
-            HostView(self), self.prefix_cache.slots.num_slots, ssm.num_layers,
-            conv.shape, ssm.shape, conv.dtype, ssm.dtype, slots=self.prefix_cache.slots,
-        )  # fmt: skip
-
-    @property
-    def mamba_slot_allocator(self) -> MambaSlotAllocator | None:
-        """The durable slots under megatron-core's names; None without prefix caching. Built on first read.
-
-        Raises:
-            RuntimeError: the model's states are others than Mamba-2's.
-        """
-        return self._slot_allocator if self.config.enable_prefix_caching else None
 
     # ---- requests
 
@@ -468,7 +437,6 @@ class DynamicInferenceContext:
         for holding in self._rows.holdings:
             self._states.move_to_live(holding)
         self.prefix_cache.forget([holding.path for holding in self._rows.holdings])
-        self._reset_host_half()
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released and every prefix forgotten."""
@@ -498,15 +466,9 @@ class DynamicInferenceContext:
         if not keep_counts:
             self._ledger = TokenLedger()
             self._num_requests_seen = 0
-        self._reset_host_half()
         self.prefix_cache.reset(keep_totals=keep_counts)
         if not self.memory.allocated:
             self.memory.free()  # what an interrupted suspend left
-
-    def _reset_host_half(self) -> None:
-        """Forget what a host has planned through `mamba_slot_allocator`, where one has asked for that."""
-        if "_slot_allocator" in self.__dict__:
-            self._slot_allocator.reset()
 
     def cache_stats(self) -> CacheStats:
         """What became of every prompt token, and how full the pools are."""

@@ -1,13 +1,8 @@
-"""The slot allocator that hosts plug in: megatron-core's names over the book of durable slots.
-
-This file is over 400 lines long because its names are the contract with hosts: most are one-line delegations.
-"""
+"""The slot allocator that hosts plug in, under megatron-core's names."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,17 +16,18 @@ from ...validation import (
     integer,
     integers,
     ints_within,
-    shown,
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
 from .cache.durable_slots import DurableSlots
-from .cache.kv_block_allocator import MAX_HASH
+from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.reasons import GhostList
-from .host_settings import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, HostSettings
-from .intermediate_states import IntermediateStates, StateSource
-from .mirrored import MirroredTensor
-from .state_pool import StatePool
+from .intermediate_states import (
+    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
+    HostSettings,
+    IntermediateStates,
+    StateSource,
+)
 
 __all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
 
@@ -39,26 +35,30 @@ __all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
 class MambaSlotAllocator:
     """A pool of durable state slots, which a host's context holds for its prefix cache.
 
-    The allocator is a facade over two parts. `slots`, a `DurableSlots`, knows which slots are free, reserved,
-    committed or pinned, and which slot is evicted next. `intermediate`, an `IntermediateStates`, serves hosts
-    whose kernels write states to scratch. It is built at once where the host states how much scratch a step
-    needs (`max_mamba_intermediate_states_per_step`), else at its first use. Arguments are checked here, once.
+    `slots`, a `DurableSlots`, knows which slots are free, reserved, committed or pinned, and which is evicted
+    next. `intermediate`, an `IntermediateStates`, serves hosts whose kernels write states to scratch.
+    `allocate_slots_batch` returns slots that enter the maps at once; the caller fills them (`store_from_*`)
+    before it registers a hash.
 
-    `allocate_slots_batch` gives slots that enter the maps at once; the caller fills them (`store_from_*`)
-    before it registers a hash. The host must have a `kv_block_allocator` with `block_hashes` and a block
-    count. The allocator also uses `state_pool`, `max_requests`, `mamba_metadata`, the live states and the
-    step's batch dimensions of the host, where they exist.
+    The context must have a `kv_block_allocator` with a block count and `block_hashes`, and live states
+    (`mamba_conv_states`, `mamba_ssm_states`, [layers, live slots, ...]). Where the KV allocator reports
+    deregistered blocks (`observe_deregistration`, or megatron-core's `on_blocks_deregistered`), the
+    constructor subscribes, so that a reused KV block never keeps the state of its former prefix. Also used
+    where they exist: `max_requests`, `mamba_metadata`, `request_to_kv_block_ids`, the step's batch
+    dimensions, and the settings that `HostSettings` lists.
+
+    Example: `MambaSlotAllocator(context, 64, 24, (4096, 4), (64, 64, 128), torch.bfloat16, torch.float32)`
+    keeps 64 states of 24 layers.
 
     Attributes (for hosts to read):
         block_to_slot [blocks] int32, slot_to_block [max_slots] int32, free_slots [max_slots] int32 (the
-        first `free_count` are free): CPU tensors. Reading an attribute brings its tensor up to date, in
-        O(blocks + slots) where something changed. The tensor object never changes, but a reference that a
-        host keeps shows the last read: index `allocator.block_to_slot[...]` anew, as megatron-core does.
+        first `free_count` are free): CPU tensors. Reading one brings it up to date, in O(blocks + slots)
+        where something changed; a reference that a host keeps shows the last read.
         hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
         conv_states, ssm_states [layers, max_slots, ...]: the durable states.
         intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
         kernels without source/destination indices write.
-        ghosts: hashes whose state was evicted, or was not taken for want of a slot.
+        ghosts: hashes whose state was evicted, or had no slot.
     """
 
     def __init__(
@@ -70,8 +70,6 @@ class MambaSlotAllocator:
         ssm_states_shape: tuple[int, ...],
         conv_states_dtype: torch.dtype,
         ssm_states_dtype: torch.dtype,
-        *,
-        slots: DurableSlots | None = None,
     ) -> None:
         """
         Args:
@@ -80,7 +78,9 @@ class MambaSlotAllocator:
             num_mamba_layers: layers with a state.
             conv_states_shape, ssm_states_shape: shapes of one layer's state.
             conv_states_dtype, ssm_states_dtype: dtypes of the durable states.
-            slots: the book of an existing prefix cache; None makes a new book.
+
+        Raises:
+            ValueError: an argument is out of range, or `context` lacks what is named above.
         """
         self.context = context
         self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
@@ -93,75 +93,56 @@ class MambaSlotAllocator:
         addressable("conv_states_shape", self._conv_shape, (*rows, *self._conv_shape), conv_states_dtype)
         addressable("ssm_states_shape", self._ssm_shape, (*rows, *self._ssm_shape), ssm_states_dtype)
         self._dtypes = conv_states_dtype, ssm_states_dtype
-        self._settings = self._host_settings()
-        self.num_blocks = self._settings.num_blocks
-        self._pool: StatePool | None = getattr(context, "state_pool", None)
-        self._own: StateTensors | None = None
-        if self._pool is None:
-            self._own = self._new_states(self.max_slots, _device_of_live_states(context))
-        elif slots is None:  # a given book comes with a matching pool
-            self._check_pool(self._pool)
-        self.slots = slots or DurableSlots(
-            self.max_slots, self._settings.eviction_policy, self._kv_hash, self._tell_kv
+        settings = self._host_settings()
+        self.num_blocks = settings.num_blocks
+        self._durable = self._new_states(self.max_slots, _device_of_live_states(context))
+        self.slots = DurableSlots(
+            self.max_slots, settings.eviction_policy, self._kv_hash, self._notify_kv_allocator
         )
         self.hash_to_block_id = self.slots.map.hash_to_block_id
-        self._block_to_slot = MirroredTensor(
-            torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu"), self._fill_block_to_slot
-        )
-        self._slot_to_block = MirroredTensor(
-            torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu"), self._fill_slot_to_block
-        )
-        self._free_slots = MirroredTensor(
-            torch.arange(self.max_slots, dtype=torch.int32, device="cpu"), self._fill_free_slots
-        )
-        self._built_intermediate: IntermediateStates | None = None
-        if self._settings.max_intermediate_states is not None:
-            self._built_intermediate = self._new_intermediate()
+        self._block_to_slot = torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu")
+        self._slot_to_block = torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu")
+        self._free_slots = torch.arange(self.max_slots, dtype=torch.int32, device="cpu")
+        self._mirrored_version = -1
+        scratch = self._new_states(settings.max_intermediate_states, self.ssm_states.device)
+        self.intermediate = IntermediateStates(context, settings, self.slots, scratch, self._copy_to_slots)
+        self.max_intermediate_count = self.intermediate.max_count
+        # Hosts clear rows of these four.
+        self._intermediate_offsets_cpu = self.intermediate.offsets_cpu
+        self._intermediate_counts_cpu = self.intermediate.counts_cpu
+        self._intermediate_block_ids_cpu = self.intermediate.block_ids_cpu
+        self._eos_cache_block_id_cpu = self.intermediate.eos_block_id_cpu
+        self._subscribe(context.kv_block_allocator)
 
     def _host_settings(self) -> HostSettings:
         return HostSettings.of(self.context)
 
-    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
+    def _subscribe(self, kv: Any) -> None:
+        """Receive the KV allocator's deregistrations; ours also evicts blocks without a state first."""
+        if isinstance(kv, KVBlockAllocator):
+            kv.observe_deregistration(self.on_kv_blocks_deregistered)
+            kv.leaves.holds_state = self.slots.map.slot_by_block.__contains__
+        elif hasattr(kv, "on_blocks_deregistered"):
+            kv.on_blocks_deregistered = self.on_kv_blocks_deregistered
+
+    @torch.inference_mode(False)  # inference tensors cannot be written outside of that mode
     def _new_states(self, num_slots: int, device: torch.device) -> StateTensors:
         rows = (self.num_mamba_layers, num_slots)
-        (conv_dtype, ssm_dtype) = self._dtypes
+        conv_dtype, ssm_dtype = self._dtypes
         return StateTensors(
             torch.zeros(*rows, *self._conv_shape, dtype=conv_dtype, device=device),
             torch.zeros(*rows, *self._ssm_shape, dtype=ssm_dtype, device=device),
         )
 
-    def _check_pool(self, pool: object) -> None:
-        if not isinstance(pool, StatePool) or {tensor.name for tensor in pool.states} != {"conv", "ssm"}:
-            raise ValueError(
-                f"context.state_pool is {shown(pool)}; accepted: a StatePool of the tensors 'conv' and 'ssm'"
-            )
-        rows = (self.num_mamba_layers, self.max_slots)
-        expected = [
-            ((*rows, *shape), dtype)
-            for shape, dtype in zip((self._conv_shape, self._ssm_shape), self._dtypes, strict=True)
-        ]
-        durable = pool.durable("conv"), pool.durable("ssm")
-        found = [(tuple(states.shape), states.dtype) for states in durable]
-        if found != expected:
-            raise ValueError(
-                f"context.state_pool has durable states {found[0]} and {found[1]}; accepted: {expected[0]} "
-                f"and {expected[1]}"
-            )
-
     @property
     def conv_states(self) -> Tensor:
-        """[layers, max_slots, *conv_states_shape]: the durable part of the host's pool, or our own tensor."""
-        return self._durable_states().conv
+        """[layers, max_slots, *conv_states_shape]."""
+        return self._durable.conv
 
     @property
     def ssm_states(self) -> Tensor:
-        """[layers, max_slots, *ssm_states_shape]: the durable part of the host's pool, or our own tensor."""
-        return self._durable_states().ssm
-
-    def _durable_states(self) -> StateTensors:
-        if self._pool is not None:
-            return StateTensors(self._pool.durable("conv"), self._pool.durable("ssm"))
-        return self._own  # type: ignore[return-value]
+        """[layers, max_slots, *ssm_states_shape]."""
+        return self._durable.ssm
 
     def _live_states(self) -> StateTensors:
         return StateTensors(self.context.mamba_conv_states, self.context.mamba_ssm_states)
@@ -170,28 +151,29 @@ class MambaSlotAllocator:
 
     @property
     def block_to_slot(self) -> Tensor:
-        return self._block_to_slot.read(self.slots.version)
+        self._update_mirrors()
+        return self._block_to_slot
 
     @property
     def slot_to_block(self) -> Tensor:
-        return self._slot_to_block.read(self.slots.version)
+        self._update_mirrors()
+        return self._slot_to_block
 
     @property
     def free_slots(self) -> Tensor:
-        return self._free_slots.read(self.slots.version)
+        self._update_mirrors()
+        return self._free_slots
 
-    def _fill_block_to_slot(self, array: npt.NDArray[np.generic]) -> None:
+    def _update_mirrors(self) -> None:
+        if self._mirrored_version == self.slots.version:
+            return
+        blocks, slots = self._block_to_slot.numpy(), self._slot_to_block.numpy()
         slot_by_block = self.slots.map.slot_by_block
-        array[:] = -1
-        array[list(slot_by_block.keys())] = list(slot_by_block.values())
-
-    def _fill_slot_to_block(self, array: npt.NDArray[np.generic]) -> None:
-        slot_by_block = self.slots.map.slot_by_block
-        array[:] = -1
-        array[list(slot_by_block.values())] = list(slot_by_block.keys())
-
-    def _fill_free_slots(self, array: npt.NDArray[np.generic]) -> None:
-        array[: self.free_count] = self.slots.free
+        blocks[:], slots[:] = -1, -1
+        blocks[list(slot_by_block)] = list(slot_by_block.values())
+        slots[list(slot_by_block.values())] = list(slot_by_block)
+        self._free_slots.numpy()[: self.free_count] = self.slots.free
+        self._mirrored_version = self.slots.version
 
     @property
     def ghosts(self) -> GhostList:
@@ -202,31 +184,17 @@ class MambaSlotAllocator:
         return len(self.slots.free)
 
     @property
-    def reserved_count(self) -> int:
-        return len(self.slots.reserved)
-
-    @property
     def committed_count(self) -> int:
         return len(self.slots.map)
 
     @property
-    def committed_total(self) -> int:
-        """States committed since the beginning."""
-        return self.slots.counts.committed_total
-
-    @property
-    def evicted_total(self) -> int:
-        """States evicted since the beginning."""
-        return self.slots.counts.evicted_total
-
-    @property
     def available_count(self) -> int:
-        """Slots that `reserve` could hand out: free ones and unpinned committed ones."""
+        """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
         return self.slots.num_available
 
     @property
     def reserved_blocks(self) -> set[int]:
-        """The blocks whose states a step under way will store."""
+        """The blocks whose states the running step will store."""
         return set(self.slots.reserved.values()) - {-1}
 
     @property
@@ -243,11 +211,6 @@ class MambaSlotAllocator:
     def get_slot(self, block_id: int) -> int:
         """The committed slot of `block_id`, or -1."""
         return self.slots.map.slot_of(integer("block_id", block_id, 0, self.num_blocks - 1))
-
-    def is_reserved(self, slot: int) -> bool:
-        """Whether a step under way may write `slot`."""
-        slot = self._checked_slot(slot)
-        return slot in self.slots.reserved and slot not in self.slots.pins
 
     # ---- reservations
 
@@ -280,10 +243,6 @@ class MambaSlotAllocator:
         """See `DurableSlots.note_use`."""
         self.slots.note_use(self._checked_slot(slot))
 
-    def was_used(self, slot: int) -> bool:
-        """Whether `note_use` was called for the state that this slot holds now."""
-        return self._checked_slot(slot) in self.slots.order.used
-
     # ---- allocation, eviction and invalidation under megatron-core's names
 
     def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
@@ -301,10 +260,6 @@ class MambaSlotAllocator:
         """Evict states. The returned slots are reserved for the caller until `release_reservation`."""
         return self.slots.evict(integer("num_needed", num_needed, 0))
 
-    def drop_state(self, block_id: int) -> bool:
-        """Free the slot of a state that its owner no longer needs; see `DurableSlots.drop`."""
-        return self.slots.drop(integer("block_id", block_id, 0, self.num_blocks - 1))
-
     def invalidate_block(self, block_id: int) -> None:
         """Free the slot of `block_id`, if any, and drop its index key."""
         self.slots.forget([integer("block_id", block_id, 0, self.num_blocks - 1)])
@@ -315,8 +270,8 @@ class MambaSlotAllocator:
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         """Free the slot of every listed block; the host calls this at every deregistration.
 
-        `hashes_to_delete` is not used: the map knows the hashes of its states. Newer hosts call after they
-        have cleared `block_hashes`.
+        `hashes_to_delete` is not used: the slot map has the hashes of its states, and some hosts call after
+        they have cleared `block_hashes`.
         """
         listed = self._checked_blocks(block_ids_list, "block_ids_list")
         self.slots.forget(listed, blocks_leave=True)
@@ -370,7 +325,7 @@ class MambaSlotAllocator:
         for slot in slots:
             self._check_writable(slot)
         live = [self._live_index(request) for request in request_indices]
-        copy_states(self._live_states(), live, self._durable_states(), slots)
+        copy_states(self._live_states(), live, self._durable, slots)
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Copy the state of `block_id` into the request's live slot, which counts as a use of the state.
@@ -385,7 +340,7 @@ class MambaSlotAllocator:
             return False
         live = self._live_index(request_idx)
         self.slots.note_use(slot)
-        copy_states(self._durable_states(), [slot], self._live_states(), [live])
+        copy_states(self._durable, [slot], self._live_states(), [live])
         return True
 
     def _live_index(self, request_idx: int) -> int:
@@ -397,24 +352,13 @@ class MambaSlotAllocator:
 
     def _check_writable(self, slot: int) -> None:
         """ValueError for a slot whose state a request can find or is reading, and for a free slot."""
-        book = self.slots
-        block = book.map.block_of(slot)
-        unowned = block < 0 and slot not in book.reserved
-        if slot in book.pins or unowned or book.map.key_of(block) > 0:
+        slots = self.slots
+        block = slots.map.block_of(slot)
+        unowned = block < 0 and slot not in slots.reserved
+        if slot in slots.pins or unowned or slots.map.key_of(block) > 0:
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
     # ---- intermediate states, for hosts whose kernels write scratch
-
-    @property
-    def intermediate(self) -> IntermediateStates:
-        """The part for hosts whose kernels write scratch; built at its first use, unless built before."""
-        if self._built_intermediate is None:
-            self._built_intermediate = self._new_intermediate()
-        return self._built_intermediate
-
-    def _new_intermediate(self) -> IntermediateStates:
-        scratch = self._new_states(self._settings.max_intermediate_states or 0, self.ssm_states.device)
-        return IntermediateStates(self.context, self._settings, self.slots, scratch, self._copy_to_slots)
 
     def _copy_to_slots(self, kind: StateSource, indices: list[int], slots: list[int]) -> None:
         if kind.in_scratch:
@@ -425,11 +369,7 @@ class MambaSlotAllocator:
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
         """Copy scratch states to slots: both tensors, all layers, batched."""
         scratch = StateTensors(self.intermediate_conv_out, self.intermediate_ssm_out)
-        copy_states(scratch, src_offsets, self._durable_states(), slots)
-
-    @property
-    def max_intermediate_count(self) -> int:
-        return self.intermediate.max_count
+        copy_states(scratch, src_offsets, self._durable, slots)
 
     @property
     def intermediate_conv_out(self) -> Tensor:
@@ -438,22 +378,6 @@ class MambaSlotAllocator:
     @property
     def intermediate_ssm_out(self) -> Tensor:
         return self.intermediate.ssm_out
-
-    @property
-    def _intermediate_offsets_cpu(self) -> Tensor:
-        return self.intermediate.offsets_cpu
-
-    @property
-    def _intermediate_counts_cpu(self) -> Tensor:
-        return self.intermediate.counts_cpu
-
-    @property
-    def _intermediate_block_ids_cpu(self) -> Tensor:
-        return self.intermediate.block_ids_cpu
-
-    @property
-    def _eos_cache_block_id_cpu(self) -> Tensor:
-        return self.intermediate.eos_block_id_cpu
 
     @property
     def _has_intermediates(self) -> bool:
@@ -482,7 +406,7 @@ class MambaSlotAllocator:
         return self.intermediate.step_rows()
 
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """As `get_intermediate_cpu_data`, on the states' device (megatron-core 0.17 calls this)."""
+        """As `get_intermediate_cpu_data`, on the states' device."""
         offsets, counts = self.intermediate.step_rows()
         if offsets is None or counts is None:
             return None, None
@@ -512,23 +436,18 @@ class MambaSlotAllocator:
     # ---- reset and checks
 
     def reset(self) -> None:
-        """Forget every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
+        """Drop every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
         self.slots.clear()
-        if self._built_intermediate is not None:
-            self._built_intermediate.reset()
+        self.intermediate.reset()
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
         self.slots.check_integrity()
-        version, states = self.slots.version, self.slots.map
-        if self._free_slots.shows(version):
-            assert self.free_slots[: self.free_count].tolist() == self.slots.free, "free_slots shows others"
-        if self._block_to_slot.shows(version):
-            shown_slots = {b: s for b, s in enumerate(self.block_to_slot.tolist()) if s >= 0}
-            assert shown_slots == states.slot_by_block, "block_to_slot shows others"
-        if self._slot_to_block.shows(version):
-            shown_blocks = {b: s for s, b in enumerate(self.slot_to_block.tolist()) if b >= 0}
-            assert shown_blocks == states.slot_by_block, "slot_to_block shows others"
+        if self._mirrored_version == self.slots.version:
+            by_block = {b: s for b, s in enumerate(self._block_to_slot.tolist()) if s >= 0}
+            by_slot = {b: s for s, b in enumerate(self._slot_to_block.tolist()) if b >= 0}
+            assert by_block == by_slot == self.slots.map.slot_by_block, "a mirrored map differs"
+            assert self._free_slots[: self.free_count].tolist() == self.slots.free, "free_slots differs"
 
     def _checked_blocks(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
         return checked_integers(name, block_ids, 0, self.num_blocks - 1)
@@ -547,7 +466,7 @@ class MambaSlotAllocator:
         tree = getattr(kv, "tree", None)  # only our allocator has a tree; reading its tensors takes O(blocks)
         return int(kv.block_hashes[block]) if tree is None else tree.hash_of(block)
 
-    def _tell_kv(self, blocks: Iterable[int]) -> None:
+    def _notify_kv_allocator(self, blocks: Iterable[int]) -> None:
         leaves = getattr(self.context.kv_block_allocator, "leaves", None)  # only our allocator has it
         if leaves is not None:
             leaves.note_states_changed(blocks)

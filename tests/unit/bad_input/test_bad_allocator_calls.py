@@ -67,8 +67,6 @@ _plan = (_request, 1, 0, 12, 0, [], 3)
 SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("has_state", (0,), 0, _block, "block_id"),
     ("get_slot", (0,), 0, _block, "block_id"),
-    ("is_reserved", (0,), 0, _slot, "slot"),
-    ("was_used", (0,), 0, _slot, "slot"),
     ("reserve", ([5],), 0, bad.ids(0, 15, good=(5,)).also([1], [4], [3], [5, 5], [5, 1]), "block_ids"),
     (
         "commit",
@@ -100,7 +98,6 @@ SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("note_use", (_pool.known,), 0, _slot.also(_pool.free, _pool.reserved), "slot"),
     ("allocate_slots_batch", ([5],), 0, bad.ids(0, 15, good=(5,)).also([3], [5, 3]), "block_ids"),
     ("_evict_lru_slots_batch", (1,), 0, bad.integer(0), "num_needed"),
-    ("drop_state", (4,), 0, _block, "block_id"),
     ("invalidate_block", (4,), 0, _block, "block_id"),
     ("_invalidate_blocks_batch", ([4],), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
     ("on_kv_blocks_deregistered", ([4], {1}), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
@@ -174,7 +171,7 @@ def test_more_slots_than_can_be_had(call: tuple[str, Any]):
 
 def test_a_pool_without_slots_refuses_every_slot():
     slots = FakeHost().allocator(0, ms.MambaSlotAllocator)
-    for method in (slots.pin, slots.unpin, slots.note_use, slots.is_reserved, slots.was_used):
+    for method in (slots.pin, slots.unpin, slots.note_use):
         refuse("MambaSlotAllocator", partial(method, 0), "slot")
     refuse("MambaSlotAllocator", lambda: slots.commit([0]), "slots")
 
@@ -213,15 +210,9 @@ def test_slots_are_made_for_a_host():
     )
 
 
-_pools = [
-    StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64), 4, 4),  # another dtype
-    StatePool(conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 5),
-    StatePool(conv_and_ssm(1, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32), 4, 4),
-]
 HOST_ATTRIBUTES = {
     "kv_block_allocator": bad.anything(),
     "mamba_ssm_states": bad.anything(torch.Tensor).also(meta(2, 4, *SSM_SHAPE)),
-    "state_pool": bad.anything(StatePool, type(None)).also(*_pools),
     "max_requests": bad.integer(0, INT32_MAX, optional=True),
     "max_intermediate_offsets_per_request": bad.integer(0, INT32_MAX, optional=True),
     "max_mamba_intermediate_states_per_step": bad.integer(0, INT32_MAX, optional=True),

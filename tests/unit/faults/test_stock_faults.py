@@ -252,9 +252,8 @@ def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one(
     assert context.memory.state_pool["ssm"].numel() == context.memory.kv_cache.numel() == 0
     context.resume()
     prefill(context, make_request(random_tokens(20, seed=1)))
-    slots = context.mamba_slot_allocator
-    assert slots is not None
-    assert slots.ssm_states.untyped_storage().data_ptr() == context.memory.state_pool.memory.data_ptr()
+    durable = context.memory.state_pool.durable("ssm")
+    assert durable.untyped_storage().data_ptr() == context.memory.state_pool.memory.data_ptr()
 
 
 # ---- lost hits

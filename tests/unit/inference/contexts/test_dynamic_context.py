@@ -6,7 +6,6 @@ import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
-from oracle.model_kinds import PLAIN
 from oracle.serving import random_tokens, small_model
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -213,16 +212,3 @@ def test_reset_drops_requests_prefixes_and_counts() -> None:
         stats.num_free_kv_blocks,
     ) == (0, 0, 0, 40)
     assert context.requests == []
-
-
-@pytest.mark.parametrize("kind", [PLAIN], indirect=True)
-@pytest.mark.parametrize("call", ["reset", "reset_prefix_cache", "suspend"])
-def test_what_a_host_has_planned_through_the_facade_is_forgotten(kind: str, call: str) -> None:
-    context = make_context()
-    slots = context.mamba_slot_allocator
-    assert slots is not None
-    slots._eos_cache_block_id_cpu[1] = 7
-    slots.intermediate.pending = True
-    getattr(context, call)()
-    assert not slots._has_intermediates
-    assert slots._eos_cache_block_id_cpu.tolist() == [-1] * 3

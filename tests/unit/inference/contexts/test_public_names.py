@@ -19,11 +19,10 @@ HOST_CONTRACT = {
         "slot_to_block", "ssm_states", "store_from_live_batch", "store_from_tensors",
         "transfer_intermediate_to_gpu",
         # reservations, pins and use
-        "commit", "drop_state", "is_reserved", "note_use", "pin", "pins", "release_reservation", "reserve",
-        "reserved_blocks", "unpin", "was_used",
+        "commit", "note_use", "pin", "pins", "release_reservation", "reserve", "reserved_blocks", "unpin",
         # counts and checks
-        "available_count", "check_integrity", "committed_count", "committed_total", "dropped_checkpoints",
-        "evicted_total", "ghosts", "num_blocks", "reserved_count",
+        "available_count", "check_integrity", "committed_count", "dropped_checkpoints", "ghosts",
+        "num_blocks",
         # its two parts
         "intermediate", "slots",
     },

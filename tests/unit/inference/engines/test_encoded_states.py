@@ -207,12 +207,6 @@ def test_other_values_are_refused() -> None:
             small_engine(durable_state_dtype=wrong)
 
 
-def test_a_host_is_told_that_it_cannot_read_encoded_states() -> None:
-    engine = small_engine(durable_state_dtype="int8")
-    with pytest.raises(RuntimeError, match="durable_state_dtype is 'int8'; accepted: None where a host"):
-        _ = engine.context.mamba_slot_allocator
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_states_come_back_from_host_memory_as_they_were_stored(dtype: str) -> None:
     """An engine with two slots and host memory answers as one with room for all states."""

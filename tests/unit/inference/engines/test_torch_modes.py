@@ -13,7 +13,6 @@ import pytest
 import torch
 from oracle.budget import thinned
 from oracle.drafters import RightDrafter
-from oracle.model_kinds import PLAIN, present_kind
 from oracle.serving import assert_answers, random_tokens, serve_checked, small_config, small_engine
 
 BLOCK = 8
@@ -71,10 +70,6 @@ def operate(engine: ms.DynamicInferenceEngine, folder: Path) -> list[ms.RequestR
     list(running)
     assert running.result is not None
     results += [running.result, *engine.generate([OTHER, LONG], PARAMS)]
-    if present_kind() == PLAIN:  # one that hosts have names for
-        slots = engine.context.mamba_slot_allocator
-        assert slots is not None
-        assert slots.block_to_slot.device == slots.free_slots.device == slots.slot_to_block.device
     engine.reset_prefix_cache()
     results += engine.generate([SHORT], PARAMS)
     engine.set_weights_version(2)
@@ -149,19 +144,11 @@ def resume_inside(engine: ms.DynamicInferenceEngine) -> None:
     engine.reset_prefix_cache()
 
 
-def use_host_half(engine: ms.DynamicInferenceEngine) -> None:
-    slots = engine.context.mamba_slot_allocator
-    assert slots is not None
-    slots.intermediate.reset()
-    engine.reset_prefix_cache()
-
-
 OPERATIONS: dict[str, Operation] = {
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
     "weights_version": lambda engine: engine.set_weights_version(1),
     "suspend": lambda engine: (engine.suspend(), engine.resume()),
     "resume inside": resume_inside,
-    "the host half": use_host_half,
 }
 
 
@@ -183,17 +170,3 @@ def test_an_engine_of_inference_mode_is_operated_outside_it(name: str, settings:
             assert_answers(LONG, result)
         serve_checked(engine, [LONG, SHORT])
     assert num_in_durable_slot or settings == "in place"
-
-
-def test_a_host_half_that_is_built_in_inference_mode_is_written_outside_it() -> None:
-    with torch.inference_mode():
-        engine = small_engine()
-        slots = engine.context.mamba_slot_allocator
-        assert slots is not None
-        intermediate = slots.intermediate
-    intermediate.offsets_cpu.fill_(1)
-    intermediate.counts_cpu[0] = 1
-    intermediate.offsets_device.copy_(intermediate.offsets_cpu)
-    slots.conv_states.fill_(1)
-    intermediate.reset()
-    assert not intermediate.counts_cpu.any()

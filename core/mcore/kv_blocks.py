@@ -1,12 +1,11 @@
-"""Corrections of the KV block index: the first block to register a prefix keeps it."""
+"""Corrections: the KV index keeps the first block of a prefix, slot numbers stay, paused requests go on."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from .host_record import KV_ALLOCATOR, MAMBA_METADATA, check_lengths
+from .host_record import DYNAMIC_CONTEXT, KV_ALLOCATOR, MAMBA_METADATA, check_lengths
 from .overrides import override
 
 
@@ -30,21 +29,8 @@ def register_kv_block_hashes(
         if key not in named:
             first.setdefault(key, i)
     chosen = list(first.values())
-    rest = [] if parent_hashes is None else [[parent_hashes[i] for i in chosen]]
-    original(self, [block_ids[i] for i in chosen], [block_hashes[i] for i in chosen], *rest)
-
-
-@override(KV_ALLOCATOR, "release_memory_blocks", part="admission", faults=(13,))
-def release_memory_blocks(original: Callable[..., None], self: Any, blocks: Tensor) -> None:
-    """Drop one reference for each time a block is named; mended in megatron-core 0.19.
-
-    The stock method of 0.18 drops one in all where requests that share a block finish in the same step:
-    the block is then held for ever.
-    """
-    left = Counter(blocks.tolist())
-    while left:
-        original(self, blocks.new_tensor(list(left)))
-        left -= Counter(dict.fromkeys(left, 1))
+    parents = None if parent_hashes is None else [parent_hashes[i] for i in chosen]
+    original(self, [block_ids[i] for i in chosen], [block_hashes[i] for i in chosen], parents)
 
 
 @override(MAMBA_METADATA, "allocate_slot", part="live slots", faults=(8,))
@@ -59,3 +45,21 @@ def batch_allocate_slots(original: Callable[..., Tensor | None], self: Any, num_
     """A copy of the slot numbers; the stock method returns a view of the free stack."""
     slots = original(self, num_slots)
     return slots if slots is None else slots.clone()
+
+
+@override(DYNAMIC_CONTEXT, "resume_paused_requests", part="pause", faults=(24,))
+def resume_paused_requests(
+    original: Callable[..., Any], self: Any, active_request_count: int, newly_paused_request_ids: Any
+) -> Any:
+    """Evict cached blocks that nobody uses, so that paused requests get the blocks they wait for.
+
+    The stock method resumes at most as many requests as there are free blocks, and cached blocks are not
+    free. Where cached blocks fill the pool, a request that needs a block waits for ever, and a step in which
+    all requests wait raises.
+    """
+    kv = self.kv_block_allocator
+    if self.paused_request_count and self.enable_prefix_caching:
+        missing = min(self.paused_request_count, int(kv.get_active_avail())) - kv.total_avail
+        if missing > 0 and kv.prefix_caching_eviction_policy.name == "LRU":
+            kv.evict_lru_blocks(min(missing, int(kv.get_evictable_block_count())))
+    return original(self, active_request_count, newly_paused_request_ids)
