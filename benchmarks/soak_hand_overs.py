@@ -19,7 +19,7 @@ from mambaslots.net.transfer import pieces
 from mambaslots.net.transfer.link import PairLink
 from mambaslots.net.transfer.offer import Offer
 from mambaslots.net.transfer.pipe import GlooPipe
-from mambaslots.serve.local_engine import LocalEngine
+from mambaslots.serve.served_engine import LocalEngine
 
 FAULTS = (
     "late", "absent", "torn", "order", "cut piece", "slow", "checksums", "blocks", "states", "garbage",

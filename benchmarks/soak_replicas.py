@@ -30,7 +30,7 @@ from mambaslots.fleet.replica_report import ReplicaReport, replica_report
 from mambaslots.net import StatePublisher
 from mambaslots.net.routing.router import ReplicaLoad, RouteRequest
 from mambaslots.net.routing.state_router import StateRouter
-from mambaslots.serve.local_engine import LocalEngine
+from mambaslots.serve.served_engine import LocalEngine
 from soak_checks import LOGGED, check_end, compare, counts_of, quiet, watched_round
 from soak_clients import World, clients
 from soak_hand_overs import FAULTS, Places, small_pieces

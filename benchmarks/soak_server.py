@@ -24,7 +24,7 @@ from typing import Any
 import mambaslots as ms
 from malformed_bodies import MAX_BODY_BYTES
 from mambaslots.serve import ServerSettings, make_app
-from mambaslots.serve.keys import engine_salt
+from mambaslots.serve.gate import engine_salt
 from soak_checks import QUIET_S, RecallingDrafter, check_end, compare, counts_of, quiet, watched_round
 from soak_clients import Client, World, clients
 from soak_model import KINDS, NUM_VERSIONS, loaded_of, model_of

@@ -12,8 +12,7 @@ from typing import Any
 from ray import serve
 
 from ..net.routing.state_publisher import StatePublisher
-from ..serve.local_engine import LocalEngine
-from ..serve.served_engine import EngineFacts
+from ..serve.served_engine import EngineFacts, LocalEngine
 from .engine_request import AnswerPart, EngineRequest, ReplicaLostError
 from .fleet_settings import FleetSettings
 from .pulse import Pulse

@@ -16,7 +16,6 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..request import EarlyEnd
 from ..sampling_params import SamplingParams
-from ..serve.errors import cut
 from ..serve.served_engine import EngineFacts
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .engine_request import AnswerEnd, AnswerPart, EngineRequest, ReplicaLostError
@@ -291,7 +290,7 @@ class FleetEngine:
                 self._counts.num_lost += 1
                 logger.warning(
                     "request %s lost its replica after %d tokens, loss %d: %s",
-                    answer.request_id, len(answer.tokens), num_lost, cut(str(error), _LONGEST_CAUSE),
+                    answer.request_id, len(answer.tokens), num_lost, str(error)[:_LONGEST_CAUSE],
                 )  # fmt: skip
                 if answer.early_end is not None or answer.complete():
                     return

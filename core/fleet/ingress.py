@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from ..inference.contexts.cache.hashing import SaltKey
 from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
-from ..serve.hosts import host_checks
+from ..serve.gate import host_checks
 from ..serve.service import Service
 from ..serve.settings import ServerSettings
 from .fleet_engine import FleetEngine

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..serve.local_engine import LocalEngine
+from ..serve.served_engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
     from ..loaded_model import LoadedModel
 
-__all__ = ["ServerSettings", "check_installed", "make_app", "serve"]
+__all__ = ["ServerSettings", "make_app", "serve"]
 
 _NEEDED = "the server needs FastAPI, uvicorn and prometheus_client: pip install 'mambaslots[serve]'"
 
 
 def check_installed() -> None:
-    """Raise an ImportError, which names the extra, unless what the server needs can be imported."""
+    """Raise an ImportError that names the extra unless the server's packages can be imported."""
     try:
         from . import server  # noqa: F401
     except ModuleNotFoundError as error:

@@ -1,15 +1,226 @@
-"""Answers as OpenAI's JSON: whole, and in the pieces of a stream."""
+"""The text of answers while their tokens come, and answers as OpenAI's JSON: whole and in pieces."""
 
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from .answer_text import AnswerToken, Piece
-from .preparation import Job
+from ..inference.contexts.request import GeneratedToken
+from ..text import TextCodec
+from .requests import AnswerRequest
 
 _LOWEST_LOG_PROB = -9999.0  # JSON has no minus infinity
+
+
+# ---- text
+
+
+@dataclass(frozen=True)
+class AnswerToken:
+    """A token of an answer, as clients see it.
+
+    Attributes:
+        token: its id.
+        text: what it adds to the text after the token before it; U+FFFD for a part of a character.
+        offset: where in the answer's text it begins.
+        log_prob: None unless asked for.
+        top: the likeliest tokens in its place, with log-probs, the likeliest first.
+    """
+
+    token: int
+    text: str
+    offset: int
+    log_prob: float | None
+    top: Sequence[tuple[str, float]] = ()
+
+
+@dataclass
+class Piece:
+    """What of an answer can be sent: text, and the tokens that lie in all text sent so far."""
+
+    text: str = ""
+    tokens: Sequence[AnswerToken] = ()
+
+
+class TokenTexts:
+    """What single tokens add to a text; tokenizers may write a token otherwise at the beginning of a text."""
+
+    def __init__(self, text: TextCodec | None) -> None:
+        self._text = text
+        self._last: tuple[int, str] | None = None
+        """The last previous token, and its text."""
+
+    def after(self, previous: int, token: int) -> str:
+        """The text of `token` after `previous`; "" for special tokens."""
+        if self._text is None:
+            return ""
+        if self._last is None or self._last[0] != previous:
+            self._last = previous, self._text.decode([previous])
+        before = self._last[1]
+        both = self._text.decode([previous, token])
+        return both[len(before) :] if both.startswith(before) else self._text.decode([token])
+
+
+class AnswerText:
+    """The text of one answer, cut before its first stop string, and the tokens that belong to it.
+
+    A token whose text reaches into a stop string does not belong to the answer.
+
+    Args:
+        text: makes text of tokens; None for a model without a tokenizer, whose answers are token ids.
+        stops: strings that end the answer.
+        previous: the last token of the prompt.
+        keeps_tokens: whether pieces hold tokens, too.
+
+    Attributes:
+        num_tokens: tokens that were generated, up to the one that completed a stop string.
+    """
+
+    def __init__(
+        self, text: TextCodec | None, stops: Sequence[str], previous: int, keeps_tokens: bool
+    ) -> None:
+        self.num_tokens = 0
+        self._detokenizer = text.detokenizer() if text is not None else None
+        self._texts = TokenTexts(text)
+        self._stops = StopStrings(stops)
+        self._keeps_tokens = keeps_tokens
+        self._previous = previous
+        self._num_characters = 0
+        self._unplaced: list[AnswerToken] = []
+        """Tokens whose characters are not complete."""
+        self._pending: list[tuple[int, AnswerToken]] = []
+        """Tokens that were not returned, and where the text that they complete ends."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops.found
+
+    def push(self, tokens: Sequence[GeneratedToken]) -> Piece:
+        """Add tokens and return what can be sent. Tokens after a stop string are dropped."""
+        sent = []
+        for generated in tokens:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            piece = self._detokenizer.push(generated.token) if self._detokenizer is not None else ""
+            if self._keeps_tokens:
+                self._unplaced.append(self._answer_token(generated))
+                self._previous = generated.token
+            sent.append(self._placed(piece))
+        return Piece("".join(sent), self._returned())
+
+    def finish(self) -> Piece:
+        """The rest of an answer that has ended."""
+        if self.stopped:
+            return Piece()
+        rest = self._placed(self._detokenizer.finish() if self._detokenizer is not None else "")
+        if self.stopped:
+            return Piece(rest, self._returned())
+        text = rest + self._stops.finish()
+        tokens = [token for _, token in self._pending] + self._unplaced
+        self._pending, self._unplaced = [], []
+        return Piece(text, tokens)
+
+    def _answer_token(self, generated: GeneratedToken) -> AnswerToken:
+        likely = generated.top_log_probs or ()
+        top = tuple((self._texts.after(self._previous, token), log_prob) for token, log_prob in likely)
+        text = self._texts.after(self._previous, generated.token)
+        return AnswerToken(generated.token, text, self._num_characters, generated.log_prob, top)
+
+    def _placed(self, piece: str) -> str:
+        """Add characters; return those that stand before a stop string."""
+        self._num_characters += len(piece)
+        if piece or self._detokenizer is None:
+            self._pending += ((self._num_characters, token) for token in self._unplaced)
+            self._unplaced = []
+        return self._stops.push(piece)
+
+    def _returned(self) -> list[AnswerToken]:
+        """The tokens whose text was returned."""
+        end = self._stops.num_returned
+        tokens = [token for place, token in self._pending if place <= end]
+        self._pending = [(place, token) for place, token in self._pending if place > end]
+        return tokens
+
+
+class StopStrings:
+    """Cuts the text of one answer before the first stop string, however the text is cut into pieces.
+
+    The first is the one that is complete at the earliest character; of those complete at the same character,
+    the longest. Text that may be the beginning of a stop string is kept until a later character decides:
+    stop "stop", pieces "a s", "to", "p b": returns "a ", "", "".
+
+    Each character costs a step of the automaton of Knuth, Morris and Pratt (1977) for each stop string.
+
+    Attributes:
+        found: whether a stop string was found.
+        num_returned: how many characters were returned so far.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.found = False
+        self.num_returned = 0
+        self._stops = list(stops)
+        self._fallbacks = [_fallbacks(stop) for stop in stops]
+        self._matched = [0] * len(self._stops)
+        """For each stop string: how long a beginning of it the text ends with."""
+        self._kept = ""
+
+    def push(self, piece: str) -> str:
+        """Add text; return what is now known to stand before the first stop string."""
+        if self.found:
+            return ""
+        if not self._stops:
+            return self._returned(piece)
+        text = self._kept + piece
+        for end in range(len(self._kept), len(text)):
+            longest = self._advance(text[end])
+            if longest:
+                self.found, self._kept = True, ""
+                return self._returned(text[: end + 1 - longest])
+        num_kept = max(self._matched)
+        self._kept = text[len(text) - num_kept :]
+        return self._returned(text[: len(text) - num_kept])
+
+    def finish(self) -> str:
+        """The rest of a text that has ended without a stop string."""
+        rest, self._kept = self._kept, ""
+        return self._returned(rest)
+
+    def _returned(self, text: str) -> str:
+        self.num_returned += len(text)
+        return text
+
+    def _advance(self, character: str) -> int:
+        """Read a character; return the length of the longest stop string that it completes, or 0."""
+        longest = 0
+        for i, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
+            matched = self._matched[i]
+            while matched and stop[matched] != character:
+                matched = fallbacks[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                longest = max(longest, matched)
+            else:
+                self._matched[i] = matched
+        return longest
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """For each beginning of `stop`: its longest end that is a shorter beginning of `stop`."""
+    lengths = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = lengths[length - 1]
+        length += stop[i] == stop[length]
+        lengths[i] = length
+    return lengths
+
+
+# ---- JSON
 
 
 @dataclass(frozen=True)
@@ -37,140 +248,94 @@ class WholeAnswer:
     tokens: list[AnswerToken] = field(default_factory=list)
     finish_reason: str = ""
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece, finish_reason: str | None) -> None:
         self.texts.append(piece.text)
         self.tokens += piece.tokens
-
-    @property
-    def piece(self) -> Piece:
-        return Piece("".join(self.texts), self.tokens)
+        self.finish_reason = finish_reason or ""
 
 
-class Form(Protocol):
-    """How one endpoint writes answers."""
+class Form:
+    """How answers of /v1/completions are written: `whole`, or in the chunks of a stream."""
 
-    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a stream sends before the first piece of answer `index`."""
-
-    def chunk(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
-        """A piece of answer `index` in a stream; with its last piece the reason why it ends."""
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last piece of a stream whose client asked for the counts."""
-
-
-class _Heading:
-    """What every answer and chunk of one request begins with."""
-
-    def __init__(self, prefix: str, model_name: str, job: Job) -> None:
-        self.options = job.options
-        self._fields = {
-            "id": prefix + secrets.token_hex(12),
+    def __init__(self, model_name: str, request: AnswerRequest) -> None:
+        self.request = request
+        self._heading = {
+            "id": self.prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model_name,
         }
 
-    def of(self, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
-        heading = {**self._fields, "object": kind, "choices": choices}
-        if usage is not None:
-            return {**heading, "usage": usage.json()}
-        return {**heading, "usage": None} if self.options.includes_usage else heading
-
-    def token_ids(self, piece: Piece) -> dict[str, Any]:
-        ids = [token.token for token in piece.tokens]
-        return {"token_ids": ids} if self.options.returns_token_ids else {}
-
-
-class CompletionForm:
-    """Answers of /v1/completions."""
-
-    def __init__(self, model_name: str, job: Job) -> None:
-        self._heading = _Heading("cmpl-", model_name, job)
-
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> dict[str, Any]:
-        choices = [self._choice(i, each.piece, each.finish_reason) for i, each in enumerate(answers)]
-        return self._heading.of("text_completion", choices, usage)
+        """The answer to a request without `stream`."""
+        choices = []
+        for index, each in enumerate(answers):
+            piece = Piece("".join(each.texts), each.tokens)
+            choices.append(self._choice(index, self._text(piece.text), piece, each.finish_reason))
+        return {**self._heading, "object": self.kind, "choices": choices, "usage": usage.json()}
 
-    def opening(self, index: int) -> None:
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The event of a stream before the first piece of answer `index`."""
         return None
 
     def chunk(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
-        return self._heading.of("text_completion", [self._choice(index, piece, finish_reason)])
+        """A piece of answer `index` in a stream; with its last piece the reason why it ends."""
+        return self._event([self._choice(index, self._delta(piece.text), piece, finish_reason)])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._heading.of("text_completion", [], usage)
+        """The last event of a stream whose client asked for the counts."""
+        return {**self._event([]), "usage": usage.json()}
 
-    def _choice(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": piece.text,
-            "logprobs": self._log_probs(piece.tokens),
-            "finish_reason": finish_reason,
-            **self._heading.token_ids(piece),
-        }
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        event = {**self._heading, "object": self.chunk_kind, "choices": choices}
+        return {**event, "usage": None} if self.request.includes_usage else event
 
-    def _log_probs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        num_top = self._heading.options.num_top_log_probs
-        if num_top is None:
-            return None
+    def _choice(
+        self, index: int, text: dict[str, Any], piece: Piece, finish_reason: str | None
+    ) -> dict[str, Any]:
+        log_probs = None if self.request.num_top_log_probs is None else self._log_probs(piece.tokens)
+        choice = {"index": index, **text, "logprobs": log_probs, "finish_reason": finish_reason}
+        if self.request.return_token_ids:
+            choice["token_ids"] = [token.token for token in piece.tokens]
+        return choice
+
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _log_probs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_log_prob(token.log_prob) for token in tokens],
-            "top_logprobs": [_by_text(token) for token in tokens] if num_top else None,
+            "top_logprobs": [_by_text(token) for token in tokens] if self.request.num_top_log_probs else None,
             "text_offset": [token.offset for token in tokens],
         }
 
 
-class ChatForm:
-    """Answers of /v1/chat/completions."""
+class ChatForm(Form):
+    """How answers of /v1/chat/completions are written."""
 
-    def __init__(self, model_name: str, job: Job) -> None:
-        self._heading = _Heading("chatcmpl-", model_name, job)
-
-    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for i, each in enumerate(answers):
-            message = {"role": "assistant", "content": each.piece.text}
-            choices.append(self._choice(i, "message", message, each.piece, each.finish_reason))
-        return self._heading.of("chat.completion", choices, usage)
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return self._heading.of("chat.completion.chunk", [{**_NO_DELTA, "index": index, "delta": delta}])
+        return self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def chunk(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
-        choice = self._choice(index, "delta", delta, piece, finish_reason)
-        return self._heading.of("chat.completion.chunk", [choice])
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._heading.of("chat.completion.chunk", [], usage)
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
 
-    def _choice(
-        self, index: int, name: str, message: dict[str, Any], piece: Piece, finish_reason: str | None
-    ) -> dict[str, Any]:
-        return {
-            "index": index,
-            name: message,
-            "logprobs": self._log_probs(piece.tokens),
-            "finish_reason": finish_reason,
-            **self._heading.token_ids(piece),
-        }
-
-    def _log_probs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        if self._heading.options.num_top_log_probs is None:
-            return None
+    def _log_probs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         content = []
         for token in tokens:
             top = [_token_json(text, log_prob) for text, log_prob in token.top]
             content.append({**_token_json(token.text, token.log_prob), "top_logprobs": top})
         return {"content": content, "refusal": None}
-
-
-_NO_DELTA = {"logprobs": None, "finish_reason": None}
 
 
 def _token_json(text: str, log_prob: float | None) -> dict[str, Any]:

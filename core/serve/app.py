@@ -1,12 +1,17 @@
-"""The application: endpoints, and what lies around them."""
+"""The application: endpoints, the operator's page, and the middleware around them."""
 
+import gzip
+import hashlib
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -14,18 +19,15 @@ from starlette.middleware.cors import CORSMiddleware
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance, shown
-from . import page_routes
-from .answers import ChatForm, CompletionForm
-from .errors import RequestError
-from .gate import Gate
-from .keys import Keys
-from .local_engine import LocalEngine
-from .responses import JSONAnswer, error_response
-from .served_engine import ServedEngine
+from .answers import ChatForm, Form
+from .gate import Gate, Keys
+from .http_json import JSONAnswer, RequestError, json_bytes
+from .served_engine import LocalEngine, ServedEngine
 from .service import Service
 from .settings import ServerSettings
 
 router = APIRouter()
+page_router = APIRouter(include_in_schema=False)
 _ROUTING_MESSAGES = {
     "Not Found": "there is no such path",
     "Method Not Allowed": "this path does not take this method",
@@ -41,7 +43,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     Args:
         engine: serves the model of `loaded`; where that is split over ranks, a `LeadingEngine`.
         loaded: text and defaults of the model.
-        settings: whom the server serves, and how much it takes.
+        settings: whom the server serves, and how much it accepts.
 
     Returns:
         The application. Its `state` has `engine` (an `AsyncEngine`), `monitor`, `service` and `settings`.
@@ -65,24 +67,13 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
 def make_app_over(
     served: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
 ) -> FastAPI:
-    """The server as an ASGI application over whatever generates answers, replicas say.
+    """The application over any `ServedEngine`, which is started and closed with it.
 
-    Args:
-        served: started with the application, and closed with it.
-        loaded: text and defaults of the model.
-        settings: whom the server serves, and how much it takes. Without `trace`: `served` traces.
-
-    Returns:
-        The application. Its `state` has `engine`, which is `served`, `service`, `settings`, and a `monitor`
-            of None: the page shows what `served.snapshot` returns.
-
-    Raises:
-        ValueError: an argument is of another kind.
+    Its `state` has no `monitor`: the page shows `served.snapshot()`.
     """
     if not isinstance(loaded, LoadedModel | LoadedText):
         raise ValueError(f"loaded is {shown(loaded)}; accepted: a LoadedModel or a LoadedText")
     instance("settings", settings, ServerSettings)
-    service = Service(served, loaded, settings)
     app = FastAPI(
         title="mambaslots",
         docs_url=None,  # its scripts would come from another host
@@ -93,11 +84,10 @@ def make_app_over(
         middleware=_middleware(settings),
         exception_handlers={RequestError: _answer_error, HTTPException: _answer_http_error},
     )
-    app.state.service, app.state.engine, app.state.settings = service, served, settings
-    app.state.created = int(time.time())
-    app.state.monitor = None
+    app.state.service, app.state.engine = Service(served, loaded, settings), served
+    app.state.settings, app.state.created, app.state.monitor = settings, int(time.time()), None
     app.include_router(router)
-    app.include_router(page_routes.router)
+    app.include_router(page_router)
     return app
 
 
@@ -114,7 +104,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:
-    routes = [*router.routes, *page_routes.router.routes]
+    routes = [*router.routes, *page_router.routes]
     gate = Middleware(Gate, keys=Keys(settings.api_keys, settings.admin_key), routes=routes)
     if not settings.allowed_origins:
         return [gate]
@@ -128,10 +118,13 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
     return [cross_origin, gate]  # a browser asks for permission without a key
 
 
+# FastAPI does not parse bodies: `Service.answer` reads them within its limits, in a worker thread.
+
+
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, request.state.tenant, service.completion_job, CompletionForm)
+    return await service.answer(request, request.state.tenant, service.completion_job, Form)
 
 
 @router.post("/v1/chat/completions")
@@ -182,17 +175,86 @@ def _model(request: Request) -> dict[str, Any]:
         "object": "model",
         "created": request.app.state.created,
         "owned_by": "mambaslots",
-        "max_model_len": service.preparation.lengths.longest,
+        "max_model_len": service.preparation.longest,
     }
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error.response
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """What routing refuses: a path or a method that does not exist."""
+    """Routing's error: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     message = _ROUTING_MESSAGES.get(error.detail, error.detail)
-    return error_response(RequestError(error.status_code, message, headers=error.headers))
+    return RequestError(error.status_code, message, headers=error.headers).response
+
+
+# ---- the operator's page
+# Its files are open: they hold nothing of a server. The figures, `/status.json`, need the operator's key.
+
+MEDIA_TYPES = {
+    "index.html": "text/html; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "drawing.js": "text/javascript; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+"""All files of the folder `page`; no other name is looked up."""
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@cache
+def page_file(name: str) -> tuple[bytes, str]:
+    """The content of a file of the page, and an ETag that changes with it. KeyError: no such file."""
+    _ = MEDIA_TYPES[name]
+    content = (resources.files(__package__) / "page" / name).read_bytes()
+    return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
+@page_router.api_route("/", methods=["GET", "HEAD"])
+async def index(request: Request) -> Response:
+    return await file("index.html", request)
+
+
+@page_router.get("/page/{name}")
+async def file(name: str, request: Request) -> Response:
+    """The file, or 304 where the browser has this version of it. A browser asks each time."""
+    try:
+        content, etag = page_file(name)
+    except KeyError:
+        raise HTTPException(404, "the page has no such file") from None
+    headers = _PAGE_HEADERS | {"Cache-Control": "no-cache", "ETag": etag}
+    known = request.headers.get("If-None-Match", "").split(",")
+    if etag in {each.strip().removeprefix("W/") for each in known}:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=MEDIA_TYPES[name], headers=headers)
+
+
+@page_router.get("/status.json")
+async def status(request: Request) -> Response:
+    """`Monitor.snapshot()`, of one engine or of all replicas."""
+    monitor = request.app.state.monitor
+    if monitor is not None:
+        snapshot = await run_in_threadpool(monitor.snapshot)
+    else:
+        snapshot = await _service(request).engine.snapshot()
+        if snapshot is None:
+            raise HTTPException(404, "no replica reports its figures")
+    return await run_in_threadpool(_status, request, snapshot)
+
+
+def _status(request: Request, snapshot: object) -> Response:
+    """Not async, so that the event loop does not wait for it."""
+    content = json_bytes(snapshot)
+    headers = _PAGE_HEADERS | {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        content = gzip.compress(content, compresslevel=1)
+        headers["Content-Encoding"] = "gzip"
+    return Response(content, media_type="application/json", headers=headers)

@@ -1,23 +1,33 @@
-"""What every request passes: its id, its key, and the log line and error that show nothing of it."""
+"""Around every request: checks of host and key, its id, and a log line that shows nothing of it."""
 
+import hashlib
+import hmac
+import ipaddress
+import json
 import logging
 import secrets
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import RequestError
-from .keys import Keys
-from .responses import ENDED_BY, error_response
+from .generation import ENDED_BY
+from .http_json import RequestError
+from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-_WATCHED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
+DEFAULT_TENANT = "default"
+"""The tenant of every request to a server without keys."""
+_POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
 """Routes that programs ask every few seconds."""
+_OPEN_PATHS = ("/", "/health")
+_OPEN_FOLDERS = ("/page/",)
+_Headers = Sequence[tuple[bytes, bytes]]
 
 
 class BrokenAnswerError(Exception):
@@ -25,19 +35,19 @@ class BrokenAnswerError(Exception):
 
 
 class Gate:
-    """ASGI middleware. Gives each request an id and lets it in if its key is right.
+    """ASGI middleware. Gives each request an id and admits it if its key is right.
 
     The log has a line for each request: id, method, route, status and seconds; and what ended an answer
-    before it was complete. The line is at DEBUG where a program asks for figures and gets them. An exception
+    before it was complete. The line is at DEBUG where a program polls figures and gets them. An exception
     is logged as its type and where it was raised: messages of exceptions may quote what clients sent.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, routes: Sequence[BaseRoute] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: "Keys", routes: Sequence[BaseRoute] = ()) -> None:
         """
         Args:
-            app: takes the requests that are let in.
-            keys: who may ask.
-            routes: name requests in the log that are not let in.
+            app: answers the requests that are admitted.
+            keys: of tenants and the operator.
+            routes: name requests in the log that are not admitted.
         """
         self._app = app
         self._keys = keys
@@ -63,29 +73,26 @@ class Gate:
             scope["state"]["tenant"] = self._keys.admit(_path_in_app(scope), scope["headers"])
             await self._app(scope, receive, send_with_id)
         except RequestError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error.response(scope, receive, send_with_id)
         except ClientDisconnect:
-            pass  # nobody reads an answer
+            pass
         except Exception as error:
             logger.error("%s: %s", request_id, where(error))
             if status:
                 raise BrokenAnswerError(request_id) from None  # so that the connection is closed
             internal = RequestError(500, f"an internal error; the log of the server has {request_id}")
-            await error_response(internal)(scope, receive, send_with_id)
+            await internal.response(scope, receive, send_with_id)
         finally:
             route = self._route_of(scope)
             seconds = time.perf_counter() - begin
-            level = logging.DEBUG if route in _WATCHED and status < 400 else logging.INFO
-            told = str(status or "gone")
+            level = logging.DEBUG if route in _POLLED and status < 400 else logging.INFO
+            shown = str(status or "gone")
             if status and ENDED_BY in scope["state"]:
-                told += f", ended by {scope['state'][ENDED_BY]},"
-            logger.log(level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, told, seconds)
+                shown += f", ended by {scope['state'][ENDED_BY]},"
+            logger.log(level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, shown, seconds)
 
     def _route_of(self, scope: Scope) -> str:
-        """The route of a request, also of one that was refused before it came there; "-" without a route.
-
-        A path that no route takes may be anything, a secret, too.
-        """
+        """The route of a request, also of one that was refused; "-" for other paths, which may be secrets."""
         route = scope.get("route")
         if route is None:
             route = next((each for each in self._routes if each.matches(scope)[0] is not Match.NONE), None)
@@ -103,5 +110,154 @@ def where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
     cause = error.__cause__ if error.__cause__ is not None else error.__context__
-    behind = f"; behind it {type(cause).__name__}" if cause is not None else ""
-    return f"{type(error).__name__} through {', '.join(places)}{behind}"
+    caused = f"; caused by {type(cause).__name__}" if cause is not None else ""
+    return f"{type(error).__name__} through {', '.join(places)}{caused}"
+
+
+# ---- keys
+
+
+class Keys:
+    """The keys of a server, as digests. Paths under /v1 are for tenants, others for the operator.
+
+    Args:
+        api_keys: the key of each tenant; empty for a server that is open.
+        admin_key: the operator's key, or None.
+    """
+
+    def __init__(self, api_keys: Mapping[str, str], admin_key: str | None) -> None:
+        self._tenants = [(tenant, _digest(key.encode())) for tenant, key in api_keys.items()]
+        self._admin = None if admin_key is None else _digest(admin_key.encode())
+
+    def admit(self, path: str, headers: _Headers) -> str:
+        """The tenant whose request for `path`, as routes name it, has these headers.
+
+        Raises:
+            RequestError: the key is missing or wrong (401), or no key opens `path` (403).
+        """
+        if path.startswith("/v1/"):
+            return self._tenant(headers) if self._tenants else DEFAULT_TENANT
+        if path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDERS):
+            self._check_admin(headers)
+        return DEFAULT_TENANT
+
+    def _tenant(self, headers: _Headers) -> str:
+        given = _digest(_bearer(headers))
+        found = self._tenant_with(given)
+        if found is None:
+            reason = "this is the admin key" if self._is_admin(given) else "the API key is wrong"
+            raise _refused(reason, "the key of a tenant")
+        return found
+
+    def _tenant_with(self, given: bytes) -> str | None:
+        found = None
+        for tenant, digest in self._tenants:  # all of them, so that the time is the same
+            if hmac.compare_digest(given, digest):
+                found = tenant
+        return found
+
+    def _is_admin(self, given: bytes) -> bool:
+        return self._admin is not None and hmac.compare_digest(given, self._admin)
+
+    def _check_admin(self, headers: _Headers) -> None:
+        if self._admin is None:
+            if self._tenants:
+                raise RequestError(403, "this path is for the operator, and the server has no admin_key")
+            return
+        given = _digest(_bearer(headers))
+        if not self._is_admin(given):
+            is_tenant = self._tenant_with(given) is not None
+            reason = "this is a tenant's key" if is_tenant else "the admin key is wrong"
+            raise _refused(reason, "the admin key")
+
+
+def engine_salt(tenant: str, client_salt: str | None, has_keys: bool) -> bytes | None:
+    """The engine's salt of a tenant and its client's salt, different for each pair.
+
+    None without keys and without a client's salt. ("ann", "x") gives b'["ann", "x"]'.
+    """
+    if client_salt is None and not has_keys:
+        return None
+    return json.dumps([tenant, client_salt]).encode()
+
+
+def _digest(key: bytes) -> bytes:
+    """Digests have one length: the time of a comparison does not depend on the key's length."""
+    return hashlib.sha256(key).digest()
+
+
+def _bearer(headers: _Headers) -> bytes:
+    values = [value for name, value in headers if name == b"authorization"]
+    if len(values) != 1:
+        raise _refused("the header Authorization is missing" if not values else "there are several keys")
+    scheme, _, key = values[0].strip().partition(b" ")
+    if scheme.lower() != b"bearer" or not key.strip():
+        raise _refused("the header Authorization is of another form")
+    return key.strip()
+
+
+def _refused(reason: str, accepted: str = "Authorization: Bearer and a key of this server") -> RequestError:
+    message = f"{reason}; accepted: {accepted}"
+    return RequestError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+# ---- hosts
+
+
+class HostCheck:
+    """ASGI middleware. Refuses requests whose header Host names another machine.
+
+    A web page can let a name of its own point to this machine. The browser then takes the server for the
+    page's own, and names that host. A request without the header is admitted: browsers always send it.
+    (Starlette's TrustedHostMiddleware refuses it, and knows no loopback addresses.)
+
+    Args:
+        app: answers the others.
+        names: accepted with "localhost" and addresses of loopback.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app = app
+        self._names = {"localhost", *(name.lower() for name in names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = [_without_port(value) for name, value in scope["headers"] if name == b"host"]
+            if not all(host in self._names or _is_loopback(host) for host in hosts):
+                message = (
+                    "the header Host names another machine; accepted: localhost, and the names in "
+                    "allowed_hosts"
+                )
+                await RequestError(403, message, code="wrong_host").response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def host_checks(settings: ServerSettings) -> list[Middleware]:
+    """The host check that the settings ask for. Warns where every machine can send requests."""
+    if settings.api_keys:
+        return []
+    if not _is_loopback(settings.host):
+        logging.getLogger(__package__).warning(
+            "the server listens at %s and has no API keys: every client that reaches the port is served%s",
+            settings.host,
+            "" if settings.admin_key else ", and sees the operator's page and the metrics",
+        )
+        return []
+    if "*" in settings.allowed_hosts:
+        return []
+    return [Middleware(HostCheck, names=(settings.host, *settings.allowed_hosts))]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _without_port(value: bytes) -> str:
+    host = value.decode("latin-1").strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host

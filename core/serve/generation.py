@@ -1,25 +1,88 @@
-"""The answers to one request, while the engine generates them."""
+"""Answers while the engine generates them, and the HTTP responses that send them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..request import RequestResult
+from ..sampling_params import SamplingParams
 from ..text import TextCodec
-from .answer_text import AnswerText, Piece
-from .answers import Usage
-from .errors import RequestError, unavailable
-from .preparation import Choice, Job
+from .answers import AnswerText, Form, Piece, Usage, WholeAnswer
+from .http_json import (
+    JSONAnswer,
+    RequestError,
+    cancelled,
+    dead,
+    draining,
+    json_bytes,
+    no_capacity,
+    no_replica,
+    queue_full,
+)
+from .requests import AnswerRequest
 from .served_engine import AnswerStream, ServedEngine
 
 Emit = Callable[[int, Piece, str | None], Awaitable[None]]
-"""Takes the number of an answer, a piece of it and, with the last piece, why the answer ends."""
+"""Called with the number of an answer, a piece of it and, with the last piece, why the answer ends."""
 
-_FINISH_REASONS = {"stop": "stop", "length": "length"}
+ENDED_BY = "ended_by"
+"""The key of a request's state under which stands what ended its answer before it was complete."""
+_LAST_EVENT_S = 1.0
+"""Seconds in which a client must read the error that ends its stream."""
+_CAUSES = {
+    "timeout": "the timeout",
+    "cancelled": "the shutdown",
+    "engine_dead": "the engine's failure",
+    "no_replica": "the loss of replicas",
+    "capacity": "too little memory",
+}
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the pieces
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer that the engine is to generate.
+
+    Attributes:
+        index: its number among the answers to the request.
+        prompt: the number of its prompt.
+        tokens: the prompt.
+        sampling: how the answer is chosen.
+        plan: which states are cached on the way.
+    """
+
+    index: int
+    prompt: int
+    tokens: list[int]
+    sampling: SamplingParams
+    plan: CheckpointPlan
+
+
+@dataclass(frozen=True)
+class Job:
+    """All answers that one request wants, and how they are sent back."""
+
+    choices: Sequence[Choice]
+    request: AnswerRequest
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return sum({choice.prompt: len(choice.tokens) for choice in self.choices}.values())
 
 
 class Generation:
-    """Generates all answers of a job at once. Whoever leaves `run` early cancels what has not ended.
+    """Generates all answers of a job at once; a `run` that is cancelled cancels its requests.
 
     Args:
         engine: serves the prompts.
@@ -47,16 +110,14 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """The tokens of the request, complete after `run`. Of several answers to a prompt, the first counts
-        what was cached.
-        """
+        """Complete after `run`. Of several answers to a prompt, the first counts its cached tokens."""
         return Usage(self._job.num_prompt_tokens, self._num_cached, self._num_answer_tokens)
 
     async def run(self, emit: Emit) -> None:
         """Generate all answers and give each piece to `emit`.
 
         Raises:
-            RequestError: the engine takes no request, or could not end one.
+            RequestError: the engine refuses a request, or could not end one.
         """
         streams: list[AnswerStream] = []
         try:
@@ -83,78 +144,55 @@ class Generation:
             )
             streams.append(stream)
             return stream
-        except QueueFullError:
-            raise queue_full() from None
-        except EngineDeadError:
-            raise dead() from None
-        except NoReplicaError:
-            raise no_replica() from None
-        except KVBlockCapacityError:
-            raise no_capacity() from None
         except ValueError as error:
             raise RequestError(400, str(error)) from None
-        except RuntimeError:
-            raise draining() from None
+        except (QueueFullError, RuntimeError) as error:
+            raise _refusal(error) or draining() from None
 
     async def _answer(self, choice: Choice, stream: AnswerStream, emit: Emit) -> None:
-        options = self._job.options
-        keeps_tokens = options.returns_token_ids or options.num_top_log_probs is not None
-        text = AnswerText(self._text, options.stops, choice.tokens[-1], keeps_tokens)
+        request = self._job.request
+        keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
+        text = AnswerText(self._text, request.stop, choice.tokens[-1], keeps_tokens)
         try:
             async for tokens in stream:
                 if text.stopped:
-                    continue  # until the request has left, and its result is there
+                    continue  # until the request has ended and its result is there
                 piece = text.push(tokens)
                 if text.stopped:
                     stream.finish()
                 if piece.text or piece.tokens:
                     await emit(choice.index, piece, None)
-        except EngineDeadError:
-            raise dead() from None
-        except NoReplicaError:
-            raise no_replica() from None
-        except KVBlockCapacityError:
-            raise no_capacity() from None
+        except (EngineDeadError, NoReplicaError, KVBlockCapacityError) as error:
+            raise _refusal(error) or error from None
         result = stream.result
         assert result is not None
         piece = text.finish()
         reason = "stop" if text.stopped else _finish_reason(result)
-        if choice.index == choice.prompt * options.num_choices:
+        if choice.index == choice.prompt * request.n:
             self._num_cached += result.num_resumed_tokens
         self._num_answer_tokens += text.num_tokens
         await emit(choice.index, piece, reason)
 
 
-def queue_full() -> RequestError:
-    message = "too many requests wait; try again later"
-    return RequestError(429, message, code="queue_full", headers={"retry-after": "1"})
-
-
-def draining() -> RequestError:
-    return unavailable("the server is shutting down and takes no more requests", "draining")
-
-
-def dead() -> RequestError:
-    return unavailable("the engine has stopped; the server must be started again", "engine_dead")
-
-
-def no_replica() -> RequestError:
-    return unavailable("no replica of the model can answer now; try again later", "no_replica")
-
-
-def no_capacity() -> RequestError:
-    return unavailable("pinned prefixes leave too little memory for this request", "capacity")
+def _refusal(error: Exception) -> RequestError | None:
+    """What a client sees of an engine's error."""
+    if isinstance(error, QueueFullError):
+        return queue_full()
+    if isinstance(error, EngineDeadError):
+        return dead()
+    if isinstance(error, NoReplicaError):
+        return no_replica()
+    return no_capacity() if isinstance(error, KVBlockCapacityError) else None
 
 
 def _finish_reason(result: RequestResult) -> str:
-    """OpenAI's reason of an answer that came to its own end."""
-    reason = _FINISH_REASONS.get(result.finish_reason)
-    if reason is not None:
-        return reason
+    """OpenAI's reason of an answer that was not cancelled."""
+    if result.finish_reason in ("stop", "length"):
+        return result.finish_reason
     if result.finish_reason == "invalid_logits":
         message = "the model's logits were not finite, so that no token could be chosen"
         raise RequestError(500, message, code="invalid_logits")
-    raise unavailable("the server ended the request before its answer was complete", "cancelled")
+    raise cancelled()
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -163,3 +201,122 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+class GeneratedAnswer(Response):
+    """An answer that is generated while the response is sent.
+
+    Args:
+        generation: generates it.
+        form: how it is written.
+        num_answers: how many answers there are.
+        deadline: when the loop's clock shows this time, the request has failed.
+        finished: called once, at the end.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        form: Form,
+        num_answers: int,
+        deadline: float,
+        finished: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._generation = generation
+        self._form = form
+        self._num_answers = num_answers
+        self._deadline = deadline
+        self._finished = finished
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if not await _until_gone(receive, self._answer(scope, receive, send)):
+                scope["state"][ENDED_BY] = "the client"
+        finally:
+            self._finished()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answers = [WholeAnswer() for _ in range(self._num_answers)]
+
+        async def collect(index: int, piece: Piece, finish_reason: str | None) -> None:
+            answers[index].add(piece, finish_reason)
+
+        await before(self._deadline, self._generation.run(collect))
+        answer = JSONAnswer(self._form.whole(answers, self._generation.usage))
+        await before(self._deadline, answer(scope, receive, send))
+
+
+class StreamedAnswer(GeneratedAnswer):
+    """An answer in server-sent events. An error before the first event has its own status."""
+
+    _started = False
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await before(self._deadline, self._events(send))
+        except Exception as error:
+            if not self._started:
+                raise
+            shown = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
+            scope["state"][ENDED_BY] = _CAUSES.get(shown.code or "", "an error")
+            async with asyncio.timeout(_LAST_EVENT_S):
+                await self._send(send, shown.body)
+                await send({"type": "http.response.body", "body": b""})
+            if shown is not error:
+                raise
+
+    async def _events(self, send: Send) -> None:
+        opened: set[int] = set()
+        lock = asyncio.Lock()  # events of one answer stay in order, and start before all
+
+        async def emit(index: int, piece: Piece, finish_reason: str | None) -> None:
+            async with lock:
+                opening = None if index in opened else self._form.opening(index)
+                opened.add(index)
+                if opening is not None:
+                    await self._send(send, opening)
+                await self._send(send, self._form.chunk(index, piece, finish_reason))
+
+        await self._generation.run(emit)
+        if self._form.request.includes_usage:
+            await self._send(send, self._form.usage_chunk(self._generation.usage))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _send(self, send: Send, event: dict[str, Any]) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        body = b"data: " + json_bytes(event) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def before[T](deadline: float, work: Awaitable[T], error: RequestError | None = None) -> T:
+    """The result of `work`, or an error where it is not done at `deadline` of the loop's clock."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await work
+    except TimeoutError:
+        message = "the answer was not complete within the server's time limit for a request"
+        raise error or RequestError(504, message, code="timeout") from None
+
+
+async def _until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work`, whose request was read; cancel it where the client goes away. Returns whether it is done."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_done = working.done()
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if is_done:
+        working.result()
+    return is_done
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

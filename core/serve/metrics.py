@@ -1,6 +1,7 @@
 """A monitor's figures in Prometheus' text format."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -13,19 +14,16 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ..cache_stats import CacheStats
-from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S, AgeCounts
+from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from ..monitor.figures import Histogram, MonitorFigures
 from ..monitor.monitor import Monitor
 
 
 def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
-    """All metrics of an engine; docs/operations.md explains each. Any thread may call it.
+    """The body of a reply to Prometheus with all metrics of an engine, and its content type.
 
-    Labels have few values: reasons, causes, uses of a pool, and at most 66 tenants. Nothing tells of the
-    content of a prompt.
-
-    Returns:
-        The body of a reply to Prometheus, and its content type.
+    Any thread may call it; docs/operations.md explains each metric. Labels have few values: reasons, causes,
+    uses of a pool, and at most 66 tenants. No metric holds content of a prompt.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(MonitorCollector(monitor))
@@ -39,204 +37,132 @@ class MonitorCollector(Collector):
         self._monitor = monitor
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics now."""
         monitor = self._monitor
         figures = monitor.figures()
-        yield InfoMetricFamily(
-            "mambaslots_build",
-            "What is served, and by which version.",
-            {"version": monitor.version, "model": monitor.model_name},
-        )
+        built = {"version": monitor.version, "model": monitor.model_name}
+        yield InfoMetricFamily("mambaslots_build", "What is served, and by which version.", built)
         yield from _tokens(figures)
         yield from _requests(figures, monitor.engine.config.max_requests)
         yield from _states(figures.stats.cache)
+        yield from _tiers(figures.stats.cache)
         yield from _kv_blocks(figures.stats.cache)
         yield from _tenants(figures)
-        yield from _durations(figures)
-        yield _gauge("mambaslots_warnings", "Warnings that the monitor has given.", figures.num_warnings)
-        yield _counter(
-            "mambaslots_cache_rebuilds",
-            "Interrupted calls that cost all cached prefixes.",
-            figures.stats.num_rebuilds,
-        )
+        yield _histogram("time_to_first_token_seconds", "Arrival to first token.", figures.first_token)
+        yield _histogram("queue_time_seconds", "Arrival to first step.", figures.queue)
+        yield _histogram("inter_token_seconds", "Time between two tokens of an answer.", figures.inter_token)
+        yield _histogram("step_seconds", "Time of a step of all running requests.", figures.step)
+        yield _gauge("warnings", "Warnings that the monitor has given.", figures.num_warnings)
+        rebuilds = figures.stats.num_rebuilds
+        yield _counter("cache_rebuilds", "Interrupted calls that cost all cached prefixes.", rebuilds)
 
 
 def _tokens(figures: MonitorFigures) -> Iterator[Metric]:
     cache, drafts = figures.stats.cache, figures.stats.speculation
-    yield _counter(
-        "mambaslots_prompt_tokens", "Prompt tokens, resumed and computed.", cache.num_prompt_tokens
-    )
-    yield _counter(
-        "mambaslots_resumed_prompt_tokens", "Prompt tokens that were not computed.", cache.num_resumed_tokens
-    )
-    yield _counters(
-        "mambaslots_computed_prompt_tokens",
-        "Prompt tokens that were computed, by why they were not resumed.",
-        "reason",
-        cache.computed_by_reason,
-    )
-    yield _counter(
-        "mambaslots_recomputed_tokens",
-        "Tokens computed again after a preemption or a failed step.",
-        cache.num_recomputed_tokens,
-    )
-    yield _counter("mambaslots_generated_tokens", "Tokens of answers.", figures.num_generated)
-    yield _counter("mambaslots_drafted_tokens", "Tokens that drafts guessed.", drafts.num_drafted)
-    yield _counter(
-        "mambaslots_accepted_drafted_tokens", "Drafted tokens that were right.", drafts.num_accepted
-    )
+    yield _counter("prompt_tokens", "Prompt tokens, resumed and computed.", cache.num_prompt_tokens)
+    yield _counter("resumed_prompt_tokens", "Prompt tokens that were not computed.", cache.num_resumed_tokens)
+    help_text = "Prompt tokens that were computed, by why they were not resumed."
+    yield _counter("computed_prompt_tokens", help_text, cache.computed_by_reason, "reason")
+    help_text = "Tokens computed again after a preemption or a failed step."
+    yield _counter("recomputed_tokens", help_text, cache.num_recomputed_tokens)
+    yield _counter("generated_tokens", "Tokens of answers.", figures.num_generated)
+    yield _counter("drafted_tokens", "Tokens that drafts guessed.", drafts.num_drafted)
+    yield _counter("accepted_drafted_tokens", "Drafted tokens that were right.", drafts.num_accepted)
 
 
 def _requests(figures: MonitorFigures, max_requests: int) -> Iterator[Metric]:
     stats = figures.stats
-    yield _counter("mambaslots_requests_added", "Requests that were queued.", figures.num_added)
-    yield _counters(
-        "mambaslots_requests_ended", "Requests that ended, by how.", "finish_reason", figures.num_ended
-    )
-    yield _gauge("mambaslots_requests_waiting", "Requests in the queue.", stats.num_waiting)
-    yield _gauge(
-        "mambaslots_requests_running", "Requests that hold memory, paused ones included.", stats.num_running
-    )
-    yield _gauge("mambaslots_requests_paused", "Running requests that wait for a KV block.", stats.num_paused)
-    yield _gauge("mambaslots_requests_max", "Requests that can run at once.", max_requests)
+    yield _counter("requests_added", "Requests that were queued.", figures.num_added)
+    yield _counter("requests_ended", "Requests that ended, by how.", figures.num_ended, "finish_reason")
+    yield _gauge("requests_waiting", "Requests in the queue.", stats.num_waiting)
+    yield _gauge("requests_running", "Requests that hold memory, paused ones included.", stats.num_running)
+    yield _gauge("requests_paused", "Running requests that wait for a KV block.", stats.num_paused)
+    yield _gauge("requests_max", "Requests that can run at once.", max_requests)
 
 
 def _states(cache: CacheStats) -> Iterator[Metric]:
-    yield _gauges(
-        "mambaslots_state_slots",
-        "State slots by use; together the whole pool.",
-        "use",
-        {
-            "free": cache.num_free_slots,
-            "reserved": cache.num_reserved_slots,
-            "committed": cache.num_committed_slots,
-            "live": cache.num_live_slots,
-        },
-    )
-    yield _gauge(
-        "mambaslots_state_slots_pinned", "State slots that cannot be evicted now.", cache.num_pinned_slots
-    )
-    yield _counter("mambaslots_states_committed", "States that became findable.", cache.num_states_committed)
-    yield _counters(
-        "mambaslots_states_left", "States that left the cache, by cause.", "cause", cache.states_left_by_cause
-    )
-    yield _counter(
-        "mambaslots_states_refused",
-        "States that were not taken for want of a slot.",
-        cache.num_states_refused,
-    )
-    yield _counter(
-        "mambaslots_states_evicted_unused",
-        "States evicted for want of memory that nobody had resumed from.",
-        cache.num_states_evicted_unused,
-    )
-    yield _ages("mambaslots_state_eviction_age_seconds", "Last use to eviction of states.", cache.state_ages)
+    uses = {
+        "free": cache.num_free_slots,
+        "reserved": cache.num_reserved_slots,
+        "committed": cache.num_committed_slots,
+        "live": cache.num_live_slots,
+    }
+    yield _gauge("state_slots", "State slots by use; together the whole pool.", uses, "use")
+    yield _gauge("state_slots_pinned", "State slots that cannot be evicted now.", cache.num_pinned_slots)
+    yield _counter("states_committed", "States that became findable.", cache.num_states_committed)
+    left = cache.states_left_by_cause
+    yield _counter("states_left", "States removed from the cache, by cause.", left, "cause")
+    refused = cache.num_states_refused
+    yield _counter("states_refused", "States that were not stored for want of a slot.", refused)
+    unused = cache.num_states_evicted_unused
+    yield _counter("states_evicted_unused", "States evicted for want of memory, never resumed from.", unused)
+    ages = Histogram(AGE_BOUNDS_S, cache.state_ages.counts, cache.state_ages.sum_s)
+    yield _histogram("state_eviction_age_seconds", "Last use to eviction of states.", ages)
+
+
+def _tiers(cache: CacheStats) -> Iterator[Metric]:
     tiers = cache.tiers
-    yield _gauges(
-        "mambaslots_tier_states",
-        "Copies of states in host memory and on the disk.",
-        "tier",
-        {"host": tiers.num_host_states, "disk": tiers.num_disk_states},
-    )
+    copies = {"host": tiers.num_host_states, "disk": tiers.num_disk_states}
+    yield _gauge("tier_states", "Copies of states in host memory and on the disk.", copies, "tier")
     from_disk = tiers.num_states_fetched_from_disk
-    yield _counters(
-        "mambaslots_tier_states_fetched",
-        "States that came back to the device, by where they were.",
-        "tier",
-        {"host": tiers.num_states_fetched - from_disk, "disk": from_disk},
-    )
-    damaged = tiers.host_copies_left_by_cause["damaged"], tiers.disk_copies_left_by_cause["damaged"]
-    yield _counters(
-        "mambaslots_tier_copies_damaged",
-        "Copies of states whose bytes were not those that were stored.",
-        "tier",
-        dict(zip(("host", "disk"), damaged, strict=True)),
-    )
+    fetched = {"host": tiers.num_states_fetched - from_disk, "disk": from_disk}
+    help_text = "States copied back to the device, by the tier they were in."
+    yield _counter("tier_states_fetched", help_text, fetched, "tier")
+    damaged = {
+        "host": tiers.host_copies_left_by_cause["damaged"],
+        "disk": tiers.disk_copies_left_by_cause["damaged"],
+    }
+    help_text = "Copies of states whose bytes were not those that were stored."
+    yield _counter("tier_copies_damaged", help_text, damaged, "tier")
 
 
 def _kv_blocks(cache: CacheStats) -> Iterator[Metric]:
-    yield _gauges(
-        "mambaslots_kv_blocks",
-        "KV blocks by use; together the whole pool.",
-        "use",
-        {
-            "free": cache.num_free_kv_blocks,
-            "cached": cache.num_cached_kv_blocks,
-            "held": cache.num_held_kv_blocks,
-        },
-    )
-    yield _counter(
-        "mambaslots_kv_blocks_registered", "KV blocks that became findable.", cache.num_kv_blocks_registered
-    )
-    yield _counters(
-        "mambaslots_kv_blocks_left",
-        "Findable KV blocks that left the cache, by cause.",
-        "cause",
-        cache.kv_blocks_left_by_cause,
-    )
-    yield _ages(
-        "mambaslots_kv_block_eviction_age_seconds", "Last use to eviction of KV blocks.", cache.kv_block_ages
-    )
+    uses = {
+        "free": cache.num_free_kv_blocks,
+        "cached": cache.num_cached_kv_blocks,
+        "held": cache.num_held_kv_blocks,
+    }
+    yield _gauge("kv_blocks", "KV blocks by use; together the whole pool.", uses, "use")
+    yield _counter("kv_blocks_registered", "KV blocks that became findable.", cache.num_kv_blocks_registered)
+    left = cache.kv_blocks_left_by_cause
+    yield _counter("kv_blocks_left", "Findable KV blocks removed from the cache, by cause.", left, "cause")
+    ages = Histogram(AGE_BOUNDS_S, cache.kv_block_ages.counts, cache.kv_block_ages.sum_s)
+    yield _histogram("kv_block_eviction_age_seconds", "Last use to eviction of KV blocks.", ages)
 
 
 def _tenants(figures: MonitorFigures) -> Iterator[Metric]:
-    tenants = figures.tenants
-    for name, help_text, values in (
-        ("requests", "Requests of a tenant.", {one.name: one.num_requests for one in tenants}),
-        ("prompt_tokens", "Prompt tokens of a tenant.", {one.name: one.num_prompt_tokens for one in tenants}),
-        (
-            "resumed_prompt_tokens",
-            "Prompt tokens of a tenant that were not computed.",
-            {one.name: one.num_resumed_tokens for one in tenants},
-        ),
+    for family, name, help_text in (
+        (_counter, "requests", "Requests of a tenant."),
+        (_counter, "prompt_tokens", "Prompt tokens of a tenant."),
+        (_counter, "resumed_prompt_tokens", "Prompt tokens of a tenant that were not computed."),
+        (_gauge, "states", "States of a tenant in the cache."),
+        (_gauge, "kv_blocks", "Findable KV blocks of a tenant, held and cached."),
     ):
-        yield _counters(f"mambaslots_tenant_{name}", help_text, "tenant", values)
-    yield _gauges(
-        "mambaslots_tenant_states",
-        "States of a tenant in the cache.",
-        "tenant",
-        {one.name: one.num_states for one in tenants},
-    )
-    yield _gauges(
-        "mambaslots_tenant_kv_blocks",
-        "Findable KV blocks of a tenant, held and cached.",
-        "tenant",
-        {one.name: one.num_kv_blocks for one in tenants},
-    )
+        attribute = f"num_{name.replace('resumed_prompt', 'resumed')}"
+        values = {one.name: getattr(one, attribute) for one in figures.tenants}
+        yield family(f"tenant_{name}", help_text, values, "tenant")
 
 
-def _durations(figures: MonitorFigures) -> Iterator[Metric]:
-    for name, help_text, histogram in (
-        ("time_to_first_token", "Arrival to first token.", figures.first_token),
-        ("queue_time", "Arrival to first step.", figures.queue),
-        ("inter_token", "Time between two tokens of an answer.", figures.inter_token),
-        ("step", "Time of a step of all running requests.", figures.step),
-    ):
-        yield _histogram(f"mambaslots_{name}_seconds", help_text, histogram)
+def _counter(name: str, help_text: str, value: float | Mapping[Any, float], label: str = "") -> Metric:
+    """A counter, or one for each value of `label`; prometheus_client adds `_total` to the name."""
+    return _family(CounterMetricFamily, name, help_text, value, label)
 
 
-def _counter(name: str, help_text: str, value: float) -> Metric:
-    """A counter; `_total` is added to its name."""
-    return CounterMetricFamily(name, help_text, value=value)
+def _gauge(name: str, help_text: str, value: float | Mapping[Any, float], label: str = "") -> Metric:
+    return _family(GaugeMetricFamily, name, help_text, value, label)
 
 
-def _counters[Label: str](name: str, help_text: str, label: str, values: Mapping[Label, float]) -> Metric:
-    return _labelled(CounterMetricFamily(name, help_text, labels=[label]), values.items())
-
-
-def _gauge(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, help_text, value=value)
-
-
-def _gauges(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(name, help_text, labels=[label]), values.items())
-
-
-def _labelled[Family: (CounterMetricFamily, GaugeMetricFamily)](
-    family: Family, values: Iterable[tuple[str, float]]
-) -> Family:
-    for label, value in values:
-        family.add_metric([label], value)
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    help_text: str,
+    value: float | Mapping[Any, float],
+    label: str,
+) -> Metric:
+    if not isinstance(value, Mapping):
+        return kind(f"mambaslots_{name}", help_text, value=value)
+    family = kind(f"mambaslots_{name}", help_text, labels=[label])
+    for each, number in value.items():
+        family.add_metric([each], number)
     return family
 
 
@@ -246,8 +172,4 @@ def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
     for bound, number in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
         total += number
         buckets.append((bound, total))
-    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=histogram.sum)
-
-
-def _ages(name: str, help_text: str, ages: AgeCounts) -> Metric:
-    return _histogram(name, help_text, Histogram(AGE_BOUNDS_S, ages.counts, ages.sum_s))
+    return HistogramMetricFamily(f"mambaslots_{name}", help_text, buckets=buckets, sum_value=histogram.sum)

@@ -1,110 +1,417 @@
-"""What a body asks for, read and checked."""
+"""What clients ask for: the fields of a body as pydantic models."""
 
-from dataclasses import dataclass
-from typing import Any
+import json
+import re
+from typing import Annotated, Any, Literal, Self
 
-from .errors import bad_field
-from .fields import Fields, checked_ids, short
-from .messages import Chat, read_chat
-from .options import COMMON, MAX_TOP_LOG_PROBS, Options, check_model, check_names, read_options
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
-MAX_MARKS = 1024
-_COMPLETION = COMMON | {"prompt", "checkpoints"}
-_CHAT = COMMON | {
-    "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs",
+from ..validation import INT32_MAX, INT64_MAX, ints_within
+from .http_json import RequestError, bad_field, short
+
+MAX_CHOICES = 128
+MAX_SALT_LENGTH = 256
+NOT_VARIABLES = frozenset((
+    "self", "messages", "conversation", "add_generation_prompt", "marked_messages", "max_prompt_tokens",
+    "tools", "tool_choice",
+    "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "documents",
+    "sanitize_control_tokens",
+))  # fmt: skip
+"""Names that mean something to the function that renders a template; all others are a template's own."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "add_special_tokens": (True,), "allowed_token_ids": ([],), "audio": (),
+    "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,),
+    "documents": ([],), "dry_multiplier": (0,), "echo": (False,), "frequency_penalty": (0,),
+    "function_call": ("none",), "functions": ([],), "guided_choice": (),
+    "guided_grammar": (), "guided_json": (), "guided_regex": (),
+    "grammar": ("",),
+    "include_stop_str_in_output": (False,), "json_schema": (), "length_penalty": (1,), "logit_bias": ({},),
+    "logits_processors": ([],), "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],),
+    "no_repeat_ngram_size": (0,), "parallel_tool_calls": (True,), "presence_penalty": (0,),
+    "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": (), "regex": (),
+    "repetition_penalty": (1,), "response_format": ({"type": "text"},), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "structured_outputs": (), "suffix": ("",),
+    "truncate_prompt_tokens": (), "typical_p": (1,), "use_beam_search": (False,), "verbosity": (),
+    "web_search_options": (),
 }  # fmt: skip
+"""Fields of other servers that change answers, with the values of each that change none."""
+_IGNORED = frozenset((
+    "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "safety_identifier", "service_tier", "store", "user",
+))  # fmt: skip
+"""Fields that change no answer."""
+
+_NUM_CHECKED = 2**16  # integers checked at once; other threads can run in between
+_ACCEPTED = {
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+"""What is accepted, by pydantic's type of the error; of other types its message says it."""
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
-    """A body of /v1/completions.
-
-    Attributes:
-        prompts: texts, or lists of token ids.
-        checkpoints: positions in each prompt where the client wants a state to be cached.
-        options: the rest.
-    """
-
-    prompts: list[str] | list[list[int]]
-    checkpoints: tuple[int, ...]
-    options: Options
+def _number(value: Any) -> Any:
+    """JSON knows one kind of number: 2.0 is an integer."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """A body of /v1/chat/completions: messages and options."""
-
-    chat: Chat
-    options: Options
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reads bodies for one model.
+def _token_ids(value: Any, validate: Any, info: ValidationInfo) -> list[int]:
+    context: Any = info.context
+    return _checked_ids(str(info.field_name), value, context.vocab_size - 1)
 
-    Attributes:
-        model_name: the name that clients may ask for.
-        vocab_size: token ids are less.
-        max_prompts: prompts of one completion.
-    """
+
+def _checked_ids(name: str, value: Any, highest: int) -> list[int]:
+    """`value` as a list of integers from 0 to `highest`; the error names the first other entry."""
+    if not isinstance(value, list):
+        raise bad_field(name, f"{name} is {short(value)}; accepted: a list of integers")
+    for first in range(0, len(value), _NUM_CHECKED):
+        part = value[first : first + _NUM_CHECKED]
+        if not ints_within(part, 0, highest):
+            for i, each in enumerate(part, first):
+                if type(each) is not int or not 0 <= each <= highest:
+                    message = f"{name}[{i}] is {short(each)}; accepted: an integer from 0 to {highest}"
+                    raise bad_field(name, message)
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_number)]
+Size = Annotated[Integer, Field(ge=1, le=INT32_MAX)]
+TopLogProbs = Annotated[Integer, Field(ge=0, le=20)]
+TokenIds = Annotated[list[int], WrapValidator(_token_ids)]
+
+
+class Fields(BaseModel):
+    """A JSON object. A field that is null counts as one that is missing."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class StreamOptions(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Context(BaseModel):
+    """What bodies are checked against: the model's name and vocabulary, and the most prompts of one body."""
 
     model_name: str
     vocab_size: int
     max_prompts: int
 
-    def completion(self, body: dict[str, Any], header_salt: str | None) -> CompletionRequest:
-        """The completion that `body` asks for; a RequestError names the first field that is wrong."""
-        fields = Fields(body)
-        check_names(fields, _COMPLETION)
-        check_model(fields, self.model_name)
-        top = fields.integer("logprobs", 0, MAX_TOP_LOG_PROBS)
-        return CompletionRequest(
-            self._prompts(fields),
-            fields.positions("checkpoints", MAX_MARKS),
-            self._options(fields, top, header_salt),
-        )
 
-    def chat(self, body: dict[str, Any], header_salt: str | None) -> ChatRequest:
-        """The chat that `body` asks for; a RequestError names the first field that is wrong."""
-        fields = Fields(body)
-        check_names(fields, _CHAT)
-        check_model(fields, self.model_name)
-        top = fields.integer("top_logprobs", 0, MAX_TOP_LOG_PROBS)
-        if not fields.boolean("logprobs"):
-            if top:
-                raise bad_field(
-                    "top_logprobs", "top_logprobs is set and logprobs is not true; accepted: both"
-                )
-            top = None
-        else:
-            top = top or 0
-        return ChatRequest(read_chat(fields), self._options(fields, top, header_salt))
+class AnswerRequest(Fields):
+    """What completions and chats share; names are OpenAI's."""
 
-    def _options(self, fields: Fields, num_top_log_probs: int | None, header_salt: str | None) -> Options:
-        return read_options(
-            fields,
-            vocab_size=self.vocab_size,
-            num_top_log_probs=num_top_log_probs,
-            header_salt=header_salt,
-        )
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1000)]],
+        Field(max_length=4),
+        BeforeValidator(_as_list),
+    ] = []
+    stop_token_ids: TokenIds = []
+    ignore_eos: bool = False
+    seed: Annotated[Integer, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=INT32_MAX)] | None = None
+    max_tokens: Size | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
+    return_token_ids: bool = False
 
-    def _prompts(self, fields: Fields) -> list[str] | list[list[int]]:
-        prompt = fields.required("prompt")
+    @classmethod
+    def read(cls, body: dict[str, Any], context: Context) -> Self:
+        """The request in `body`; a RequestError names the first field that is wrong."""
+        cls._check_names(body)
+        try:
+            request = cls.model_validate(body, context=context)
+        except ValidationError as error:
+            raise _first_error(error, body) from None
+        if request.model not in (None, context.model_name):
+            message = f"there is no such model here; accepted: {context.model_name!r}"
+            raise RequestError(404, message, param="model", code="model_not_found")
+        if request.stream_options is not None and not request.stream:
+            raise bad_field("stream_options", "stream_options is set and stream is not true; accepted: both")
+        return request
+
+    @classmethod
+    def _check_names(cls, body: dict[str, Any]) -> None:
+        """Refuse a field that would change the answer if it were not ignored."""
+        known = cls.model_fields
+        for name, value in body.items():
+            if name in known or name in _IGNORED:
+                continue
+            if name not in _NEUTRAL:
+                message = f"the field {name!r} is unknown; accepted: {', '.join(sorted(known))}"
+                raise bad_field(name[:60], message, "unknown_parameter")
+            same = (
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in _NEUTRAL[name]
+            )
+            if value is not None and not any(same):
+                raise bad_field(name, f"{name} is not supported; leave it out", "unsupported_parameter")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts of its tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_top_log_probs(self) -> int | None:
+        """The number of likeliest tokens to name with each token; None without log-probs."""
+        raise NotImplementedError
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The arguments of `SamplingParams` that the client gave."""
+        top_k = 0 if self.top_k == -1 else self.top_k
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class CompletionRequest(AnswerRequest):
+    """A body of /v1/completions; `checkpoints` are positions in each prompt where states are cached."""
+
+    prompt: list[str] | list[list[int]]
+    checkpoints: Annotated[list[int], Field(max_length=1024)] = []
+    logprobs: TopLogProbs | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _prompts(cls, prompt: Any, validate: Any, info: ValidationInfo) -> list[str] | list[list[int]]:
+        context: Any = info.context
         if isinstance(prompt, str):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
-            raise fields.wrong("prompt", "a string, a list of token ids, or a list of either")
+            raise ValueError("a string, a list of token ids, or a list of either")
+        highest = context.vocab_size - 1
         if type(prompt[0]) is int:
-            return [checked_ids("prompt", prompt, self.vocab_size - 1)]
-        if len(prompt) > self.max_prompts:
-            raise bad_field(
-                "prompt", f"prompt has {len(prompt)} entries; accepted: at most {self.max_prompts}"
-            )
-        if isinstance(prompt[0], str):
-            for i, each in enumerate(prompt):
-                if not isinstance(each, str):
-                    raise bad_field(
-                        "prompt", f"prompt[{i}] is {short(each)}; accepted: a string as prompt[0] is"
-                    )
-            return prompt
-        return [checked_ids(f"prompt[{i}]", each, self.vocab_size - 1) for i, each in enumerate(prompt)]
+            return [_checked_ids("prompt", prompt, highest)]
+        if len(prompt) > context.max_prompts:
+            message = f"prompt has {len(prompt)} entries; accepted: at most {context.max_prompts}"
+            raise bad_field("prompt", message)
+        if not isinstance(prompt[0], str):
+            return [_checked_ids(f"prompt[{i}]", each, highest) for i, each in enumerate(prompt)]
+        for i, each in enumerate(prompt):
+            if not isinstance(each, str):
+                message = f"prompt[{i}] is {short(each)}; accepted: a string as prompt[0] is"
+                raise bad_field("prompt", message)
+        return prompt
+
+    @field_validator("checkpoints", mode="before")
+    @classmethod
+    def _positions(cls, positions: Any) -> list[int]:
+        return _checked_ids("checkpoints", positions, INT32_MAX)
+
+    @property
+    def num_top_log_probs(self) -> int | None:
+        return self.logprobs
+
+
+class CacheControl(Fields):
+    type: Literal["ephemeral"]
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class CalledFunction(Fields):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Fields):
+    function: CalledFunction
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    content: str | TextParts | None = Field(None, validate_default=True)
+    cache_control: CacheControl | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, content: Any, info: ValidationInfo) -> Any:
+        calls_tools = info.data.get("role") == "assistant" and info.data.get("tool_calls")
+        if content is None and not calls_tools:
+            raise ValueError("a string, or a list of parts of type text")
+        return content
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the message, or one of its parts, has the field `cache_control`."""
+        parts = self.content if isinstance(self.content, list) else []
+        return self.cache_control is not None or any(part.cache_control is not None for part in parts)
+
+    def for_template(self, sent: dict[str, Any]) -> dict[str, Any]:
+        """`sent`, this message as the client wrote it, in the form that chat templates read."""
+        plain = {name: value for name, value in sent.items() if value is not None}
+        plain.pop("cache_control", None)
+        parts = self.content if isinstance(self.content, list) else []
+        plain["content"] = "\n".join(part.text for part in parts) if parts else self.content or ""
+        if self.tool_calls is not None:
+            plain["tool_calls"] = [_with_arguments(call) for call in sent["tool_calls"]]
+        return plain
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates of transformers expect.
+
+    Arguments that are no JSON object stay the text that the model wrote: the template decides.
+    """
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class NamedFunction(Fields):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolChoice(Fields):
+    function: NamedFunction
+
+
+class ChatRequest(AnswerRequest):
+    """A body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    max_completion_tokens: Size | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogProbs = 0
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_a_tool(cls, choice: Any, info: ValidationInfo) -> Any:
+        names = [tool.function.name for tool in info.data.get("tools", [])]
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            name, param = short(choice.function.name), "tool_choice.function.name"
+            raise bad_field(param, f"{param} is {name}; accepted: the name of one of the tools")
+        if choice == "required" and not names:
+            raise ValueError("'none', 'auto', 'required' (with tools) or one of the tools")
+        return choice
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_its_own(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
+            if name in NOT_VARIABLES or not name.isidentifier():
+                message = (
+                    f"chat_template_kwargs has the name {short(name)}; accepted: a template's own variables"
+                )
+                raise bad_field("chat_template_kwargs", message)
+        return variables
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_field("top_logprobs", "top_logprobs is set and logprobs is not true; accepted: both")
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                message = "max_tokens and max_completion_tokens differ; accepted: one of the two"
+                raise bad_field("max_completion_tokens", message)
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+    @property
+    def num_top_log_probs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+def _first_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
+    """The first error of a body: its field, the value and what is accepted.
+
+    pydantic names the members of a union in the place of an error, ("content", "list[TextPart]", 0, "type");
+    such names lead nowhere in the body and are left out. Of a union's errors the deepest one is meant.
+    """
+    found = [(_path(one["loc"], one["type"], body), one) for one in error.errors(include_url=False)]
+    first, _ = found[0]
+    path, meant = max(
+        (each for each in found if each[0][: len(first)] == first), key=lambda each: len(each[0])
+    )
+    name = ""
+    value: Any = body
+    for step in path:
+        name += f"[{step}]" if isinstance(step, int) else f".{step}" if name else step
+        value = value[step] if isinstance(value, list) else value.get(step)
+    if meant["type"] == "extra_forbidden":
+        return bad_field(name, f"the field {name!r} is unknown", "unknown_parameter")
+    if meant["type"] == "missing":
+        return bad_field(name, f"{name} is missing")
+    accepted = " or ".join(dict.fromkeys(_accepted(one) for place, one in found if place == path))
+    return bad_field(name, f"{name} is {short(value)}; accepted: {accepted}")
+
+
+def _path(place: tuple[int | str, ...], kind: str, body: Any) -> tuple[int | str, ...]:
+    """The items of `place` that lead through `body`."""
+    path: list[int | str] = []
+    value: Any = body
+    for i, step in enumerate(place):
+        is_missing = kind in ("missing", "value_error") and i == len(place) - 1
+        if isinstance(value, dict) and (step in value or is_missing):
+            path.append(step)
+            value = value.get(step)
+        elif isinstance(value, list) and isinstance(step, int):
+            path.append(step)
+            value = value[step]
+    return tuple(path)
+
+
+def _accepted(error: Any) -> str:
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    message = re.sub("^(Input should be|(List|String) should have) | after validation.*", "", error["msg"])
+    return _ACCEPTED.get(error["type"], message)

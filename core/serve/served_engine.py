@@ -1,19 +1,24 @@
-"""What the server needs of whatever generates its answers: one engine, or replicas of it."""
+"""What generates the answers of a server: one engine of this process, or replicas of it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.request import GeneratedToken
+from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..monitor import Monitor
 from ..request import PromptFigures, RequestResult
 from ..sampling_params import SamplingParams
+from .metrics import metrics_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What does not change while an engine serves. It can be pickled: a replica tells it who has no model.
+    """What does not change while an engine serves; replicas send it to processes without a model.
 
     Attributes:
         vocab_size: token ids are less.
@@ -23,7 +28,7 @@ class EngineFacts:
         block_size_tokens: tokens of a block.
         caches_prefixes: whether prefixes are cached, so that blocks have hashes.
         checkpoint_plan: which states are taken unless a request says otherwise.
-        salt_key_id: tells the keys of salts apart. Whose key has another id makes other hashes.
+        salt_key_id: names the key of salts; another key makes other hashes.
     """
 
     vocab_size: int
@@ -37,7 +42,6 @@ class EngineFacts:
 
     @classmethod
     def of(cls, engine: DynamicInferenceEngine) -> "EngineFacts":
-        """The facts of an engine, which is not called."""
         config, cache = engine.config, engine.context.prefix_cache
         return cls(
             vocab_size=engine.context.spec.vocab_size,
@@ -64,7 +68,7 @@ class AnswerStream(Protocol):
 
     @property
     def prompt_figures(self) -> PromptFigures | None:
-        """What became of the prompt; None until a token, or the result, is there."""
+        """The prompt's resumed and computed tokens; None until a token, or the result, is there."""
 
     def cancel(self) -> None:
         """Cancel the request, unless it has ended. Returns at once."""
@@ -77,37 +81,33 @@ class ServedEngine(Protocol):
     """Generates the answers of a server. All calls are made in one event loop."""
 
     @property
-    def facts(self) -> EngineFacts:
-        """What does not change."""
+    def facts(self) -> EngineFacts: ...
 
     @property
     def max_running(self) -> int:
         """Requests that can run at once now."""
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that do not run yet."""
+    def num_waiting(self) -> int: ...
 
     @property
-    def num_running(self) -> int:
-        """Requests that run."""
+    def num_running(self) -> int: ...
 
     @property
     def failure(self) -> BaseException | None:
-        """Why nothing is generated now; None while it is. A `NoReplicaError` may pass, others do not."""
+        """Why nothing is generated now, or None. A `NoReplicaError` may pass, others do not."""
 
     def start(self) -> None:
         """Begin, in the event loop that runs now."""
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests, and wait for the others; cancel those that run after `timeout_s`.
+        """Refuse new requests and wait for the others; cancel those that run after `timeout_s`.
 
-        Returns:
-            Whether all requests came to their own end.
+        Returns whether none was cancelled.
         """
 
     async def close(self, timeout_s: float | None = None) -> bool:
-        """Cancel what runs, and end. Returns whether it has ended within `timeout_s`."""
+        """Cancel all requests, and end. Returns whether it has ended within `timeout_s`."""
 
     async def stream(
         self,
@@ -118,19 +118,12 @@ class ServedEngine(Protocol):
         checkpoint_plan: CheckpointPlan | None,
         tenant: str | None,
     ) -> AnswerStream:
-        """Queue a prompt. Returns once somebody has the request.
-
-        Args:
-            prompt: token ids.
-            sampling_params: how tokens are chosen.
-            cache_salt: as for `DynamicInferenceEngine.add_request`.
-            checkpoint_plan: which states are taken; None for the plan of the facts.
-            tenant: whom figures count requests with this salt for.
+        """Queue a prompt; returns when it is queued. `tenant`: in whose figures the request counts.
 
         Raises:
             ValueError: the request can never run.
             QueueFullError: too many requests wait.
-            EngineDeadError: nothing is generated any more.
+            EngineDeadError: the engine has failed.
             NoReplicaError: no replica serves now.
             RuntimeError: `drain` or `close` was called.
         """
@@ -139,4 +132,76 @@ class ServedEngine(Protocol):
         """The body of a reply to Prometheus, and its content type."""
 
     async def snapshot(self) -> Mapping[str, Any] | None:
-        """What the page shows, as `Monitor.snapshot` makes it; None where nobody reports."""
+        """What the page shows, as `Monitor.snapshot` makes it; None without reports."""
+
+
+class LocalEngine:
+    """A `ServedEngine` over one engine, which it watches with a monitor.
+
+    Attributes:
+        engine: serves the prompts.
+        monitor: counts what the engine does.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        *,
+        model_name: str,
+        max_waiting_requests: int = 1024,
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: no other thread may call it while this runs.
+            model_name, trace: as for `Monitor`.
+            max_waiting_requests: as for `AsyncEngine`.
+
+        Raises:
+            ValueError: an argument is of another kind.
+        """
+        self.engine = AsyncEngine(engine, max_waiting_requests=max_waiting_requests)
+        self.monitor = Monitor(engine, model_name=model_name, trace=trace)
+        self.facts = EngineFacts.of(engine)
+        self.max_running = self.facts.max_requests
+        self.start = self.engine.start
+        self.drain = self.engine.drain
+
+    @property
+    def num_waiting(self) -> int:
+        return self.engine.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self.engine.failure
+
+    async def close(self, timeout_s: float | None = None) -> bool:
+        ended = await self.engine.close(timeout_s)
+        with contextlib.suppress(ValueError):  # the engine has failed, and dropped its observers
+            self.monitor.close()
+        return ended
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        cache_salt: bytes | None,
+        checkpoint_plan: CheckpointPlan | None,
+        tenant: str | None,
+    ) -> AnswerStream:
+        if cache_salt is not None and tenant is not None:
+            self.monitor.name_salt(cache_salt, tenant)
+        return await self.engine.stream(
+            prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
+        )
+
+    async def metrics_text(self) -> tuple[bytes, str]:
+        return await asyncio.to_thread(metrics_text, self.monitor)
+
+    async def snapshot(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.monitor.snapshot)

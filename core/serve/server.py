@@ -1,4 +1,4 @@
-"""A process that serves until it is told to stop."""
+"""A process that serves until a signal stops it."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
 from .app import make_app
-from .hosts import host_checks
+from .gate import host_checks
 from .service import Service
 from .settings import ServerSettings
 
@@ -75,7 +75,7 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
         super().__init__(config)
-        logging.getLogger("uvicorn.access").disabled = True  # also where somebody gave it a handler
+        logging.getLogger("uvicorn.access").disabled = True  # also where it has a handler
         self._app = app
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,47 +1,211 @@
-"""What the endpoints share: the engine, the work on text, and what the server takes."""
+"""What the endpoints share: requests become jobs of the engine, within the server's limits."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from threading import Lock
+from typing import Any
 
 from starlette.requests import Request
 
 from ..errors import NoReplicaError
 from ..loaded_model import LoadedModel, LoadedText
+from ..sampling_params import SamplingParams
+from ..text import TextCodec
+from ..text.codec import PromptTooLongError
+from ..validation import INT64_MAX
 from .answers import Form
-from .errors import RequestError, bad_field
-from .generation import Generation, dead, draining, no_replica, queue_full
-from .json_body import body_too_slow, parsed_object, read_body
-from .keys import engine_salt
-from .options import MAX_CHOICES
-from .preparation import Job, Preparation
-from .requests import Reader
-from .responses import GeneratedAnswer, StreamedAnswer, before
-from .served_engine import ServedEngine
+from .gate import engine_salt
+from .generation import Choice, GeneratedAnswer, Generation, Job, StreamedAnswer, before
+from .http_json import (
+    RequestError,
+    bad_field,
+    body_too_slow,
+    dead,
+    draining,
+    no_replica,
+    parsed_object,
+    queue_full,
+    read_body,
+)
+from .requests import MAX_CHOICES, MAX_SALT_LENGTH, AnswerRequest, ChatRequest, CompletionRequest, Context
+from .served_engine import EngineFacts, ServedEngine
 from .settings import ServerSettings
-from .tools_check import ToolsCheck
 
-T = TypeVar("T")
-SALT_HEADER = "x-cache-salt"
+logger = logging.getLogger(__package__)
+
+_DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 _LONGEST_STEP_S = 30.0
 _LONG_BODY_BYTES = 2**18
+_SALT_HEADER = "x-cache-salt"
+
+
+class Preparation:
+    """Turns requests into jobs: tokens, sampling parameters and checkpoint plans. Any thread may call it.
+
+    Args:
+        facts: the engine's limits and plan.
+        loaded: the model's text and defaults.
+        max_choices: answers to one request.
+
+    Attributes:
+        longest: the most tokens of a prompt and its answer together.
+    """
+
+    def __init__(self, facts: EngineFacts, loaded: LoadedModel | LoadedText, max_choices: int) -> None:
+        self.longest = min(facts.max_sequence_length, facts.pool_tokens)
+        self._facts = facts
+        self._plan = facts.checkpoint_plan
+        self._loaded = loaded
+        self._max_choices = max_choices
+        self._first_tools = Lock()  # acquired once, by the first chat with tools
+
+    def completion(self, request: CompletionRequest) -> Job:
+        """The job of a completion; a RequestError where its prompts or lengths are wrong."""
+        longest = self.longest - (request.max_tokens or 1)
+        for prompt in request.prompt:
+            if not isinstance(prompt, str) or len(prompt) <= longest:
+                continue
+            if longest < (fewest := self._text("prompt").fewest_tokens(prompt)):  # whatever its tokens are
+                raise self._too_long(fewest, request.max_tokens, is_exact=False)
+        prompts = []
+        for prompt in request.prompt:
+            tokens = self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt
+            prompts.append((tokens, request.checkpoints))
+            if max(request.checkpoints, default=0) > len(tokens):
+                message = (
+                    f"checkpoints holds {max(request.checkpoints)}; accepted: positions up to {len(tokens)}"
+                )
+                raise bad_field("checkpoints", message)
+        return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
+
+    def chat(self, request: ChatRequest, body: dict[str, Any]) -> Job:
+        """The job of a chat, as the client wrote it in `body`.
+
+        Raises:
+            RequestError: the model's template refuses the messages, or they are too long.
+        """
+        text = self._text("messages")
+        if text.chat_template is None:
+            raise bad_field(
+                "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
+            )
+        messages = [
+            message.for_template(sent)
+            for message, sent in zip(request.messages, body["messages"], strict=True)
+        ]
+        marked = tuple(i for i, message in enumerate(request.messages) if message.is_marked)
+        sent = {name: body[name] for name in ("tools", "tool_choice") if body.get(name)}
+        variables = request.chat_template_kwargs | sent
+        try:
+            prompt = text.encode_chat_marked(
+                messages,
+                marked_messages=marked,
+                max_prompt_tokens=self.longest - (request.max_tokens or 1),
+                **variables,
+            )
+        except PromptTooLongError as error:
+            raise self._too_long(error.num_tokens, request.max_tokens, error.is_exact) from None
+        except ValueError as error:
+            raise bad_field("messages", str(error)) from None
+        default = self._loaded.generation.num_tokens_to_generate
+        job = self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
+        if "tools" in variables and self._first_tools.acquire(blocking=False):
+            warn_of_ignored_tools(text, messages, variables)
+        return job
+
+    def _too_long(self, num_prompt_tokens: int, asked: int | None, is_exact: bool = True) -> RequestError:
+        found = f"{'' if is_exact else 'at least '}{num_prompt_tokens}"
+        message = (
+            f"the prompt has {found} tokens and the answer up to {asked or 1}; accepted: "
+            f"together at most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
+            f"({self._facts.pool_tokens})"
+        )
+        return bad_field("max_tokens", message, "context_length_exceeded")
+
+    def _text(self, field: str) -> TextCodec:
+        if self._loaded.text is None:
+            raise bad_field(field, "the model has no tokenizer; accepted: /v1/completions with token ids")
+        return self._loaded.text
+
+    def _job(
+        self,
+        field: str,
+        prompts: list[tuple[list[int], Any]],
+        request: AnswerRequest,
+        default: int | None,
+    ) -> Job:
+        if request.stop:
+            self._text("stop")
+        num_choices = len(prompts) * request.n
+        if num_choices > self._max_choices:
+            message = (
+                f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {self._max_choices}"
+            )
+            if self._max_choices < MAX_CHOICES:
+                message += ", the server's max_waiting_requests"
+            raise bad_field("n", message)
+        choices: list[Choice] = []
+        for number, (tokens, marks) in enumerate(prompts):
+            if not tokens:
+                raise bad_field(field, f"{field} is empty; accepted: at least one token")
+            plan = replace(self._plan, marks=(*self._plan.marks, *marks))
+            room = self.longest - len(tokens)
+            most = request.max_tokens or max(1, min(room, default or room))
+            if most > room:
+                raise self._too_long(len(tokens), most)
+            for i in range(request.n):
+                sampling = self._sampling(request, most, i)
+                choices.append(Choice(len(choices), number, tokens, sampling, plan))
+        return Job(choices, request)
+
+    def _sampling(self, request: AnswerRequest, most: int, number: int) -> SamplingParams:
+        """The parameters of answer `number` to a prompt, which has a seed of its own."""
+        stops = () if request.ignore_eos else self._loaded.generation.stop_token_ids
+        seed = None if request.seed is None else (request.seed + number) & INT64_MAX
+        try:
+            return self._loaded.sampling_params(
+                **request.sampling,
+                num_tokens_to_generate=most,
+                stop_token_ids=(*stops, *request.stop_token_ids),
+                seed=seed,
+                return_log_probs=request.num_top_log_probs is not None,
+                num_top_log_probs=request.num_top_log_probs or 0,
+            )
+        except ValueError as error:
+            raise RequestError(400, str(error)) from None
+
+
+def warn_of_ignored_tools(text: TextCodec, messages: list[dict[str, Any]], variables: dict[str, Any]) -> None:
+    """Warn where the model's template writes the same text with and without tools."""
+    assert text.chat_template is not None
+    without = {name: value for name, value in variables.items() if name != "tools"}
+    try:
+        with_tools = text.chat_template.render(messages, **variables)
+        ignores_tools = with_tools == text.chat_template.render(messages, **without)
+    except ValueError:  # it wants tools
+        return
+    if ignores_tools:
+        logger.warning(
+            "a client sends tools, and the chat template ignores them: the model never sees a tool"
+        )
 
 
 class Service:
-    """Takes requests for whatever generates answers.
+    """Admits requests to the engine.
 
-    Bodies are parsed, and prompts encoded, in threads beside the event loop. Long bodies have a thread of
-    their own, so that short ones do not wait for them. Python's parser of JSON lets no other thread run, not
-    the event loop and not the engine's: `max_body_bytes` bounds how long all streams stop for a body.
+    Bodies are parsed, and prompts encoded, in two worker threads: long bodies have one of their own, so that
+    short ones do not wait for them. Python's parser of JSON lets no other thread run, neither the event loop
+    nor the engine's: `max_body_bytes` bounds how long all streams stop for a body.
 
     Attributes:
         engine: serves the prompts.
         loaded, settings: what the server was made with.
         max_body_bytes: longest body of a request.
-        reader: reads bodies.
-        preparation: makes jobs of them.
+        preparation: makes jobs of requests.
         is_draining: whether new requests are refused.
     """
 
@@ -52,22 +216,22 @@ class Service:
         self.loaded = loaded
         self.settings = settings
         facts = engine.facts
-        self.max_body_bytes = settings.max_body_bytes or _longest_body(facts.max_sequence_length)
+        longest = max(2 * 2**20, 2**20 + 16 * facts.max_sequence_length)  # as token ids or as text
+        self.max_body_bytes = settings.max_body_bytes or longest
         max_choices = min(MAX_CHOICES, settings.max_waiting_requests)
-        self.reader = Reader(settings.model_name, facts.vocab_size, max_choices)
         self.preparation = Preparation(facts, loaded, max_choices)
         self.is_draining = False
-        self._tools_check = ToolsCheck(loaded.text)
+        self._context = Context(
+            model_name=settings.model_name, vocab_size=facts.vocab_size, max_prompts=max_choices
+        )
         self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
         self._num_open = 0
         self._none_open = asyncio.Event()
 
-    # ---- its life
-
     async def drain(self) -> bool:
-        """Refuse new requests and wait for the others. Returns whether all came to their own end.
+        """Refuse new requests and wait for the others. Returns whether none was cancelled.
 
-        What runs after `settings.drain_timeout_s` is cancelled.
+        Requests that run after `settings.drain_timeout_s` are cancelled.
         """
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout_s
@@ -84,7 +248,7 @@ class Service:
         return complete
 
     async def close(self) -> None:
-        """Cancel what runs, and end the threads. A step that hangs is left alone after some seconds."""
+        """Cancel all requests, and end the threads. A step that hangs is abandoned after 30 s."""
         self.is_draining = True
         await self.engine.close(_LONGEST_STEP_S)
         for thread in self._text_threads:
@@ -92,7 +256,7 @@ class Service:
 
     @property
     def trouble(self) -> RequestError | None:
-        """Why no request is taken; None where requests are taken."""
+        """Why requests are refused; None where they are served."""
         failure = self.engine.failure
         if failure is not None and not isinstance(failure, NoReplicaError):
             return dead()
@@ -102,28 +266,26 @@ class Service:
 
     @property
     def _max_open(self) -> int:
-        """Answers that may be open: those that run, and those that wait."""
+        """Answers that may be open, running or waiting."""
         return self.settings.max_waiting_requests + self.engine.max_running
-
-    # ---- requests
 
     async def answer(
         self,
         request: Request,
         tenant: str,
         job_of: Callable[[bytes, str | None], Job],
-        form_of: Callable[[str, Job], Form],
+        form: type[Form],
     ) -> GeneratedAnswer:
         """The response to a request; it generates its answer when it is sent.
 
         Args:
             request: its body is not read yet.
             tenant: whose request it is.
-            job_of: makes a job of the body and of the salt in the header; runs in the thread for text.
-            form_of: makes the form of the answer.
+            job_of: makes a job of the body and of the salt in the header; runs in a worker thread.
+            form: how the answer is written.
 
         Raises:
-            RequestError: the request is not taken.
+            RequestError: the request is refused.
         """
         if self.trouble is not None:
             raise self.trouble
@@ -132,44 +294,41 @@ class Service:
         self._num_open += 1
         num_answers = 1
         try:
-            arrival = asyncio.get_running_loop().time()
-            deadline = arrival + self.settings.request_timeout_s
-            body_deadline = min(deadline, arrival + self.settings.body_timeout_s)
-            reading = read_body(request, self.max_body_bytes)
-            body = await before(body_deadline, reading, body_too_slow())
-            header_salt = _header_salt(request)
-            job = await before(deadline, self._beside_the_loop(len(body), lambda: job_of(body, header_salt)))
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + self.settings.request_timeout_s
+            body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
+            body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
+            salt = _header_salt(request)
+            thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
+            job = await before(deadline, loop.run_in_executor(thread, lambda: job_of(body, salt)))
             if self._num_open + len(job.choices) - 1 > self._max_open:
                 raise queue_full()
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
-            salt = engine_salt(tenant, job.options.cache_salt, bool(self.settings.api_keys))
-            generation = Generation(self.engine, self.loaded.text, job, salt, tenant)
-            kind = StreamedAnswer if job.options.streams else GeneratedAnswer
-            form = form_of(self.settings.model_name, job)
-            end = partial(self._end_answers, num_answers)
-            answer = kind(generation, form, num_answers, deadline, end)
+            engines_salt = engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys))
+            return (StreamedAnswer if job.request.stream else GeneratedAnswer)(
+                Generation(self.engine, self.loaded.text, job, engines_salt, tenant),
+                form(self.settings.model_name, job.request),
+                num_answers,
+                deadline,
+                partial(self._end_answers, num_answers),
+            )
         except BaseException:
             self._end_answers(num_answers)
             raise
-        if isinstance(answer, StreamedAnswer):
-            answer.includes_usage = job.options.includes_usage
-        return answer
 
     def completion_job(self, body: bytes, header_salt: str | None) -> Job:
         """The job of a body of /v1/completions."""
-        return self.preparation.completion(self.reader.completion(parsed_object(body), header_salt))
+        request = CompletionRequest.read(parsed_object(body), self._context)
+        _add_salt(request, header_salt)
+        return self.preparation.completion(request)
 
     def chat_job(self, body: bytes, header_salt: str | None) -> Job:
         """The job of a body of /v1/chat/completions."""
-        request = self.reader.chat(parsed_object(body), header_salt)
-        job = self.preparation.chat(request)
-        self._tools_check.note(request.chat)
-        return job
-
-    async def _beside_the_loop(self, num_bytes: int, work: Callable[[], T]) -> T:
-        thread = self._text_threads[num_bytes > _LONG_BODY_BYTES]
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
+        parsed = parsed_object(body)
+        request = ChatRequest.read(parsed, self._context)
+        _add_salt(request, header_salt)
+        return self.preparation.chat(request, parsed)
 
     def _end_answers(self, num_answers: int) -> None:
         self._num_open -= num_answers
@@ -177,16 +336,21 @@ class Service:
             self._none_open.set()
 
 
-def _longest_body(max_sequence_length: int) -> int:
-    """Bytes for a prompt of so many tokens, as token ids or as text, and for what stands beside it."""
-    return max(2 * 2**20, 2**20 + 16 * max_sequence_length)
-
-
 def _header_salt(request: Request) -> str | None:
-    values = [value for name, value in request.headers.raw if name == SALT_HEADER.encode()]
+    values = [value for name, value in request.headers.raw if name == _SALT_HEADER.encode()]
     if not values:
         return None
     try:
-        return b",".join(values).decode()
+        salt = b",".join(values).decode()
     except UnicodeDecodeError:
         raise bad_field("X-Cache-Salt", "the header X-Cache-Salt is no UTF-8") from None
+    if not 1 <= len(salt) <= MAX_SALT_LENGTH:
+        raise bad_field("X-Cache-Salt", f"X-Cache-Salt is empty or longer than {MAX_SALT_LENGTH} characters")
+    return salt
+
+
+def _add_salt(request: AnswerRequest, header_salt: str | None) -> None:
+    if header_salt is not None and request.cache_salt not in (None, header_salt):
+        message = "cache_salt and the header X-Cache-Salt differ; accepted: one of the two"
+        raise bad_field("cache_salt", message)
+    request.cache_salt = header_salt if request.cache_salt is None else request.cache_salt

@@ -1,4 +1,4 @@
-"""Where a server listens, whom it serves and how much it takes."""
+"""Where a server listens, whom it serves and how much it accepts."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -9,12 +9,11 @@ from ..validation import (
     boolean,
     instance,
     integer,
+    optional_integer,
     real,
     set_field,
     shown,
 )
-
-_SHORTEST_TIMEOUT_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +23,24 @@ class ServerSettings:
     Attributes:
         model_name: the name of the model for clients.
         host: the address to listen at. The default is reached from this machine only.
-        port: the port; 0 takes a free one.
-        api_keys: the key of each tenant. Tenants share no cached state. Empty: everybody is served, as the
+        port: the port; 0 picks a free one.
+        api_keys: the key of each tenant. Tenants share no cached state. Empty: every client is served, as the
             tenant "default". Never shown.
         admin_key: the operator's key, for the page's data and the metrics. Never shown.
-        max_waiting_requests: how many requests may wait beside those that run before others get status 429.
+        max_waiting_requests: how many requests may wait, besides those that run, before others get status
+            429. With 8 rows and max_waiting_requests=2, the 11th request gets it.
         max_body_bytes: longest body of a request. None: 1 MiB and 16 bytes for each token of the engine's
-            `max_sequence_length`, at least 2 MiB. No stream goes on while a body is parsed, which takes up to
-            some 0.2 s for each MiB.
+            `max_sequence_length`, at least 2 MiB. All streams pause while a body is parsed, for some 0.2 s
+            for each MiB.
         body_timeout_s: seconds from a request's arrival to the end of its body.
         request_timeout_s: seconds from a request's arrival to the end of its answer.
         drain_timeout_s: seconds that running requests have to end after SIGTERM.
         trace: whether a line about each request is written to stderr: counts, times, no text.
         allowed_origins: origins of web pages that may call the server, for example "https://chat.example";
             ("*",) allows all.
-        allowed_hosts: further names in the header Host that `serve` takes. Where it listens on loopback and
-            has no `api_keys`, it takes names of this machine and `host` only, so that no web page reaches it
-            through a name of its own. ("*",) allows all.
+        allowed_hosts: further names accepted in the header Host. A server on loopback without `api_keys`
+            accepts names of this machine and `host` only, so that no web page reaches it through a name of
+            its own. ("*",) allows all.
     """
 
     model_name: str
@@ -61,48 +61,51 @@ class ServerSettings:
         for name in ("model_name", "host"):
             if not instance(name, getattr(self, name), str).strip():
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: a string that is not empty")
-        set_field(self, "port", integer("port", self.port, 0, 65535))
-        self._check_keys()
-        waiting = integer("max_waiting_requests", self.max_waiting_requests, 1, INT32_MAX)
-        set_field(self, "max_waiting_requests", waiting)
-        if self.max_body_bytes is not None:
-            set_field(self, "max_body_bytes", integer("max_body_bytes", self.max_body_bytes, 1, INT32_MAX))
-        for name in ("body_timeout_s", "request_timeout_s", "drain_timeout_s"):
-            lowest = 0.0 if name == "drain_timeout_s" else _SHORTEST_TIMEOUT_S
-            set_field(self, name, real(name, getattr(self, name), lowest, LONGEST_TIMEOUT_S))
+        for name, low, high in (("port", 0, 65535), ("max_waiting_requests", 1, INT32_MAX)):
+            set_field(self, name, integer(name, getattr(self, name), low, high))
+        set_field(
+            self, "max_body_bytes", optional_integer("max_body_bytes", self.max_body_bytes, 1, INT32_MAX)
+        )
+        for name, least in (
+            ("body_timeout_s", 0.001),
+            ("request_timeout_s", 0.001),
+            ("drain_timeout_s", 0.0),
+        ):
+            set_field(self, name, real(name, getattr(self, name), least, LONGEST_TIMEOUT_S))
         boolean("trace", self.trace)
-        for name in ("allowed_origins", "allowed_hosts"):
+        for name, example in (("allowed_origins", "https://chat.example"), ("allowed_hosts", "chat.example")):
             given = getattr(self, name)
             if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes)):
                 raise ValueError(f"{name} is {shown(given)}; accepted: a list of strings")
+            for one in given:
+                fits = isinstance(one, str) and one and ("://" in one) == ("://" in example)
+                if one != "*" and (not fits or ("/" in one and "://" not in one)):
+                    raise ValueError(f"{name} holds {shown(one)}; accepted: {example!r} or '*'")
             set_field(self, name, tuple(given))
-        for host in self.allowed_hosts:
-            if not isinstance(host, str) or not host or "/" in host:
-                raise ValueError(f"allowed_hosts holds {shown(host)}; accepted: 'chat.example' or '*'")
-        for origin in self.allowed_origins:
-            if not isinstance(origin, str) or not (origin == "*" or "://" in origin):
-                raise ValueError(
-                    f"allowed_origins holds {shown(origin)}; accepted: 'https://chat.example' or '*'"
-                )
+        self._check_keys()
 
     def _check_keys(self) -> None:
         if not isinstance(self.api_keys, Mapping):
             raise ValueError(
                 f"api_keys is a {type(self.api_keys).__name__}; accepted: a mapping of tenant to key"
             )
-        set_field(self, "api_keys", dict(self.api_keys))
-        for tenant, key in self.api_keys.items():
+        keys = {f"api_keys: the key of tenant {tenant!r}": key for tenant, key in self.api_keys.items()}
+        for tenant in self.api_keys:
             if not isinstance(tenant, str) or not tenant:
                 raise ValueError(f"api_keys has the tenant {shown(tenant)}; accepted: a string, not empty")
-            _check_key(f"api_keys: the key of tenant {tenant!r}", key)
         if self.admin_key is not None:
-            _check_key("admin_key", self.admin_key)
-        keys = [*self.api_keys.values(), *([] if self.admin_key is None else [self.admin_key])]
-        if len(set(keys)) != len(keys):
+            keys["admin_key"] = self.admin_key
+        for name, key in keys.items():  # clients can send it; the message shows no key
+            if (
+                not isinstance(key, str)
+                or not key
+                or not key.isascii()
+                or not key.isprintable()
+                or " " in key
+            ):
+                raise ValueError(
+                    f"{name} is not accepted; accepted: visible ASCII characters, without spaces"
+                )
+        if len(set(keys.values())) != len(keys):
             raise ValueError("api_keys and admin_key name a key twice; accepted: different keys")
-
-
-def _check_key(name: str, key: object) -> None:
-    """A key is ASCII without spaces, so that clients can send it; the message shows no key."""
-    if not isinstance(key, str) or not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(f"{name} is not accepted; accepted: visible ASCII characters, without spaces")
+        set_field(self, "api_keys", dict(self.api_keys))

@@ -12,8 +12,7 @@ from mambaslots.fleet.engine_request import AnswerPart, EngineRequest, ReplicaLo
 from mambaslots.fleet.fleet_engine import FleetEngine
 from mambaslots.fleet.replica_answers import answer_parts
 from mambaslots.fleet.replica_report import ReplicaReport, replica_report
-from mambaslots.serve.local_engine import LocalEngine
-from mambaslots.serve.served_engine import EngineFacts
+from mambaslots.serve.served_engine import EngineFacts, LocalEngine
 
 SALT_KEY = b"one key of all replicas"
 

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from mambaslots import hf
 from mambaslots.hf.text import CheckpointTokenizer
-from mambaslots.serve.messages import _NOT_VARIABLES
+from mambaslots.serve.requests import NOT_VARIABLES
 from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer, TextCodec
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -139,7 +139,7 @@ def test_long_runs_that_are_no_text_are_bounded(kind: str) -> None:
 def test_clients_set_no_argument_of_transformers() -> None:
     """What `apply_chat_template` takes as an argument is no variable of a template."""
     names = set(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"kwargs"}
-    assert names <= _NOT_VARIABLES
+    assert names <= NOT_VARIABLES
 
 
 def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import mambaslots as ms
 import openai
 import pytest
 from mambaslots.serve import ServerSettings, make_app
-from mambaslots.serve.keys import engine_salt
+from mambaslots.serve.gate import engine_salt
 from oracle.gated_model import PATIENCE_S
 from oracle.served import Reply, Served, serving, small_config, tiny_loaded
 

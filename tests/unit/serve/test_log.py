@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mambaslots.serve.messages import Chat
-from mambaslots.serve.tools_check import ToolsCheck
+from mambaslots.serve.service import warn_of_ignored_tools
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 from oracle.served import Served, serving, small_config, tiny_loaded
 
@@ -104,21 +103,16 @@ TOOLS = [{"type": "function", "function": {"name": "weather"}}]
         ("{{ tools[0].type }}{% for m in messages %}{{ m.content }}{% endfor %}", False),
     ],
 )
-def test_tools_that_a_template_ignores_are_warned_of_once(
+def test_tools_that_a_template_ignores_are_warned_of(
     caplog: pytest.LogCaptureFixture, template: str, ignores: bool
 ) -> None:
-    check = ToolsCheck(TextCodec(ByteTokenizer({}), ChatTemplate(template)))
-    messages = [{"role": "user", "content": "Hi"}]
-    for variables in ({}, {"tools": TOOLS}, {"tools": TOOLS}):
-        check.note(Chat(messages, (), variables))
-    told = [(record.name, record.levelname) for record in caplog.records]
-    assert told == [("mambaslots.serve", "WARNING")] * ignores
-    ToolsCheck(None).note(Chat(messages, (), {"tools": TOOLS}))
+    codec = TextCodec(ByteTokenizer({}), ChatTemplate(template))
+    warn_of_ignored_tools(codec, [{"role": "user", "content": "Hi"}], {"tools": TOOLS})
+    logged = [(record.name, record.levelname) for record in caplog.records]
+    assert logged == [("mambaslots.serve", "WARNING")] * ignores
 
 
-def test_the_server_looks_at_the_tools_of_its_clients(
-    lines: "Lines", caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_server_warns_once_of_ignored_tools(lines: "Lines", caplog: pytest.LogCaptureFixture) -> None:
     loaded = tiny_loaded(template="{% for m in messages %}{{ m.content }}{% endfor %}")
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 1}
     with serving(loaded, small_config(num_kv_blocks=64)) as other:

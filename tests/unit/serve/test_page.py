@@ -14,9 +14,9 @@ from oracle.operations_snapshot import snapshot
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
-from mambaslots.serve import ServerSettings, make_app, page_routes
-from mambaslots.serve.gate import Gate
-from mambaslots.serve.keys import Keys
+from mambaslots.serve import ServerSettings, make_app
+from mambaslots.serve.app import page_router
+from mambaslots.serve.gate import Gate, Keys
 
 TINY_CODE = Path(__file__).parents[3] / "models/tiny-code"
 NOTHING = "\u2013"  # a dash
@@ -27,7 +27,7 @@ def an_app(shown: dict[str, Any], admin_key: str | None = None, **api_keys: str)
     """The page's routes behind the server's gate, over one snapshot; `app.state.shown` can be replaced."""
     app = FastAPI()
     app.add_middleware(Gate, keys=Keys(api_keys, admin_key))
-    app.include_router(page_routes.router)
+    app.include_router(page_router)
     app.state.shown = shown
     app.state.monitor = SimpleNamespace(snapshot=lambda: app.state.shown)
     return app

@@ -18,9 +18,8 @@ from oracle.operations_snapshot import snapshot
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
-from mambaslots.serve import page_routes
-from mambaslots.serve.gate import Gate
-from mambaslots.serve.keys import Keys
+from mambaslots.serve.app import MEDIA_TYPES, page_router
+from mambaslots.serve.gate import Gate, Keys
 from oracle.browser import PageServer
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +31,7 @@ FILES = sorted(path.name for path in FOLDER.iterdir())
 def server() -> Iterator[PageServer]:
     app = FastAPI()
     app.add_middleware(Gate, keys=Keys({}, "open-sesame"))
-    app.include_router(page_routes.router)
+    app.include_router(page_router)
     app.state.monitor = SimpleNamespace(snapshot=lambda: snapshot(3, model="\ud83d"))
     with PageServer(app) as started:
         yield started
@@ -60,7 +59,7 @@ def test_a_file_is_open_and_is_asked_for_again_only_when_it_changes(server: Page
     response, content = ask(server, path)
     assert response.status == 200
     assert content == (FOLDER / name).read_bytes()
-    assert response.headers["Content-Type"] == page_routes.MEDIA_TYPES[name]
+    assert response.headers["Content-Type"] == MEDIA_TYPES[name]
     assert response.headers["Cache-Control"] == "no-cache"
     check_headers(response)
     etag = response.headers["ETag"]
@@ -70,7 +69,7 @@ def test_a_file_is_open_and_is_asked_for_again_only_when_it_changes(server: Page
     assert ask(server, path, **{"If-None-Match": '"other"'})[0].status == 200
 
 
-@pytest.mark.parametrize("name", ["none.js", "..%2fpage_routes.py", "%2e%2e/page_routes.py", "page.js/"])
+@pytest.mark.parametrize("name", ["none.js", "..%2fapp.py", "%2e%2e/app.py", "page.js/"])
 def test_no_other_file_is_served(server: PageServer, name: str) -> None:
     response, content = ask(server, f"/page/{name}")
     assert response.status in (404, 307), "or a redirection to a name without the slash"
@@ -141,7 +140,7 @@ def test_a_wheel_has_the_files_of_the_page() -> None:
     (data,) = [node.value for node in source if isinstance(node, ast.keyword) and node.arg == "package_data"]
     patterns = ast.literal_eval(data)["mambaslots.serve"]
     packed = {path.name for pattern in patterns for path in (ROOT / "core/serve").glob(pattern)}
-    assert packed == set(FILES) == set(page_routes.MEDIA_TYPES)
+    assert packed == set(FILES) == set(MEDIA_TYPES)
 
 
 # ---- colours

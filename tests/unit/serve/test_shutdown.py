@@ -19,7 +19,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.serve import ServerSettings, serve
-from mambaslots.serve.hosts import host_checks
+from mambaslots.serve.gate import host_checks
 from oracle.served import serving, small_config, tiny_loaded
 from oracle.texts import blocks_of
 

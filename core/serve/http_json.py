@@ -1,0 +1,243 @@
+"""JSON over HTTP: errors in OpenAI's shape, and bodies within limits."""
+
+import asyncio
+import json
+import math
+import re
+import reprlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+_LONGEST_MESSAGE = 400
+"""Characters of a message. Messages may quote values of the client, of any length."""
+_MAX_DEPTH = 64  # objects and lists within one another; templates and tools need a fraction of it
+_MAX_DISCARDED_BYTES = 64 * 2**20
+_DISCARD_S = 0.5
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SHORT = reprlib.Repr(maxstring=60, maxlist=3, maxdict=3, maxlevel=2, maxlong=30, maxother=60)
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+class RequestError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: the HTTP status, 400 to 599.
+        message: one sentence for the client.
+        param: the field that the sentence is about, or None.
+        code: a word for programs, or None.
+        headers: further headers of the answer, by lower-case names.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = (
+            message if len(message) <= _LONGEST_MESSAGE else message[: _LONGEST_MESSAGE - 3] + "..."
+        )
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> "JSONAnswer":
+        return JSONAnswer(self.body, self.status, self.headers)
+
+
+class JSONAnswer(Response):
+    """A JSON object."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def json_bytes(value: Any) -> bytes:
+    """`value` as JSON in UTF-8. Half surrogate pairs become JSON's escapes."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def bad_field(param: str, message: str, code: str | None = None) -> RequestError:
+    return RequestError(400, message, param=param, code=code)
+
+
+def queue_full() -> RequestError:
+    message = "too many requests wait; try again later"
+    return RequestError(429, message, code="queue_full", headers={"retry-after": "1"})
+
+
+def draining() -> RequestError:
+    return _unavailable("the server is shutting down and takes no more requests", "draining")
+
+
+def dead() -> RequestError:
+    return _unavailable("the engine has stopped; the server must be started again", "engine_dead")
+
+
+def no_replica() -> RequestError:
+    return _unavailable("no replica of the model can answer now; try again later", "no_replica")
+
+
+def no_capacity() -> RequestError:
+    return _unavailable("pinned prefixes leave too little memory for this request", "capacity")
+
+
+def cancelled() -> RequestError:
+    return _unavailable("the server ended the request before its answer was complete", "cancelled")
+
+
+def _unavailable(message: str, code: str) -> RequestError:
+    return RequestError(503, message, code=code, headers={"retry-after": "1"})
+
+
+# ---- bodies
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request whose content is JSON.
+
+    Raises:
+        RequestError: the content is of another type (415), or longer than `max_bytes` (413).
+        ClientDisconnect: the client is gone.
+    """
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
+        raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")
+    length = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
+    if length > max_bytes:
+        raise _too_long(max_bytes, closes=length > _MAX_DISCARDED_BYTES)
+    parts: list[bytes] = []
+    num_bytes = 0
+    stream = request.stream()
+    async for part in stream:
+        num_bytes += len(part)
+        if num_bytes > max_bytes:  # of a body without Content-Length
+            raise _too_long(max_bytes, closes=not await _ends(stream))
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _ends(stream: AsyncIterator[bytes]) -> bool:
+    """Discard the rest; whether it ends soon. A client that is cut off while it sends may see no answer."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            async for part in stream:
+                num_bytes += len(part)
+                if num_bytes > _MAX_DISCARDED_BYTES:
+                    return False
+    except TimeoutError:
+        return False
+    return True
+
+
+def _too_long(max_bytes: int, closes: bool) -> RequestError:
+    message = f"the body is longer than the limit of {max_bytes} bytes"
+    headers = {"connection": "close"} if closes else {}
+    return RequestError(413, message, code="body_too_long", headers=headers)
+
+
+def body_too_slow() -> RequestError:
+    """The connection is closed, because the rest of the body may never come."""
+    message = "the body was not complete within the server's time limit for a body"
+    return RequestError(408, message, code="timeout", headers={"connection": "close"})
+
+
+def parsed_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that `body` holds.
+
+    Raises:
+        RequestError: `body` is no UTF-8, no JSON or no object, is nested too deeply, or holds NaN, an
+            infinite number or half a surrogate pair.
+    """
+    try:
+        parsed = json.loads(
+            body.decode("utf-8"), parse_constant=_constant, parse_float=_finite, parse_int=_integer
+        )
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"the body is no UTF-8: the fault is at byte {error.start}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        message = f"the body is no JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        raise RequestError(400, message) from None
+    except ValueError as error:
+        reason = "an integer has too many digits" if "digits" in str(error) else str(error)
+        raise RequestError(400, f"the body is no JSON: {reason}") from None
+    if not isinstance(parsed, dict):
+        raise RequestError(400, f"the body is {short(parsed)}; accepted: a JSON object")
+    _check_depth(parsed)
+    if _SURROGATE_ESCAPE.search(body):
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise RequestError(400, "the body holds half a surrogate pair, which is no character") from None
+    return parsed
+
+
+def _check_depth(parsed: dict[str, Any]) -> None:
+    level: list[Any] = [parsed]
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for container in level:
+            values = container.values() if type(container) is dict else container
+            if not {list, dict}.isdisjoint(map(type, values)):
+                inner += (value for value in values if type(value) in (list, dict))
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _too_deep() -> RequestError:
+    return RequestError(400, f"the body is nested deeper than {_MAX_DEPTH} objects and lists")
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number
+
+
+def _integer(text: str) -> int:
+    """`int` as a call of Python: other threads can run between the integers of a long body."""
+    return int(text)
+
+
+def short(value: Any) -> str:
+    """A JSON value as a few characters of JSON, for messages."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)
