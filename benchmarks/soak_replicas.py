@@ -28,8 +28,7 @@ from mambaslots.fleet.engine_request import AnswerPart, EngineRequest, ReplicaLo
 from mambaslots.fleet.replica_answers import answer_parts
 from mambaslots.fleet.replica_report import ReplicaReport, replica_report
 from mambaslots.net import StatePublisher
-from mambaslots.net.routing.router import ReplicaLoad, RouteRequest
-from mambaslots.net.routing.state_router import StateRouter
+from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from mambaslots.serve.served_engine import LocalEngine
 from soak_checks import LOGGED, check_end, compare, counts_of, quiet, watched_round
 from soak_clients import World, clients

@@ -16,7 +16,6 @@ from typing import Any
 from mambaslots.cli.options import Parser, count, listed, new_file, not_negative
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
-from mambaslots.net.routing.routers import ROUTERS
 from mambaslots.replay.cells import TraceSource, replay_cells
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay
 from mambaslots.replay.ours import config_of, spec_of
@@ -24,6 +23,7 @@ from mambaslots.replay.report import budget_head, plain_setting
 from mambaslots.replay.setting import Progress, ReplaySetting, StepCost, model_shape, silent
 from mambaslots.replay.trace import Trace
 from routed_replay import EVENT_DELAY_MS, ONE_CACHE, ReplicaResult, RoutedReplay, RoutedResult, Routing
+from routers import ROUTERS
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from statistics import fmean
 
 from mambaslots.config import InferenceConfig
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
-from mambaslots.net.routing.event_bytes import encode_events
-from mambaslots.net.routing.router import ReplicaLoad, Router, RouteRequest
-from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_events import StateEvents, encode_events
 from mambaslots.net.routing.state_publisher import StatePublisher
+from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay, chains_of
 from mambaslots.replay.setting import Progress, ReplayResult, StepCost
 from mambaslots.replay.trace import Trace
 from mambaslots.state_spec import HybridStateSpec
+from routers import Router
 
 ONE_CACHE = "one cache"
 """Stands where a router's name would: one engine that is as large as all replicas together."""
@@ -376,7 +376,7 @@ class RoutedReplay:
         self._arrivals = Arrivals(trace, one_after_another=config.max_requests == 1)
         self._number_of = {replica.name: index for index, replica in enumerate(self.replicas)}
         self._publishers: dict[str, StatePublisher] = {}
-        if router.reads_events:
+        if getattr(router, "reads_events", True):
             self._publishers = {
                 replica.name: StatePublisher(replica.engine.context, replica.name)
                 for replica in self.replicas

@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from ..net.routing.event_bytes import decode_events
-from ..net.routing.router import Router
+from ..net.routing.state_events import decode_events
+from ..net.routing.state_router import StateRouter
 from .state_channel import News, StateChannel
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ class ChannelReader:
         open_actor: makes or finds the channel's actor.
     """
 
-    def __init__(self, name: str, router: Router, open_actor: Callable[[str], Any] = open_channel) -> None:
+    def __init__(
+        self, name: str, router: StateRouter, open_actor: Callable[[str], Any] = open_channel
+    ) -> None:
         self._name = name
         self._router = router
         self._open_actor = open_actor

@@ -85,5 +85,5 @@ def _router_config(settings: FleetSettings) -> RequestRouterConfig:
         return RequestRouterConfig(request_router_class=_RAY_PREFIX_ROUTER)
     return RequestRouterConfig(
         request_router_class=FleetRequestRouter,
-        request_router_kwargs={"router": settings.router, "channel": settings.channel},
+        request_router_kwargs={"channel": settings.channel},
     )

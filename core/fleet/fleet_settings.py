@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from ..net.routing.routers import ROUTERS
 from ..validation import INT32_MAX, LONGEST_TIMEOUT_S, boolean, instance, integer, real, set_field, shown
 
 RAY_PREFIX = "ray-prefix"
 """The name of Ray's own `PrefixCacheAffinityRouter`, for comparisons."""
-ROUTER_NAMES = (*ROUTERS, RAY_PREFIX)
+ROUTER_NAMES = ("state", RAY_PREFIX)
 
 
 @dataclass(frozen=True, kw_only=True)

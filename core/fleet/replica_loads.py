@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..net.routing.router import ReplicaLoad
+from ..net.routing.state_router import ReplicaLoad
 
 _LONGEST_SENDING_S = 30.0
 

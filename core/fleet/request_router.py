@@ -1,4 +1,4 @@
-"""Ray Serve's request router that asks one of ours which replica holds a request's state."""
+"""Ray Serve's request router that asks a `StateRouter` which replica holds a request's state."""
 
 import asyncio
 import logging
@@ -13,8 +13,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from ..net.routing.router import Router, RouteRequest
-from ..net.routing.routers import ROUTERS
+from ..net.routing.state_router import RouteRequest, StateRouter
 from .channel_reader import ChannelReader
 from .engine_request import EngineRequest
 from .replica_loads import ReplicaLoads
@@ -26,7 +25,7 @@ BLOCK_SIZE = "block_size_tokens"
 
 
 class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as one of `mambaslots.net.routing.ROUTERS` does.
+    """Ranks replicas as a `StateRouter` does.
 
     Ray gives it the replicas that live, their queue lengths and each request; an `EngineRequest` brings the
     hashes of its blocks. Ray tries the replicas in the order that this class returns: a replica whose queue
@@ -36,15 +35,14 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
     go to another.
     """
 
-    def initialize_state(self, *, router: str, channel: str, seed: int = 0) -> None:
+    def initialize_state(self, *, channel: str, seed: int = 0) -> None:
         """Ray calls this with `request_router_kwargs`.
 
         Args:
-            router: a name in `ROUTERS`.
-            channel: the name of the actor of a `StateChannel`, which a router that reads events opens.
+            channel: the name of the actor of a `StateChannel`.
             seed: of the router's random choices.
         """
-        self._router: Router = ROUTERS[router](seed)
+        self._router = StateRouter(seed)
         self._loads = ReplicaLoads()
         self._channel = channel
         self._reading: asyncio.Task[None] | None = None
@@ -94,7 +92,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray names the replicas that may be asked."""
-        if self._reading is None and self._router.reads_events:
+        if self._reading is None:
             self._reading = self._event_loop.create_task(ChannelReader(self._channel, self._router).run())
         gone = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)

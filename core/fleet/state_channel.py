@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..net.routing.event_bytes import decode_events, encode_events
-from ..net.routing.state_events import StateEvents
+from ..net.routing.state_events import StateEvents, decode_events, encode_events
 from ..validation import shown
 
 _LOG_LENGTH = 4096

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from ..inference.engines.async_engine import AsyncEngine
-from ..net.routing.event_bytes import encode_events
-from ..net.routing.state_events import StateEvents
+from ..net.routing.state_events import StateEvents, encode_events
 from .channel_reader import find_channel
 from .state_channel import HandOver, Orders
 

@@ -8,12 +8,10 @@ from .lockstep.leading_engine import LeadingEngine
 from .prefill_decode.disaggregated_engine import DisaggregatedEngine, PrefillCounts
 from .prefill_decode.prefill_client import RemotePrefill
 from .prefill_decode.prefill_worker import PrefillWorker
-from .routing.event_bytes import decode_events, encode_events
-from .routing.router import ReplicaLoad, Router, RouteRequest
-from .routing.routers import ROUTERS
-from .routing.state_events import StateEvents
+from .routing.state_events import StateEvents, decode_events, encode_events
 from .routing.state_index import StateIndex
 from .routing.state_publisher import StatePublisher
+from .routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from .transfer.channel import TransferChannel
 from .transfer.codec import decode_prefixes, encode_prefixes
 from .transfer.exchange import SendReport
@@ -28,7 +26,7 @@ from .transfer.shard import PrefixShard
 __all__ = [
     "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",
     # routing to replicas
-    "ROUTERS", "Router", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
+    "StateRouter", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
     "encode_events", "decode_events",
     # an engine of all ranks for one caller
     "LeadingEngine", "follow",

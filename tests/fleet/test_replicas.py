@@ -100,7 +100,7 @@ def test_a_replica_killed_in_mid_stream_costs_a_retry_and_no_token(
 def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -> None:
     import ray
     from mambaslots.fleet.channel_reader import find_channel
-    from mambaslots.net.routing.event_bytes import decode_events
+    from mambaslots.net.routing.state_events import decode_events
     from ray.exceptions import RayError
 
     def held() -> dict[str, int]:

@@ -440,7 +440,7 @@ def test_who_leads_and_who_follows_is_checked(world: World) -> None:
     if world.rank == 0:
         with pytest.raises(ValueError, match="engine is of rank 0 of"):
             msd.follow(engine)
-    with pytest.raises(ValueError, match=r"accepted: .* a mambaslots\.distributed\.LeadingEngine"):
+    with pytest.raises(ValueError, match=r"accepted: .* a mambaslots\.net\.LeadingEngine"):
         ms.AsyncEngine(engine)
     engine.add_request(PROMPTS[0])
     if world.rank:

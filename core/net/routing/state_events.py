@@ -1,19 +1,30 @@
-"""What a replica tells routers about the states that it holds."""
+"""Changes of a replica's resumable states, as messages and as bytes; docs/routing.md describes the format."""
 
-from dataclasses import dataclass
+import msgspec
+
+from ...validation import INT64_MAX, instance, shown
+
+_LARGEST = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class StateEvents:
-    """What became of a replica's resumable states since its last events.
+class StateEvents(
+    msgspec.Struct, frozen=True, array_like=True, tag="mambaslots.states.2", forbid_unknown_fields=True
+):
+    """The changes of a replica's resumable states since its previous message.
+
+    Example: StateEvents("r0", epoch=7, sequence=3, inserted=(5, 9), removed=(4,)): r0 can now resume after
+    the blocks with hashes 5 and 9, and no longer after 4.
 
     Attributes:
         replica: its name.
-        epoch: a larger one whenever its cache begins anew. What was told in a smaller one is over.
-        sequence: 0, 1, 2, ... within an epoch. Who misses a number asks for a snapshot.
-        inserted: hashes of blocks behind which a state can be resumed now.
-        removed: hashes of blocks behind which none can be resumed any more.
+        epoch: grows whenever the cache is cleared; messages of smaller epochs are obsolete.
+        sequence: 0, 1, 2, ... within an epoch. A reader that misses a number asks for a snapshot.
+        inserted: hashes of blocks after which a state can be resumed now.
+        removed: hashes of blocks after which none can be resumed any more.
         is_snapshot: whether `inserted` is all that the replica holds.
+
+    Raises:
+        ValueError: a field is out of its range, or the fields contradict each other.
     """
 
     replica: str
@@ -22,3 +33,41 @@ class StateEvents:
     inserted: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
     is_snapshot: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.replica or not self.replica.isprintable():
+            raise ValueError(f"replica is {shown(self.replica)}; accepted: a printable name")
+        for name in ("epoch", "sequence"):
+            if not 0 <= getattr(self, name) <= _LARGEST:
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; accepted: from 0 to 2**64 - 1")
+        if self.is_snapshot and self.removed:
+            raise ValueError(f"removed has {len(self.removed)} hashes; accepted: none in a snapshot")
+        keys = self.inserted + self.removed
+        for key in (min(keys), max(keys)) if keys else ():
+            if not 0 < key <= INT64_MAX:
+                raise ValueError(f"a hash is {shown(key)}; accepted: from 1 to 2**63 - 1")
+        if len(set(keys)) < len(keys):
+            raise ValueError("a hash is named twice; accepted: distinct hashes")
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(StateEvents)
+
+
+def encode_events(events: StateEvents) -> bytes:
+    """The bytes of one message, at most 9 a hash."""
+    return _ENCODER.encode(instance("events", events, StateEvents))
+
+
+def decode_events(data: bytes) -> StateEvents:
+    """The message that these bytes are; takes memory in proportion to `data`.
+
+    Raises:
+        ValueError: `data` is no message of this format, or is cut off or continued.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ValueError(f"data is {shown(data)}; accepted: bytes of a message")
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"data is no message of state events: {error}") from error

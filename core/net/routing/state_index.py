@@ -1,4 +1,4 @@
-"""What a router knows of the replicas' states."""
+"""The resumable states of all replicas, as their messages describe them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,38 +7,34 @@ from ...validation import INT64_MAX, integer
 from .state_events import StateEvents
 
 MAX_REPLICAS = 1024
-"""A hash may take a bit for each replica, so that names without end would take memory without end."""
+"""A hash may have a bit for each replica, so names are limited to limit memory."""
 
 
 @dataclass(slots=True)
 class _Replica:
-    """What one replica has told."""
-
     bit: int
     epoch: int = -1
     sequence: int = -1
     keys: set[int] = field(default_factory=set)
 
 
-_UNKNOWN = _Replica(0)  # has told nothing, and is never changed
+_UNKNOWN = _Replica(0)
 
 
 class StateIndex:
-    """Which replica can resume behind which blocks, as the replicas have told.
+    """Which replica can resume after which blocks.
 
-    What the index holds of a replica is what the replica held at one moment: after the last message without
-    a gap before it. A lookup costs O(blocks of the prompt), whatever the number of replicas: each hash has
-    one integer, with a bit for each replica that holds it.
-
-    What a replica beyond `MAX_REPLICAS` tells is ignored, until another one is forgotten.
+    The entries of a replica are those that it had after its last message without a gap before it. A lookup
+    costs O(blocks of the prompt), whatever the number of replicas: each hash has one integer, with a bit for
+    each replica that holds it. Messages of more than `MAX_REPLICAS` replicas are ignored.
 
     Attributes:
-        max_keys: so many hashes are held at most. Further ones are ignored, which costs misses.
+        max_keys: the maximum number of hashes. Further ones are ignored, which costs misses.
         num_ignored: how many hashes were ignored.
     """
 
     def __init__(self, max_keys: int = 4_000_000) -> None:
-        """`max_keys`: see the class. Each takes 130 to 250 bytes, and 80 for each further replica."""
+        """`max_keys`: each takes 130 to 250 bytes, and 80 for each further replica."""
         self.max_keys = integer("max_keys", max_keys, 1, INT64_MAX)
         self.num_ignored = 0
         self._replicas: dict[str, _Replica] = {}
@@ -47,25 +43,23 @@ class StateIndex:
         self._all_bits = 0
 
     def __len__(self) -> int:
-        """How many hashes are held."""
         return len(self._holders)
 
     @property
     def replicas(self) -> list[str]:
-        """The replicas that have told something."""
+        """The replicas that sent messages."""
         return list(self._replicas)
 
     def keys_of(self, replica: str) -> frozenset[int]:
         """The hashes that a replica holds; none for an unknown one."""
-        known = self._replicas.get(replica)
-        return frozenset(known.keys if known else ())
+        return frozenset(self._replicas.get(replica, _UNKNOWN).keys)
 
     def apply(self, events: StateEvents) -> bool:
-        """Take up a message. Old ones and repeated ones change nothing.
+        """Apply a message. Old and repeated ones change nothing.
 
         Returns:
-            False where messages before this one are missing. Then nothing is changed, and the caller should
-                ask the replica for a snapshot.
+            False where earlier messages are missing. Then nothing is changed, and the caller should ask the
+                replica for a snapshot. Example: sequence 5 after sequence 3 returns False.
         """
         known = self._replicas.get(events.replica, _UNKNOWN)
         same_epoch = events.epoch == known.epoch
@@ -87,7 +81,7 @@ class StateIndex:
         return True
 
     def forget(self, replica: str) -> None:
-        """Forget what a replica has told; nothing happens for an unknown one."""
+        """Remove all entries of a replica; nothing happens for an unknown one."""
         known = self._replicas.pop(replica, None)
         if known is not None:
             self._remove(known, list(known.keys))
@@ -95,13 +89,11 @@ class StateIndex:
             self._all_bits &= ~known.bit
 
     def deepest(self, keys: Sequence[int]) -> dict[str, int]:
-        """Behind how many blocks of a prompt each replica can resume, the deepest first; O(blocks).
+        """Replica -> the number of blocks after which it can resume, the deepest first; O(blocks).
 
         Args:
-            keys: the hashes of the blocks that count.
-
-        Returns:
-            The replicas that hold a state of the prompt.
+            keys: the hashes of the prompt's blocks. Example: with states of "a" after block 2 and of "b"
+                after blocks 1 and 3, four blocks give {"b": 3, "a": 2}.
         """
         found: dict[str, int] = {}
         missing, holders = self._all_bits, self._holders
@@ -117,7 +109,7 @@ class StateIndex:
         return found
 
     def _new_replica(self, name: str) -> _Replica:
-        bit = ~self._all_bits & (self._all_bits + 1)  # the lowest bit that nobody has
+        bit = ~self._all_bits & (self._all_bits + 1)  # the lowest free bit
         self._name_of_bit[bit] = name
         self._all_bits |= bit
         self._replicas[name] = known = _Replica(bit)
@@ -129,16 +121,16 @@ class StateIndex:
             if key not in holders and len(holders) >= self.max_keys:
                 self.num_ignored += 1
                 continue
-            replica.keys.add(key)  # first: what an interrupt leaves, the next snapshot puts in order
+            replica.keys.add(key)  # first: after an interrupt, the next snapshot removes it
             holders[key] = holders.get(key, 0) | bit
 
     def _remove(self, replica: _Replica, keys: Sequence[int] | set[int]) -> None:
         holders, bit = self._holders, replica.bit
         for key in keys:
             if key in replica.keys:
-                left = holders.get(key, 0) & ~bit
-                if left:
-                    holders[key] = left
+                rest = holders.get(key, 0) & ~bit
+                if rest:
+                    holders[key] = rest
                 else:
                     holders.pop(key, None)
                 replica.keys.discard(key)

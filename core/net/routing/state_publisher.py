@@ -1,4 +1,4 @@
-"""What a replica tells routers of its states."""
+"""The messages of a replica about its resumable states."""
 
 import time
 from typing import Any
@@ -8,15 +8,15 @@ from ...validation import shown
 from .state_events import StateEvents
 
 TAKES_BETWEEN_RESYNCS = 4096
-"""Nothing is known to need it. At a take every 30 ms it is one comparison in two minutes."""
+"""A safety net: at a take every 30 ms, one comparison with the whole cache in two minutes."""
 
 
 class StatePublisher:
-    """Tells which resumable states a replica's cache has gained and lost.
+    """Makes the `StateEvents` of one replica.
 
-    A step pays for the states that come and leave in it, and a cache without a publisher pays nothing. The
-    calls are made by the thread that calls the engine, between its calls. Whatever interrupts a call, the
-    next `take` tells all that is to be told: with a snapshot, where it has to.
+    The cost of a step grows by the states that the step inserts and evicts; a cache without a publisher pays
+    nothing. The thread that calls the engine makes the calls, between its calls. After an interrupted call
+    the next `take` returns everything that is due, as a snapshot where needed.
 
     Attributes:
         replica: the replica's name.
@@ -27,7 +27,7 @@ class StatePublisher:
         Args:
             source: a `DynamicInferenceEngine`, or a context. Where the model is split, that of rank 0: all
                 ranks hold the same states.
-            replica: names the replica to routers.
+            replica: the name of the replica.
 
         Raises:
             ValueError: `source` has no prefix cache, or is not of rank 0; `replica` is no name.
@@ -39,23 +39,23 @@ class StatePublisher:
         rank = context.spec.groups.rank if hasattr(context, "spec") else 0
         if rank:
             raise ValueError(f"source is of rank {rank}; accepted: rank 0, which speaks for the others")
-        if not isinstance(replica, str) or not replica:
+        self.replica = StateEvents(replica, 0, 0).replica if isinstance(replica, str) else ""
+        if not self.replica:
             raise ValueError(f"replica is {shown(replica)}; accepted: a str that is not empty")
-        self.replica = replica
         self._journal = StateJournal(cache)
-        self._num_clears = -1  # of the epoch that was told last
+        self._num_clears = -1  # of the last published epoch
         self._epoch = 0
         self._sequence = -1
-        self._told: dict[int, None] = {}
+        self._published: dict[int, None] = {}
         self._needs_snapshot = True
         self._num_takes = 0
 
     def close(self) -> None:
-        """Stop watching the cache; nothing may be taken afterwards."""
+        """Stop watching the cache; no call may follow."""
         self._journal.close()
 
     def take(self) -> StateEvents | None:
-        """What has changed since the last call; None where nothing has. The first call gives a snapshot."""
+        """The changes since the last call; None without changes. The first call returns a snapshot."""
         self._num_takes += 1
         if not self._num_takes % TAKES_BETWEEN_RESYNCS:
             self.resync()
@@ -65,57 +65,49 @@ class StatePublisher:
         if not everything and not journal.keys:
             return None
         self._needs_snapshot = True  # until this message is complete
-        noted = list(journal.keys)
+        dirty = list(journal.keys)
         journal.clear()
         if begins_anew:
-            # Also larger than those of a process before this one that had the replica's name.
+            # Also larger than the epochs of an earlier process with this replica's name.
             self._epoch, self._sequence = max(self._epoch + 1, time.time_ns()), -1
             self._num_clears = journal.num_clears
         inserted: tuple[int, ...]
         removed: tuple[int, ...] = ()
         if everything:
-            self._told = dict.fromkeys(journal.resumable())
-            inserted = tuple(self._told)
+            self._published = dict.fromkeys(journal.resumable())
+            inserted = tuple(self._published)
         else:
-            inserted, removed = self._changes(noted)
+            is_resumable, published = journal.is_resumable, self._published
+            inserted = tuple(key for key in dirty if key not in published and is_resumable(key))
+            removed = tuple(key for key in dirty if key in published and not is_resumable(key))
             for key in removed:
-                del self._told[key]
-            self._told.update(dict.fromkeys(inserted))
+                del published[key]
+            published.update(dict.fromkeys(inserted))
+        events = None
         if everything or inserted or removed:
             self._sequence += 1
             events = StateEvents(self.replica, self._epoch, self._sequence, inserted, removed, everything)
-        else:
-            events = None
         self._needs_snapshot = False
         return events
 
     def snapshot(self) -> StateEvents:
-        """All that has been told, for a router that missed messages. What comes next has the next number.
+        """Everything published so far, for a router that missed messages.
 
-        Where the next message is to be a snapshot in any case, this is the one, and routers that do not get
-        it miss a number.
+        Where the next message would be a snapshot, this is that message, and uses its number.
         """
         if self._needs_snapshot or self._journal.num_clears != self._num_clears or self._journal.is_full:
             events = self.take()
             assert events is not None
             return events
-        return StateEvents(self.replica, self._epoch, self._sequence, tuple(self._told), (), True)
+        return StateEvents(self.replica, self._epoch, self._sequence, tuple(self._published), (), True)
 
     def resync(self) -> None:
-        """Compare what was told with all states of the cache; the next message tells what differs; O(states).
+        """Compare the published states with the cache; where they differ, the next message is a snapshot.
 
-        `take` does so from time to time.
+        O(states). `take` calls this once in `TAKES_BETWEEN_RESYNCS` calls.
         """
-        noted, journal = dict.fromkeys(self._journal.keys), self._journal
-        known = journal.resumable()
-        if any(key not in self._told and key not in noted for key in known) or any(
-            key not in noted and not journal.is_resumable(key) for key in self._told
+        journal, dirty = self._journal, dict.fromkeys(self._journal.keys)
+        if any(key not in self._published and key not in dirty for key in journal.resumable()) or any(
+            key not in dirty and not journal.is_resumable(key) for key in self._published
         ):
             self._needs_snapshot = True
-
-    def _changes(self, noted: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which of these hashes have a state that was not told, and which had one that is gone."""
-        is_resumable, told = self._journal.is_resumable, self._told
-        inserted = tuple(key for key in noted if key not in told and is_resumable(key))
-        removed = tuple(key for key in noted if key in told and not is_resumable(key))
-        return inserted, removed

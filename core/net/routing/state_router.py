@@ -1,62 +1,113 @@
-"""A router by the deepest state that a replica can resume from, weighed against how busy it is."""
+"""A router by the deepest state that a replica can resume from, weighed against the load of the replica."""
 
 import random
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ...validation import integer
-from .prospects import Prospects
-from .recent_work import RecentWork
-from .router import ReplicaLoad, RouteRequest, check_loads
 from .state_events import StateEvents
 from .state_index import StateIndex
 
 TOLERATED_EXCESS = 0.1
-"""A replica may have had a tenth more work than the mean before it is spared. Without tolerance small
-excesses move conversations, and the replicas compute 9 % more tokens of the chat trace. With 0.2 some replica
-has 1.14 times the mean there, with 0.1 it is 1.05."""
+"""A replica may have received a tenth more work than the mean before it is spared. With 0, small excesses
+move conversations, and the replicas compute 9 % more tokens of the chat trace; with 0.2 the busiest replica
+has 1.14 times the mean, with 0.1 it has 1.05."""
 LONGEST_ANSWER = 512
-"""Answers count for no more tokens. Callers often know a limit only, which few answers reach."""
+"""The most tokens that an answer counts for: callers often know a limit only, which few answers reach."""
+WAITING_REQUESTS = 64
+"""A state is expected until its replica received so many further requests."""
+MAX_EXPECTED_KEYS = 1 << 16
+"""The prompts of 160 requests of 100,000 tokens, in blocks of 256."""
+REMEMBERED_REQUESTS = 64
+"""Requests of each replica that count as recent. Fewer would not see that a replica is slow before its queue
+does; more would make a replica compensate for old differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request as a router sees it.
+
+    Attributes:
+        keys: the hash of each whole block of the prompt, in order; each stands for the prefix up to its
+            block's end, and for the salt.
+        num_tokens: tokens of the prompt.
+        block_size_tokens: tokens of a block.
+        num_answer_tokens: the most tokens of the answer; an estimate where the caller knows none.
+    """
+
+    keys: Sequence[int]
+    num_tokens: int
+    block_size_tokens: int
+    num_answer_tokens: int = 0
+
+    @property
+    def num_resumable_blocks(self) -> int:
+        """The blocks that can be resumed: at least one token is computed. 512 tokens, blocks of 256: 1."""
+        return min(len(self.keys), max(self.num_tokens - 1, 0) // self.block_size_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """The load of a replica.
+
+    Attributes:
+        replica: its name.
+        num_requests: requests that wait or run there.
+        num_tokens: tokens that these will still compute; 0 where they are not counted.
+    """
+
+    replica: str
+    num_requests: int
+    num_tokens: int = 0
 
 
 class StateRouter:
-    """The replica that costs the fewest tokens, counting those that make others wait.
+    """Chooses the replica where a request costs the fewest tokens.
 
     A request costs at a replica the sum of
 
-    - the prompt tokens that the replica computes: those behind its deepest state of the prompt;
-    - the tokens of the replica's queue: its requests, each as much as requests were in the mean, because
-      `ReplicaLoad.num_tokens` has prompts whole that are resumed for the most part;
-    - the tokens that the replica was sent of late beyond 1 + `TOLERATED_EXCESS` times the mean of all. After
-      few requests these count for less: one conversation on idle replicas stays with its state.
+    - the prompt tokens after the replica's deepest state of the prompt;
+    - the replica's queue: its requests times the mean tokens of a request;
+    - the recent tokens of the replica beyond 1 + `TOLERATED_EXCESS` times the mean of all replicas. After few
+      requests these count for less.
 
-    So a conversation stays where its state is until the others have that much less to do as its history is
-    long, and a head that many prompts share spreads to as many replicas as its requests keep busy.
+    So a conversation stays where its state is until other replicas have less to do by the length of its
+    history, and a popular system prompt spreads to as many replicas as its requests keep busy. A state is
+    expected where its prompt was sent, until the replica's messages confirm it: a burst with one new prefix
+    is computed by one replica. One thread uses a router; a wrong choice costs time only.
 
-    Until the states of a prompt are told, they are expected where the prompt was sent, so that a burst with
-    one new prefix is computed by one replica.
+    Example: prompt 10,000 tokens; "a" has a state after 8,192 and two requests waiting, of 500 tokens in the
+    mean; "b" is idle without a state: "a" costs 1,808 + 1,000, "b" costs 10,000: "a" first.
 
     Attributes:
-        index: what the replicas told.
+        index: the states of all replicas.
     """
-
-    reads_events = True
 
     def __init__(self, seed: int = 0, *, index: StateIndex | None = None) -> None:
         """
         Args:
             seed: of the order of equals.
-            index: what is known; None for a new one.
+            index: None for a new one.
         """
         self.index = StateIndex() if index is None else index
         self._draws = random.Random(integer("seed", seed))
-        self._prospects = Prospects()
+        self._expected = ExpectedStates()
         self._recent = RecentWork()
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[str]:
-        """See `Router.choose`. O(blocks of the prompt + replicas)."""
-        check_loads(loads)
+        """The replicas in the order in which the request should try them; O(blocks of the prompt + replicas).
+
+        The request counts as sent to the first.
+
+        Raises:
+            ValueError: `loads` is empty, or has a replica twice.
+        """
+        names = [load.replica for load in loads]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"loads names {names}; accepted: one replica or more, each once")
         depths = self._depths(request)
-        recent = self._recent.of(load.replica for load in loads)
+        recent = self._recent.of(names)
         mean_request, size = self._recent.mean_request, request.block_size_tokens
         tolerated = (1 + TOLERATED_EXCESS) * sum(recent.values()) / len(recent)
 
@@ -72,27 +123,27 @@ class StateRouter:
         return order
 
     def note_routed(self, request: RouteRequest, replica: str) -> None:
-        """See `Router.note_routed`."""
+        """Note that a request went to another replica than the first that `choose` returned."""
         self._note(request, replica, self._depths(request).get(replica, 0))
 
     def apply(self, events: StateEvents) -> bool:
-        """See `Router.apply`."""
+        """Apply a message of a replica; False where the router needs a snapshot of the replica."""
         is_complete = self.index.apply(events)
         if is_complete:
-            self._prospects.settle(events.inserted, events.replica)
-            self._prospects.settle(events.removed, events.replica)
+            self._expected.settle(events.inserted, events.replica)
+            self._expected.settle(events.removed, events.replica)
         return is_complete
 
     def forget(self, replica: str) -> None:
-        """See `Router.forget`."""
-        for part in (self.index, self._prospects, self._recent):
+        """Remove a replica that is gone, with all its states."""
+        for part in (self.index, self._expected, self._recent):
             part.forget(replica)
 
     def _depths(self, request: RouteRequest) -> dict[str, int]:
-        """Replica -> the blocks behind which it can resume the prompt, or is expected to soon."""
+        """Replica -> the blocks after which it can resume the prompt, or is expected to soon."""
         keys = request.keys[: request.num_resumable_blocks]
         depths = self.index.deepest(keys)
-        replica, depth = self._prospects.deepest(keys)
+        replica, depth = self._expected.deepest(keys)
         if depth > depths.get(replica, 0):
             depths[replica] = depth
         return depths
@@ -100,4 +151,93 @@ class StateRouter:
     def _note(self, request: RouteRequest, replica: str, depth: int) -> None:
         computed = request.num_tokens - depth * request.block_size_tokens
         self._recent.add(replica, computed + min(request.num_answer_tokens, LONGEST_ANSWER))
-        self._prospects.add(request.keys, replica)
+        self._expected.add(request.keys, replica)
+
+
+class ExpectedStates:
+    """Prefixes that were sent to a replica whose state has not been published yet."""
+
+    def __init__(self) -> None:
+        # hash -> replica and the request's number there; least recently sent first
+        self._sent: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        self._num_sent: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def add(self, keys: Sequence[int], replica: str) -> None:
+        """Note that a prompt with these blocks was sent to a replica."""
+        self._num_sent[replica] += 1
+        entry, sent = (replica, self._num_sent[replica]), self._sent
+        for key in keys:
+            sent[key] = entry
+            sent.move_to_end(key)
+        while sent and (len(sent) > MAX_EXPECTED_KEYS or self._is_expired(next(iter(sent)))):
+            sent.popitem(last=False)
+
+    def settle(self, keys: Sequence[int], replica: str) -> None:
+        """Drop the entries of a replica that has published these states or their eviction."""
+        for key in keys:
+            if key in self._sent and self._sent[key][0] == replica:
+                del self._sent[key]
+
+    def forget(self, replica: str) -> None:
+        """Drop the entries of a replica that is gone; O(entries)."""
+        self._num_sent.pop(replica, None)
+        for key in [key for key, (name, _) in self._sent.items() if name == replica]:
+            del self._sent[key]
+
+    def deepest(self, keys: Sequence[int]) -> tuple[str, int]:
+        """The replica that was sent the longest part of a prompt, and its blocks; ("", 0) for none."""
+        for depth in range(len(keys), 0, -1):
+            if keys[depth - 1] in self._sent and not self._is_expired(keys[depth - 1]):
+                return self._sent[keys[depth - 1]][0], depth
+        return "", 0
+
+    def _is_expired(self, key: int) -> bool:
+        replica, number = self._sent[key]
+        return self._num_sent[replica] - number >= WAITING_REQUESTS
+
+
+class RecentWork:
+    """Tokens that were sent to replicas; each request counts for less with every later one.
+
+    In the mean a replica has the tokens of its last `REMEMBERED_REQUESTS` requests.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+        self._total = 0.0
+        self._num_requests = 0.0
+
+    @property
+    def mean_request(self) -> float:
+        """Mean tokens of a request; 0 before the first."""
+        return self._total / self._num_requests if self._num_requests else 0.0
+
+    @property
+    def filled(self) -> float:
+        """From 0 before the first request to 1 once each replica had 16 in the mean."""
+        return min(1.0, self._num_requests / (16 * len(self._tokens))) if self._tokens else 0.0
+
+    def of(self, replicas: Iterable[str]) -> dict[str, float]:
+        """The tokens of these replicas; a new one begins with the mean of the others."""
+        names = list(replicas)
+        known = [self._tokens[name] for name in names if name in self._tokens]
+        mean = sum(known) / len(known) if known else 0.0
+        for name in names:
+            self._tokens.setdefault(name, mean)
+        return {name: self._tokens[name] for name in names}
+
+    def add(self, replica: str, num_tokens: int) -> None:
+        """Note a request of `num_tokens` that was sent to a replica; O(replicas)."""
+        self.of([replica])
+        kept = 1 - 1 / (REMEMBERED_REQUESTS * len(self._tokens))
+        for name in self._tokens:
+            self._tokens[name] *= kept
+        self._total, self._num_requests = self._total * kept + num_tokens, self._num_requests * kept + 1
+        self._tokens[replica] += num_tokens
+
+    def forget(self, replica: str) -> None:
+        """Drop a replica; nothing happens for an unknown one."""
+        self._tokens.pop(replica, None)

@@ -9,7 +9,6 @@ import mambaslots as ms
 import pytest
 from mambaslots.fleet.engine_request import EngineRequest
 from mambaslots.fleet.replica_loads import ReplicaLoads
-from mambaslots.net.routing.routers import ROUTERS
 from mambaslots.net.routing.state_events import StateEvents
 
 BLOCK = 16
@@ -34,7 +33,7 @@ class FakeReplica:
 class Rig:
     """A request router over fake replicas, in an event loop."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, router: str = "state", num_replicas: int = 3) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 3) -> None:
         from mambaslots.fleet import request_router
         from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
@@ -52,7 +51,7 @@ class Rig:
             handle_source=DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
         )
-        self.router.initialize_state(router=router, channel="states")
+        self.router.initialize_state(channel="states")
         self.replicas = [FakeReplica(ReplicaID(name, deployment)) for name in "abc"[:num_replicas]]
         self.router.update_replicas(self.replicas)
         self._num_requests = 0
@@ -129,10 +128,9 @@ def test_each_request_gets_the_replica_that_was_chosen_for_it(monkeypatch: pytes
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-def test_a_burst_is_spread_though_ray_knows_of_none_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_is_spread_though_ray_knows_of_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig = Rig(monkeypatch, name)
+        rig = Rig(monkeypatch)
         firsts = [(await rig.order(rig.request(tuple(range(n, n + 6)))))[0] for n in range(1, 600, 10)]
         counts = sorted(firsts.count(one) for one in "abc")
         assert counts[0] >= 10, counts
@@ -175,12 +173,11 @@ def test_loads_count_what_is_chosen_until_it_ends_or_was_never_sent() -> None:
     assert not loads.note_routed("unknown", "a")
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-def test_a_request_that_waits_for_room_is_counted_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_for_room_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray asks again, several times a second, as long as all replicas are full."""
 
     async def scenario() -> None:
-        rig, other = Rig(monkeypatch, name), Rig(monkeypatch, name)
+        rig, other = Rig(monkeypatch), Rig(monkeypatch)
         waiting = [rig.request((1, 2, 3)), rig.request((1, 2, 3, 4))]
         others = [other.request((1, 2, 3)), other.request((1, 2, 3, 4))]
         orders = [await rig.order(pending) for pending in waiting]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from mambaslots.fleet.state_channel import Orders, StateChannel
-from mambaslots.net.routing.event_bytes import decode_events
-from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_events import StateEvents, decode_events
 
 
 class Publisher:

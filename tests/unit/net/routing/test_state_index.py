@@ -2,13 +2,13 @@
 
 import random
 import tracemalloc
-from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mambaslots.net import StateEvents, StateIndex
 from mambaslots.net.routing import state_index
+from msgspec.structs import replace
 
 NAMES = ("a", "b", "c")
 KEYS = st.lists(st.integers(1, 12), unique=True, max_size=6)

@@ -286,8 +286,8 @@ def test_a_difference_that_nobody_noted_is_told_after_some_takes() -> None:
     first = publisher.take()
     assert first is not None
     assert index.apply(first)
-    publisher._told.pop(next(iter(keys)))
-    publisher._told[12345] = None
+    publisher._published.pop(next(iter(keys)))
+    publisher._published[12345] = None
     messages = [publisher.take() for _ in range(state_publisher.TAKES_BETWEEN_RESYNCS)]
     (events,) = [events for events in messages if events is not None]
     assert events.is_snapshot

@@ -1,12 +1,12 @@
 """What routers resume of a trace with four replicas, beside one cache that has all their memory."""
 
 import pytest
-from mambaslots.net import ROUTERS
 from mambaslots.replay.generate import generate
 from mambaslots.replay.ours import config_of, spec_of
 from mambaslots.replay.setting import ReplaySetting, StepCost, model_shape
 from mambaslots.replay.trace import Trace
 from routed_replay import RoutedReplay, RoutedResult
+from routers import ROUTERS
 
 NUM_REPLICAS = 4
 STATE_GB, KV_GB, NUM_ROWS = 2.0, 5.0, 8
