@@ -11,9 +11,8 @@ from mambaslots.config import DURABLE_DTYPES
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.kernels.state_codec import decode_states, encode_states
 from mambaslots.inference.kernels.state_tensors import CodedTensor
-from mambaslots.state_encoding import encodings_of
-from mambaslots.state_kinds import gated_delta_net_states, mamba2_states
-from mambaslots.state_tensor import StateTensor
+from mambaslots.state_spec import gated_delta_net_states, mamba2_states
+from mambaslots.state_tensor import StateTensor, encodings_of
 
 LIMITS = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes a second of the memory of these GPUs, by their makers' data sheets (SXM)."""

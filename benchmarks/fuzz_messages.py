@@ -32,7 +32,7 @@ from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
 from mambaslots.net.prefill_decode.prompt_room import PromptRoom
 from mambaslots.net.transfer.exchange import SendReport
 from mambaslots.net.transfer.placement import ImportReport
-from mambaslots.sampling_params import SamplingParams
+from mambaslots.request import SamplingParams
 from mambaslots.serve.served_engine import LocalEngine
 
 _WAIT_S = 5.0

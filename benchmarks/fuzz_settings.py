@@ -14,9 +14,8 @@ import torch
 from fuzz_damage import any_value
 from fuzz_target import REFUSED, Target, end_of
 from mambaslots.fleet.fleet_settings import FleetSettings
-from mambaslots.model_shard import ModelShard, Part
 from mambaslots.models import HybridConfig, HybridLM
-from mambaslots.parallel_groups import ParallelGroups
+from mambaslots.parallel_groups import ModelShard, ParallelGroups, Part
 from mambaslots.serve import ServerSettings
 from mambaslots.state_tensor import StateSegment, StateSplit, StateTensor
 

@@ -48,7 +48,7 @@ def model_of(kind: str, version: int) -> ms.models.HybridLM:
 def loaded_of(model: ms.models.HybridLM) -> ms.LoadedModel:
     """The model with a tokenizer of bytes and a chat template. Its answers end at no token of their own."""
     text = TextCodec(ByteTokenizer(SPECIALS), ChatTemplate(TEMPLATE))
-    return ms.LoadedModel(model, text, GenerationDefaults(), Path("soak"))
+    return ms.LoadedModel(text, GenerationDefaults(), Path("soak"), model)
 
 
 def text_of(tokens: Iterable[int]) -> str:

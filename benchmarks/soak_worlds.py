@@ -10,8 +10,8 @@ from typing import Any
 import mambaslots as ms
 import soak_rounds  # noqa: F401  (whose path has the oracles)
 import torch
+from mambaslots.inference.contexts.pool_sizes import GIGABYTE, PoolSizes
 from mambaslots.models import HybridConfig, HybridLM
-from mambaslots.pool_sizes import GIGABYTE, PoolSizes
 from oracle.faulty_copies import CopyFailedError, FaultyCopies, make_faulty
 from oracle.model_kinds import KINDS, WITH_ATTENTION, kind_of_model
 from oracle.random_engine import random_plan

@@ -42,10 +42,8 @@ if TYPE_CHECKING:
     from .inference.kernels.reference.attention import AttentionRows
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups
-    from .request import FinishReason, RequestResult, ScoreResult
-    from .sampling_params import SamplingParams
-    from .state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
-    from .state_spec import HybridStateSpec
+    from .request import FinishReason, RequestResult, SamplingParams, ScoreResult
+    from .state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states, short_conv_states
     from .state_tensor import StateTensor
     from .text import TextCodec
 
@@ -97,10 +95,8 @@ _NAMES_OF_MODULES = {
     "mambaslots.inference.kernels.kernel_set": "kernel_set",
     "mambaslots.loaded_model": "LoadedModel load",
     "mambaslots.parallel_groups": "ParallelGroups",
-    "mambaslots.request": "FinishReason RequestResult ScoreResult",
-    "mambaslots.sampling_params": "SamplingParams",
-    "mambaslots.state_kinds": "gated_delta_net_states mamba2_states short_conv_states",
-    "mambaslots.state_spec": "HybridStateSpec",
+    "mambaslots.request": "FinishReason RequestResult SamplingParams ScoreResult",
+    "mambaslots.state_spec": "HybridStateSpec gated_delta_net_states mamba2_states short_conv_states",
     "mambaslots.state_tensor": "StateTensor",
     "mambaslots.text": "TextCodec",
 }

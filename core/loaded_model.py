@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .checkpoint_files import CONFIG, CheckpointError, existing_folder, read_object
+from .files import CONFIG, CheckpointError, existing_folder, read_object
 from .inference.engines.model import Model
 from .models import HybridLM
 from .models.hybrid_checkpoint import MODEL_TYPE, read_config
 from .parallel_groups import ParallelGroups
-from .sampling_params import SamplingParams
+from .request import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, MarkedPrompt, TextCodec
 
 _TEMPLATE = "chat_template.jinja"
@@ -23,7 +23,9 @@ class LoadedText:
     """What a checkpoint says without its weights: enough for a server whose engines run elsewhere.
 
     Attributes:
-        text, generation, folder: as in `LoadedModel`.
+        text: tokenizer and chat template; None where the checkpoint has no tokenizer.
+        generation: how answers are chosen, and where they end, unless a request says otherwise.
+        folder: where the files are.
     """
 
     text: TextCodec | None
@@ -32,7 +34,13 @@ class LoadedText:
 
     def __repr__(self) -> str:
         """One line: from where, and whether there is text."""
-        return f"<LoadedText: {self.folder}, {_described(self.text)}>"
+        return f"<LoadedText: {self.folder}, {self._described}>"
+
+    @property
+    def _described(self) -> str:
+        if self.text is None:
+            return "no tokenizer"
+        return f"tokenizer, {'no chat template' if self.text.chat_template is None else 'chat template'}"
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
@@ -40,41 +48,28 @@ class LoadedText:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """What a checkpoint holds.
+class LoadedModel(LoadedText):
+    """What a checkpoint holds: `LoadedText`, and `model` for a `DynamicInferenceEngine`.
 
-    Attributes:
-        model: for `DynamicInferenceEngine`.
-        text: tokenizer and chat template; None where the checkpoint has no tokenizer.
-        generation: how answers are chosen, and where they end, unless a request says otherwise.
-        folder: where the files are.
+    `encode`, `decode`, `encode_chat`, `encode_chat_marked` and `detokenizer` are those of `TextCodec`; they
+    raise a ValueError where the checkpoint has no tokenizer.
     """
 
     model: Model
-    text: TextCodec | None
-    generation: GenerationDefaults
-    folder: Path
 
     def __repr__(self) -> str:
         """One line: what was loaded, from where, and whether it has text."""
-        return f"<LoadedModel: {type(self.model).__name__} from {self.folder}, {_described(self.text)}>"
-
-    def sampling_params(self, **overrides: Any) -> SamplingParams:
-        """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
-        return self.generation.sampling_params(**overrides)
+        return f"<LoadedModel: {type(self.model).__name__} from {self.folder}, {self._described}>"
 
     def encode(self, text: str) -> list[int]:
-        """As `TextCodec.encode`. Raises a ValueError where the checkpoint has no tokenizer."""
         return self._codec().encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """As `TextCodec.decode`. Raises a ValueError where the checkpoint has no tokenizer."""
         return self._codec().decode(token_ids)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """As `TextCodec.encode_chat`. Raises a ValueError where the checkpoint has no tokenizer."""
         return self._codec().encode_chat(messages, add_generation_prompt, **variables)
 
     def encode_chat_marked(
@@ -85,13 +80,11 @@ class LoadedModel:
         marked_messages: Collection[int] = (),
         **variables: Any,
     ) -> MarkedPrompt:
-        """As `TextCodec.encode_chat_marked`. Raises a ValueError where the checkpoint has no tokenizer."""
         return self._codec().encode_chat_marked(
             messages, add_generation_prompt, marked_messages=marked_messages, **variables
         )
 
     def detokenizer(self) -> Detokenizer:
-        """As `TextCodec.detokenizer`. Raises a ValueError where the checkpoint has no tokenizer."""
         return self._codec().detokenizer()
 
     def _codec(self) -> TextCodec:
@@ -132,14 +125,11 @@ def load(
         from . import hf
 
         model = hf.load(folder, device, dtype, groups=groups)
-    return LoadedModel(model, loaded.text, loaded.generation, folder)
+    return LoadedModel(loaded.text, loaded.generation, folder, model)
 
 
 def load_text(folder_or_name: str | Path) -> LoadedText:
-    """Load what `load` loads beside the weights: tokenizer, chat template and defaults.
-
-    Raises what `load` raises; weights are not looked at.
-    """
+    """Load tokenizer, chat template and defaults, not the weights. Raises what `load` raises."""
     folder = _folder_of(folder_or_name)
     config = read_object(folder / CONFIG)
     generation = GenerationDefaults.read(folder, config)
@@ -158,12 +148,6 @@ def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
     from . import hf
 
     return hf.stored_dtype(folder)
-
-
-def _described(text: TextCodec | None) -> str:
-    if text is None:
-        return "no tokenizer"
-    return f"tokenizer, {'no chat template' if text.chat_template is None else 'chat template'}"
 
 
 def _folder_of(folder_or_name: str | Path) -> Path:

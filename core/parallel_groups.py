@@ -1,5 +1,6 @@
-"""The process groups that a model is split over, and the collectives of its ranks."""
+"""How a model is split over ranks: the part that one rank holds, process groups, and their collectives."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,66 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .cuda_device import on_device_of
-from .validation import boolean, shown
+from .validation import boolean, instance, integer, shown
+
+_CURRENT = -1  # `torch.cuda.device` then makes no CUDA call
+
+
+@dataclass(frozen=True)
+class Part:
+    """[start, stop) of `total` heads, groups or layers."""
+
+    start: int
+    stop: int
+    total: int
+
+    def __post_init__(self) -> None:
+        integer("total", self.total, 0)
+        integer("stop", self.stop, 0, self.total)
+        integer("start", self.start, 0, self.stop)
+
+    @classmethod
+    def of_rank(cls, total: int, rank: int, size: int) -> "Part":
+        """The part of rank `rank` where `size` ranks split `total` units equally.
+
+        `total` must be a multiple of `size`, or `size` a multiple of `total`. In the second case several
+        ranks hold the same unit.
+        """
+        start = total * rank // size
+        return cls(start, start + max(1, total // size), total)
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def indices(self) -> range:
+        return range(self.start, self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShard:
+    """The attention layers and KV heads whose KV one rank of a split model holds.
+
+    Where there are more ranks than KV heads, several ranks hold the same KV head.
+    """
+
+    attention_layers: Part
+    kv_heads: Part
+
+    def __post_init__(self) -> None:
+        instance("attention_layers", self.attention_layers, Part)
+        instance("kv_heads", self.kv_heads, Part)
+
+
+def on_device_of(device: torch.device | None) -> AbstractContextManager[object]:
+    """A context in which `device` is the current CUDA device; no effect for None or another kind of device.
+
+    Triton launches on the current device, whichever device its tensors are on, and nccl sends Python objects
+    from it.
+    """
+    is_cuda = device is not None and device.type == "cuda"
+    return torch.cuda.device(device.index if is_cuda and device is not None else _CURRENT)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from ..pool_sizes import GIGABYTE
+from ..inference.contexts.pool_sizes import GIGABYTE
 from .options import add_device, add_json
 from .self_test import Check, self_test, small_engine, small_model, tried_dtype
 from .setup import chosen_device

@@ -9,7 +9,7 @@ import torch
 from ..config import InferenceConfig
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..models import HybridConfig, HybridLM
-from ..sampling_params import SamplingParams
+from ..request import SamplingParams
 
 BLOCK = 128
 ANSWER = 24

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 
 from ..config import InferenceConfig
+from ..inference.contexts.pool_sizes import GIGABYTE, PoolSizes
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model import Model
 from ..loaded_model import LoadedModel, load, stored_dtype
 from ..parallel_groups import ParallelGroups
-from ..pool_sizes import GIGABYTE, PoolSizes
 from ..state_spec import HybridStateSpec
 
 SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.request import GeneratedToken
-from ..request import FinishReason, PromptFigures
-from ..sampling_params import SamplingParams
+from ..request import FinishReason, PromptFigures, SamplingParams
 
 
 class ReplicaLostError(RuntimeError):

@@ -14,8 +14,7 @@ from typing import Any
 from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
-from ..request import EarlyEnd
-from ..sampling_params import SamplingParams
+from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .engine_request import AnswerEnd, AnswerPart, EngineRequest, ReplicaLostError

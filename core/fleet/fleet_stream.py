@@ -8,8 +8,7 @@ from types import TracebackType
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
-from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult
-from ..sampling_params import SamplingParams
+from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
 from .engine_request import AnswerEnd, AnswerPart, EngineRequest
 
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 if not find_spec("transformers"):
     raise ImportError("mambaslots.hf needs transformers: pip install 'mambaslots[hf]'")
 
-from ..checkpoint_files import CheckpointError
+from ..files import CheckpointError
 from .hub import checkpoint_folder
 from .load import load, stored_dtype
 from .served_model import ServedModel

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..model_shard import ModelShard, Part
-from ..parallel_groups import ParallelGroups
-from ..state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
-from ..state_spec import HybridStateSpec
+from ..parallel_groups import ModelShard, ParallelGroups, Part
+from ..state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states, short_conv_states
 from ..state_tensor import StateTensor
 from .attention import ATTENTION_NAME, register_attention
 from .current_step import CurrentStep

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoint_files import CheckpointError, read_object
+from ..files import CheckpointError, read_object
 from .split.weight_part import WeightPart
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..model_shard import Part
+from ..parallel_groups import Part
 
 EXPERTS_NAME = "mambaslots"
 """The `experts_implementation` of served models."""

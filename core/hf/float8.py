@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint_files import CONFIG, CheckpointError, read_optional_object, section
+from ..files import CONFIG, CheckpointError, read_optional_object, section
 from .checkpoint import Checkpoint
 from .split.weight_part import WeightPart
 

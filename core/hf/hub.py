@@ -4,7 +4,7 @@ import errno
 import re
 from pathlib import Path
 
-from ..checkpoint_files import CheckpointError, existing_folder
+from ..files import CheckpointError, existing_folder
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from .. import tensor_validation
-from ..checkpoint_files import CONFIG, CheckpointError, read_object, section
+from .. import validation
+from ..files import CONFIG, CheckpointError, read_object, section
 from ..parallel_groups import ParallelGroups
 from ..validation import instance
 from . import architectures
@@ -50,10 +50,10 @@ def load(
         ValueError: the architecture is not served, a size cannot be split over `groups`, or an argument is
             none that is accepted.
     """
-    target = tensor_validation.device("device", device)
+    target = validation.device("device", device)
     groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
     if dtype is not None:
-        tensor_validation.float_dtype("dtype", dtype)
+        validation.float_dtype("dtype", dtype)
     folder = checkpoint_folder(path_or_name)
     stored_config = read_object(folder / CONFIG)
     blocks = block_size(folder, stored_config)
@@ -102,4 +102,4 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def _named_dtype(config: PretrainedConfig) -> torch.dtype:
     """The dtype that a config names, its text part first; float32 where it names none."""
     named = config.get_text_config().dtype or config.dtype or torch.float32
-    return tensor_validation.float_dtype("the config's dtype", named)
+    return validation.float_dtype("the config's dtype", named)

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..checkpoint_files import CheckpointError
+from ..files import CheckpointError
 from ..text import Cut, TextCodec
 
 _FILES = (

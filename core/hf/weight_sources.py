@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ..checkpoint_files import CheckpointError
+from ..files import CheckpointError
 from .checkpoint import Tensors
 from .split.weight_part import WeightPart
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..checkpoint_files import CONFIG, CheckpointError, check_regular, read_object
+from ..files import CONFIG, CheckpointError, check_regular, read_object
 from ..validation import shown
 from .hybrid_config import HybridConfig
 

@@ -6,12 +6,10 @@ from typing import Any
 import torch
 
 from ..inference.kernels.reference.chunks import compute_dtype
-from ..model_shard import ModelShard, Part
-from ..parallel_groups import ParallelGroups
-from ..state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
+from ..parallel_groups import ModelShard, ParallelGroups, Part
+from ..state_spec import gated_delta_net_states, mamba2_states, short_conv_states
 from ..state_tensor import StateTensor
-from ..tensor_validation import float_dtype
-from ..validation import INT32_MAX, integer, real, shown
+from ..validation import INT32_MAX, float_dtype, integer, real, shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,13 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint_files import CheckpointError, existing_folder
+from ..files import CheckpointError, existing_folder
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
-from ..tensor_validation import device as checked_device
-from ..tensor_validation import float_dtype
-from ..validation import instance, integer
+from ..validation import device as checked_device
+from ..validation import float_dtype, instance, integer
 from .hybrid_checkpoint import SavedWeights, read_config, write
 from .hybrid_config import HybridConfig
 from .mixers import MIXERS

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model_shard import Part
-from ..parallel_groups import ParallelGroups
+from ..parallel_groups import ParallelGroups, Part
 from .hybrid_config import HybridConfig
 
 

@@ -9,7 +9,7 @@ from ..cache_stats import EngineStats
 from ..config import InferenceConfig
 from ..inference.contexts.cache.pool_stats import EVICTIONS
 from ..inference.contexts.cache.reasons import ComputeReason
-from ..pool_sizes import GIGABYTE
+from ..inference.contexts.pool_sizes import GIGABYTE
 from .figures import differences
 
 logger = logging.getLogger("mambaslots.monitor")

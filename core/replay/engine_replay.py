@@ -13,7 +13,7 @@ from ..inference.contexts.cache.pool_stats import NANOSECONDS
 from ..inference.contexts.request import DynamicInferenceRequest
 from ..inference.contexts.request_step import RequestStep
 from ..inference.engines.scheduler import Scheduler
-from ..sampling_params import SamplingParams
+from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
 from .setting import Progress, ReplayResult, StepCost, silent
 from .trace import Tokens, Trace

@@ -11,7 +11,7 @@ import torch
 from ..config import InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import parse_plan
 from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
-from ..pool_sizes import GIGABYTE
+from ..inference.contexts.pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec
 from ..state_tensor import StateTensor
 from ..validation import one_of

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..state_kinds import gated_delta_net_states, mamba2_states
-from ..state_spec import HybridStateSpec
+from ..state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states
 from ..state_tensor import StateTensor
 from .trace import Trace
 

@@ -10,8 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..request import RequestResult
-from ..sampling_params import SamplingParams
+from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
 from .answers import AnswerText, Form, Piece, Usage, WholeAnswer
 from .http_json import (

@@ -11,8 +11,7 @@ from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..monitor import Monitor
-from ..request import PromptFigures, RequestResult
-from ..sampling_params import SamplingParams
+from ..request import PromptFigures, RequestResult, SamplingParams
 from .metrics import metrics_text
 
 

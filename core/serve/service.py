@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from ..errors import NoReplicaError
 from ..loaded_model import LoadedModel, LoadedText
-from ..sampling_params import SamplingParams
+from ..request import SamplingParams
 from ..text import TextCodec
 from ..text.codec import PromptTooLongError
 from ..validation import INT64_MAX

@@ -6,8 +6,7 @@ from ..config import InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..request import RequestResult
-from ..sampling_params import SamplingParams
+from ..request import RequestResult, SamplingParams
 from .model_audit import ModelAudit
 
 Script = Sequence[int]

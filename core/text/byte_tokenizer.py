@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import CheckpointError, read_object
+from ..files import CheckpointError, read_object
 from ..validation import integers, shown
 from .token_cuts import Cut
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import CONFIG, CheckpointError, read_optional_object, section
-from ..sampling_params import SamplingParams
+from ..files import CONFIG, CheckpointError, read_optional_object, section
+from ..request import SamplingParams
 
 logger = logging.getLogger(__name__)
 

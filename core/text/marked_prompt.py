@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..brief_repr import brief_repr
+from ..validation import brief_repr
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..inference.contexts.chunk_grid import MAX_POSITION, Int64Array, absolute_chunks, row_lengths
-from ..tensor_validation import device as checked_device
 from ..validation import described, holds_data, integer, shown
+from ..validation import device as checked_device
 
 _SIGNED_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -50,7 +50,7 @@ def tiny_loaded(
     config = ms.models.HybridConfig.tiny(vocab_size=259, pattern="M*M", dtype=torch.float64)
     chat = ChatTemplate(template) if template is not None else None
     text = TextCodec(ByteTokenizer(SPECIALS), chat) if has_text else None
-    return ms.LoadedModel(ms.models.HybridLM(config), text, defaults or GenerationDefaults(), Path("tiny"))
+    return ms.LoadedModel(text, defaults or GenerationDefaults(), Path("tiny"), ms.models.HybridLM(config))
 
 
 def small_config(**overrides: Any) -> ms.InferenceConfig:

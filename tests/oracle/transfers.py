@@ -8,12 +8,12 @@ import mambaslots as ms
 import numpy as np
 import torch
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, SaltKey
-from mambaslots.model_shard import ModelShard, Part
 from mambaslots.net.transfer.forest import PrefixForest
 from mambaslots.net.transfer.format import PrefixFormat
 from mambaslots.net.transfer.parts import Shard, shard_of
 from mambaslots.net.transfer.shard import PrefixShard, shapes_of
-from mambaslots.state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
+from mambaslots.parallel_groups import ModelShard, Part
+from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.serving import small_model
 
 VERSION = "weights 1"

@@ -376,7 +376,7 @@ def test_a_real_model_answers_the_same_and_resumes() -> None:
 
 
 def test_a_loaded_model_has_marks() -> None:
-    loaded = ms.LoadedModel(None, CHATML, GenerationDefaults(), Path("folder"))  # type: ignore[arg-type]
+    loaded = ms.LoadedModel(CHATML, GenerationDefaults(), Path("folder"), None)  # type: ignore[arg-type]
     assert loaded.encode_chat_marked(CHAT, False, marked_messages=[0], tools=TOOLS) == (
         CHATML.encode_chat_marked(CHAT, False, marked_messages=[0], tools=TOOLS)
     )

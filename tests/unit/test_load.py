@@ -7,7 +7,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.checkpoint_files import CheckpointError
+from mambaslots.files import CheckpointError
 from oracle.fresh_process import run_code
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"

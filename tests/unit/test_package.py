@@ -18,11 +18,9 @@ CORE = ROOT / "core"
 ROOMS = (
     "__init__", "__main__", "replay.__main__", "cli", "fleet", "serve", "monitor", "testing", "mcore", "vllm",
     "replay", "net", "loaded_model", "hf", "models",
-    "inference.engines", "inference.contexts", "inference.kernels", "request", "pool_sizes", "config",
-    "state_spec", "state_encoding", "state_kinds", "state_tensor", "input_tensor", "text", "sampling_params",
-    "cache_stats",
-    "inference.contexts.cache", "model_shard", "parallel_groups", "cuda_device", "tensor_validation",
-    "checkpoint_files", "regular_file", "errors", "brief_repr", "validation", "version",
+    "inference.engines", "inference.contexts", "inference.kernels", "config", "state_spec", "state_tensor",
+    "text", "request", "cache_stats", "inference.contexts.cache", "parallel_groups", "files", "errors",
+    "validation", "version",
 )  # fmt: skip
 
 PUBLIC_PACKAGES = {

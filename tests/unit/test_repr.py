@@ -104,5 +104,5 @@ def test_a_loaded_model() -> None:
         (ms.TextCodec(ByteTokenizer({})), "tokenizer, no chat template"),
         (ms.TextCodec(ByteTokenizer({}), ChatTemplate("")), "tokenizer, chat template"),
     ):
-        loaded = ms.LoadedModel(model, text, GenerationDefaults(), Path("a/folder"))
+        loaded = ms.LoadedModel(text, GenerationDefaults(), Path("a/folder"), model)
         assert repr(loaded) == f"<LoadedModel: HybridLM from a/folder, {said}>"

@@ -6,9 +6,8 @@ from dataclasses import replace
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.state_encoding import durable_tensors, encodings_of
-from mambaslots.state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
-from mambaslots.state_tensor import SlotLayout, StateTensor
+from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
+from mambaslots.state_tensor import SlotLayout, StateTensor, durable_tensors, encodings_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEMOTRON_8B = mamba2_states(24, 128, 64, 8, 128, 4, BF16, FP32, 256)

@@ -10,7 +10,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.checkpoint_files import CheckpointError
+from mambaslots.files import CheckpointError
 from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, TextCodec
 
 SPECIALS = {"<|user|>": 256, "<|end|>": 257, "<|end|>!": 258}

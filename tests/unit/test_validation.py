@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from mambaslots import tensor_validation, validation
+from mambaslots import validation
 
 
 def refusal(message):
@@ -152,9 +152,9 @@ def test_a_tensor_of_anything_else_is_refused(values):
 
 
 def test_a_float_dtype_is_a_torch_dtype_of_floats():
-    assert tensor_validation.float_dtype("d", torch.bfloat16) is torch.bfloat16
+    assert validation.float_dtype("d", torch.bfloat16) is torch.bfloat16
     for value in (torch.int32, torch.complex64, torch.float8_e5m2, "float32", float):
         with pytest.raises(
             ValueError, match=r"^d is .*; accepted: torch\.float16, bfloat16, float32 or float64$"
         ):
-            tensor_validation.float_dtype("d", value)
+            validation.float_dtype("d", value)

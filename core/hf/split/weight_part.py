@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...model_shard import Part
-from ...parallel_groups import ParallelGroups
+from ...parallel_groups import ParallelGroups, Part
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...state_encoding import TensorEncoding
 from ...state_spec import HybridStateSpec
-from ...tensor_validation import addressable
+from ...state_tensor import TensorEncoding
+from ...validation import addressable
 from .cache.memory_division import MemoryDivision, UnitSizes
 from .input_pool import InputPool
 from .scrubber import Scrubber

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
-from ...pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots, num_padded_drafts
-from ...state_encoding import encodings_of
 from ...state_spec import HybridStateSpec
+from ...state_tensor import encodings_of
 from ...validation import instance, integer, integers, shown
 from .admission import Admission
 from .cache.kv_block_allocator import KVBlockAllocator

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...state_encoding import TensorEncoding
+from ...state_tensor import TensorEncoding
 from ..kernels.state_codec import decode_states, encode_states
 from ..kernels.state_tensors import CodedTensor
 from .cache.left_entries import LeftEntries

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cuda_device import on_device_of
+from ...parallel_groups import on_device_of
 from ..kernels.row_checksum import RowChecksum
 from .state_files import StateFiles
 

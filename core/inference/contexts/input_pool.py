@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...state_tensor import StateTensor
-from ...tensor_validation import addressable
+from ...validation import addressable
 
 
 class InputPool:

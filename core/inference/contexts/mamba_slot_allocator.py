@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...tensor_validation import addressable, float_dtype, numbers
 from ...validation import (
     INT32_MAX,
+    addressable,
     all_ints,
     checked_integers,
     described,
+    float_dtype,
     holds_data,
     integer,
     integers,

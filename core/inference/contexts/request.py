@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...request import FinishReason, PromptFigures, RequestResult, TopLogProbs
-from ...sampling_params import SamplingParams
+from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
 from .cache.checkpoint_plan import CheckpointPlan
 from .cache.hashing import PrefixHashChain
 from .cache.prefix_match import PrefixMatch

@@ -19,7 +19,7 @@ from typing import TextIO
 
 from torch import Tensor
 
-from ...regular_file import open_regular
+from ...files import open_regular
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ...state_tensor import SlotLayout, StateTensor
-from ...tensor_validation import addressable
-from ...tensor_validation import device as checked_device
-from ...validation import INT32_MAX, instance, integer
+from ...validation import INT32_MAX, addressable, instance, integer
+from ...validation import device as checked_device
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
 

@@ -1,11 +1,11 @@
 """The tier that a configuration asks for: its sizes, its memory and its directory."""
 
 from ...config import InferenceConfig
-from ...pool_sizes import GIGABYTE
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from .cache.host_tier import HostTier
 from .host_copies import HostCopies
+from .pool_sizes import GIGABYTE
 from .state_files import StateFiles
 from .state_pool import StatePool
 

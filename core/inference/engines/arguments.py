@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...sampling_params import SamplingParams
+from ...request import SamplingParams
 from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import salt_bytes

@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ...errors import QueueFullError
-from ...request import EarlyEnd, RequestResult
-from ...sampling_params import SamplingParams
+from ...request import EarlyEnd, RequestResult, SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from .arguments import Prompt, Salt

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...cuda_device import on_device_of
+from ...parallel_groups import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.row_ladder import FEW_ROWS, power_of_two, rung, rungs
 from ..contexts.step_inputs import StepShape

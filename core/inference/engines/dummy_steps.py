@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...sampling_params import SamplingParams
+from ...request import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext

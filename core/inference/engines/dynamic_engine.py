@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
-from ...cuda_device import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
-from ...request import EarlyEnd, FinishReason, RequestResult, ScoreResult
-from ...sampling_params import SamplingParams
+from ...parallel_groups import on_device_of
+from ...request import EarlyEnd, FinishReason, RequestResult, SamplingParams, ScoreResult
 from ...state_spec import HybridStateSpec
 from ...validation import INT64_MAX, boolean, instance, integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan

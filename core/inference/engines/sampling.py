@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import TopLogProbs
-from ...sampling_params import SamplingParams
+from ...request import SamplingParams, TopLogProbs
 from ...validation import described, holds_data, integers, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from ..contexts.request_step import RequestStep

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from ...brief_repr import brief_repr
 from ...request import RequestResult
+from ...validation import brief_repr
 from ..contexts.request import GeneratedToken
 
 NewTokens = dict[int, tuple[GeneratedToken, ...]]

@@ -2,8 +2,7 @@
 
 import torch
 
-from ...tensor_validation import float_dtype
-from ...validation import shown
+from ...validation import float_dtype, shown
 from .reference import KernelSet
 
 _REFERENCE = KernelSet()

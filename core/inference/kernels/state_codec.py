@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...cuda_device import on_device_of
+from ...parallel_groups import on_device_of
 from .state_tensors import (
     INVERSE_OF_LARGEST,
     SMALLEST,

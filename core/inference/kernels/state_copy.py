@@ -7,7 +7,7 @@ fancy indexing does the work. The functions whose names end in `_reference` run 
 import torch
 from torch import Tensor
 
-from ...cuda_device import on_device_of
+from ...parallel_groups import on_device_of
 from .state_tensors import Indices, StateTensors, check_indices, device_indices
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...inference.contexts.step_inputs import StepInputs
 from ...inference.kernels.kernel_set import KernelSet
-from ...model_shard import Part
+from ...parallel_groups import Part
 from ..hybrid_config import HybridConfig
 from ..layer_steps import convolve, scan_ssd
 from ..model_weights import ModelWeights, channels

@@ -12,8 +12,7 @@ from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.call_maker import CallsHere
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...request import FinishReason
-from ...sampling_params import SamplingParams
+from ...request import FinishReason, SamplingParams
 
 
 class FollowedCalls:

@@ -21,7 +21,7 @@ from ...inference.engines.arguments import (
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.async_stream import AsyncStream
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...sampling_params import SamplingParams
+from ...request import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .engine_channel import check_engine
 from .prefill_client import PrefillClient, RemotePrefill

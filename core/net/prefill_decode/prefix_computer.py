@@ -14,8 +14,7 @@ from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.step_report import NewTokens
 from ...inference.engines.token_stream import TokenStream
-from ...request import RequestResult
-from ...sampling_params import SamplingParams
+from ...request import RequestResult, SamplingParams
 
 
 class PrefixLostError(RuntimeError):

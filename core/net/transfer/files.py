@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...files import read_regular
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...regular_file import read_regular
 from ...validation import shown
 from ..all_ranks import Attempt, Notes
 from .cache_access import CacheAccess

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...model_shard import Part
+from ...parallel_groups import Part
 from ...state_spec import HybridStateSpec
 from ...state_tensor import StateSegment, StateTensor
 from ...validation import shown

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model_shard import Part
+from ...parallel_groups import Part
 from .forest import PrefixForest
 from .format import PrefixFormat, TransferError
 from .parts import KV, Shard, TensorPart

@@ -6,7 +6,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from mambaslots.model_shard import ModelShard, Part
+from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_tensor import StateSplit
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, Bad, refuse, refuse_all

@@ -11,8 +11,8 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.cache import borrowing
 from mambaslots.inference.contexts.cache.memory_division import MemoryDivision, UnitSizes
+from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.net import export_prefixes, import_prefixes
-from mambaslots.pool_sizes import PoolSizes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
 from oracle.scrubbed import NewOwners, assert_scrubbed
 from oracle.serving import random_tokens, run_checked, serve_checked, small_engine, small_model

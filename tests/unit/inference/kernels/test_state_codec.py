@@ -17,8 +17,8 @@ from mambaslots.inference.kernels.state_codec import (
     quantise,
 )
 from mambaslots.inference.kernels.state_tensors import SMALLEST, CodedTensor
-from mambaslots.state_encoding import encodings_of
-from mambaslots.state_kinds import gated_delta_net_states, mamba2_states, short_conv_states
+from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
+from mambaslots.state_tensor import encodings_of
 from oracle.ssd import DEVICES, kernel_device
 from oracle.synchronisation import no_synchronisation
 from torch import Tensor

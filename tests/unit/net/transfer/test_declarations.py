@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.model_shard import ModelShard, Part
 from mambaslots.net import (
     TransferError,
     decode_prefixes,
@@ -19,6 +18,7 @@ from mambaslots.net import (
 from mambaslots.net.transfer.cache_access import CacheAccess
 from mambaslots.net.transfer.format import PrefixFormat, TensorFormat
 from mambaslots.net.transfer.parts import TensorPart, shard_of
+from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_tensor import StateSegment, StateSplit, StateTensor
 from oracle.budget import costly
 from oracle.serving import random_tokens

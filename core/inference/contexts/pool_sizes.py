@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .config import InferenceConfig
-from .inference.contexts.cache.memory_division import MemoryDivision, RankBudget, UnitSizes
-from .inference.contexts.row_ladder import power_of_two
-from .state_spec import HybridStateSpec
-from .validation import INT32_MAX
+from ...config import InferenceConfig
+from ...state_spec import HybridStateSpec
+from ...validation import INT32_MAX
+from .cache.memory_division import MemoryDivision, RankBudget, UnitSizes
+from .row_ladder import power_of_two
 
 GIGABYTE = 1 << 30
 _UNLIMITED = INT32_MAX + 2

@@ -1,8 +1,10 @@
-"""A checkpoint's folder and its JSON files."""
+"""Files that are read with care: regular files only, and a checkpoint's folder and JSON."""
 
 import json
+import os
 import stat
 from collections.abc import Mapping
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,23 @@ class CheckpointError(ValueError):
     """A folder holds no checkpoint that can be loaded. The message names the file or the tensor."""
 
 
-def existing_folder(name: str, value: object) -> Path | None:
-    """`value`, the argument `name`, as a folder; None where there is no such folder.
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading, unbuffered; a FIFO or device raises OSError instead of blocking."""
+    opened = FileIO(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+        opened.close()
+        raise OSError(f"{path.name} is no regular file")
+    return opened
 
-    Raises:
-        CheckpointError: `value` can be neither a folder nor a name on the hub.
-    """
+
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file; OSError as `open_regular`."""
+    with BufferedReader(open_regular(path)) as opened:
+        return opened.read()
+
+
+def existing_folder(name: str, value: object) -> Path | None:
+    """`value`, the argument `name`, as a folder; None without such a folder, CheckpointError for no path."""
     reason = ""
     if isinstance(value, (str, Path)) and str(value):
         try:
@@ -32,7 +45,7 @@ def existing_folder(name: str, value: object) -> Path | None:
 
 
 def check_regular(path: Path) -> None:
-    """Raise a CheckpointError unless `path` is a file: a pipe or a device, or a link to one, never ends."""
+    """Raise a CheckpointError unless `path` is a file, or a link to one."""
     try:
         found = path.stat()
     except FileNotFoundError as error:
@@ -44,11 +57,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`.
-
-    Raises:
-        CheckpointError: the file is missing, cannot be read, or holds something else.
-    """
+    """The JSON object in a file; CheckpointError for a missing file or other content."""
     check_regular(path)
     try:
         value = json.loads(path.read_bytes())
@@ -67,11 +76,7 @@ def read_optional_object(path: Path) -> dict[str, Any]:
 
 
 def section(path: Path, content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object `name` in `content`, an object of the file `path`; empty where it is missing or null.
-
-    Raises:
-        CheckpointError: `name` is something else.
-    """
+    """The object `name` in the content of `path`; empty if missing or null, else a CheckpointError."""
     value = content.get(name)
     if value is None:
         return {}
