@@ -26,6 +26,7 @@ from .device_memory import DeviceMemory
 from .encoded_states import EncodedStates
 from .input_pool import InputPool
 from .mamba_metadata import MambaMetadata
+from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots, num_padded_drafts
 from .replayed_states import ReplayedStates
 from .request import DynamicInferenceRequest
 from .request_rows import RequestRows

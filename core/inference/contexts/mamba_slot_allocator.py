@@ -17,6 +17,7 @@ from ...validation import (
     integer,
     integers,
     ints_within,
+    numbers,
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
