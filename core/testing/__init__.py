@@ -1,7 +1,5 @@
-"""For authors of models: `check_model` tells what a model does wrong, and what to do about it."""
+"""For authors of models: `check_model` says what a model does wrong, and what to do about it."""
 
-from .model_check import check_model
-from .report import Finding, ModelError, ModelReport, ScenarioReport
-from .rules import Rule
+from .check_model import ModelError, check_model
 
-__all__ = ["check_model", "Finding", "ModelError", "ModelReport", "Rule", "ScenarioReport"]
+__all__ = ["ModelError", "check_model"]

@@ -1,33 +1,20 @@
 """Which memory one step names: what its model may read, and what it must write."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from ..inference.contexts.step_inputs import StepInputs
-
-
-class WriteKind(StrEnum):
-    """The field of `StepInputs` that names a destination of a state."""
-
-    DECODE = "decode_destinations"
-    PREFILL = "prefill_destinations"
-    INNER = "chunks.destinations and checkpoints.destinations"
+from ..inference.contexts.step_inputs import StepInputs, StepShape
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """The real tokens of one row.
+    """The real tokens of one row: `tokens`, drafts included, follow `start` tokens of the sequence.
 
     Attributes:
-        decode: whether it is a decode row.
-        first: the index of its first token in the step's packed tokens.
-        start: tokens of the sequence before this step.
-        tokens: the ids of its tokens, drafts included.
-        source: the pool index of the state before them; -1 for none.
-        blocks: its KV blocks in order, as many as its tokens fill.
+        first: index of the first token among the step's packed tokens.
+        source: pool index of the state before the tokens; -1 for none.
+        blocks: KV blocks in order, as many as the tokens fill.
     """
 
-    decode: bool
     first: int
     start: int
     tokens: tuple[int, ...]
@@ -40,154 +27,111 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class StateWrite:
-    """One destination: the state after `position` tokens of a row goes to pool index `slot`."""
-
-    kind: WriteKind
-    slot: int
-    row: int
-    position: int
-
-
-@dataclass(frozen=True)
-class KVWrite:
-    """One token whose keys and values are stored: `place` is block * block size + offset."""
-
-    place: int
-    row: int
-    position: int
-
-
-@dataclass(frozen=True)
 class StepMemory:
     """All of a step that is no padding.
 
     Attributes:
         rows: decode rows, then prefill rows.
-        writes: the destinations, one entry a pool index.
-        kv_writes: the tokens whose keys and values are stored.
-        reads: the other places in the KV cache that hold tokens of the rows.
-        cached_kv: those among `reads` that hold tokens of this very step, which are cached already.
-        logits: (row, position) of the tokens whose logits are wanted.
+        writes: pool index -> (row, tokens of its sequence after which the state is stored there).
+        kv_writes: place in the KV cache (block * block size + offset) -> (row, position of its token).
+        reads: the other places that hold tokens of the rows.
+        logits: (row, position) of the tokens whose logits are returned.
+
+    Example:
+        A prefill of 5 tokens with blocks of 4, in blocks 2 and 7: kv_writes has the places 8 to 11 and 28.
     """
 
     rows: tuple[StepRow, ...]
-    writes: tuple[StateWrite, ...]
-    kv_writes: tuple[KVWrite, ...]
-    reads: tuple[int, ...]
-    cached_kv: tuple[int, ...]
+    writes: dict[int, tuple[int, int]]
+    kv_writes: dict[int, tuple[int, int]]
+    reads: frozenset[int]
     logits: tuple[tuple[int, int], ...]
 
     @classmethod
     def from_inputs(cls, inputs: StepInputs) -> "StepMemory":
-        """Read an unpadded step; synchronises."""
-        block_size = inputs.kv_cache.shape[3]
-        rows = _rows(inputs, block_size)
+        """Read a step, padded or not; synchronises."""
+        size = inputs.kv_cache.shape[3]
+        rows = _rows(inputs, size)
         token_rows = {
             row.first + offset: (index, row.start + offset)
             for index, row in enumerate(rows)
             for offset in range(len(row.tokens))
         }
-        kv_writes = tuple(
-            KVWrite(place, *token_rows[token])
-            for token, place in zip(
-                inputs.kv_write_tokens.tolist(), inputs.kv_write_positions.tolist(), strict=True
-            )
-            if place >= 0
-        )
-        written = {write.place for write in kv_writes}
-        named = {
-            row.blocks[position // block_size] * block_size + position % block_size: position >= row.start
+        positions = zip(inputs.kv_write_tokens.tolist(), inputs.kv_write_positions.tolist(), strict=True)
+        kv_writes = {place: token_rows[token] for token, place in positions if place >= 0}
+        held = {
+            row.blocks[position // size] * size + position % size
             for row in rows
             for position in range(row.stop)
         }
-        for place in written:
-            del named[place]
+        decoded, chunks, checkpoints = inputs.num_decode_tokens, inputs.chunks, inputs.checkpoints
+        ends = [*range(decoded), *(decoded + stop - 1 for stop in chunks.query_start_loc.tolist()[1:])]
+        ends += [decoded + stop - 1 for stop in chunks.cu_chunk_seqlens.tolist()[1:]]
+        ends += [decoded + stop - 1 for stop in checkpoints.token_ends.tolist()]
+        indices = (inputs.state_destinations, chunks.destinations, checkpoints.destinations)
+        slots = [slot for part in indices for slot in part.tolist()]
+        writes = {}
+        for token, slot in zip(ends, slots, strict=True):
+            if slot >= 0:
+                row, position = token_rows[token]
+                writes[slot] = row, position + 1
+        logits = inputs.logit_tokens.tolist()[: inputs.num_logits]
         return cls(
             rows=rows,
-            writes=_writes(inputs, rows, token_rows),
+            writes=writes,
             kv_writes=kv_writes,
-            reads=tuple(named),
-            cached_kv=tuple(place for place, new in named.items() if new),
-            logits=tuple(token_rows[token] for token in inputs.logit_tokens.tolist()[: inputs.num_logits]),
+            reads=frozenset(held - kv_writes.keys()),
+            logits=tuple(token_rows[token] for token in logits),
         )
 
     @property
-    def sources(self) -> list[int]:
-        """The pool indices that the step starts from, each once."""
-        return list(dict.fromkeys(row.source for row in self.rows if row.source >= 0))
+    def sources(self) -> set[int]:
+        """The pool indices that the step starts from."""
+        return {row.source for row in self.rows if row.source >= 0}
 
-    @property
-    def slots(self) -> list[int]:
-        """The pool indices that the step writes."""
-        return [write.slot for write in self.writes]
-
-    @property
-    def decodes(self) -> int:
-        return sum(row.decode for row in self.rows)
-
-    @property
-    def has_rows_without_source(self) -> bool:
-        return any(row.source < 0 for row in self.rows)
-
-    def __str__(self) -> str:
-        decodes, prefills = (
-            [len(row.tokens) for row in self.rows if row.decode is decode] for decode in (True, False)
-        )
-        parts = [
-            f"{len(lengths)} {name} row{'s' * (len(lengths) > 1)} of {_listed(lengths)} "
-            f"token{'s' * (lengths != [1] * len(lengths))}"
-            for name, lengths in (("decode", decodes), ("prefill", prefills))
-            if lengths
-        ]
-        return " and ".join(parts)
+    def tails(self, size: int) -> set[int]:
+        """Places after a row's last token in a block that the step begins, where zeros may be written."""
+        return {
+            row.blocks[-1] * size + offset
+            for row in self.rows
+            if row.blocks[-1] * size in self.kv_writes
+            for offset in range((row.stop - 1) % size + 1, size)
+        }
 
 
-def _rows(inputs: StepInputs, block_size: int) -> tuple[StepRow, ...]:
-    ids, positions = inputs.token_ids.tolist(), inputs.positions.tolist()
-    lengths, sources = inputs.kv_lengths.tolist(), inputs.state_sources.tolist()
-    table = inputs.block_table.tolist()
-    starts = inputs.chunks.query_start_loc.tolist()
-    decodes, width = inputs.num_decodes, inputs.shape.decode_tokens
+def _rows(inputs: StepInputs, size: int) -> tuple[StepRow, ...]:
+    ids, positions, table = inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.block_table.tolist()
+    starts, decodes = inputs.chunks.query_start_loc.tolist(), inputs.num_decodes
     rows = []
-    for index, (length, source) in enumerate(zip(lengths, sources, strict=True)):
-        decode = index < decodes
-        if decode:
-            first = index * width
+    sources = inputs.state_sources.tolist()
+    for index, (length, source) in enumerate(zip(inputs.kv_lengths.tolist(), sources, strict=True)):
+        if not length:  # padding
+            continue
+        if index < decodes:
+            first = index * inputs.shape.decode_tokens
             start = positions[first]
         else:
-            first = decodes * width + starts[index - decodes]
+            first = inputs.num_decode_tokens + starts[index - decodes]
             start = length - (starts[index - decodes + 1] - starts[index - decodes])
-        tokens = tuple(ids[first : first + length - start])
-        blocks = tuple(table[index][: -(-length // block_size)])
-        rows.append(StepRow(decode, first, start, tokens, source, blocks))
+        tokens, blocks = ids[first : first + length - start], table[index][: -(-length // size)]
+        rows.append(StepRow(first, start, tuple(tokens), source, tuple(blocks)))
     return tuple(rows)
 
 
-def _writes(
-    inputs: StepInputs, rows: tuple[StepRow, ...], token_rows: dict[int, tuple[int, int]]
-) -> tuple[StateWrite, ...]:
-    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
-    destinations = inputs.state_destinations.tolist()
-    found: dict[int, StateWrite] = {}
-    for token, slot in enumerate(destinations[:decoded]):
-        if slot >= 0:
-            row, position = token_rows[token]
-            found[slot] = StateWrite(WriteKind.DECODE, slot, row, position + 1)
-    for index, slot in enumerate(destinations[decoded:], start=decodes):
-        if slot >= 0:
-            found[slot] = StateWrite(WriteKind.PREFILL, slot, index, rows[index].stop)
-    ends = inputs.chunks.cu_chunk_seqlens.tolist()[1:]
-    inner = list(zip(ends, inputs.chunks.destinations.tolist(), strict=True))
-    inner += zip(
-        inputs.checkpoints.token_ends.tolist(), inputs.checkpoints.destinations.tolist(), strict=True
+def larger_shape(shape: StepShape) -> StepShape:
+    """A shape with padding of every kind that a step of `shape` can have, as CUDA graphs need it."""
+    decodes = shape.decodes + 2 if shape.decodes else 0
+    prefills = shape.prefills + 2 if shape.prefills else 0
+    tokens = shape.prefill_tokens + 5 if prefills else 0
+    return StepShape(
+        decodes=decodes,
+        prefills=prefills,
+        prefill_tokens=tokens,
+        max_query_tokens=tokens,
+        table_blocks=shape.table_blocks + 1,
+        kv_writes=decodes * shape.decode_tokens + tokens,
+        chunks=shape.chunks + 3 if prefills else 0,
+        checkpoints=shape.checkpoints + 2 if prefills else 0,
+        logits=shape.logits + 3,
+        decode_tokens=shape.decode_tokens,
     )
-    for end, slot in inner:
-        if slot >= 0:
-            row, position = token_rows[decoded + end - 1]
-            found[slot] = StateWrite(WriteKind.INNER, slot, row, position + 1)
-    return tuple(found.values())
-
-
-def _listed(lengths: list[int]) -> str:
-    return f"{lengths[0]}" if len(set(lengths)) == 1 else ", ".join(map(str, lengths[:6]))
