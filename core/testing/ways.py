@@ -7,7 +7,7 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.request_step import RequestStep
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..sampling_params import SamplingParams
+from ..request import SamplingParams
 from .step_memory import larger_shape
 from .watched_model import Rule, WatchedModel
 
