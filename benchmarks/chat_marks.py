@@ -23,7 +23,8 @@ from chat_histories import History, Request, histories
 from chat_templates import TEMPLATES, special_tokens
 from command_line import add_count, make_parser
 from crowd_engines import stub_spec
-from mambaslots.text import ByteTokenizer, ChatTemplate, MarkedPrompt, TextCodec
+from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
+from mambaslots.text.codec import MarkedPrompt
 from torch import Tensor
 
 

@@ -13,7 +13,8 @@ from .models import HybridLM
 from .models.hybrid_checkpoint import MODEL_TYPE, read_config
 from .parallel_groups import ParallelGroups
 from .request import SamplingParams
-from .text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, MarkedPrompt, TextCodec
+from .text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
+from .text.codec import Detokenizer, MarkedPrompt
 
 _TEMPLATE = "chat_template.jinja"
 

@@ -10,7 +10,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..files import CheckpointError
-from ..text import Cut, TextCodec
+from ..text import TextCodec
+from ..text.chat import Cut
 
 _FILES = (
     "tokenizer.json",

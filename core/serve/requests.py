@@ -386,7 +386,7 @@ def _first_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
     value: Any = body
     for step in path:
         name += f"[{step}]" if isinstance(step, int) else f".{step}" if name else step
-        value = value[step] if isinstance(value, list) else value.get(step)
+        value = value.get(step) if isinstance(value, dict) else value[step]
     if meant["type"] == "extra_forbidden":
         return bad_field(name, f"the field {name!r} is unknown", "unknown_parameter")
     if meant["type"] == "missing":

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files import CheckpointError, read_object
 from ..validation import integers, shown
-from .token_cuts import Cut
+from .chat import Cut
 
 _FILE = "tokenizer.json"
 

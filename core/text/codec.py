@@ -1,14 +1,19 @@
-"""Text to tokens and back."""
+"""Text to tokens and back, also while the tokens come."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ..validation import boolean, instance, integers
-from .chat_branches import ChatBranches
-from .detokenizer import Detokenizer
-from .marked_prompt import MarkedPrompt
-from .token_cuts import Cut, branch_tokens
+from ..validation import boolean, brief_repr, instance, integers
+from .chat import ChatBranches, Cut, branch_tokens
+
+_REPLACEMENT = "\ufffd"
+_NUM_PARTS = 3
+"""Most tokens of a character that is not complete: UTF-8 has up to 4 bytes for a character."""
+_NUM_KEPT = 16
+"""With so many tokens the first ones are dropped, where that changes no text."""
+_MOST_KEPT = 128
+"""With so many tokens a new text begins, whatever it changes."""
 
 
 class Tokenizer(Protocol):
@@ -73,6 +78,117 @@ class Template(Protocol):
 
 
 @dataclass(frozen=True)
+class MarkedPrompt:
+    """The tokens of a chat and the positions that are worth a state.
+
+    Attributes:
+        tokens: token ids of the prompt.
+        marks: for `CheckpointPlan(marks=...)`: positions in `tokens`, from 1 to their number, the most
+            valuable first: where slots run short, the first marks get them.
+    """
+
+    tokens: list[int]
+    marks: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return brief_repr(self)
+
+
+class Detokenizer:
+    """The text of one answer, piece by piece. A piece never holds a part of a UTF-8 character.
+
+    All pieces and the one of `finish` together are the text of all tokens. The time for a token does not grow
+    with the answer, whatever the tokens are.
+
+    Args:
+        decode: token ids to text. The beginning of a character at the end must become U+FFFD.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        """Tokens of the last piece, on which the text of the next ones may depend, and new ones."""
+        self._text = ""
+        """The text of `_tokens`."""
+        self._start = 0
+        """Where in `_tokens` the new ones begin."""
+        self._num_returned = 0
+        """Characters of `_text` that were returned."""
+
+    def push(self, *token_ids: int) -> str:
+        """Add tokens; return the text that they complete, perhaps empty."""
+        return "".join([self._push(token) for token in token_ids])
+
+    def finish(self) -> str:
+        """The rest of the text; an incomplete character is U+FFFD. The next `push` begins a new text."""
+        piece = self._new(self._text)
+        self._tokens, self._text, self._start, self._num_returned = [], "", 0, 0
+        return piece
+
+    def _push(self, token: int) -> str:
+        text = self._decode([*self._tokens, token])
+        if text == self._text and self._is_silent(token):
+            return ""
+        self._tokens.append(token)
+        self._text = text
+        if not text.endswith(_REPLACEMENT):
+            piece = self._new(text)
+            if piece:
+                self._keep_from(self._start)
+                self._start, self._num_returned = len(self._tokens), len(self._text)
+            return piece
+        num_settled = len(text.rstrip(_REPLACEMENT))  # the rest of a character may come
+        if len(self._tokens) - self._start > _NUM_PARTS:
+            num_settled = max(num_settled, len(text) - _NUM_PARTS)
+        piece = self._new(text[:num_settled])
+        if len(self._tokens) % _NUM_KEPT == 0:
+            piece += self._shortened()
+        return piece
+
+    def _is_silent(self, token: int) -> bool:
+        """Whether `token`, which adds nothing to the text, changes nothing of what follows.
+
+        The first token of a text may be a space that a tokenizer leaves out there. So each token without text
+        is kept once at the beginning of a text.
+        """
+        return not self._decode([token]) and bool(self._text or token in self._tokens)
+
+    def _shortened(self) -> str:
+        """Drop tokens whose text was returned; return text where that takes a new beginning."""
+        num_held = len(self._text) - self._num_returned
+        held = self._text[self._num_returned :]
+        for start in range(len(self._tokens) - _NUM_PARTS - 1, 0, -1):
+            rest = self._decode(self._tokens[start:])
+            if rest.endswith(held) and self._is_beginning(start, rest):
+                self._keep_from(start)
+                self._start, self._num_returned = 0, len(rest) - num_held
+                return ""
+        return self.finish() if len(self._tokens) >= _MOST_KEPT else ""
+
+    def _is_beginning(self, start: int, rest: str) -> bool:
+        """Whether the tokens from `start` on, whose text is `rest`, have the same end whatever follows them.
+
+        Where `start` is within a character, that is so. Where it begins one, `rest` must show it: tokenizers
+        with a token for each byte write no character of a run of bytes that holds a wrong byte.
+        """
+        for stop in range(start + 1, start + _NUM_PARTS + 2):
+            text = self._decode(self._tokens[start:stop])
+            if not text.startswith(_REPLACEMENT):
+                return rest.startswith(text)
+        return True
+
+    def _keep_from(self, start: int) -> None:
+        if start:
+            del self._tokens[:start]
+            self._text = self._decode(self._tokens)
+
+    def _new(self, text: str) -> str:
+        piece = text[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(text))
+        return piece
+
+
+@dataclass(frozen=True)
 class TextCodec:
     """The tokenizer and the chat template of a model.
 
@@ -130,12 +246,10 @@ class TextCodec:
     ) -> MarkedPrompt:
         """Token ids of a chat, and the positions where conversations that begin like it branch.
 
-        Such positions are the end of the system prompt and the tools, the ends of the last answers and the
-        last user messages, and where the next turn leaves this text: a template may drop the thinking of this
-        turn. Take states there: `CheckpointPlan(marks=prompt.marks)`.
-
-        Other chats are rendered and compared with this one: at most 9, however long the chat is, and one for
-        each of the last 16 marked messages. A chat that the template refuses gives no mark.
+        Such positions are the end of the system prompt and the tools, the ends of the last answers and user
+        messages, and where the next turn branches off: a template may drop this turn's thinking. Take states
+        there: `CheckpointPlan(marks=prompt.marks)`. At most 9 other chats are rendered, and one for each of
+        the last 16 marked messages. Two chats that share a system prompt of 40 tokens: 40 is a mark.
 
         Args:
             messages, add_generation_prompt, variables: as for `encode_chat`.

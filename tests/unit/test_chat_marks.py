@@ -17,11 +17,10 @@ from mambaslots.text import (
     ByteTokenizer,
     ChatTemplate,
     GenerationDefaults,
-    MarkedPrompt,
-    PromptTooLongError,
     TextCodec,
 )
-from mambaslots.text.chat_branches import MAX_MARKED_MESSAGES, ChatBranches
+from mambaslots.text.chat import MAX_MARKED_MESSAGES, ChatBranches
+from mambaslots.text.codec import MarkedPrompt, PromptTooLongError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 try:

@@ -5,7 +5,8 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.request import GeneratedToken
-from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, MarkedPrompt
+from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults
+from mambaslots.text.codec import MarkedPrompt
 
 SALT = "the salt of a tenant"
 PROMPT = [77] * 2000

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.files import CheckpointError
-from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer, GenerationDefaults, TextCodec
+from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
+from mambaslots.text.codec import Detokenizer
 
 SPECIALS = {"<|user|>": 256, "<|end|>": 257, "<|end|>!": 258}
 TEMPLATE = """\

@@ -18,7 +18,8 @@ pytest.importorskip("transformers")
 from mambaslots import hf
 from mambaslots.hf.text import CheckpointTokenizer
 from mambaslots.serve.requests import NOT_VARIABLES
-from mambaslots.text import ByteTokenizer, ChatTemplate, Detokenizer, TextCodec
+from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
+from mambaslots.text.codec import Detokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -1,0 +1,309 @@
+"""Chats as the text that a model was trained on, and where chats that begin alike branch."""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import islice
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, pass_context
+from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], bool], str]
+"""Messages and whether an answer is to follow, to the text of the chat."""
+
+MAX_MARKED_MESSAGES = 16
+"""Of more marked messages the last ones count: each costs a rendering."""
+_MAX_RENDERED = 20_000
+"""Messages of all renderings together: a chat of thousands of messages has fewer marks, not late ones."""
+_NUM_TURNS = 3
+"""User turns, counted from the end, whose branches are looked for."""
+_CALL_ID = "abcde1234"
+"""Some templates accept no id of another length."""
+_NUM_DATES = 2
+"""One may be the template's and one the client's."""
+_NUM_CHARACTERS_AFTER = 64
+"""Characters after a branch on which the tokens before it may depend."""
+_DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d")
+
+
+class ChatTemplate:
+    """A Jinja template, as a checkpoint's `chat_template.jinja` holds it.
+
+    The template runs in a sandbox: it sees `messages`, `add_generation_prompt` and the given variables only.
+    How long it runs and how much it writes is its own: a checkpoint is trusted with that.
+
+    Args:
+        source: the template.
+        variables: more names for the template, for example {"bos_token": "<s>"}.
+
+    Raises:
+        ValueError: `source` is no template.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols],
+            optimized=False,
+            finalize=_as_it_is,
+        )
+        environment.filters["tojson"] = _json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
+            raise ValueError(f"the chat template is no Jinja template: {error}") from error
+        self._variables = dict(variables or {})
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text of a chat.
+
+        Args:
+            messages: mappings with at least "role" and "content", oldest first; plain JSON values.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
+            variables: more names for this text, for example `enable_thinking`.
+
+        Raises:
+            ValueError: the template refuses the messages, or they hold something else than JSON.
+        """
+        try:
+            plain = json.loads(json.dumps({"messages": messages} | self._variables | variables))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the messages cannot be given to a template: {error}") from error
+        try:
+            return self._template.render(plain, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template is code
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+
+@pass_context
+def _as_it_is(context: Context, value: Any) -> Any:
+    """`value`. Because this asks for the context, Jinja computes no constant when a template is only read."""
+    return value
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` without HTML's escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+# ---- branches in the text
+
+
+class Branch(NamedTuple):
+    """Another chat shares `num_characters` of the text, and continues with `other_text`."""
+
+    num_characters: int
+    other_text: str
+
+
+class ChatBranches:
+    """Renders the chats that clients send next, and finds where each branches off the text.
+
+    A template may change what it wrote before: it drops the thinking of earlier answers, moves the tools to
+    the last user message, or merges messages. So no position is computed from one text. Each is the length
+    of the longest common prefix with another chat's text. A chat that the template refuses gives no branch.
+
+    A chat of one turn takes 3 renderings beside its own, a longer one at most 8. Tools take one more, and so
+    does each marked message. Renderings stop at `_MAX_RENDERED` messages.
+
+    Args:
+        text: of `messages`, as `render` gave it.
+        messages: the chat, oldest message first.
+        render: the template.
+        has_tools: whether the answer may call a tool.
+    """
+
+    def __init__(self, text: str, messages: Sequence[Message], render: Render, has_tools: bool) -> None:
+        self._text = text
+        self._messages = list(messages)
+        self._render = render
+        self._has_tools = has_tools
+        self._num_rendered = 0
+        self._other = _character_outside(text)
+        users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+        self._first_user = users[0] if users else None
+        self._last_users = users[-_NUM_TURNS:][::-1]
+
+    def find(self, marked_messages: Sequence[int] = ()) -> Iterator[Branch]:
+        """The branches, the most valuable first; some may be equal.
+
+        1. After each marked message.
+        2. Before the first user message: another conversation with the same system prompt and tools.
+        3. Where the next turn branches off, where a tool's result does, and before the generation prompt.
+        4. Before the last user message, which is edited.
+        5. Before the first dates of today in the system prompt.
+        6. The two user turns before: after the message, whose answer is made anew, and before it.
+        """
+        for message in sorted(set(marked_messages))[-MAX_MARKED_MESSAGES:]:
+            yield from self._after(message)
+        system = [] if self._first_user is None else [*self._before(self._first_user)]
+        yield from system
+        yield from self._next_turn(self._messages)
+        if self._has_tools:
+            yield from self._tool_result()
+        yield from self._branch(self._messages, False)
+        for user in self._last_users[:1]:
+            yield from self._edited(user)
+        for branch in system:
+            yield from self._dates(branch.num_characters)
+        for user in self._last_users[1:]:
+            if self._messages[user + 1].get("role") == "assistant":
+                yield from self._branch(self._messages[: user + 1], True)
+            yield from self._edited(user)
+
+    def _after(self, index: int) -> Iterator[Branch]:
+        if index + 1 == len(self._messages):
+            return self._next_turn(self._messages)
+        if self._messages[index + 1].get("role") == "assistant":
+            return self._next_turn(self._messages[: index + 1])
+        return self._before(index + 1)
+
+    def _edited(self, user: int) -> Iterator[Branch]:
+        return iter(()) if user == self._first_user else self._before(user)
+
+    def _before(self, index: int) -> Iterator[Branch]:
+        """Message `index` has another text, and no answer yet."""
+        other = {**self._messages[index], "content": self._text_like(self._messages[index])}
+        return self._branch([*self._messages[:index], other], True)
+
+    def _next_turn(self, messages: Sequence[Message]) -> Iterator[Branch]:
+        """After `messages` come an answer and another user message."""
+        answer = {"role": "assistant", "content": self._other}
+        question = {"role": "user", "content": self._other}
+        is_answered = bool(messages) and messages[-1].get("role") == "assistant"
+        return self._branch([*messages, *([] if is_answered else [answer]), question], True)
+
+    def _tool_result(self) -> Iterator[Branch]:
+        """After the messages come thoughts, the call of a tool, and its result."""
+        function = {"name": self._other, "arguments": {}}
+        call = {"id": _CALL_ID, "type": "function", "function": function}
+        calling = {
+            "role": "assistant", "content": "", "reasoning_content": self._other, "tool_calls": [call],
+        }  # fmt: skip
+        result = {"role": "tool", "content": self._other, "tool_call_id": _CALL_ID, "name": self._other}
+        return self._branch([*self._messages, calling, result], True)
+
+    def _dates(self, stop: int) -> Iterator[Branch]:
+        now = datetime.now()
+        today = "|".join(re.escape(now.strftime(form)) for form in _DATE_FORMS)
+        dates = re.finditer(f"(?:{now:%A},? )?(?:{today})", self._text[:stop])
+        for date in islice(dates, _NUM_DATES):
+            yield Branch(date.start(), self._other)
+
+    def _branch(self, messages: Sequence[Message], add_generation_prompt: bool) -> Iterator[Branch]:
+        if self._num_rendered + len(messages) > _MAX_RENDERED:
+            return
+        self._num_rendered += len(messages)
+        try:
+            other = self._render(messages, add_generation_prompt)
+        except Exception:  # a template is code
+            return
+        length = _common_length(self._text, other)
+        if add_generation_prompt and 0 < length == len(other):  # its last token is always computed
+            length -= 1
+            other = other[:length] + self._other
+        yield Branch(length, other[length : length + _NUM_CHARACTERS_AFTER])
+
+    def _text_like(self, message: Message) -> Any:
+        """Another text, in parts where the message has parts."""
+        has_parts = isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str)
+        return [{"type": "text", "text": self._other}] if has_parts else self._other
+
+
+def _character_outside(text: str) -> str:
+    """A character that `text` does not have, so that a chat that continues with it branches off."""
+    present = set(text)  # one pass, because a client may send any number of these characters
+    return next((one for one in map(chr, range(0xE000, 0xF900)) if one not in present), "\0")
+
+
+def _common_length(first: str, second: str) -> int:
+    """Characters of the longest common prefix."""
+    same, other = 0, min(len(first), len(second)) + 1
+    while other - same > 1:
+        middle = (same + other) // 2
+        if first[same:middle] == second[same:middle]:
+            same = middle
+        else:
+            other = middle
+    return same
+
+
+# ---- in tokens
+
+
+class Cut(NamedTuple):
+    """A special token in a text: what goes before it has the same tokens whatever follows it.
+
+    Attributes:
+        start, stop: its characters in the text.
+        token: its place in the tokens.
+    """
+
+    start: int
+    stop: int
+    token: int
+
+
+_BEGINNING = Cut(0, 0, 0)
+
+
+def branch_tokens(
+    text: str,
+    tokens: Sequence[int],
+    cuts: Sequence[Cut],
+    branches: Iterable[Branch],
+    encode: Callable[[str], Sequence[int]],
+) -> tuple[int, ...]:
+    """The number of leading tokens that `text` shares with each other chat, without repeats and zeros.
+
+    A character before a branch may be part of a token that goes on behind it, differently in the two texts.
+    So the other chat is encoded, from the last cut before the branch on, and compared token by token.
+
+    Args:
+        text, tokens: the chat and its tokens.
+        cuts: of `text`, ascending.
+        branches: of `text`.
+        encode: text to tokens, without added special tokens.
+    """
+    found: dict[int, None] = {}
+    stops = [cut.stop for cut in cuts]
+    for branch in dict.fromkeys(branches):
+        after = bisect_right(stops, branch.num_characters)  # a cut that both texts have
+        cut = cuts[after - 1] if after else _BEGINNING
+        other = encode(text[cut.start : branch.num_characters] + branch.other_text)
+        position = cut.token + _common_tokens(other, tokens, cut.token)
+        if position:
+            found[position] = None
+    return tuple(found)
+
+
+def _common_tokens(first: Sequence[int], second: Sequence[int], start: int) -> int:
+    """Items of the longest common prefix of `first` and `second[start:]`."""
+    stop = min(len(first), len(second) - start)
+    return next((i for i in range(stop) if first[i] != second[start + i]), stop)
