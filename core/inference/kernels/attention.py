@@ -78,14 +78,9 @@ def flash_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
 
 
 def _attend_pairs(
-    query: Tensor,
-    kv_cache: Tensor,
-    pairs: "SegmentRows",
-    scale: float | None,
-    *,
-    is_causal: bool,
+    query: Tensor, kv_cache: Tensor, pairs: "SegmentRows", scale: float | None, *, is_causal: bool,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention_segments.Attend`."""
     found: Tensor
     log_sums: Tensor
@@ -316,14 +311,9 @@ def _attend(
 
 
 def _attend_group(
-    query: Tensor,
-    positions: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    kv_cache: Tensor,
-    segment: int,
-    scale: float,
-) -> Tensor:
+    query: Tensor, positions: Tensor, block_table: Tensor, kv_lengths: Tensor, kv_cache: Tensor,
+    segment: int, scale: float,
+) -> Tensor:  # fmt: skip
     """`_attend`, in the compute dtype."""
     dtype = compute_dtype(query.dtype)
     # 16-bit products are summed in float32, on tensor cores; torch offers such products on a GPU alone.

@@ -60,18 +60,9 @@ class SegmentRows(NamedTuple):
 
 
 def segment_rows(
-    rows: AttentionRows,
-    first_row: int,
-    num_rows: int,
-    readers: Readers,
-    num_segments: int,
-    segment_tokens: int,
-    block_size: int,
-    tokens: int,
-    *,
-    longest_query: int,
-    copies: bool = False,
-) -> SegmentRows:
+    rows: AttentionRows, first_row: int, num_rows: int, readers: Readers, num_segments: int,
+    segment_tokens: int, block_size: int, tokens: int, *, longest_query: int, copies: bool = False,
+) -> SegmentRows:  # fmt: skip
     """Pair some rows of a step with their segments, in one launch.
 
     Where `readers` is `WITHIN`, the segments of a row are those from its first query's on, and the pairs of a
@@ -110,26 +101,14 @@ def segment_rows(
 @triton.jit
 def segment_rows_kernel(
     # Pointers
-    block_table,
-    kv_lengths,
-    query_start_loc,
-    query_lengths,
-    pair_table,
-    pair_kv_lengths,
-    pair_starts,
+    block_table, kv_lengths, query_start_loc, query_lengths, pair_table, pair_kv_lengths, pair_starts,
     pair_lengths,
     # Dimensions and strides
-    table_stride,
-    num_columns,
-    tokens,
+    table_stride, num_columns, tokens,
     # Meta-parameters
-    READERS: tl.constexpr,
-    SEPARATE: tl.constexpr,
-    COPIES: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    READERS: tl.constexpr, SEPARATE: tl.constexpr, COPIES: tl.constexpr, SEGMENT: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, index = tl.program_id(0), tl.program_id(1)
     num_rows, num_segments = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(query_lengths + row)
@@ -172,14 +151,9 @@ NUM_WARPS = 4
 
 
 def combine_segments(
-    earlier: Tensor,
-    earlier_log_sums: Tensor,
-    own: Tensor,
-    own_log_sums: Tensor,
-    positions: Tensor,
-    segment_tokens: int,
-    out: Tensor,
-) -> Tensor:
+    earlier: Tensor, earlier_log_sums: Tensor, own: Tensor, own_log_sums: Tensor, positions: Tensor,
+    segment_tokens: int, out: Tensor,
+) -> Tensor:  # fmt: skip
     """Weigh the results of each query's segments by their sums of exp(score), in float32.
 
     With the query at position p, its segments are 0 to k = p // segment_tokens. The result is
@@ -212,36 +186,17 @@ def combine_segments(
 @triton.jit
 def combine_segments_kernel(
     # Pointers
-    earlier,
-    earlier_log_sums,
-    own,
-    own_log_sums,
-    positions,
-    out,
+    earlier, earlier_log_sums, own, own_log_sums, positions, out,
     # Strides
-    earlier_segment_stride,
-    earlier_token_stride,
-    earlier_head_stride,
-    own_segment_stride,
-    own_token_stride,
-    own_head_stride,
-    earlier_sums_segment_stride,
-    earlier_sums_head_stride,
-    earlier_sums_token_stride,
-    own_sums_segment_stride,
-    own_sums_head_stride,
-    own_sums_token_stride,
-    out_token_stride,
-    out_head_stride,
+    earlier_segment_stride, earlier_token_stride, earlier_head_stride, own_segment_stride,
+    own_token_stride, own_head_stride, earlier_sums_segment_stride, earlier_sums_head_stride,
+    earlier_sums_token_stride, own_sums_segment_stride, own_sums_head_stride, own_sums_token_stride,
+    out_token_stride, out_head_stride,
     # Dimensions
-    heads,
-    num_earlier,
+    heads, num_earlier,
     # Meta-parameters
-    SEGMENT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    SEGMENT: tl.constexpr, DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_DIM)
@@ -296,15 +251,9 @@ class Attend(Protocol):
     """A backend's call that leaves the KV of each pair whole."""
 
     def __call__(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        pairs: SegmentRows,
-        scale: float | None,
-        *,
-        is_causal: bool,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, kv_cache: Tensor, pairs: SegmentRows, scale: float | None, *,
+        is_causal: bool, out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of the pairs.
 
         Args:
@@ -427,15 +376,9 @@ class _Step:
         return by_part, log_sums.view(-1, parts, len(query)).transpose(0, 1)
 
     def _pairs(
-        self,
-        query: Tensor,
-        first_row: int,
-        num_rows: int,
-        readers: Readers,
-        parts: int,
-        longest: int,
+        self, query: Tensor, first_row: int, num_rows: int, readers: Readers, parts: int, longest: int,
         copies: bool = False,
-    ) -> SegmentRows:
+    ) -> SegmentRows:  # fmt: skip
         return segment_rows(
             self._rows, first_row, num_rows, readers, parts, SEGMENT_TOKENS, self._kv_cache.shape[2],
             len(query), longest_query=longest, copies=copies,

@@ -25,21 +25,11 @@ UPDATE_CHANNELS, UPDATE_WARPS = 128, 2
 
 
 def causal_conv1d_prefill(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    query_start_loc: Tensor,
-    token_rows: Tensor,
-    checkpoint_rows: Tensor,
-    checkpoint_ends: Tensor,
-    checkpoint_destinations: Tensor,
-    *,
-    activation: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
+    destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor, checkpoint_rows: Tensor,
+    checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
     One launch, whose grid depends on shapes alone. Does not synchronise.
@@ -80,16 +70,9 @@ def causal_conv1d_prefill(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    *,
-    activation: bool = True,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
+    destinations: Tensor, *, activation: bool = True, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after any token.
 
     One launch. Does not synchronise. Writes `conv_states`.
@@ -374,19 +357,10 @@ CHANNELS, NUM_WARPS = 128, 2
 
 
 def causal_conv1d_replay(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor,
-    conv_inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    destinations: Tensor,
-    *,
-    activation: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, conv_inputs: Tensor,
+    slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`causal_conv1d_prefill` for rows of up to T tokens, whose raw inputs before them lie in a ring.
 
     One launch, whose grid depends on shapes alone. Does not synchronise. Padding rows write nothing.
@@ -425,14 +399,9 @@ def causal_conv1d_replay(
 
 
 def keep_conv_inputs(
-    x: Tensor,
-    conv_states: Tensor,
-    conv_inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    sources: Tensor,
+    x: Tensor, conv_states: Tensor, conv_inputs: Tensor, slots: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Store the last raw inputs of each prefill row in the row's ring.
 
     Where a row is shorter than kernel - 1 tokens, the inputs before it come from its carried window. The call

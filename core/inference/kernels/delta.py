@@ -123,18 +123,10 @@ PASSING_WARPS = 4
 
 
 def delta_state_passing(
-    keys: Tensor,
-    read_keys: Tensor,
-    written: Tensor,
-    log_decays: Tensor,
-    states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-    cu_chunk_seqlens: Tensor,
-    row_chunk_starts: Tensor,
-    chunk_destinations: Tensor,
-) -> tuple[Tensor, Tensor]:
+    keys: Tensor, read_keys: Tensor, written: Tensor, log_decays: Tensor, states: Tensor,
+    sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """leaving = decay * entering + keys^T decayed (written - read_keys entering), over each row's chunks.
 
     Keeps the state in float32. Products multiply numbers of the dtype of `keys`, float32 in three TF32
@@ -202,31 +194,16 @@ def passing_blocks(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[di
 @triton.jit
 def delta_state_passing_kernel(
     # Pointers
-    keys,
-    read_keys,
-    written,
-    log_decays,
-    states,
-    entering,
-    new_values,
-    sources,
-    destinations,
-    cu_chunk_seqlens,
-    row_chunk_starts,
-    chunk_destinations,
+    keys, read_keys, written, log_decays, states, entering, new_values, sources, destinations,
+    cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
     # Strides
     slot_stride: tl.int64,
     # Dimensions
-    heads: tl.constexpr,
-    heads_of_key: tl.constexpr,
-    key_dim: tl.constexpr,
-    value_dim: tl.constexpr,
+    heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk_size: tl.constexpr,
     # Meta-parameters
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SLICE: tl.constexpr,
-):
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
     """A program has a row, a value head and BLOCK_V of Dv. No other program touches this part of a state."""
     v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // v_blocks % heads
@@ -359,15 +336,9 @@ _TILE_ELEMENTS = 4096  # 32 a thread: eight loads of 16 bytes in flight in float
 
 
 def gated_delta_rule_update(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    sources: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """S = exp(g) S; S = S + k (beta (v - S^T k))^T; o = S^T q, over T tokens of every row.
 
     Normalises q and k, x * rsqrt(sum x^2 + 1e-6), and scales q by Dk ** -0.5 (arXiv 2412.06464). Reads each
@@ -486,20 +457,10 @@ _LOG2_E = 1.4426950408889634
 
 
 def gated_delta_rule_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-    cu_chunk_seqlens: Tensor,
-    seq_idx: Tensor,
-    row_chunk_starts: Tensor,
-    chunk_destinations: Tensor,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
+    destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor,
+) -> Tensor:  # fmt: skip
     """`reference.gated_delta_rule_scan` in at most eight launches, without a copy of a state.
 
     Keeps states and sums in float32. Products multiply numbers of the dtype of v: float32 exactly or in three

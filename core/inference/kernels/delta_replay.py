@@ -30,20 +30,10 @@ OUTPUT_WARPS, OUTPUT_STAGES = 4, 2
 
 
 def delta_replay_output(
-    queries: Tensor,
-    keys: Tensor,
-    v_inputs: Tensor,
-    strength: Tensor,
-    log_decays: Tensor,
-    inverse: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    tokens: int,
-) -> Tensor:
+    queries: Tensor, keys: Tensor, v_inputs: Tensor, strength: Tensor, log_decays: Tensor,
+    inverse: Tensor, states: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
+    destinations: Tensor, tokens: int,
+) -> Tensor:  # fmt: skip
     """o of each row's tokens from its chunk's keys and values, and the state at the chunk's start.
 
     One launch, whose grid depends on shapes alone. Does not synchronise. Padding rows write nothing.
@@ -205,23 +195,10 @@ BLOCK_T, NUM_WARPS = 32, 4
 
 
 def gated_delta_rule_replay(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    k_inputs: Tensor,
-    v_inputs: Tensor,
-    g_inputs: Tensor,
-    beta_inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
+    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, slots: Tensor, starts: Tensor,
+    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
+) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones.
 
     Inputs of 16 bits take four or five launches, and memory sees a row's state, the inputs of its chunk and
@@ -292,18 +269,9 @@ def gated_delta_rule_replay(
 
 
 def keep_delta_inputs(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    k_inputs: Tensor,
-    v_inputs: Tensor,
-    g_inputs: Tensor,
-    beta_inputs: Tensor,
-    slots: Tensor,
-    tail_starts: Tensor,
-    query_start_loc: Tensor,
-) -> None:
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor,
+    beta_inputs: Tensor, slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
+) -> None:  # fmt: skip
     """Store the inputs of each prefill row's tail, the tokens behind its last grid point.
 
     One launch, whose grid depends on shapes alone. Does not synchronise.

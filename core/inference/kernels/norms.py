@@ -58,14 +58,9 @@ def norm_tile(width: int) -> tuple[int, int, int]:
 
 
 def _launch_norm(
-    out: Tensor,
-    total: Tensor | None,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
+    out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     offset: float,
-) -> None:
+) -> None:  # fmt: skip
     if not out.numel():
         return
     x = dense_rows(x)
@@ -226,16 +221,9 @@ QK_WARPS = 4
 
 
 def qk_norm_rotary(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_weight: Tensor | None = None,
-    key_weight: Tensor | None = None,
-    eps: float = 0.0,
-    *,
-    offset: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None, eps: float = 0.0, *, offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `reference_pointwise.qk_norm_rotary`. Does not synchronise.
 
     Queries and keys may be slices of wider projections, whose last dimension is dense. A head is normalised

@@ -47,14 +47,9 @@ PASSING_WARPS = 4
 
 
 def state_passing(
-    chunk_states: Tensor,
-    log_decays: Tensor,
-    ssm_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    row_chunk_starts: Tensor,
-    chunk_destinations: Tensor,
-) -> None:
+    chunk_states: Tensor, log_decays: Tensor, ssm_states: Tensor, sources: Tensor, destinations: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor,
+) -> None:  # fmt: skip
     """leaving = exp(log decay) * entering + update, over each row's chunks in order, in float32.
 
     Reads a row's initial state at its source. Stores the state that leaves a chunk at the chunk's
@@ -97,23 +92,14 @@ def state_passing(
 @triton.jit
 def state_passing_kernel(
     # Pointers
-    chunk_states,
-    log_decays,
-    ssm_states,
-    sources,
-    destinations,
-    row_chunk_starts,
-    chunk_destinations,
+    chunk_states, log_decays, ssm_states, sources, destinations, row_chunk_starts, chunk_destinations,
     # Strides
-    slot_stride: tl.int64,
-    decay_head_stride: tl.int64,
+    slot_stride: tl.int64, decay_head_stride: tl.int64,
     # Dimensions
-    heads: tl.constexpr,
-    state_size: tl.constexpr,
-    chunk_size: tl.constexpr,
+    heads: tl.constexpr, state_size: tl.constexpr, chunk_size: tl.constexpr,
     # Meta-parameters
     PASSING_BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(1)
     row = tl.program_id(2)
     offsets = tl.program_id(0) * PASSING_BLOCK + tl.arange(0, PASSING_BLOCK)
@@ -158,18 +144,9 @@ _TILE_ELEMENTS = 2048  # 16 a thread: four loads of 16 bytes in flight in float3
 
 
 def selective_state_update(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    ssm_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+    sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over T tokens of every row (arXiv 2312.00752).
 
     Reads each state once and stores it at each destination. Computes in float32, and keeps the state in
@@ -283,24 +260,11 @@ _MAX_PROGRAMS = 65535  # on the second and third axis of a grid
 
 
 def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    ssm_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-    cu_chunk_seqlens: Tensor,
-    seq_idx: Tensor,
-    row_chunk_starts: Tensor,
-    chunk_destinations: Tensor,
-    *,
-    out: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+    sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
     input_precision: InputPrecision = "ieee",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`reference.ssd_chunk_scan` in four or five launches, without a copy of a state.
 
     Multiplies numbers of the dtype of x, or of float32 where MAMBASLOTS_SSD_OPERANDS says so; everything else

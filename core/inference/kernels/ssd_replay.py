@@ -35,25 +35,10 @@ MIN_PROGRAMS = 1024
 
 
 def ssd_replay(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    ssm_states: Tensor,
-    x_inputs: Tensor,
-    B_inputs: Tensor,
-    gates: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
+    sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """y of the next tokens of each row, as `ssd_chunk_scan` gives it in one run over the chunk.
 
     A chunk begins at the last multiple g of `chunk_size` at or before a row's start. Reads the row's state at
@@ -161,17 +146,9 @@ def with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_strid
 
 @triton.jit
 def gates_of(
-    gates,
-    dt,
-    k,
-    offset,
-    length,
-    rate,
-    before,
-    dt_token_stride,
-    tokens: tl.constexpr,
+    gates, dt, k, offset, length, rate, before, dt_token_stride, tokens: tl.constexpr,
     log_offset: tl.constexpr,
-):
+):  # fmt: skip
     """The steps and sums of tokens k, finite behind the tokens. `before` is the sum of the kept tokens."""
     step = tl.load(gates + k, mask=k < offset, other=0.0)
     total = tl.load(gates + log_offset + k, mask=k < offset, other=0.0)
@@ -417,18 +394,9 @@ COPY_BLOCK = 1024  # numbers of 16 bits, 16 bytes a thread
 
 
 def keep_ssd_inputs(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    x_inputs: Tensor,
-    B_inputs: Tensor,
-    gates: Tensor,
-    slots: Tensor,
-    tail_starts: Tensor,
-    query_start_loc: Tensor,
-    chunk_size: int,
-) -> None:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
+    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
+) -> None:  # fmt: skip
     """Store the inputs of each row's tail, the tokens behind the row's last grid point.
 
     Sums of dt * A have the bits of `chunk_cumsum`. Two launches, whose grids and addresses depend on shapes

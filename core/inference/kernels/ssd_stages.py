@@ -161,17 +161,10 @@ of operands that are cut to 11 bits."""
 
 
 def chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    log_decays: Tensor,
-    C: Tensor,
-    CB: Tensor,
-    D: Tensor,
-    entering_states: Tensor,
-    cu_chunk_seqlens: Tensor,
-    input_precision: InputPrecision = "ieee",
+    x: Tensor, dt: Tensor, log_decays: Tensor, C: Tensor, CB: Tensor, D: Tensor,
+    entering_states: Tensor, cu_chunk_seqlens: Tensor, input_precision: InputPrecision = "ieee",
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
 
     m and k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section
@@ -277,35 +270,17 @@ def masked_scores(scores, decay_m, decay_k, dt_k, m, k):
 @triton.jit
 def chunk_scan_kernel(
     # Pointers
-    x,
-    dt,
-    log_decays,
-    C,
-    CB,
-    D,
-    entering_states,
-    cu_chunk_seqlens,
-    y,
+    x, dt, log_decays, C, CB, D, entering_states, cu_chunk_seqlens, y,
     # Strides
-    x_token_stride: tl.int64,
-    x_head_stride: tl.int64,
-    C_token_stride: tl.int64,
-    C_group_stride: tl.int64,
-    D_stride: tl.int64,
-    decay_head_stride: tl.int64,
+    x_token_stride: tl.int64, x_head_stride: tl.int64, C_token_stride: tl.int64,
+    C_group_stride: tl.int64, D_stride: tl.int64, decay_head_stride: tl.int64,
     # Dimensions
-    heads: tl.constexpr,
-    groups: tl.constexpr,
-    head_dim: tl.constexpr,
-    state_dim: tl.constexpr,
+    heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, state_dim: tl.constexpr,
     chunk_size: tl.constexpr,
     # Meta-parameters
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     # Blocks of one head run side by side and share the head's state in the L2 cache; those of one group, CB.
     p_blocks: tl.constexpr = tl.cdiv(head_dim, BLOCK_P)
     operand: tl.constexpr = entering_states.dtype.element_ty
@@ -481,18 +456,10 @@ STATE_WARPS = 4
 
 
 def ssd_states(
-    x: Tensor,
-    B: Tensor,
-    dt: Tensor,
-    log_decays: Tensor,
-    ssm_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    cu_chunk_seqlens: Tensor,
-    row_chunk_starts: Tensor,
-    chunk_destinations: Tensor,
-    operands: torch.dtype | None = None,
-) -> Tensor:
+    x: Tensor, B: Tensor, dt: Tensor, log_decays: Tensor, ssm_states: Tensor, sources: Tensor,
+    destinations: Tensor, cu_chunk_seqlens: Tensor, row_chunk_starts: Tensor,
+    chunk_destinations: Tensor, operands: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
     k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section 6).

@@ -145,14 +145,9 @@ class StateMove:
         return max(1, min(PROGRAMS, pairs * self.tiles))
 
     def launch(
-        self,
-        kernel: Any,
-        pairs: int,
-        arguments: Sequence[Any],
-        constants: tuple[Any, ...],
-        types: tuple[torch.dtype | None, ...] = (),
-        max_programs: int | None = None,
-    ) -> None:
+        self, kernel: Any, pairs: int, arguments: Sequence[Any], constants: tuple[Any, ...],
+        types: tuple[torch.dtype | None, ...] = (), max_programs: int | None = None,
+    ) -> None:  # fmt: skip
         """Start `kernel` on the current stream; the current device must be the pools' device.
 
         Args:
@@ -223,18 +218,12 @@ LISTED_ARGUMENTS = [f"pair_{place}" for place in range(LISTED)]
 @triton.jit
 def copy_tile(
     # Pointers, as addresses
-    source,
-    destination,
+    source, destination,
     # Dimensions
-    tile,
-    num_tiles,
-    size,
+    tile, num_tiles, size,
     # Meta-parameters
-    ALIGN: tl.constexpr,
-    TAIL: tl.constexpr,
-    FROM_SOURCE: tl.constexpr,
-    ACCESSES: tl.constexpr,
-):
+    ALIGN: tl.constexpr, TAIL: tl.constexpr, FROM_SOURCE: tl.constexpr, ACCESSES: tl.constexpr,
+):  # fmt: skip
     """Copy bytes [tile, tile + 1) * ACCESSES * ALIGN of `size`, or write zeros there without FROM_SOURCE."""
     WORDS_PER_ACCESS: tl.constexpr = 2 if ALIGN == 16 else 1  # the widest word has 8 bytes
     WORDS: tl.constexpr = ACCESSES * WORDS_PER_ACCESS

@@ -57,15 +57,9 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
 
 
 def rotary_and_write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    base: float,
-    kv_cache: Tensor,
-    tokens: Tensor,
-    write_positions: Tensor,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, base: float, kv_cache: Tensor,
+    tokens: Tensor, write_positions: Tensor,
+) -> Tensor:  # fmt: skip
     """Rotate query and key by `positions`, and store rotated keys and values as `write_kv` does.
 
     Angles are products in float32 of positions and of frequencies that float64 gives. One launch, and once

@@ -105,15 +105,9 @@ def rotary_frequencies(head_dim: int, base: float, device: torch.device) -> Tens
 
 
 def rotary_and_write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    base: float,
-    kv_cache: Tensor,
-    tokens: Tensor,
-    write_positions: Tensor,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, base: float, kv_cache: Tensor,
+    tokens: Tensor, write_positions: Tensor,
+) -> Tensor:  # fmt: skip
     """`apply_rotary` of query and key, and `write_kv` of rotated keys and of values.
 
     Args:

@@ -11,21 +11,11 @@ from .chunks import compute_dtype, read_states, rounded, write_states
 
 
 def causal_conv1d_prefill(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    query_start_loc: Tensor,
-    token_rows: Tensor,
-    checkpoint_rows: Tensor,
-    checkpoint_ends: Tensor,
-    checkpoint_destinations: Tensor,
-    *,
-    activation: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
+    destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor, checkpoint_rows: Tensor,
+    checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
 
     Args:
@@ -71,16 +61,9 @@ def causal_conv1d_prefill(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    *,
-    activation: bool = True,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
+    destinations: Tensor, *, activation: bool = True, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
 
     Args:
@@ -103,19 +86,10 @@ def causal_conv1d_update(
 
 
 def causal_conv1d_replay(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor,
-    conv_inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    destinations: Tensor,
-    *,
-    activation: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, conv_inputs: Tensor,
+    slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`causal_conv1d_prefill` for rows of up to T tokens, whose raw inputs before them lie in a ring.
 
     An output is the sum of `causal_conv1d_prefill`, in the same order, and so has the same bits.
@@ -159,14 +133,9 @@ def causal_conv1d_replay(
 
 
 def keep_conv_inputs(
-    x: Tensor,
-    conv_states: Tensor,
-    conv_inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    sources: Tensor,
+    x: Tensor, conv_states: Tensor, conv_inputs: Tensor, slots: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Store the last raw inputs of each prefill row in the row's ring.
 
     Where a row is shorter than kernel - 1 tokens, the inputs before it come from its carried window. The call

@@ -23,20 +23,10 @@ _NORM_EPSILON = 1e-6
 
 
 def gated_delta_rule_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-    cu_chunk_seqlens: Tensor,
-    seq_idx: Tensor,
-    row_chunk_starts: Tensor,
-    chunk_destinations: Tensor,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
+    destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor,
+) -> Tensor:  # fmt: skip
     """The gated delta rule over packed sequences, in chunks.
 
     Yang et al. 2024 (arXiv 2412.06464), section 3.3: within a chunk the WY form, whose triangular system is
@@ -109,15 +99,9 @@ def gated_delta_rule_scan(
 
 
 def gated_delta_rule_update(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    sources: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` for rows of T tokens each: the recurrence.
 
     Args:
@@ -174,23 +158,10 @@ def normalised(x: Tensor) -> Tensor:
 
 
 def gated_delta_rule_replay(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    k_inputs: Tensor,
-    v_inputs: Tensor,
-    g_inputs: Tensor,
-    beta_inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
+    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, slots: Tensor, starts: Tensor,
+    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
+) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones.
 
     Args:
@@ -245,18 +216,9 @@ def gated_delta_rule_replay(
 
 
 def keep_delta_inputs(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    k_inputs: Tensor,
-    v_inputs: Tensor,
-    g_inputs: Tensor,
-    beta_inputs: Tensor,
-    slots: Tensor,
-    tail_starts: Tensor,
-    query_start_loc: Tensor,
-) -> None:
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor,
+    beta_inputs: Tensor, slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
+) -> None:  # fmt: skip
     """Store the inputs of each prefill row's tail, the tokens behind its last grid point.
 
     Args:

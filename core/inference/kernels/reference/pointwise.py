@@ -65,16 +65,9 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def qk_norm_rotary(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_weight: Tensor | None = None,
-    key_weight: Tensor | None = None,
-    eps: float = 0.0,
-    *,
-    offset: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None, eps: float = 0.0, *, offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm` of each head of queries and keys, then a rotation of the first channels of each head.
 
     Dimension i is paired with i + R / 2, for i below R / 2 (arXiv 2104.09864, in the order of transformers).

@@ -10,23 +10,10 @@ from .chunks import PaddedChunks, compute_dtype, pass_states, read_states, round
 
 
 def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    ssm_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-    cu_chunk_seqlens: Tensor,
-    seq_idx: Tensor,
-    row_chunk_starts: Tensor,
-    chunk_destinations: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+    sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The state space dual form of h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over packed sequences.
 
     Dao & Gu 2024 (arXiv 2405.21060), section 6: within a chunk a masked matrix product, between chunks the
@@ -89,18 +76,9 @@ def _next_states(state: Tensor, update: Tensor, decay: Tensor) -> Tensor:
 
 
 def selective_state_update(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    ssm_states: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+    sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`ssd_chunk_scan` for rows of T tokens each: the recurrence (Gu & Dao 2023, arXiv 2312.00752).
 
     Args:
@@ -131,25 +109,10 @@ def selective_state_update(
 
 
 def ssd_replay(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    ssm_states: Tensor,
-    x_inputs: Tensor,
-    B_inputs: Tensor,
-    gates: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    sources: Tensor,
-    destinations: Tensor,
-    chunk_size: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
+    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
+    sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """y of the next tokens of each row, as `ssd_chunk_scan` defines it.
 
     A chunk begins at the last multiple g of `chunk_size` at or before a row's start. Reads the row's state at
@@ -212,18 +175,9 @@ def ssd_replay(
 
 
 def keep_ssd_inputs(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    x_inputs: Tensor,
-    B_inputs: Tensor,
-    gates: Tensor,
-    slots: Tensor,
-    tail_starts: Tensor,
-    query_start_loc: Tensor,
-    chunk_size: int,
-) -> None:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
+    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
+) -> None:  # fmt: skip
     """Store the inputs of each row's tail, the tokens behind the row's last grid point, for `ssd_replay`.
 
     Args:
