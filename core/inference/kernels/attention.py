@@ -252,10 +252,8 @@ def torch_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
 
 
 def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
-    """Attention of the tokens behind the decode rows.
-
-    Every row is cut into tiles of tokens, at most tokens // tile + rows tiles in all. Each tile reads the
-    whole width of the block table.
+    """Attention of the tokens after the decode rows, in tiles that each read the whole width of the block
+    table.
     """
     block_table, kv_lengths = rows.block_table[rows.num_decodes :], rows.kv_lengths[rows.num_decodes :]
     query_start_loc = rows.query_start_loc[rows.num_decodes :] - rows.num_decode_tokens
@@ -287,14 +285,7 @@ def _attend(
     kv_lengths: Tensor,
     scale: float | None,
 ) -> Tensor:
-    """Attention of tiles of queries.
-
-    Args:
-        query: [tiles, T, heads, head dim]. positions: [tiles, T]; a query at -1 sees nothing.
-        block_table, kv_lengths: [tiles, blocks], [tiles], of each tile's row.
-
-    Returns: the shape and dtype of `query`.
-    """
+    """Attention of tiles of queries [tiles, T, heads, head dim]; a query at position -1 sees nothing."""
     tokens, heads, head_dim = query.shape[1:]
     block_size, kv_heads = kv_cache.shape[2:4]
     segment = max(1, min(block_table.shape[1], _SEGMENT_TOKENS // block_size))
@@ -359,12 +350,8 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Backend(NamedTuple):
-    """One way to compute attention.
-
-    Attributes:
-        name: the words of `describe`.
-        attend: has the arguments of `paged_attention`.
-        rejected: why each better backend is not used.
+    """One way to compute attention: the words of `describe`, a function, and why each better backend is not
+    used.
     """
 
     name: str
@@ -412,13 +399,7 @@ def fixed_splits(device: torch.device, dtype: torch.dtype, head_dim: int, block_
 
 
 def describe(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
-    """Which backend computes attention, and why no better one does.
-
-    Args:
-        device, dtype: of the KV cache.
-        head_dim: numbers of a head.
-        block_size: tokens of a KV block.
-    """
+    """Which backend computes attention over a KV cache of this dtype, and why no better one does."""
     if device.type != "cuda" or dtype == torch.float64:  # `kernel_set` returns the torch functions
         return f"attention: {torch_name(dtype)}"
     chosen = backend(device, dtype, head_dim, block_size)

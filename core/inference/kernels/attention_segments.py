@@ -1,22 +1,13 @@
-"""Rows of the calls of `attention_segments`: pairs of a row of the step and a segment of its sequence.
+"""Attention whose split points are fixed positions of the sequence.
 
-A segment s of a sequence is its tokens [s * segment, (s + 1) * segment).
+A backend that cuts a sequence's KV by the free multiprocessors changes the bits of a row with the other rows.
+A backend that does not cut leaves most multiprocessors idle when few requests have long contexts. Here a
+sequence is cut at multiples of `SEGMENT_TOKENS`: segment s is the tokens [s * segment, (s + 1) * segment). A
+query at position p reads p // SEGMENT_TOKENS whole segments, and its own up to p, combined in their order, so
+that its bits depend on the sequence up to p alone.
 
-----
-The result of attention from the results of segments, in one launch.
-
-----
-Attention whose split points are fixed positions of the sequence.
-
-A backend that cuts a sequence's KV by the free multiprocessors changes the bits of a row with the rows beside
-it. A backend that does not cut leaves most multiprocessors idle when few requests have long contexts. Here a
-sequence is cut at multiples of `SEGMENT_TOKENS`, wherever the row's queries lie and however many rows a step
-has. A query at position p reads p // SEGMENT_TOKENS whole segments, and its own segment up to p. The results
-of segments are combined in their order, so that their number and their bits depend on the sequence up to p
-alone.
-
-The backend computes the results of many pairs of a row and a segment in one call. It rounds these results to
-the dtype of the cache, which adds at most one rounding error to that of the final result.
+The backend computes many pairs of a row and a segment in one call, and rounds their results to the dtype of
+the cache, which adds at most one rounding error to that of the final result.
 """
 
 from enum import IntEnum
@@ -63,23 +54,21 @@ def segment_rows(
     rows: AttentionRows, first_row: int, num_rows: int, readers: Readers, num_segments: int,
     segment_tokens: int, block_size: int, tokens: int, *, longest_query: int, copies: bool = False,
 ) -> SegmentRows:  # fmt: skip
-    """Pair some rows of a step with their segments, in one launch.
+    """Pair some rows of a step with their segments, in one launch. Does not synchronise.
 
-    Where `readers` is `WITHIN`, the segments of a row are those from its first query's on, and the pairs of a
-    row follow one another. Else the segments are the sequence's first, and the pairs of a segment follow one
-    another. Does not synchronise.
+    With `WITHIN`, the segments of a row are those from its first query's on, and the pairs of a row follow
+    one another. Else the segments are the sequence's first, and the pairs of a segment follow one another.
 
     Args:
-        rows: the rows of the step.
-        first_row, num_rows: which of them; decode rows, or prefill rows.
+        first_row, num_rows: which rows of the step; decode rows, or prefill rows.
         num_segments: of each row; `V` is num_rows * num_segments.
         segment_tokens: a multiple of `block_size`, the tokens of a KV block.
         tokens: those of the rows, padding included. Places are counted from the first of them.
         longest_query: at least the queries of the longest pair.
-        copies: whether each segment has a copy of all queries of the rows, one copy behind the other. It must
-            with `WITHIN_AND_BEHIND`, and must not with `WITHIN`. With `BEHIND` and without copies, the
-            segments need a call each, because they share queries: the tensors then have a first dimension
-            more, of segments.
+        copies: whether each segment has a copy of all queries of the rows, one after the other: True for
+            `WITHIN_AND_BEHIND`, False for `WITHIN`. With `BEHIND` and without copies, the segments need a
+            call each,
+            because they share queries: the tensors then have a first dimension more, of segments.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size
@@ -281,13 +270,9 @@ def num_segments(rows: AttentionRows, block_size: int) -> int:
 def segmented_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None, attend: Attend
 ) -> Tensor:
-    """`attention.paged_attention`, combined from the results of segments, of which there are at least two.
+    """`attention.paged_attention`, combined from at least two segments, which `attend` computes.
 
     The number of calls of `attend` depends on shapes alone. Does not synchronise, if `attend` does not.
-
-    Args:
-        query, kv_cache, rows, scale: as for `attention.paged_attention`.
-        attend: computes the results of segments.
     """
     step = _Step(kv_cache, rows, scale, attend)
     dtype, decoded = query.dtype, rows.num_decode_tokens

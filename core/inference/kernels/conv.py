@@ -1,14 +1,10 @@
-"""The causal convolution of mixers in Triton: packed prefill, and decode of one or several tokens.
+"""The causal convolution of mixers in Triton: packed prefill, decode, and decode by replay.
 
-The references are the functions of the same names in `reference`. Both kernels compute in float32. Every
-output is the same chain of fused multiply-adds over the same taps in both kernels, wherever its row was cut
-and whichever rows share the batch. A cached run and an uncached run therefore get equal bits.
-
-----
-The causal convolution of decode by replay in Triton; the references are in `reference_replay_conv`.
-
-A request's last raw inputs lie in a ring. An output is the chain of fused multiply-adds of
-`causal_conv1d_prefill`, over the same numbers, and so has the same bits.
+The references are the functions of the same names in `reference.conv`. All kernels compute in float32. Every
+output is the same chain of fused multiply-adds over the same taps in every kernel, wherever its row was cut
+and whichever rows share the batch. A cached, an uncached and a replaying run therefore get equal bits. Every
+function is one launch, whose grid depends on shapes alone, and does not synchronise. Tensors have any
+strides.
 """
 
 import torch
@@ -30,26 +26,9 @@ def causal_conv1d_prefill(
     checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
+    """As `reference.conv.causal_conv1d_prefill`, rounded once. Padding costs a few small loads.
 
-    One launch, whose grid depends on shapes alone. Does not synchronise.
-
-    Args:
-        x: [tokens, conv_dim] raw inputs, row after row; a view with any strides.
-        weight, bias: [conv_dim, kernel], [conv_dim] or None.
-        conv_states: [slots, conv_dim, >= kernel - 1] with any strides. A slot's first kernel - 1 positions
-            hold the last raw inputs, oldest first. Written at `destinations` and `checkpoint_destinations`.
-        sources, destinations: [rows] pool indices. Source -1 reads zeros; destination -1 writes nothing. A
-            row's destination may be its source.
-        query_start_loc: [rows + 1] where each row's tokens start in `x`.
-        token_rows: [tokens] the row of each token. Padding tokens have -1, and unspecified outputs.
-        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
-            token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
-            The index is no row's source.
-        activation: whether SiLU follows.
-        out: where the result goes, contiguous, of the dtype of x; None allocates it.
-
-    Returns: [tokens, conv_dim] in the dtype of x, rounded once.
+    The index of a checkpoint is no row's source.
     """
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
@@ -73,19 +52,7 @@ def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
     destinations: Tensor, *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after any token.
-
-    One launch. Does not synchronise. Writes `conv_states`.
-
-    Args:
-        x: [rows, T, conv_dim] with any strides.
-        weight, bias, conv_states, activation, out: as for `causal_conv1d_prefill`.
-        sources: [rows] pool indices, -1: zeros.
-        destinations: [rows, T] the pool index for the window after each token, -1: nowhere. A row whose
-            indices are all -1 (padding) costs a few small loads, and its outputs are unspecified.
-
-    Returns: [rows, T, conv_dim] in the dtype of x.
-    """
+    """As `reference.conv.causal_conv1d_update`. A row whose indices are all -1 costs a few small loads."""
     rows, tokens, conv_dim = x.shape
     if out is None:
         out = torch.empty(rows, tokens, conv_dim, dtype=x.dtype, device=x.device)
@@ -118,10 +85,9 @@ def prefill_kernel(
 ):  # fmt: skip
     """A program has a block of channels and a row, a checkpoint, or BLOCK_T tokens of the packed stream.
 
-    Only a row's own program reads the row's carried window and writes the row's final window, which may lie
-    in the same slot. The row's program therefore does all work that needs the carried window: the row's first
-    KERNEL - 1 outputs, and the checkpoints among these tokens. All other programs read only `x`. Padding
-    costs a few small loads.
+    A row's own program alone reads the row's carried window and writes the final one, which may lie in the
+    same slot; it also has the row's first KERNEL - 1 outputs and the checkpoints among these tokens. Others
+    read only `x`.
     """
     channel_blocks = tl.cdiv(conv_dim, BLOCK_C)
     work = tl.program_id(0) // channel_blocks
@@ -265,10 +231,7 @@ def update_kernel(
     KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row and a block of channels. No other program touches their windows.
-
-    Padding costs 1 + TOKENS scalar loads.
-    """
+    """A program has a row and a block of channels. Padding costs 1 + TOKENS scalar loads."""
     WIDTH: tl.constexpr = KERNEL - 1
     channel_blocks = tl.cdiv(conv_dim, BLOCK_C)
     row = (tl.program_id(0) // channel_blocks).to(tl.int64)
@@ -361,26 +324,10 @@ def causal_conv1d_replay(
     slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`causal_conv1d_prefill` for rows of up to T tokens, whose raw inputs before them lie in a ring.
-
-    One launch, whose grid depends on shapes alone. Does not synchronise. Padding rows write nothing.
-
-    Args:
-        x: [rows, T, conv_dim] raw inputs with any strides. Tokens of a row behind its length are padding.
-        weight, bias, activation, out: as for `causal_conv1d_prefill`.
-        conv_states: [slots, conv_dim, >= kernel - 1] with any strides. Written at `destinations`, never read.
-        conv_inputs: [slots, R, conv_dim] rings, contiguous in each slot; R is at least kernel - 1 + T.
-            Position p of a sequence lies at p % R. Written at the positions of the rows' tokens. Only the
-            kernel - 1 positions before `starts` are read; positions before 0 are zeros.
-        slots: [rows] where each row's ring is, -1: padding.
-        starts, lengths: [rows] the position of each row's first token, and its number of tokens.
-        destinations: [rows] the index in `conv_states` for the window after the row's last token, -1:
-            nowhere.
-
-    Returns: [rows, T, conv_dim] in the dtype of x, rounded once; unspecified for padding.
+    """As `reference.conv.causal_conv1d_replay`, rounded once. Padding rows write nothing.
 
     Raises:
-        ValueError: the rings are too short for T tokens, or not contiguous.
+        ValueError: the rings are shorter than kernel - 1 + T, or not contiguous in each slot.
     """
     rows, tokens, conv_dim = x.shape
     _check_rings(conv_inputs, weight.shape[1] - 1 + tokens)
@@ -402,24 +349,10 @@ def keep_conv_inputs(
     x: Tensor, conv_states: Tensor, conv_inputs: Tensor, slots: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """Store the last raw inputs of each prefill row in the row's ring.
-
-    Where a row is shorter than kernel - 1 tokens, the inputs before it come from its carried window. The call
-    must therefore come before the prefill's own call, which may write a row's window in place. One launch,
-    whose grid depends on shapes alone. Does not synchronise.
-
-    Args:
-        x: [tokens, conv_dim] raw inputs, row after row, with any strides.
-        conv_states: [slots, conv_dim, kernel - 1] with any strides, the windows before the rows.
-        conv_inputs: as for `causal_conv1d_replay`. Written at the kernel - 1 positions before each row's end,
-            except positions before 0.
-        slots: [rows] where each row's ring is, -1: nowhere.
-        starts: [rows] the position of each row's first token.
-        sources: [rows] the index in `conv_states` of each row's carried window, -1: zeros.
-        query_start_loc: [rows + 1] where each row's tokens start in `x`.
+    """As `reference.conv.keep_conv_inputs`.
 
     Raises:
-        ValueError: the rings are too short, or not contiguous.
+        ValueError: the rings are too short, or not contiguous in each slot.
     """
     rows, conv_dim, width = slots.shape[0], x.shape[1], conv_states.shape[-1]
     _check_rings(conv_inputs, width)
@@ -458,10 +391,9 @@ def replay_kernel(
     KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     TOKENS: tl.constexpr, RING: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row and a block of channels. No other program touches their ring and window.
+    """A program has a row and a block of channels. Padding costs one scalar load.
 
     The positions that it reads and those that it writes are at most RING neighbours, and so lie apart.
-    Padding costs one scalar load.
     """
     WIDTH: tl.constexpr = KERNEL - 1
     channel_blocks = tl.cdiv(conv_dim, BLOCK_C)

@@ -1,30 +1,18 @@
-"""What the products of the gated delta rule multiply: normalised keys and queries, and values, packed.
+"""The gated delta rule of a step in Triton, by pool slots; the reference is `reference.delta`.
 
-----
-The gated delta rule's stage between chunks: the recurrence over a row's chunks, from slot to slot.
+    stage of a prefill                     function
+    normalised keys and queries            delta_operands
+    sums of decays                         fla-core's chunk_local_cumsum
+    the WY form of a chunk, 16-bit floats  fla-core's chunk_gated_delta_rule_fwd_intra
+    the WY form of a chunk, float32        fla-core's chunk_scaled_dot_kkt_fwd, solve_tril, recompute_w_u_fwd
+    between chunks                         delta_state_passing
+    outputs                                fla-core's chunk_fwd_o
 
-----
-The decode recurrence of the gated delta rule in Triton; see `reference.gated_delta_rule_update`.
-
-----
-The gated delta rule of a step, all stages, by pool slots; see `reference.gated_delta_rule_scan`.
-
-    stage                                  function                          file or package
-    normalised keys and queries            delta_operands                    delta_operands.py
-    sums of decays                         chunk_local_cumsum                fla-core's
-    the WY form of a chunk                 chunk_gated_delta_rule_fwd_intra  fla-core's, in 16-bit floats
-                                           chunk_scaled_dot_kkt_fwd, solve_tril, recompute_w_u_fwd
-                                                                             fla-core's, in float32
-    between chunks                         delta_state_passing               delta_state_passing.py
-    outputs                                chunk_fwd_o                       fla-core's
-
-fla-core's stages take packed sequences and cut each into chunks from its start. Here each of our chunks is
-passed as a sequence of its own, and so it is its own only chunk.
-
-fla-core's faster stage for the WY form multiplies in TF32, whose errors are 1e-3. Float32 therefore takes the
-three other stages. Their products, and those of the outputs, name no precision, and take Triton's default.
-The variable TRITON_F32_DEFAULT replaces the default, as `ssd_scan.py` says, and importing this file sets it
-to "ieee", too, unless it is set.
+fla-core's stages cut each packed sequence into chunks from its start. Here each chunk is passed as a sequence
+of its own, and so it is its own only chunk. fla-core's faster stage for the WY form multiplies in TF32, whose
+errors are 1e-3; float32 therefore uses the three other stages. Their products name no precision, and take
+Triton's default, which the variable TRITON_F32_DEFAULT replaces. Importing this file sets it to "ieee",
+unless it is set.
 """
 
 import os
@@ -43,10 +31,7 @@ OPERAND_TOKENS, OPERAND_WARPS = 32, 4
 def delta_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k by x * rsqrt(sum x^2 + 1e-6), computed in float32, and v; all contiguous, in the dtype of v.
 
-    One launch, whose grid depends on shapes alone. Does not synchronise.
-
-    Args:
-        q, k: [tokens, Hk, Dk]. v: [tokens, Hv, Dv]. Views with any strides.
+    q, k [tokens, Hk, Dk] and v [tokens, Hv, Dv] are views with any strides. One launch; does not synchronise.
     """
     tokens, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[1:]
@@ -130,30 +115,23 @@ def delta_state_passing(
     """leaving = decay * entering + keys^T decayed (written - read_keys entering), over each row's chunks.
 
     Keeps the state in float32. Products multiply numbers of the dtype of `keys`, float32 in three TF32
-    products, and add in float32. Reads a row's initial state at its source. Stores the state that leaves a
-    chunk at the chunk's destination, and the state that leaves the row at the row's destination. There is no
-    other access to the pool, and each of these happens once. A row without chunks copies its source to its
-    destination, bit for bit. A row without chunks and without a destination, or with its source as
-    destination, costs an empty program. One launch, whose grid and addresses depend on shapes alone: a CUDA
-    graph can capture it. Does not synchronise.
+    products, and add in float32. Each source is read once and each destination written once. A row without
+    chunks copies its source to its destination, bit for bit; where both are one or there is no destination,
+    it costs an empty program. One launch, whose grid depends on shapes alone. Does not synchronise.
 
     Args:
         keys: [tokens, Hk, Dk] normalised; value head h reads key head h // (Hv // Hk).
         read_keys, written: [tokens, Hv, Dk] and [tokens, Hv, Dv], the two parts of the WY form. These three
-            tensors have one dtype and are contiguous.
-        log_decays: [tokens, Hv] float32, contiguous: sums of the decays' binary logarithms from the start of
-            each chunk. The sum at the last token of a chunk is the decay of the whole chunk.
-        states: [slots, Hv, Dk, Dv] float32 or narrower, with any slot stride. Written. A row's destination
-            may be its own source, no other row's source or destination.
-        sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
+            have one dtype and are contiguous.
+        log_decays: [tokens, Hv] float32, contiguous: sums of the decays' binary logarithms from each chunk's
+        start.
+        states: [slots, Hv, Dk, Dv] float32 or narrower, with any slot stride. Written. A destination may be
+            the row's own source, no other row's source or destination.
         chunk_size: the most tokens of a chunk, a power of two from 16 on.
-        cu_chunk_seqlens: [chunks + 1] where each chunk's tokens start.
-        row_chunk_starts: [rows + 1] the first chunk of each row and the trailing total. Chunks from the total
-            on are padding, and are not touched.
-        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
+        sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations: as for the scan.
 
-    Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values that tokens bring,
-        [tokens, Hv, Dv], both in the dtype of `keys`. Both are unspecified for padding.
+    Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values of tokens, [tokens,
+        Hv, Dv], both in the dtype of `keys` and unspecified for padding.
 
     Raises:
         ValueError: a state is not contiguous.
@@ -262,10 +240,11 @@ def _chunk(
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk_size: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Store what one chunk, the tokens from `start` to `end`, gets and brings; returns the state behind it.
+    """Store one chunk's entering state and new values; returns the state after it.
 
-    SLICE is 0, or the products are taken in slices of so many keys or tokens, which are read back from what
-    the program has just stored: float32 operands of a whole product do not fit the registers.
+    With SLICE, products are computed in slices of so many keys or tokens, read back from what the program has
+    just
+    stored: float32 operands of a whole product do not fit the registers.
     """
     operand: tl.constexpr = keys.dtype.element_ty
     n = tl.arange(0, BLOCK_K)
@@ -339,23 +318,11 @@ def gated_delta_rule_update(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor,
 ) -> Tensor:  # fmt: skip
-    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; o = S^T q, over T tokens of every row.
+    """As `reference.delta.gated_delta_rule_update`, tensors with any strides. One launch; does not
+    synchronise.
 
-    Normalises q and k, x * rsqrt(sum x^2 + 1e-6), and scales q by Dk ** -0.5 (arXiv 2412.06464). Reads each
-    state once and stores it at each destination. Computes in float32, and keeps the state in float32 between
-    the tokens of a call. One launch. Does not synchronise.
-
-    Args:
-        q, k: [rows, T, Hk, Dk] raw; value head h reads key head h // (Hv // Hk). v: [rows, T, Hv, Dv].
-        g, beta: [rows, T, Hv], the log decay and the strength of the update. All these tensors have any
-            strides.
-        states: [slots, Hv, Dk, Dv] with any strides. Written at `destinations`.
-        sources: [rows] the pool index of the state before the tokens, -1: zeros.
-        destinations: [rows, T] the pool index for the state after each token, -1: nowhere. One destination
-            may be the row's source. A row whose indices are all -1 (padding) costs a few small loads, and its
-            outputs are unspecified.
-
-    Returns: o, [rows, T, Hv, Dv] in the dtype of v.
+    Reads each state once, stores it at each destination, and keeps it in float32 between the tokens of a
+    call. One destination may be the row's source. A row whose indices are all -1 costs a few small loads.
     """
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
@@ -393,10 +360,7 @@ def update_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HEADS_OF_KEY: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row, a value head and BLOCK_V of Dv. No other program touches this part of the states.
-
-    Padding costs 1 + TOKENS scalar loads.
-    """
+    """A program has a row, a value head and BLOCK_V of Dv. Padding costs 1 + TOKENS scalar loads."""
     V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     n = tl.arange(0, BLOCK_K)
     p = tl.program_id(0) % V_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -461,27 +425,18 @@ def gated_delta_rule_scan(
     destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`reference.gated_delta_rule_scan` in at most eight launches, without a copy of a state.
+    """As `reference.delta.gated_delta_rule_scan`, in at most eight launches, without a copy of a state.
 
     Keeps states and sums in float32. Products multiply numbers of the dtype of v: float32 exactly or in three
-    TF32 products, 16-bit floats on tensor cores, as fla-core's own `chunk_gated_delta_rule` does. Reads each
-    initial state once, and writes each destination once. Allocates [chunks, Hv, Dk, Dv] of the dtype of v.
-    The same inputs and cuts give the same bits whichever rows share the batch and, in a float32 pool, however
-    the cuts are spread over calls. A padding chunk costs programs of fla-core's that store nothing.
+    TF32 products, 16-bit floats on tensor cores. Each source is read once, and each destination written once.
+    Allocates [chunks, Hv, Dk, Dv] of the dtype of v. The same inputs and cuts give the same bits whichever
+    rows share the batch and, in a float32 pool, however the cuts are spread over calls. q, k and v have any
+    strides, states any slot stride. Destinations of a row and of its chunks may be its own source, no other
+    row's. `seq_idx` is not read.
 
-    Launches depend on shapes alone, and nothing synchronises, so that a CUDA graph can capture a call, on one
-    condition: a call with the shapes of the capture came before, as graph warm-ups make it. The first call
-    for a chunk size, Hk, Hv, Dk, Dv and dtype measures which configurations of fla-core's stages are the
+    Nothing synchronises, and a CUDA graph can capture a call after one call with the same shapes. The first
+    call for a chunk size, Hk, Hv, Dk, Dv and dtype measures which configurations of fla-core's stages are the
     fastest for its number of chunks, and synchronises.
-
-    Args:
-        q, k, v, g, beta, states, sources, destinations, chunk_size, cu_chunk_seqlens, row_chunk_starts,
-            chunk_destinations: as for `reference.gated_delta_rule_scan`, float32 or narrower. q, k and v are
-            views with any strides. States have any slot stride. Padding chunks may follow the rows' chunks.
-            Destinations of a row and of its chunks may be its own source, no other row's.
-        seq_idx: is not read, because `row_chunk_starts` holds the same facts.
-
-    Returns: o, [tokens, Hv, Dv] in the dtype of v; unspecified for padding tokens.
 
     Raises:
         ImportError: fla-core is not installed.
@@ -527,18 +482,15 @@ def gated_delta_rule_scan(
 def solved_chunks(
     keys: Tensor, g: Tensor, strength: Tensor, chunk_size: int, cuts: Tensor, pairs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The inverse of the WY form's triangular system of each chunk, and the sums of decays.
-
-    The stages and the bits of `gated_delta_rule_scan`, in two launches for chunks of 64 tokens.
+    """The inverse of each chunk's triangular system (WY form), and the sums of decays: bits of the scan's
+    stages.
 
     Args:
         keys: [tokens, Hk, Dk] normalised, of 16 bits. g, strength: [tokens, Hv]. All contiguous.
-        chunk_size: the tokens of every chunk.
-        cuts: [chunks + 1] int32 where each chunk's tokens start.
-        pairs: [chunks] int64, 0, 1, 2 and so on.
+        cuts: [chunks + 1] int32 where each chunk's tokens start. pairs: [chunks] int64, 0, 1, 2 and so on.
 
-    Returns: [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and
-        [tokens, Hv] float32, sums of g's binary logarithms from the start of each chunk.
+    Returns: [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and [tokens, Hv]
+        float32, sums of g's binary logarithms from the start of each chunk.
     """
     fla, (tokens, heads), chunks = stages(), g.shape, pairs.shape[0]
     at = {"cu_seqlens": cuts, "chunk_indices": pairs.view(torch.int32).view(chunks, 2)}
@@ -567,14 +519,11 @@ def check_sizes(chunk_size: int, key_dim: int) -> None:
 
 
 def fix_orders_of_addition() -> None:
-    """Leave fla-core's tuner one order of addition, so that two processes get the same bits.
+    """Restrict fla-core's tuner to one order of addition, so that two processes get the same bits.
 
-    The tuner measures, and may choose otherwise in another process. Where a stage adds numbers of several
-    threads, the number of warps is an order of addition. Tiles of products are none: their sums go over K in
-    order. A tuner that has one configuration left has one order, and keeps it.
-
-    Changes fla-core's kernels for the whole process, and nothing undoes it; calls that were tuned before are
-    tuned again. Another call changes nothing, unless somebody has given the tuner configurations since.
+    Where a stage adds numbers of several threads, the number of warps is an order of addition; tiles of
+    products are none, because their sums go over K in order. Changes fla-core's kernels for the whole
+    process, and is not undone.
 
     Raises:
         ImportError: fla-core is not installed.
@@ -602,10 +551,8 @@ def fix_orders_of_addition() -> None:
 
 @cache
 def stages() -> SimpleNamespace:
-    """fla-core's stages by name; the first call imports fla-core, which takes seconds.
-
-    Raises:
-        ImportError: fla-core is not installed.
+    """fla-core's stages by name; the first call imports fla-core, which takes seconds, or raises an
+    ImportError.
     """
     try:
         with warnings.catch_warnings():

@@ -1,22 +1,17 @@
-"""The last stage of a replay of the gated delta rule: new tokens' outputs, and the state behind a full chunk.
-
-Serves inputs of 16 bits. One launch does what the WY form's products, `delta_state_passing` and fla-core's
-`chunk_fwd_o` do for a whole chunk, with their operands, roundings and orders of addition. Memory sees no
-product but the outputs, and the state only as it is read, or written where the chunk is complete.
-
-----
-The gated delta rule of decode by replay; the references are in `reference_replay_delta`.
+"""The gated delta rule of decode by replay in Triton; the reference is `reference.delta`.
 
 A request keeps its state at the last grid point, and the inputs of the tokens since. A step gathers each
 row's chunk, whose later tokens are zeros, and computes what `gated_delta_rule_scan` computes of it. A row of
 a chunk depends on earlier rows only, so that the new tokens' outputs have the bits of a prefill.
 
-    stage                                  function              file or package
-    inputs since the grid point            gather_kernel         this one
-    sums of decays, the triangular system  solved_chunks         gated_delta_rule.py, fla-core's stages
-    outputs, the state behind a chunk      delta_replay_output   delta_replay_output.py
+    stage                                       function
+    inputs since the grid point                 gather_kernel
+    sums of decays, the triangular system       delta.solved_chunks, fla-core's stages
+    outputs, the state after a complete chunk   delta_replay_output
 
-Float32 takes the scan itself behind the first stage.
+`delta_replay_output` does in one launch what the WY form's products, `delta_state_passing` and fla-core's
+`chunk_fwd_o` do for a whole chunk, with their operands, roundings and orders of addition. Float32 uses the
+scan itself after the first stage.
 """
 
 import torch
@@ -39,14 +34,13 @@ def delta_replay_output(
     One launch, whose grid depends on shapes alone. Does not synchronise. Padding rows write nothing.
 
     Args:
-        queries: [rows * tokens, Hk, Dk] normalised. keys: [rows * chunk_size, Hk, Dk] normalised, zeros
-            behind a row's tokens. Both contiguous, of the dtype of v_inputs.
+        queries: [rows * tokens, Hk, Dk] normalised. keys: [rows * chunk_size, Hk, Dk] normalised, zeros after
+            a row's tokens. Both contiguous, of the dtype of v_inputs.
         v_inputs: [slots, chunk_size, Hv, Dv], contiguous in each slot. Read up to each row's last token.
-        strength: [rows * chunk_size, Hv] beta, contiguous.
-        log_decays: [rows * chunk_size, Hv] float32, contiguous: sums of the decays' binary logarithms from
-            the start of each chunk.
-        inverse: [rows * chunk_size, Hv, chunk_size] contiguous, of the dtype of v_inputs: the inverse of the
-            WY form's triangular system. Above the diagonal it is not read.
+        strength, log_decays: [rows * chunk_size, Hv] contiguous: beta, and float32 sums of the decays' binary
+            logarithms from the start of each chunk.
+        inverse: [rows * chunk_size, Hv, chunk_size] contiguous, of the dtype of v_inputs, from
+        `solved_chunks`.
         states: [slots, Hv, Dk, Dv], contiguous, with any slot stride. Written at `destinations`.
         slots, starts, lengths, sources, destinations: [rows] as for `gated_delta_rule_replay`.
         tokens: T, a row's tokens with padding.
@@ -199,34 +193,17 @@ def gated_delta_rule_replay(
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, slots: Tensor, starts: Tensor,
     lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
 ) -> Tensor:  # fmt: skip
-    """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones.
+    """As `reference.delta.gated_delta_rule_replay`: the scan of the tokens since each row's last grid point.
 
-    Inputs of 16 bits take four or five launches, and memory sees a row's state, the inputs of its chunk and
-    the triangular system of each value head. Inputs of float32 take the scan of rows * chunk_size tokens.
-    Launches depend on shapes alone, and nothing synchronises, on the condition that `gated_delta_rule_scan`
-    names.
-
-    Args:
-        q, k: [rows, T, Hk, Dk] raw. v: [rows, T, Hv, Dv]. g, beta: [rows, T, Hv]. All with any strides.
-            Tokens of a row behind its length are padding.
-        states: [slots, Hv, Dk, Dv] as for the scan. Written at `destinations`.
-        k_inputs, v_inputs: [slots, chunk_size, Hk, Dk] and [slots, chunk_size, Hv, Dv], contiguous in each
-            slot. Position p of a sequence lies at p % chunk_size. Written at the positions of the rows'
-            tokens. Read from the grid point to `starts`.
-        g_inputs, beta_inputs: [slots, chunk_size, Hv] likewise.
-        slots: [rows] where each row's inputs are, -1: padding, which writes nothing.
-        starts, lengths: [rows] the position of each row's first token, and its number of tokens, which all
-            lie in one chunk.
-        sources: [rows] the index in `states` of the state at the grid point, -1: zeros.
-        destinations: [rows] the index for the state behind the chunk, -1: nowhere. It may be the row's own
-            source, no other row's; it is named only where the row's tokens complete the chunk.
-        chunk_size: as for the scan.
-
-    Returns: o, [rows, T, Hv, Dv] in the dtype of v; unspecified for padding.
+    Inputs of 16 bits cost four or five launches, and memory sees a row's state, the inputs of its chunk and
+    the triangular system of each value head. Inputs of float32 cost the scan of rows * chunk_size tokens.
+    Launches depend on shapes alone, and nothing synchronises after a first call, as `gated_delta_rule_scan`
+    says. Tokens have any strides, pools are contiguous in each slot. A destination may be the row's own
+    source, no other row's.
 
     Raises:
         ImportError: fla-core is not installed.
-        ValueError: inputs are not contiguous, or what the scan does not take.
+        ValueError: inputs are not contiguous, or the scan does not accept a size.
     """
     _check_contiguous(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     rows, tokens, heads, value_dim = v.shape
@@ -272,17 +249,8 @@ def keep_delta_inputs(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor,
     beta_inputs: Tensor, slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """Store the inputs of each prefill row's tail, the tokens behind its last grid point.
-
-    One launch, whose grid depends on shapes alone. Does not synchronise.
-
-    Args:
-        k: [tokens, Hk, Dk]. v: [tokens, Hv, Dv]. g, beta: [tokens, Hv]. Packed rows with any strides.
-        k_inputs, v_inputs, g_inputs, beta_inputs: as for `gated_delta_rule_replay`. Written.
-        slots: [rows] where each row's inputs go, -1: nowhere.
-        tail_starts: [rows] the packed token that begins the row's last, incomplete chunk. A row whose tail
-            begins at the row's end stores nothing.
-        query_start_loc: [rows + 1] where each row's tokens start.
+    """As `reference.delta.keep_delta_inputs`, in one launch, whose grid depends on shapes alone. Does not
+    synchronise.
 
     Raises:
         ValueError: inputs are not contiguous.
@@ -345,9 +313,9 @@ def gather_kernel(
 ):  # fmt: skip
     """A program has a row, BLOCK_T of its chunk, and one head of q, of k or of v, or the gates.
 
-    Stores the row's new tokens among its inputs, and its inputs up to them, then zeros, as its chunk. What is
-    loaded and what is stored among the inputs lie at different positions. Where FUSED, keys and queries are
-    normalised, values stay where they are kept, and queries are those of the new tokens only.
+    Stores the row's new tokens among its inputs, and its inputs up to them, then zeros, as its chunk. Where
+    FUSED, keys and queries are normalised, values stay where they are kept, and queries are those of the new
+    tokens only.
     """
     PARTS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS + 1
     BLOCKS: tl.constexpr = (CHUNK + BLOCK_T - 1) // BLOCK_T

@@ -1,19 +1,10 @@
-"""RMS norms on a GPU in one Triton launch, alone or behind the sum of the residual stream.
+"""RMS norms in one Triton launch: of the residual stream, of mixers with their gates, of queries and keys.
 
-The references are the functions of the same names in `reference_pointwise`. liger-kernel has kernels that
-take the same time on an H100. Its functions take the host 10 to 60 % longer, also store what a backward pass
-needs, and do not run in Triton's interpreter, in which these kernels are tested.
-
-----
-The gated norms of mixers in Triton; the references are the functions of the same names in `reference`.
-
-fla-core's `layer_norm_fwd` computes the same from gates of one row stride. Here a gate is any part of a
-projection, and nothing but the result is written.
-
-----
-The norms and the rotation of queries and keys in one Triton launch.
-
-The reference is `reference_pointwise.qk_norm_rotary`.
+The references are the functions of the same names in `reference.pointwise`. liger-kernel's kernels take the
+same time on an H100; its functions take the host 10 to 60 % longer, also store what a backward pass needs,
+and do not run in Triton's interpreter. fla-core's `layer_norm_fwd` accepts gates of one row stride only.
+Nothing synchronises,
+and a row has the same bits in every batch: a program's tile follows from the model's shape alone.
 """
 
 import torch

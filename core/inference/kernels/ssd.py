@@ -1,17 +1,10 @@
-"""The SSD stage between chunks: the recurrence over a row's chunks, from pool slot to pool slot.
+"""Mamba-2's scan and decode in Triton, by pool slots; the reference is `reference.ssd`.
 
-----
-The decode recurrence of Mamba mixers in Triton; the reference is `reference.selective_state_update`.
-
-----
-The SSD scan of a step, all stages, by pool slots; the reference is `reference.ssd_chunk_scan`.
-
-    stage             for inputs of 16 bits             for inputs of float32
-    sums of dt * A    chunk_cumsum    ssd_decays.py     _chunk_cumsum_fwd    megatron-core's
-    C B               chunk_scores    ssd_scores.py     _bmm_chunk_fwd       megatron-core's
-    states            ssd_states      ssd_states.py     _chunk_state_fwd     megatron-core's
-                                                        state_passing        state_passing.py
-    outputs           chunk_scan      ssd_output.py     chunk_scan           ssd_output.py
+    stage             for inputs of 16 bits       for inputs of float32
+    sums of dt * A    ssd_stages.chunk_cumsum     megatron-core's _chunk_cumsum_fwd
+    C B               ssd_stages.chunk_scores     megatron-core's _bmm_chunk_fwd
+    states            ssd_stages.ssd_states       megatron-core's _chunk_state_fwd, then state_passing
+    outputs           ssd_stages.chunk_scan       ssd_stages.chunk_scan
 
 No stage for 16 bits chooses its tiles by timing them, and all add in one order. A row's outputs, and the
 states at its chunks' ends, depend on the row alone. `ssd_replay` repeats these sums for single tokens.
@@ -20,11 +13,10 @@ Products multiply numbers of the model's dtype and add in float32, as mamba_ssm 
 environment variable MAMBASLOTS_SSD_OPERANDS=float32 widens the numbers first; "model" is the default. Sums of
 dt * A, decays, states and the recurrence between chunks are float32 either way.
 
-megatron-core's stages are the same from 0.18.0 to 0.19.2. Their products of float32 name no precision, and so
-take Triton's default, TF32, whose errors are 1e-3. The variable TRITON_F32_DEFAULT replaces the default.
-Triton reads the variable whenever it compiles a kernel, and its disk cache has a key for it; kernels that a
-process has compiled stay. Importing this file sets the variable to "ieee" unless it is set. The setting holds
-for every launch here, and for all products of float32 that this process compiles later.
+megatron-core's products of float32 name no precision, and so take Triton's default, TF32, whose errors are
+1e-3. The variable TRITON_F32_DEFAULT replaces the default whenever Triton compiles a kernel. Importing this
+file sets it to "ieee", unless it is set, for every launch here and all float32 products that this process
+compiles later.
 """
 
 import os
@@ -52,24 +44,17 @@ def state_passing(
 ) -> None:  # fmt: skip
     """leaving = exp(log decay) * entering + update, over each row's chunks in order, in float32.
 
-    Reads a row's initial state at its source. Stores the state that leaves a chunk at the chunk's
-    destination, and the state that leaves the row at the row's destination. There is no other access to the
-    pool, and each of these happens once. A row without chunks copies its source to its destination, bit for
-    bit. A row without chunks and without a destination, or with its source as destination, costs an empty
-    program. One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does
-    not synchronise.
+    Each source is read once and each destination written once. A row without chunks copies its source to its
+    destination, bit for bit; where both are one or there is no destination, it costs an empty program. One
+    launch, whose grid and addresses depend on shapes alone. Does not synchronise.
 
     Args:
         chunk_states: [chunks, H, P, N] float32, contiguous: the update of each chunk. **Overwritten** with
             the state that enters the chunk.
         log_decays: [H, chunks, chunk size] float32, contiguous: sums of dt * A from the start of each chunk.
-            The last sum of a chunk is the decay of the whole chunk.
         ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
             may be its own source, no other row's source or destination.
-        sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
-        row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
-            the total on are padding, and are not touched.
-        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
+        sources, destinations, row_chunk_starts, chunk_destinations: as for `reference.ssd.ssd_chunk_scan`.
 
     Raises:
         ValueError: a state is not contiguous.
@@ -147,22 +132,10 @@ def selective_state_update(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over T tokens of every row (arXiv 2312.00752).
+    """As `reference.ssd.selective_state_update`, tensors with any strides. One launch; does not synchronise.
 
-    Reads each state once and stores it at each destination. Computes in float32, and keeps the state in
-    float32 between the tokens of a call. One launch. Does not synchronise.
-
-    Args:
-        x: [rows, T, H, P]. dt: [rows, T, H], after bias and softplus. A: [H], negative. D: [H].
-        B, C: [rows, T, G, N]; head h belongs to group h // (H // G). All these tensors have any strides.
-        ssm_states: [slots, H, P, N] with any strides. Written at `destinations`.
-        sources: [rows] the pool index of the state before the tokens, -1: zeros.
-        destinations: [rows, T] the pool index for the state after each token, -1: nowhere. One destination
-            may be the row's source. A row whose indices are all -1 (padding) costs a few small loads, and its
-            outputs are unspecified.
-        out: where y goes, contiguous, of the dtype of x; None allocates it.
-
-    Returns: y, [rows, T, H, P] in the dtype of x.
+    Reads each state once, stores it at each destination, and keeps it in float32 between the tokens of a
+    call. One destination may be the row's source. A row whose indices are all -1 costs a few small loads.
     """
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
@@ -202,10 +175,7 @@ def update_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row, a head and BLOCK_P of P. No other program touches this part of the row's states.
-
-    Padding costs 1 + TOKENS scalar loads.
-    """
+    """A program has a row, a head and BLOCK_P of P. Padding costs 1 + TOKENS scalar loads."""
     P_BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     p = tl.program_id(0) % P_BLOCKS * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
@@ -265,33 +235,24 @@ def ssd_chunk_scan(
     row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
     input_precision: InputPrecision = "ieee",
 ) -> Tensor:  # fmt: skip
-    """`reference.ssd_chunk_scan` in four or five launches, without a copy of a state.
+    """As `reference.ssd.ssd_chunk_scan`, in four or five launches, without a copy of a state.
 
     Multiplies numbers of the dtype of x, or of float32 where MAMBASLOTS_SSD_OPERANDS says so; everything else
-    is float32. Reads each initial state once, and writes each destination once. Allocates [chunks, H, P, N]
-    of the operands' dtype, and less for the other stages. The same inputs and cuts give the same bits
-    whichever rows share the batch and, in a float32 pool, however the cuts are spread over calls.
+    is float32. Each source is read once, and each destination written once. Allocates [chunks, H, P, N] of
+    the operands' dtype, and less for the other stages. The same inputs and cuts give the same bits whichever
+    rows share the batch and, in a float32 pool, however the cuts are spread over calls. The last stride of x,
+    B and C is 1. Destinations of a row and of its chunks may be its own source, no other row's. `seq_idx` is
+    not read.
 
-    Launches depend on shapes alone, and nothing synchronises, so that a CUDA graph can capture a call, on one
-    condition: a call with exactly the shapes of the capture came before, as graph warm-ups make it. A call
-    with other alignments, or with one token, compiles. The first call with float32 for a chunk size, H, P, G
-    and N measures which configurations of megatron-core's stages are the fastest for its number of chunks,
-    which should be large, and synchronises. MAMBA_DETERMINISTIC=1, set before this file is imported, takes
-    the smallest configurations and measures nothing.
+    Nothing synchronises, and a CUDA graph can capture a call after one call with exactly the same shapes. The
+    first call with float32 for a chunk size, H, P, G and N measures which configurations of megatron-core's
+    stages are the fastest, and synchronises. MAMBA_DETERMINISTIC=1, set before this file is imported,
+    measures nothing.
 
     Args:
-        x, dt, A, B, C, D, ssm_states, sources, destinations, chunk_size, cu_chunk_seqlens, row_chunk_starts,
-            chunk_destinations: as for `reference.ssd_chunk_scan`, float32 or narrower. The last stride of x,
-            B and C is 1. Padding chunks may follow the rows' chunks. Destinations of a row and of its chunks
-            may be its own source, no other row's.
-        seq_idx: is not read, because `row_chunk_starts` holds the same facts.
-        out: where y goes, contiguous, of the dtype of x; None allocates it.
-        input_precision: the precision of the last stage where it multiplies float32. For inputs of float32
-            the other products, and so the states, follow TRITON_F32_DEFAULT; for inputs of 16 bits they are
-            "ieee". With "tf32x3" for both, errors stay within
-            1e-5 on tensor cores; with "tf32" they do not.
-
-    Returns: y, [tokens, H, P] in the dtype of x; unspecified for padding tokens.
+        input_precision: of float32 products in the last stage. The other ones follow TRITON_F32_DEFAULT for
+            inputs of float32, and are "ieee" for 16 bits. With "tf32x3" for both, errors stay within 1e-5;
+            with "tf32" they do not.
 
     Raises:
         ImportError: x is float32, and megatron-core is not installed.
@@ -330,11 +291,7 @@ def ssd_chunk_scan(
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what the scan multiplies for inputs of `dtype`.
-
-    Raises:
-        ValueError: MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
-    """
+    """The dtype of what the scan multiplies for inputs of `dtype`, by MAMBASLOTS_SSD_OPERANDS."""
     operands = os.environ.get(OPERANDS_VARIABLE, "float32" if dtype == torch.float16 else "model")
     if operands not in ("model", "float32"):
         raise ValueError(f"{OPERANDS_VARIABLE} is {operands!r}; accepted: 'model', 'float32'")
@@ -350,11 +307,7 @@ def describe(dtype: torch.dtype) -> str:
 
 @cache
 def stages() -> SimpleNamespace:
-    """megatron-core's stages by name; the first call imports megatron-core.
-
-    Raises:
-        ImportError: megatron-core is not installed.
-    """
+    """megatron-core's stages by name; the first call imports megatron-core, or raises an ImportError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # megatron-core warns of what is not installed for training

@@ -1,14 +1,9 @@
 """Mamba-2's decode by replay: rows of the SSD scan, from a chunk's first state and the inputs since.
 
-The reference is `reference.ssd_replay`. A recurrent update rounds otherwise than the scan does. A replay does
-what `ssd_scores`, `ssd_output` and `ssd_states` do for the same tokens: the same products over the same
+The reference is `reference.ssd`. A recurrent update rounds otherwise than the scan does. A replay does what
+`chunk_scores`, `chunk_scan` and `ssd_states` do for the same tokens: the same products over the same
 operands, added in the same order, so that its results have the same bits. Tensor cores add over K in an order
-that no tile's side changes. numpy does not, which multiplies in Triton's interpreter; there the tiles are the
-scan's.
-
-----
-What a prefill leaves for the decodes that replay its last chunk; the reference is in
-`reference_replay_ssd.py`.
+that no tile's side changes. numpy in Triton's interpreter does not; there the tiles are the scan's.
 """
 
 import torch
@@ -39,33 +34,11 @@ def ssd_replay(
     x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y of the next tokens of each row, as `ssd_chunk_scan` gives it in one run over the chunk.
+    """As `reference.ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
 
-    A chunk begins at the last multiple g of `chunk_size` at or before a row's start. Reads the row's state at
-    g and the inputs of [g, start) once, and stores the inputs of the row's tokens. Where a row has a
-    destination, computes the state behind the row's tokens, and stores it there. One launch, whose grid and
-    addresses depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
-
-    Args:
-        x: [rows, T, H, P]. dt: [rows, T, H] float32, after bias and softplus. A: [H], negative. D: [H].
-        B, C: [rows, T, G, N] of the dtype of x; head h belongs to group h // (H // G). The last stride of x,
-            B and C is 1.
-        ssm_states: [slots, H, P, N], with any slot stride. Written at `destinations`.
-        x_inputs, B_inputs: [slots, chunk size, H, P] and [slots, chunk size, G, N] of the dtype of x: a
-            token's inputs lie at its position modulo `chunk_size`. Written.
-        gates: [slots, 2, H, chunk size] float32: dt, and the sums of dt * A from the chunk's first token to
-            this one. Written. All these tensors have any slot stride. Numbers at positions from
-            start + length on have no effect, NaN included.
-        slots: [rows] int64, where a row's inputs lie; -1: padding, which reads and writes nothing.
-        starts, lengths: [rows] int32, the position of a row's first token, and its number of tokens, at most
-            T. No row goes beyond its chunk's end. Outputs of tokens from `length` on are unspecified.
-        sources: [rows] int64, where in `ssm_states` the state at g lies; -1: zeros.
-        destinations: [rows] int64, where the state behind the tokens goes, -1: nowhere. A destination may be
-            the row's own source, no other row's.
-        chunk_size: the tokens of a chunk.
-        out: where y goes, contiguous, of the dtype of x; None allocates it.
-
-    Returns: y, [rows, T, H, P] in the dtype of x.
+    One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does not
+    synchronise. x, B and C have a last stride of 1, pools any slot stride; x_inputs and B_inputs the dtype of
+    x; slots, sources and destinations are int64, starts and lengths int32.
 
     Raises:
         ValueError: a tensor has other strides, or MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
@@ -95,9 +68,8 @@ def ssd_replay(
 
 
 def heads_of_a_program(rows: int, heads: int, heads_of_group: int) -> int:
-    """How many heads of a group one program serves: many, but so that all programs fill a GPU.
-
-    They share the products of C and B. While one head is computed, the next one's state is on its way.
+    """How many heads of a group one program serves: they share products of C and B, and all programs fill a
+    GPU.
     """
     block = 1
     while heads_of_group % (2 * block) == 0 and rows * heads >= 2 * block * MIN_PROGRAMS:
@@ -224,10 +196,7 @@ def ssd_replay_kernel(
     STATE_BLOCK_P: tl.constexpr, STATE_BLOCK_N: tl.constexpr, STATE_BLOCK_K: tl.constexpr,
     ALIGNED: tl.constexpr, M_TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row, BLOCK_H heads of a group and BLOCK_P of P. No other program touches these states.
-
-    Padding costs five loads, side by side.
-    """
+    """A program has a row, BLOCK_H heads of a group and BLOCK_P of P. Padding costs five loads."""
     row = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row)
     start = tl.load(starts + row)
@@ -397,23 +366,12 @@ def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
 ) -> None:  # fmt: skip
-    """Store the inputs of each row's tail, the tokens behind the row's last grid point.
+    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`.
 
-    Sums of dt * A have the bits of `chunk_cumsum`. Two launches, whose grids and addresses depend on shapes
-    alone: a CUDA graph can capture them. Does not synchronise.
-
-    Args:
-        x: [tokens, H, P] and B: [tokens, G, N], of packed rows; the last stride is 1.
-        dt: [tokens, H]. A: [H].
-        x_inputs, B_inputs, gates: as for `ssd_replay`. Written at `slots`.
-        slots: [rows] int64, where a row's inputs go; -1: nowhere.
-        tail_starts: [rows] int64, the packed token with which a row's tail begins, at a grid point. The tail
-            has at most `chunk_size` tokens, and no token where it begins at the row's end.
-        query_start_loc: [rows + 1], where each row's tokens start.
-        chunk_size: the tokens of a chunk.
+    Two launches, whose grids and addresses depend on shapes alone. Does not synchronise.
 
     Raises:
-        ValueError: a tensor has other strides.
+        ValueError: x or B has another last stride than 1, or a pool's slots are not contiguous.
     """
     for name, tokens_first in (("x", x), ("B", B)):
         if tokens_first.stride(-1) != 1:

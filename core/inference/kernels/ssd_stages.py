@@ -1,23 +1,18 @@
-"""The SSD stage that adds up dt * A within each chunk, one token after the other.
+"""The SSD stages in Triton (Dao & Gu 2024, arXiv 2405.21060, section 6); `ssd.ssd_chunk_scan` runs them in
+order.
 
-A sum in order can be continued from any token's sum, so that a decode's next sum has the bits that a prefill
-gives it.
+    chunk_cumsum   sums of dt * A within each chunk, token after token: a decode continues with a prefill's
+    bits chunk_scores   C[m] B[k] of the tokens m and k of one chunk ssd_states     updates of chunks and the
+    recurrence over a row's chunks, for inputs of 16 bits. A program keeps its part of a state in registers;
+    memory sees only the rounded operand of `chunk_scan`: 67 MB for 4,096 tokens of Nemotron-H-8B instead of
+    537 MB by way of `ssd.state_passing` chunk_scan     a chunk's outputs, from its tokens and the state that
+    enters it
 
-----
-The last SSD stage: a chunk's outputs, from the chunk's tokens and from the state that enters the chunk.
-
-The function has the name that mamba_ssm and megatron-core give to this stage, `chunk_scan`.
-
-----
-The SSD stage that multiplies a chunk's queries and keys: C[m] B[k] of tokens m and k of one chunk.
-
-----
-The SSD stages that make states, in one launch: updates of chunks, and the recurrence over a row's chunks.
-
-Serves inputs of 16 bits. A program keeps its part of a state in registers from the first chunk of a row to
-the last. Memory therefore sees no update of a chunk, and the state that enters a chunk only as the rounded
-operand of `chunk_scan`: 67 MB for 4,096 tokens of Nemotron-H-8B instead of 537 MB by way of
-`state_passing`.
+Every stage is one launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. None
+synchronises. m and k are tokens of one chunk, and l are its `log_decays`, sums of dt * A from the chunk's
+start, [H, chunks, chunk size] float32, contiguous. `cu_chunk_seqlens` [chunks + 1] int32 says where each
+chunk starts, and has a trailing total. A ValueError is raised where a tensor's last stride is not 1, or one
+is not contiguous.
 """
 
 from typing import Literal
@@ -34,16 +29,12 @@ _MAX_HEADS = 32  # of a program, which is one warp
 def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """l[k] = fma(dt[k], A, l[k - 1]) from 0 on, over the tokens of each chunk, in order.
 
-    One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does not
-    synchronise.
-
     Args:
         dt: [tokens, H], any strides. A: [H].
         chunk_size: the most tokens of a chunk.
-        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
 
-    Returns: the time steps and their sums l, both [H, chunks, chunk size] float32. Behind a chunk's tokens
-        the steps are 0, and every sum is the chunk's last one.
+    Returns: the time steps and l, both [H, chunks, chunk size] float32. After a chunk's tokens the steps are
+        0, and every sum is the chunk's last one.
     """
     heads, chunks = dt.shape[1], cu_chunk_seqlens.shape[0] - 1
     chunk_dt, log_decays = torch.empty(2, heads, chunks, chunk_size, dtype=torch.float32, device=dt.device)
@@ -80,8 +71,8 @@ def load_step(dt, token, token_stride, length, is_head):
 def sum_decays(dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr):
     """Store the steps and the sums of `stored` tokens, of which `length` are real.
 
-    dt points at the first token, steps_out and sums_out at the first number, each [BLOCK_H]. The numbers of a
-    head lie side by side. Sixteen loads run at once; the sums wait for each other alone.
+    dt points at the first token, steps_out and sums_out at the first number, each [BLOCK_H]. Sixteen loads
+    run at once; the sums wait for each other alone.
     """
     place = tl.arange(0, 8)[None, :]
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
@@ -167,27 +158,18 @@ def chunk_scan(
 ) -> Tensor:  # fmt: skip
     """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
 
-    m and k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section
-    6). Both products multiply numbers of the dtype of `entering_states`, to which the masked scores are
-    rounded, and add in float32. An empty chunk costs empty programs. One launch, whose grid and addresses
-    depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
+    Both products multiply numbers of the dtype of `entering_states`, to which the masked scores are rounded,
+    and add in float32. An empty chunk costs empty programs.
 
     Args:
-        x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower; the last stride is 1.
-        dt, log_decays: [H, chunks, chunk size] float32, contiguous. log_decays are sums of dt * A from the
-            start of each chunk.
-        CB: [chunks, G, chunk size, chunk size] float32 or narrower, contiguous: C[m] B[k]. Values above the
-            diagonal and beyond a chunk's tokens have no effect.
-        D: [H].
+        x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower. dt: as log_decays. D: [H].
+        CB: [chunks, G, chunk size, chunk size] float32 or narrower, contiguous. Values above the diagonal and
+            beyond a chunk's tokens have no effect.
         entering_states: [chunks, H, P, N] float32, or the 16-bit dtype of x and C, contiguous.
-        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
         input_precision: how float32 operands are multiplied.
         out: where y goes, contiguous, of the dtype of x; None allocates it.
 
     Returns: y, [tokens, H, P] in the dtype of x; unspecified for tokens of no chunk.
-
-    Raises:
-        ValueError: a tensor has other strides.
     """
     for name, dense in (
         ("dt", dt),
@@ -356,22 +338,11 @@ SCORE_WARPS = 4
 def chunk_scores(
     C: Tensor, B: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, operands: torch.dtype
 ) -> Tensor:
-    """CB[m, k] = C[m] B[k], for the tokens of each chunk and for k <= m.
+    """CB[m, k] = C[m] B[k], for the tokens of each chunk and for k <= m, [chunks, G, chunk size, chunk size]
+    float32.
 
-    Products multiply numbers of `operands`, and add in float32 over N in order. Tiles above the diagonal and
-    behind a chunk's tokens are not written, for `chunk_scan` uses nothing from there. One launch, whose grid
-    and addresses depend on shapes alone: a CUDA graph can capture it. Does not synchronise.
-
-    Args:
-        C, B: [tokens, G, N]; the last stride is 1.
-        chunk_size: the most tokens of a chunk.
-        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
-        operands: the dtype of C and B, or float32.
-
-    Returns: CB, [chunks, G, chunk size, chunk size] float32; unspecified where k > m, and behind the tokens.
-
-    Raises:
-        ValueError: a tensor has another last stride.
+    Products multiply numbers of `operands`, the dtype of C and B [tokens, G, N] or float32, and add in
+    float32 over N in order. Unspecified where k > m and after the tokens: tiles there are not written.
     """
     for name, tokens_first in (("C", C), ("B", B)):
         if tokens_first.stride(-1) != 1:
@@ -390,11 +361,7 @@ def chunk_scores(
 
 
 def score_blocks(chunk_size: int, state_dim: int, operands: torch.dtype) -> tuple[dict[str, int], int]:
-    """Tile sizes in m, in k and in N, and pipeline stages.
-
-    numpy, which multiplies in Triton's interpreter, may add in an order that depends on the sizes. There the
-    tiles are those of `chunk_scan`, which a replay has, too.
-    """
+    """Tile sizes in m, in k and in N, and pipeline stages; in Triton's interpreter those of `chunk_scan`."""
     scan, _, _ = scan_blocks(chunk_size, 1, state_dim, operands)
     blocks = {name: scan[name] for name in ("BLOCK_M", "BLOCK_K", "BLOCK_N")}
     if not INTERPRETED:
@@ -462,34 +429,21 @@ def ssd_states(
 ) -> Tensor:  # fmt: skip
     """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
-    k are tokens of one chunk, l is the chunk's `log_decays` (Dao & Gu 2024, arXiv 2405.21060, section 6).
     Products multiply numbers of the dtype `operands`, to which x with its decay and time step is rounded, and
-    add in float32. The recurrence is float32. Reads a row's initial state at its source. Stores the state
-    that leaves a chunk at the chunk's destination, and the state that leaves the row at the row's
-    destination. There is no other access to the pool, and each of these happens once. A row without chunks
-    copies its source to its destination, bit for bit. A row without chunks and without a destination, or with
-    its source as destination, costs an empty program. One launch, whose grid and addresses depend on shapes
-    alone: a CUDA graph can capture it. Does not synchronise.
+    add in float32. The recurrence is float32. Each source is read once and each destination written once. A
+    row without chunks copies its source to its destination, bit for bit; where both are one or there is no
+    destination, it costs an empty program.
 
     Args:
-        x: [tokens, H, P]. B: [tokens, G, N]; head h belongs to group h // (H // G). Both have one dtype of 16
-            bits, and a last stride of 1.
-        dt, log_decays: [H, chunks, chunk size] float32, contiguous. log_decays are sums of dt * A from the
-            start of each chunk. Behind a chunk's tokens dt is 0.
+        x: [tokens, H, P]. B: [tokens, G, N]. Both have one dtype of 16 bits.
+        dt: as log_decays; 0 after a chunk's tokens.
         ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
             may be its own source, no other row's source or destination.
-        sources, destinations: [rows] int64 pool indices. Source -1 reads zeros; destination -1: nowhere.
-        cu_chunk_seqlens: [chunks + 1] int32, where each chunk starts, and the trailing total.
-        row_chunk_starts: [rows + 1] int32, the first chunk of each row and the trailing total. Chunks from
-            the total on are padding, and are not touched.
-        chunk_destinations: [chunks] int64 pool indices, -1: nowhere. A chunk's may be its own row's source.
+        sources, destinations, row_chunk_starts, chunk_destinations: as for `reference.ssd.ssd_chunk_scan`.
         operands: float32, or the dtype of x and B; None is the latter.
 
     Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype `operands`; unspecified for
-        padding.
-
-    Raises:
-        ValueError: a tensor has other strides.
+    padding.
     """
     if not ssm_states[:1].is_contiguous():
         raise ValueError(
@@ -522,9 +476,9 @@ def state_blocks(
 ) -> tuple[dict[str, int], int]:
     """Tile sizes and pipeline stages. The number of rows has no say, so that other rows change no bits.
 
-    32 x 128 numbers of a state are 256 programs for a row of Nemotron-H-8B, two on each multiprocessor of an
-    H100. They were the fastest of ten tiles there. Larger chunks leave shared memory for fewer stages. Larger
-    tiles of float32 need more registers than a thread has.
+    32 x 128 numbers of a state, 256 programs for a row of Nemotron-H-8B, were the fastest of ten tiles on an
+    H100. Larger chunks leave shared memory for fewer stages; larger tiles of float32 need more registers than
+    a thread has.
     """
     wide = operands == torch.float32
     blocks = {

@@ -1,32 +1,17 @@
-"""How states lie in two pools, counted in bytes, and the launch of a kernel that moves states between them.
-
-A launch goes to the compiled kernel itself, which the `StateMove` stores. Triton's own look-up, by the type
-of every argument, takes the host longer than the launch.
-
-----
-Triton kernels that move or zero whole states, as bytes: any number of states in one launch.
+"""Triton kernels that move whole states between two pools, as bytes: any number of states in one launch.
 
 The grid is bounded: up to `PROGRAMS` programs share the tiles of all pairs. Each program first ranks the live
 pairs among up to `GROUP` pairs. A pair that holds a -1 or lies past the count has no tile, and a launch that
 finds nothing to do costs one small launch, however large the pools are. A grid as large as the work would
-start 200,000 programs, each to exit, whenever a captured graph has 32 idle rows of an 8B model.
-
-Up to `LISTED` pairs that the host knows travel as arguments of the launch, live pairs only. They need no
-memory, no copy and no ranking.
+start 200,000 programs, each to exit, whenever a captured graph has 32 idle rows of an 8B model. Up to
+`LISTED` pairs
+that the host knows travel as arguments of the launch, live pairs only: no memory, no copy and no ranking.
 
 The kernels know no dtypes. They move words of 8 bytes in accesses of 16 bytes where all addresses and strides
-are multiples of 16, and narrower words elsewhere.
-
-----
-The launches of `state_copy.copy_states` and `state_copy.zero_states` on a GPU.
-
-The functions take what `state_copy` has checked, on the device of the pools. Nothing here synchronises.
-
-----
-The launch of `state_copy.capture_boundaries` on a GPU, for a step that a CUDA graph may capture.
-
-The grid is bounded whatever the pools hold. In a step with nothing to do the programs exit after they have
-read the rows' lengths and slots.
+are multiples of 16, and narrower words elsewhere. A launch goes to the compiled kernel itself, which the
+`StateMove`
+stores: Triton's own look-up, by the type of every argument, takes the host longer than the launch. The
+functions expect what `state_copy` has checked, on the device of the pools. Nothing synchronises.
 """
 
 import math
