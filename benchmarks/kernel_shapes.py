@@ -54,40 +54,23 @@ def state_move_launch(
 
 
 def state_copies() -> list[Specialisation]:
-    """Copies and zero-fill, and the narrow accesses of slots of odd sizes."""
+    """Copies, and the narrow accesses of slots of odd sizes."""
     kernel, listed_kernel = state_move.move_states, state_move.move_listed_states
-    destinations = {"destination_indices": "*i64"}
-    pairs = destinations | {"source_indices": "*i64"}
+    pairs = dict.fromkeys(("source_indices", "destination_indices"), "*i64")
     listed = dict.fromkeys(state_move.LISTED_ARGUMENTS, "i64")
-    copy: dict[str, Any] = {"FROM_SOURCE": True, "GROUP": state_move.GROUP, "count": None}
-    zero: dict[str, Any] = copy | {"FROM_SOURCE": False, "source_indices": None}
+    copy: dict[str, Any] = {"GROUP": state_move.GROUP}
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         pool = state_pool(dtype)
         kind = str(dtype).removeprefix("torch.")
-        for name, kernel_of, types, constexprs, wide in (
-            (f"copy_states {kind}", kernel, pairs, copy, BOTH),
-            (f"zero_states {kind}", kernel, destinations, zero, BOTH[1:]),
-            (f"copy_states {kind}, listed", listed_kernel, listed, {"FROM_SOURCE": True}, BOTH),
-            (f"zero_states {kind}, listed", listed_kernel, listed, {"FROM_SOURCE": False}, BOTH[1:]),
-        ):
-            found.append(state_move_launch(name, kernel_of, pool, types, constexprs, wide))
-    counted = {name: value for name, value in copy.items() if name != "count"}
-    with_count = pairs | {"count": "*i32"}
-    found.append(state_move_launch("copy_states, counted", kernel, state_pool(), with_count, counted, BOTH))
+        found.append(state_move_launch(f"copy_states {kind}", kernel, pool, pairs, copy, BOTH))
+        found.append(state_move_launch(f"copy_states {kind}, listed", listed_kernel, pool, listed, {}, BOTH))
     for align in (16, 8, 4, 2, 1):
         tail = align > 1
         odd = {"CONV_ALIGN": align, "CONV_TAIL": tail, "SSM_ALIGN": align, "SSM_TAIL": tail}
         name = f"copy_states, aligned to {align}" + ", odd size" * tail
         found.append(state_move_launch(name, kernel, state_pool(torch.bfloat16), pairs, copy | odd, ()))
     return found
-
-
-def boundary_captures() -> list[Specialisation]:
-    pointers = dict.fromkeys(("live_slots", "sequence_lengths", "durable_slots"), "*i64")
-    types, constexprs = pointers | {"block_size_tokens": "i32"}, {"GROUP": state_move.GROUP}
-    kernel = state_move.capture_boundaries_kernel
-    return [state_move_launch("capture_boundaries", kernel, state_pool(), types, constexprs, BOTH)]
 
 
 def convolutions() -> list[Specialisation]:
@@ -288,7 +271,7 @@ def token_draws() -> list[Specialisation]:
 
 
 SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
-    "state_move": (state_copies, boundary_captures),
+    "state_move": (state_copies,),
     "conv": (convolutions, convolution_replays),
     "ssd": (state_updates,),
     "write_kv": (kv_writes,),

@@ -7,9 +7,7 @@ commit      n scratch states into durable slots. Stock: `MambaSlotAllocator._cop
             `dst[:, to] = src[:, of]` for each tensor. Ours: `copy_states`, one launch
 restore     n durable states into live slots. Stock: `MambaSlotAllocator.restore_to_live` of one request after
             another, two strided copies each. Ours: `copy_states`, one launch for all
-zero        n live slots filled with zeros by `zero_states`; written bytes only
-idle        what one launch costs that finds nothing to do: `copy_states` of 32 pairs of -1, and
-            `capture_boundaries` of 256 rows none of which is on a boundary
+idle        what one launch costs that finds nothing to do: `copy_states` of 32 pairs of -1
 
 Both sides get lists of ints, as from their hosts. Figures are medians of calls in a queue, so that the host's
 work counts only where the GPU waits for it; "graph" is our launch alone, with its indices on the device,
@@ -40,12 +38,10 @@ from typing import Any
 import torch
 from command_line import add_count, add_device, check_device, make_parser
 from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.kernels.state_copy import capture_boundaries, copy_states, zero_states
+from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
 from mambaslots.state_tensor import StateTensor
 
-BLOCK_SIZE_TOKENS = 256
-CAPTURED_ROWS = 256
 IDLE_PAIRS = 32
 Call = Callable[[], object]
 
@@ -339,47 +335,17 @@ def moved(device: Device, pools: Pools, what: str, n: int, bandwidth: float) -> 
     return row
 
 
-def zeroed(device: Device, pools: Pools, n: int, bandwidth: float) -> Row:
-    slots = [random.Random(turn).sample(range(pools.model.slots), n) for turn in range(4)]
-
-    def call(indices: Any) -> Call:
-        return lambda: zero_states(pools.live, indices)
-
-    return Row(
-        pools.model.name,
-        pools.model.state_bytes / 2**20,
-        "zero",
-        n,
-        n * pools.model.state_bytes,
-        {
-            "ours": device.seconds([call(listed) for listed in slots]),
-            "graph": device.graph_seconds([call(torch.tensor(s, device=device.name)) for s in slots]),
-        },
-        {"ours": device.launches(call(slots[0]))},
-        bandwidth,
-    )
-
-
-def idle(device: Device, pools: Pools, bandwidth: float) -> list[Row]:
-    """Launches that find nothing to do."""
+def idle(device: Device, pools: Pools, bandwidth: float) -> Row:
+    """A launch that finds nothing to do."""
     none = torch.full((IDLE_PAIRS,), -1, device=device.name)
-    rows = torch.arange(CAPTURED_ROWS, device=device.name) % pools.model.slots
-    lengths = torch.full_like(rows, BLOCK_SIZE_TOKENS + 1)
 
     def copy() -> None:
         copy_states(pools.scratch, none, pools.durable, none)
 
-    def capture() -> None:
-        capture_boundaries(pools.live, rows, lengths, BLOCK_SIZE_TOKENS, pools.durable, rows)
-
-    def row(what: str, n: int, call: Call) -> Row:
-        seconds = {"ours": device.seconds([call]), "graph": device.graph_seconds([call] * 20)}
-        launches = {"ours": device.launches(call)}
-        return Row(
-            pools.model.name, pools.model.state_bytes / 2**20, what, n, 0, seconds, launches, bandwidth
-        )
-
-    return [row("idle", IDLE_PAIRS, copy), row("capture", CAPTURED_ROWS, capture)]
+    seconds = {"ours": device.seconds([copy]), "graph": device.graph_seconds([copy] * 20)}
+    launches = {"ours": device.launches(copy)}
+    model = pools.model
+    return Row(model.name, model.state_bytes / 2**20, "idle", IDLE_PAIRS, 0, seconds, launches, bandwidth)
 
 
 def requirements(rows: list[Row]) -> list[Requirement]:
@@ -428,9 +394,9 @@ def main() -> int:
             for n in counts:
                 rows.append(moved(device, pools, what, n, bandwidth))
                 print(rows[-1], flush=True)
-        for row in (zeroed(device, pools, 4, bandwidth), *idle(device, pools, bandwidth)):
-            rows.append(row)
-            print(row, flush=True)
+        row = idle(device, pools, bandwidth)
+        rows.append(row)
+        print(row, flush=True)
         del pools
         if device.gpu:
             torch.cuda.empty_cache()

@@ -180,9 +180,7 @@ def _copy_segments(copied, ALIGN: tl.constexpr, ACCESSES: tl.constexpr):
         piece = tile + turn * num_tiles
         for segment in range(segments):
             shift = segment * stride
-            copy_tile(
-                source + shift, destination + shift, piece, pieces, size, ALIGN, ALIGN > 1, True, ACCESSES
-            )
+            copy_tile(source + shift, destination + shift, piece, pieces, size, ALIGN, ALIGN > 1, ACCESSES)
             if segments > 1:
                 tl.debug_barrier()  # other threads' loads and stores of the next segment
 

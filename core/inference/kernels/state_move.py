@@ -1,7 +1,7 @@
 """Triton kernels that move whole states between two pools, as bytes: any number of states in one launch.
 
 The grid is bounded: up to `PROGRAMS` programs share the tiles of all pairs. Each program first ranks the live
-pairs among up to `GROUP` pairs. A pair that holds a -1 or lies past the count has no tile, and a launch that
+pairs among up to `GROUP` pairs. A pair that holds a -1 has no tile, and a launch that
 finds nothing to do costs one small launch, however large the pools are. A grid as large as the work would
 start 200,000 programs, each to exit, whenever a captured graph has 32 idle rows of an 8B model. Up to
 `LISTED` pairs
@@ -129,25 +129,19 @@ class StateMove:
         """The size of the grid for at most `pairs` pairs."""
         return max(1, min(PROGRAMS, pairs * self.tiles))
 
-    def launch(
-        self, kernel: Any, pairs: int, arguments: Sequence[Any], constants: tuple[Any, ...],
-        types: tuple[torch.dtype | None, ...] = (), max_programs: int | None = None,
-    ) -> None:  # fmt: skip
+    def launch(self, kernel: Any, pairs: int, arguments: Sequence[Any], constants: tuple[Any, ...]) -> None:
         """Start `kernel` on the current stream; the current device must be the pools' device.
 
         Args:
             kernel: a `@triton.jit` function that takes `arguments`, then `MOVE_ARGUMENTS`, then `constants`.
             pairs: an upper bound of the pairs that move.
             arguments, constants: the kernel's own arguments.
-            types: the dtypes of those arguments that do not always have the same dtype; None for an argument
-                that is None.
-            max_programs: replaces `PROGRAMS`.
         """
         if not self.tiles:
             return
-        grid = (min(self.programs(pairs), max_programs or PROGRAMS), 1, 1)
+        grid = (self.programs(pairs), 1, 1)
         listed = (*arguments, *self.arguments.values(), *constants)
-        key = (kernel, constants, types)
+        key = (kernel, constants)
         compiled = self._compiled.get(key)
         if compiled is None:
             # The interpreter compiles nothing: there the kernel itself is launched.
@@ -207,9 +201,9 @@ def copy_tile(
     # Dimensions
     tile, num_tiles, size,
     # Meta-parameters
-    ALIGN: tl.constexpr, TAIL: tl.constexpr, FROM_SOURCE: tl.constexpr, ACCESSES: tl.constexpr,
+    ALIGN: tl.constexpr, TAIL: tl.constexpr, ACCESSES: tl.constexpr,
 ):  # fmt: skip
-    """Copy bytes [tile, tile + 1) * ACCESSES * ALIGN of `size`, or write zeros there without FROM_SOURCE."""
+    """Copy bytes [tile, tile + 1) * ACCESSES * ALIGN of `size`."""
     WORDS_PER_ACCESS: tl.constexpr = 2 if ALIGN == 16 else 1  # the widest word has 8 bytes
     WORDS: tl.constexpr = ACCESSES * WORDS_PER_ACCESS
     word: tl.constexpr = (
@@ -220,19 +214,13 @@ def copy_tile(
     offsets = tl.arange(0, WORDS)
     inside = offsets < words
     destination_words = tl.multiple_of((destination + start).to(tl.pointer_type(word)), ALIGN)
-    if FROM_SOURCE:
-        source_words = tl.multiple_of((source + start).to(tl.pointer_type(word)), ALIGN)
-        values = tl.load(source_words + offsets, mask=inside)
-    else:
-        values = tl.zeros([WORDS], dtype=word)
+    source_words = tl.multiple_of((source + start).to(tl.pointer_type(word)), ALIGN)
+    values = tl.load(source_words + offsets, mask=inside)
     tl.store(destination_words + offsets, values, mask=inside)
     if TAIL and tile == num_tiles - 1:
         rest = start + words // WORDS_PER_ACCESS * ALIGN + tl.arange(0, ALIGN)
         destination_bytes = destination.to(tl.pointer_type(tl.int8)) + rest
-        if FROM_SOURCE:
-            last = tl.load(source.to(tl.pointer_type(tl.int8)) + rest, mask=rest < size)
-        else:
-            last = tl.zeros([ALIGN], dtype=tl.int8)
+        last = tl.load(source.to(tl.pointer_type(tl.int8)) + rest, mask=rest < size)
         tl.store(destination_bytes, last, mask=rest < size)
 
 
@@ -243,21 +231,13 @@ def _part_tiles(part, ACCESSES: tl.constexpr):
 
 
 @triton.jit
-def _move_part(
-    part, source, destination, layer, tile, num_tiles, ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr
-):
+def _move_part(part, source, destination, layer, tile, num_tiles, ACCESSES: tl.constexpr):
     """Move one tile of one part of one layer from slot `source` to slot `destination`."""
     copy_tile(
         part.source + layer * part.source_layer + source * part.source_slot,
         part.destination + layer * part.destination_layer + destination * part.destination_slot,
-        tile,
-        num_tiles,
-        part.size,
-        part.ALIGN,
-        part.TAIL,
-        FROM_SOURCE,
-        ACCESSES,
-    )
+        tile, num_tiles, part.size, part.ALIGN, part.TAIL, ACCESSES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -267,7 +247,7 @@ def _move_tile(
     # State: its layers and two `PartMove`s
     layers, conv, ssm,
     # Meta-parameters
-    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr,
+    ACCESSES: tl.constexpr,
 ):  # fmt: skip
     """Move one tile of a pair; in each layer the tiles of ssm come before the tiles of conv."""
     conv_tiles = _part_tiles(conv, ACCESSES)
@@ -275,9 +255,9 @@ def _move_tile(
     layer = (item // (conv_tiles + ssm_tiles) % layers).to(tl.int64)
     tile = item % (conv_tiles + ssm_tiles)
     if tile < ssm_tiles:
-        _move_part(ssm, source, destination, layer, tile, ssm_tiles, ACCESSES, FROM_SOURCE)
+        _move_part(ssm, source, destination, layer, tile, ssm_tiles, ACCESSES)
     else:
-        _move_part(conv, source, destination, layer, tile - ssm_tiles, conv_tiles, ACCESSES, FROM_SOURCE)
+        _move_part(conv, source, destination, layer, tile - ssm_tiles, conv_tiles, ACCESSES)
 
 
 @triton.jit
@@ -287,7 +267,7 @@ def move_live_pairs(
     # State: its layers and two `PartMove`s
     layers, conv, ssm,
     # Meta-parameters
-    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr,
+    ACCESSES: tl.constexpr,
 ):  # fmt: skip
     """Move this program's share of the `live` pairs among up to GROUP pairs of slots."""
     live_pairs = tl.sum(live.to(tl.int32), 0)
@@ -298,16 +278,16 @@ def move_live_pairs(
             pair = item // tiles
             source = tl.sum(tl.where(rank == pair, sources, 0), 0).to(tl.int64)
             destination = tl.sum(tl.where(rank == pair, destinations, 0), 0).to(tl.int64)
-            _move_tile(item, source, destination, layers, conv, ssm, ACCESSES, FROM_SOURCE)
+            _move_tile(item, source, destination, layers, conv, ssm, ACCESSES)
 
 
 @triton.jit(
     do_not_specialize=UNSPECIALISED,
-    do_not_specialize_on_alignment=["source_indices", "destination_indices", "count"],
+    do_not_specialize_on_alignment=["source_indices", "destination_indices"],
 )
 def move_states(
     # Pointers
-    source_indices, destination_indices, count,
+    source_indices, destination_indices,
     # Dimensions
     pairs: tl.int32,
     # The move: layers, then addresses, sizes and strides in bytes
@@ -319,16 +299,14 @@ def move_states(
     ssm_destination_layer: tl.int64, ssm_destination_slot: tl.int64,
     # Meta-parameters
     CONV_ALIGN: tl.constexpr, CONV_TAIL: tl.constexpr, SSM_ALIGN: tl.constexpr, SSM_TAIL: tl.constexpr,
-    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr, GROUP: tl.constexpr,
+    ACCESSES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs, up to `PROGRAMS` of them, take the tiles of all live pairs in turn."""
-    if count is not None:
-        pairs = tl.minimum(pairs, tl.load(count).to(tl.int32))
     for first in range(0, pairs, GROUP):
         places = first + tl.arange(0, GROUP)
         inside = places < pairs
         destinations = tl.load(destination_indices + places, mask=inside, other=-1)
-        sources = tl.load(source_indices + places, mask=inside, other=-1) if FROM_SOURCE else destinations
+        sources = tl.load(source_indices + places, mask=inside, other=-1)
         move_live_pairs(
             (sources >= 0) & (destinations >= 0), sources, destinations,
             layers,
@@ -340,7 +318,7 @@ def move_states(
                 ssm_source, ssm_destination, ssm_size, ssm_source_layer, ssm_source_slot,
                 ssm_destination_layer, ssm_destination_slot, SSM_ALIGN, SSM_TAIL,
             ),
-            ACCESSES, FROM_SOURCE,
+            ACCESSES,
         )  # fmt: skip
 
 
@@ -354,12 +332,12 @@ def _entry(place, packed):
 
 
 @triton.jit
-def _move_packed_pairs(packed, pairs, layers, conv, ssm, ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr):
+def _move_packed_pairs(packed, pairs, layers, conv, ssm, ACCESSES: tl.constexpr):
     """Move this program's share of the first `pairs` of `packed`, a tuple of pairs in 64 bits each."""
     tiles = layers * (_part_tiles(conv, ACCESSES) + _part_tiles(ssm, ACCESSES))
     for item in range(tl.program_id(0), pairs * tiles, tl.num_programs(0)):
         slots = _entry(item // tiles, packed)
-        _move_tile(item, slots >> 32, slots & 0x7FFFFFFF, layers, conv, ssm, ACCESSES, FROM_SOURCE)
+        _move_tile(item, slots >> 32, slots & 0x7FFFFFFF, layers, conv, ssm, ACCESSES)
 
 
 @triton.jit(do_not_specialize=[*LISTED_ARGUMENTS, *UNSPECIALISED])
@@ -380,7 +358,7 @@ def move_listed_states(
     ssm_destination_layer: tl.int64, ssm_destination_slot: tl.int64,
     # Meta-parameters
     CONV_ALIGN: tl.constexpr, CONV_TAIL: tl.constexpr, SSM_ALIGN: tl.constexpr, SSM_TAIL: tl.constexpr,
-    ACCESSES: tl.constexpr, FROM_SOURCE: tl.constexpr,
+    ACCESSES: tl.constexpr,
 ):  # fmt: skip
     """Move the first `pairs` pairs; every one of them is live."""
     _move_packed_pairs(
@@ -397,7 +375,7 @@ def move_listed_states(
             ssm_source, ssm_destination, ssm_size, ssm_source_layer, ssm_source_slot,
             ssm_destination_layer, ssm_destination_slot, SSM_ALIGN, SSM_TAIL,
         ),
-        ACCESSES, FROM_SOURCE,
+        ACCESSES,
     )  # fmt: skip
 
 
@@ -405,11 +383,7 @@ _NO_PAIRS = (0,) * LISTED
 
 
 def copy_states(
-    source: StateTensors,
-    source_indices: Indices,
-    destination: StateTensors,
-    destination_indices: Indices,
-    count: Tensor | None = None,
+    source: StateTensors, source_indices: Indices, destination: StateTensors, destination_indices: Indices
 ) -> None:
     """`state_copy.copy_states` in one launch, or in none for no pairs. Indices are not checked here.
 
@@ -417,107 +391,17 @@ def copy_states(
         ValueError: states cannot move between the pools as bytes.
     """
     move = StateMove.between(source, destination)
-    lists = not isinstance(source_indices, Tensor) and not isinstance(destination_indices, Tensor)
-    if lists and count is None:
+    device = destination.ssm.device
+    if not isinstance(source_indices, Tensor) and not isinstance(destination_indices, Tensor):
         pairs = zip(source_indices, destination_indices, strict=True)
         live = [(read, write) for read, write in pairs if read >= 0 <= write]
-        _move_listed(move, destination.ssm.device, live, True)
-        return
-    read, write = device_indices(destination.ssm.device, source_indices, destination_indices)
-    _move(move, read, write, count)
-
-
-def zero_states(states: StateTensors, indices: Indices, count: Tensor | None = None) -> None:
-    """`state_copy.zero_states` in one launch, or in none for no slots. Indices are not checked here."""
-    move = StateMove.between(states, states)
-    if not isinstance(indices, Tensor) and count is None:
-        _move_listed(move, states.ssm.device, [(slot, slot) for slot in indices if slot >= 0], False)
-        return
-    (write,) = device_indices(states.ssm.device, indices)
-    _move(move, None, write, count)
-
-
-def _move_listed(
-    move: StateMove, device: torch.device, pairs: list[tuple[int, int]], from_source: bool
-) -> None:
-    """Move live pairs: as arguments of the launch, or through memory where a launch cannot carry them."""
-    if len(pairs) > LISTED:
-        read, write = device_indices(device, *zip(*pairs, strict=True))
-        _move(move, read if from_source else None, write, None)
-    elif pairs:
-        packed = [index(source) << 32 | index(destination) for source, destination in pairs]
-        arguments = (*packed, *_NO_PAIRS[len(packed) :], len(packed))
-        move.launch(move_listed_states, len(packed), arguments, (from_source,))
-
-
-def _move(move: StateMove, sources: Tensor | None, destinations: Tensor, count: Tensor | None) -> None:
-    """`sources`: None writes zeros."""
-    pairs = destinations.shape[0]
-    if pairs:
-        types = (None if sources is None else sources.dtype, None if count is None else count.dtype)
-        arguments = (sources, destinations, count, pairs)
-        move.launch(move_states, pairs, arguments, (sources is not None, GROUP), types)
-
-
-CAPTURE_PROGRAMS = 1056
-"""Most steps find nothing to do: on an H200 that costs 2.6 us, and 6 us with `state_move.PROGRAMS`."""
-
-
-@triton.jit(
-    do_not_specialize=["block_size_tokens", *UNSPECIALISED],
-    do_not_specialize_on_alignment=["live_slots", "sequence_lengths", "durable_slots"],
-)
-def capture_boundaries_kernel(
-    # Pointers
-    live_slots, sequence_lengths, durable_slots,
-    # Dimensions
-    pairs: tl.int32, block_size_tokens: tl.int32,
-    # The move: layers, then addresses, sizes and strides in bytes
-    layers: tl.int32, conv_source: tl.int64, conv_destination: tl.int64, conv_size: tl.int64,
-    conv_source_layer: tl.int64, conv_source_slot: tl.int64,
-    conv_destination_layer: tl.int64, conv_destination_slot: tl.int64,
-    ssm_source: tl.int64, ssm_destination: tl.int64, ssm_size: tl.int64,
-    ssm_source_layer: tl.int64, ssm_source_slot: tl.int64,
-    ssm_destination_layer: tl.int64, ssm_destination_slot: tl.int64,
-    # Meta-parameters
-    CONV_ALIGN: tl.constexpr, CONV_TAIL: tl.constexpr, SSM_ALIGN: tl.constexpr, SSM_TAIL: tl.constexpr,
-    ACCESSES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """A row on a boundary is a pair, its live slot and its durable slot; a program takes tiles in turn."""
-    for first in range(0, pairs, GROUP):
-        rows = first + tl.arange(0, GROUP)
-        inside = rows < pairs
-        lengths = tl.load(sequence_lengths + rows, mask=inside, other=0)
-        sources = tl.load(live_slots + rows, mask=inside, other=-1)
-        destinations = tl.load(durable_slots + rows, mask=inside, other=-1)
-        reached = (lengths > 0) & (lengths % block_size_tokens == 0)
-        move_live_pairs(
-            reached & (sources >= 0) & (destinations >= 0), sources, destinations,
-            layers,
-            PartMove(
-                conv_source, conv_destination, conv_size, conv_source_layer, conv_source_slot,
-                conv_destination_layer, conv_destination_slot, CONV_ALIGN, CONV_TAIL,
-            ),
-            PartMove(
-                ssm_source, ssm_destination, ssm_size, ssm_source_layer, ssm_source_slot,
-                ssm_destination_layer, ssm_destination_slot, SSM_ALIGN, SSM_TAIL,
-            ),
-            ACCESSES, True,
-        )  # fmt: skip
-
-
-def capture_boundaries(
-    live: StateTensors,
-    live_slots: Tensor,
-    sequence_lengths: Tensor,
-    block_size_tokens: int,
-    durable: StateTensors,
-    durable_slots: Tensor,
-) -> None:
-    """`state_copy.capture_boundaries` in one launch. Indices are not checked here."""
-    rows = live_slots.shape[0]
-    move = StateMove.between(live, durable)
-    if rows:
-        arguments = (live_slots, sequence_lengths, durable_slots, rows, block_size_tokens)
-        types = (sequence_lengths.dtype,)
-        move.launch(capture_boundaries_kernel, rows, arguments, (GROUP,), types, CAPTURE_PROGRAMS)
+        if len(live) <= LISTED:
+            packed = [index(read) << 32 | index(write) for read, write in live]
+            arguments = (*packed, *_NO_PAIRS[len(packed) :], len(packed))
+            if live:
+                move.launch(move_listed_states, len(packed), arguments, ())
+            return
+        source_indices, destination_indices = zip(*live, strict=True)
+    sources, destinations = device_indices(device, source_indices, destination_indices)
+    if pairs := len(destinations):
+        move.launch(move_states, pairs, (sources, destinations, pairs), (GROUP,))

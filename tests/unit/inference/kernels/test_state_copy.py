@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.state_pool import StatePool
 from mambaslots.inference.kernels import state_copy, state_move
-from mambaslots.inference.kernels.state_copy import copy_states, zero_states
+from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_move import LISTED, StateMove, move_listed_states
 from mambaslots.inference.kernels.state_tensors import StateTensors, device_indices
 from oracle.budget import costly
@@ -85,14 +85,14 @@ def bits(tensors):
     return [tensor.contiguous().view(torch.uint8).tolist() for tensor in tensors]
 
 
-def after(memories, pool, pairs, source=None):
-    """What the memories must hold once `pairs` have been copied from `source`, or zeroed; undone here."""
+def after(memories, pool, pairs, source):
+    """What the memories must hold once `pairs` have been copied from `source`; undone here."""
     before = [memory.clone() for memory in memories]
     for i, to in enumerate(pool):
         for read, write in pairs:
             for layer in range(to.shape[0]):
                 slot = to[layer, write].view(-1).view(torch.uint8)
-                slot.copy_(source[i][layer, read].view(-1).view(torch.uint8)) if source else slot.zero_()
+                slot.copy_(source[i][layer, read].view(-1).view(torch.uint8))
     expected = [memory.clone() for memory in memories]
     for memory, earlier in zip(memories, before, strict=True):
         memory.copy_(earlier)
@@ -121,13 +121,11 @@ def counted_crossings():
 
 
 def draw_pairs(data, sources, destinations):
-    """Pairs, some with -1, no destination twice; a count of them, or None; and the pairs that are meant."""
+    """Pairs, some with -1, no destination twice; and the pairs that are meant."""
     write = data.draw(st.lists(st.integers(-destinations, destinations - 1), max_size=6, unique=True))
     write = [max(slot, -1) for slot in write]
     read = data.draw(st.lists(st.integers(-1, sources - 1), min_size=len(write), max_size=len(write)))
-    count = data.draw(st.none() | st.integers(0, len(write) + 1))
-    pairs = list(zip(read, write, strict=True))[:count]
-    return read, write, count, [(i, j) for i, j in pairs if min(i, j) >= 0]
+    return read, write, [(i, j) for i, j in zip(read, write, strict=True) if min(i, j) >= 0]
 
 
 class TestKernel:
@@ -142,14 +140,13 @@ class TestKernel:
         layouts = data.draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
         source, source_memory = pools(layouts[0], 4, shapes, dtypes, device, 0)
         destination, memory = pools(layouts[1], 5, shapes, dtypes, device, 7)
-        read, write, count, meant = draw_pairs(data, 4, 5)
+        read, write, meant = draw_pairs(data, 4, 5)
         unchanged = [part.clone() for part in source_memory]
         expected = after(memory, destination, meant, source)
-        on_device = None if count is None else torch.tensor(count, dtype=torch.int32, device=device)
         with mock.patch.object(state_move, "PROGRAMS", data.draw(st.sampled_from([1, 5, 4224]))):
             if data.draw(st.booleans()):
                 read, write = indices(read, device), indices(write, device)
-            state_move.copy_states(source, read, destination, write, on_device)
+            state_move.copy_states(source, read, destination, write)
         assert same(memory, expected)
         assert same(source_memory, unchanged)
 
@@ -177,13 +174,6 @@ class TestKernel:
         assert same(memory, expected)
         assert same(source_memory, unchanged)
 
-        written = [slot for slot in write if slot >= 0]
-        expected = after(memory, destination, [(slot, slot) for slot in written])
-        with counted_crossings() as crossings:
-            state_move.zero_states(destination, write)
-        assert len(crossings) == (0 if len(written) <= LISTED else 1)
-        assert same(memory, expected)
-
     def test_lists_may_name_the_last_slot_of_any_pool(self):
         """A pair is one 64-bit argument, whatever its slots."""
         last = 2**31 - 1
@@ -201,17 +191,12 @@ class TestKernel:
         assert all(slots < 2**63 for slots in arguments[:-1])
         assert LISTED * move.tiles < 2**31
 
-    def test_lists_with_a_tensor_or_a_count_are_moved(self, device):
+    def test_lists_with_a_tensor_are_moved(self, device):
         made = ("contiguous", 6, [(3, 4), (5,)], [torch.bfloat16] * 2, device)
         source, _ = pools(*made, 0)
         destination, memory = pools(*made, 5)
-        count = torch.tensor([2], device=device)
-        expected = after(memory, destination, [(1, 0), (5, 3)], source)
+        expected = after(memory, destination, [(1, 0)], source)
         state_move.copy_states(source, [1, -1], destination, indices([0, 1], device))
-        state_move.copy_states(source, [-1, 5, 2], destination, [1, 3, 4], count)
-        assert same(memory, expected)
-        expected = after(memory, destination, [(2, 2)])
-        state_move.zero_states(destination, [2, -1, 1], count)
         assert same(memory, expected)
 
     def test_pools_that_were_made_anew_are_found_at_their_new_place(self, device):
@@ -227,18 +212,6 @@ class TestKernel:
         views = StateTensors(*(states[:, 1:] for states in destination))
         expected = after(memory, views, [(0, 1)], source)
         state_move.copy_states(source, [0], views, [1])
-        assert same(memory, expected)
-
-    @costly()
-    @given(data=st.data())
-    def test_zeros_are_written_and_nothing_else(self, device, data):
-        dtypes = data.draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)))
-        pool, memory = pools(data.draw(st.sampled_from(LAYOUTS)), 5, [(3, 5), (7,)], dtypes, device, 0)
-        _, write, count, _ = draw_pairs(data, 5, 5)
-        expected = after(memory, pool, [(slot, slot) for slot in write[:count] if slot >= 0])
-        on_device = None if count is None else torch.tensor([count], device=device)
-        given_as = write if data.draw(st.booleans()) else indices(write, device)
-        state_move.zero_states(pool, given_as, on_device)
         assert same(memory, expected)
 
     @pytest.mark.sampled(size=(16384 + 16, 16384 * 2 + 7), layout=("gaps",))
@@ -289,14 +262,11 @@ class TestKernel:
             back = StateTensors(torch.zeros_like(outside), torch.zeros_like(outside))
             state_move.copy_states(to, indices(here, device), back, indices([2, 1][: len(here)], device))
             assert torch.equal(back.ssm[:, 2], pool[:, 0])
-            state_move.zero_states(to, indices(here[-1:], device))
-            assert not pool[:, -1].any()
 
     def test_states_without_bytes_or_layers_or_pairs_are_nothing(self, device):
         for layers, shape, pairs in [(2, (0,), [0]), (0, (3,), [0]), (2, (3,), [])]:
             pool = StateTensors(*torch.ones(2, layers, 4, *shape, device=device))
             state_move.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
-            state_move.zero_states(pool, indices(pairs, device))
             assert all(bool(states.all()) for states in pool)
 
     def test_the_grid_is_bounded_whatever_there_is_to_do(self):
@@ -319,55 +289,6 @@ class TestKernel:
                 state_move.copy_states(pool, indices([0], device), other, indices([1], device))
 
 
-class TestBoundaryCapture:
-    @costly()
-    @given(data=st.data())
-    def test_rows_on_a_boundary_go_to_their_durable_slots(self, device, data):
-        rows = data.draw(st.integers(0, 6))
-        live_slots = data.draw(st.lists(st.integers(-1, 4), min_size=rows, max_size=rows))
-        lengths = data.draw(st.lists(st.sampled_from([0, 1, 63, 64, 65, 128]), min_size=rows, max_size=rows))
-        durable_slots = data.draw(
-            st.lists(st.integers(-4, 6), min_size=rows, max_size=rows, unique=True).map(
-                lambda slots: [max(slot, -1) for slot in slots]
-            )
-        )
-        dtypes = [torch.bfloat16, torch.float32]
-        pool, memory = pools("contiguous", 12, [(3, 5), (6, 4)], dtypes, device, 0)
-        live = StateTensors(*(states[:, :5] for states in pool))
-        durable = StateTensors(*(states[:, 5:] for states in pool))
-        captured = [
-            (i, j)
-            for i, length, j in zip(live_slots, lengths, durable_slots, strict=True)
-            if min(i, j) >= 0 and length in (64, 128)
-        ]
-        expected = after(memory, durable, captured, live)
-        before = [part.clone() for part in memory]
-        for capture in (
-            state_move.capture_boundaries,
-            state_copy.capture_boundaries_reference,
-            state_copy.capture_boundaries,
-        ):
-            for part, earlier in zip(memory, before, strict=True):
-                part.copy_(earlier)
-            length_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
-            capture(
-                live,
-                indices(live_slots, device),
-                torch.tensor(lengths, dtype=length_dtype, device=device),
-                64,
-                durable,
-                indices(durable_slots, device),
-            )
-            assert same(memory, expected)
-
-    def test_rows_that_do_not_match_are_refused(self):
-        pool = states(4)
-        rows, other = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        for live, lengths, durable in ((rows, rows, other), (rows, other, rows), (rows, rows, rows.int())):
-            with pytest.raises(ValueError, match="accepted"):
-                state_copy.capture_boundaries(pool, live, lengths, 64, pool, durable)
-
-
 class TestWrapper:
     """What callers call; on the CPU, the reference."""
 
@@ -375,7 +296,7 @@ class TestWrapper:
     def test_states_arrive_to_the_bit_and_nothing_else_is_written(self, data, dtype):
         source, memory_before = pools("contiguous", 4, [(3, 4), (2, 3, 2)], [dtype] * 2, "cpu", 0)
         destination, memory = pools("contiguous", 5, [(3, 4), (2, 3, 2)], [dtype] * 2, "cpu", 7)
-        read, write, count, meant = draw_pairs(data, 4, 5)
+        read, write, meant = draw_pairs(data, 4, 5)
         unchanged = [part.clone() for part in memory_before]
         expected = after(memory, destination, meant, source)
         as_tensors = data.draw(st.tuples(st.booleans(), st.booleans()))
@@ -383,19 +304,9 @@ class TestWrapper:
             indices(listed, "cpu") if as_tensor else listed
             for listed, as_tensor in zip((read, write), as_tensors, strict=True)
         ]
-        copy_states(
-            source, chosen[0], destination, chosen[1], None if count is None else torch.tensor([count])
-        )
+        copy_states(source, chosen[0], destination, chosen[1])
         assert same(memory, expected)
         assert same(memory_before, unchanged)
-
-    def test_zeros(self):
-        pool, memory = pools("gaps", 5, [(3, 5), (7,)], [torch.float32] * 2, "cpu", 0)
-        expected = after(memory, pool, [(1, 1), (4, 4)])
-        zero_states(pool, [4, -1, 1, 0], torch.tensor(3, dtype=torch.int32))
-        assert same(memory, expected)
-        zero_states(pool, [])
-        assert same(memory, expected)
 
     def test_copying_nothing_is_nothing(self):
         source, destination = states(2), states(2, seed=5)
@@ -444,16 +355,15 @@ class TestGpu:
     def test_a_captured_copy_follows_its_index_tensors(self, cuda):
         source, _ = self.pools(9, 0)
         destination, memory = self.pools(9, 5)
-        read, write, count = indices([-1] * 6, cuda), indices([-1] * 6, cuda), indices([6], cuda)
-        copy_states(source, read, destination, write, count)  # compiled before it is captured
+        read, write = indices([-1] * 6, cuda), indices([-1] * 6, cuda)
+        copy_states(source, read, destination, write)  # compiled before it is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            copy_states(source, read, destination, write, count)
-        for pairs, meant in [([], 0), ([(8, 0), (-1, 1), (3, 7)], 6), ([(2, 4), (5, 5), (1, 1)], 2)]:
+            copy_states(source, read, destination, write)
+        for pairs in ([], [(8, 0), (-1, 1), (3, 7)], [(2, 4), (5, 5), (1, 1)]):
             for tensor, place in ((read, 0), (write, 1)):
                 tensor.copy_(indices([pair[place] for pair in pairs] + [-1] * (6 - len(pairs)), cuda))
-            count.fill_(meant)
-            expected = after(memory, destination, [pair for pair in pairs[:meant] if pair[0] >= 0], source)
+            expected = after(memory, destination, [pair for pair in pairs if pair[0] >= 0], source)
             graph.replay()
             assert same(memory, expected)
 
@@ -479,40 +389,16 @@ class TestGpu:
                 )
             assert same(memory, expected)
 
-    def test_a_captured_step_keeps_the_rows_that_reached_a_boundary(self, cuda):
-        live, _ = self.pools(4, 0)
-        durable, memory = self.pools(6, 5)
-        rows, lengths, slots = (
-            indices(listed, cuda) for listed in ([2, 0, -1, 3], [62, 127, 0, 61], [5, -1, -1, 1])
-        )
-
-        def step():
-            lengths.add_(rows >= 0)
-            state_copy.capture_boundaries(live, rows, lengths, 64, durable, slots)
-
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        for captured in ([(2, 5)], [(3, 1)], []):  # lengths 64, 129, 0, 63, and so on
-            expected = after(memory, durable, captured, live)
-            graph.replay()
-            assert same(memory, expected)
-
     def test_nothing_waits_for_the_gpu(self, cuda):
         source, _ = self.pools(9, 0)
         destination, memory = self.pools(9, 5)
-        lengths, live, durable = (indices(listed, cuda) for listed in ([64, 65], [6, 7], [6, 7]))
         indices_of_both = indices([0, 1], cuda)
-        expected = after(memory, destination, [(1, 0), (2, 1), (6, 6)], source)
+        expected = after(memory, destination, [(1, 0), (2, 1)], source)
         for watched in (nullcontext(), no_synchronisation()):  # compiled before it is watched
             with watched:
                 copy_states(source, [1, 2, -1], destination, [0, 1, 3])
                 copy_states(source, [1, 2], destination, indices_of_both)
-                state_copy.capture_boundaries(source, live, lengths, 64, destination, durable)
-                zero_states(source, [8])
         assert same(memory, expected)
-        assert not source.ssm[:, 8].any()
 
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
     def test_lists_cannot_be_captured(self, cuda):
