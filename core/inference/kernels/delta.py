@@ -64,7 +64,7 @@ def delta_operands_kernel(
     """A program has BLOCK_T tokens of one head of q, of k or of v."""
     HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % HEADS
-    token = (tl.program_id(0) // HEADS).to(tl.int64) * OPERAND_TOKENS + tl.arange(0, OPERAND_TOKENS)
+    token = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     if head < KEY_HEADS:
         _normalise(
             q + head * q_head_stride, queries + head * KEY_DIM, token, tokens,

@@ -1,14 +1,8 @@
-"""Activations and gates on a GPU, each in one Triton launch.
+"""Activations and gates in Triton, one launch each; none synchronises.
 
-The references are the functions of the same names in `reference_pointwise`. The SwiGLU of liger-kernel rounds
-silu(gate) before the product with `up`, and takes contiguous tensors only; gates are often slices of a wider
-projection.
-
-----
-Mamba-2's time steps and rates in Triton; the reference is `reference.time_steps`.
-
-----
-The decays and strengths of gated delta nets in Triton; the reference is `reference.delta_gates`.
+The references are the functions of the same names in `reference.pointwise`. The SwiGLU of liger-kernel rounds
+silu(gate) before the product with `up`, and accepts contiguous tensors only; gates are often slices of a
+wider projection.
 """
 
 import torch
@@ -22,7 +16,7 @@ NUM_WARPS = 4
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """As `reference_pointwise.relu_squared`."""
+    """As `reference.pointwise.relu_squared`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
@@ -37,12 +31,12 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """As `reference_pointwise.silu_mul`; views whose last dimension is dense are not copied."""
+    """As `reference.pointwise.silu_mul`; views whose last dimension is dense are not copied."""
     return _gated(up, gate, gate.dtype, silu=True)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """As `reference_pointwise.sigmoid_mul`; views whose last dimension is dense are not copied."""
+    """As `reference.pointwise.sigmoid_mul`; views whose last dimension is dense are not copied."""
     return _gated(x, gate, x.dtype, silu=False)
 
 
@@ -137,14 +131,7 @@ BLOCK = 1024
 def time_steps(
     dt: Tensor, dt_bias: Tensor, A_log: Tensor, shortest: float = 0.0, longest: float = float("inf")
 ) -> tuple[Tensor, Tensor]:
-    """clamp(softplus(dt + dt_bias)) and -exp(A_log), in float32 and in one launch. Does not synchronise.
-
-    Args:
-        dt: [T, H], a view with any strides. dt_bias, A_log: [H].
-        shortest, longest: the bounds of the time steps.
-
-    Returns: the time steps [T, H] and A [H], float32.
-    """
+    """As `reference.pointwise.time_steps`, in float32; dt is a view with any strides."""
     tokens, heads = dt.shape
     steps = torch.empty(tokens, heads, dtype=torch.float32, device=dt.device)
     A = torch.empty(heads, dtype=torch.float32, device=dt.device)
@@ -220,15 +207,7 @@ BLOCK = 1024
 def delta_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, doubled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """-exp(A_log) softplus(a + dt_bias) and sigmoid(b), in float32 and in one launch. Does not synchronise.
-
-    Args:
-        a, b: [T, Hv], or [T, Hk, Hv // Hk] by key heads; views with any strides.
-        A_log, dt_bias: [Hv].
-        doubled: whether the strengths are multiplied by two.
-
-    Returns: the log decays g [T, Hv] and the strengths beta [T, Hv], float32.
-    """
+    """As `reference.pointwise.delta_gates`, in float32; a and b are views with any strides."""
     if a.dim() == 2:
         a, b = a[:, None], b[:, None]
     tokens, outer, inner = a.shape

@@ -22,11 +22,7 @@ MAX_WARPS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """As `reference_pointwise.rms_norm`. Does not synchronise.
-
-    Views whose last dimension is dense are not copied. A row has the same bits in every batch: the tile of a
-    program follows from the width alone.
-    """
+    """As `reference.pointwise.rms_norm`. Views whose last dimension is dense are not copied."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(out, None, x, None, weight, eps, offset)
     return out
@@ -35,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
 def add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_pointwise.add_rms_norm`, with the promises of `rms_norm`."""
+    """As `reference.pointwise.add_rms_norm`, with the promises of `rms_norm`."""
     total, out = (torch.empty(x.shape, dtype=residual.dtype, device=x.device) for _ in range(2))
     _launch_norm(out, total, x, residual, weight, eps, offset)
     return total, out
@@ -99,21 +95,8 @@ _ELEMENTS_A_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Mamba-2's output norm: the RMS norm of x * silu(gate), over each of `groups` parts of the channels.
-
-    Computes in float32, and rounds once. One launch. Does not synchronise. A row's bits do not depend on
-    other rows.
-
-    Args:
-        x, gate: [T, n]; views with any token stride and a last stride of 1.
-        weight: [n], contiguous.
-        groups: divides n.
-        eps: is added to the mean square.
-
-    Returns: [T, n] in the dtype of x.
-
-    Raises:
-        ValueError: a last stride is not 1.
+    """As `reference.pointwise.gated_rms_norm`, in float32, rounded once. Raises a ValueError where a last
+    stride is not 1.
     """
     by_group = (groups, 1, -1)
     out = _gated_norm(
@@ -123,20 +106,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A delta net's output norm: the RMS norm of each head of x, times silu(gate).
-
-    Computes in float32, and rounds once. One launch. Does not synchronise. A row's bits do not depend on
-    other rows.
-
-    Args:
-        x, gate: [T, H, D]; the gate may be [T, Hk, H // Hk, D]. Views with a last stride of 1.
-        weight: [D] of every head, or [H, D], contiguous.
-        eps: is added to the mean square.
-
-    Returns: [T, H, D] in the dtype of x.
-
-    Raises:
-        ValueError: a last stride is not 1.
+    """As `reference.pointwise.rms_norm_gated`, in float32, rounded once. Raises a ValueError where a last
+    stride is not 1.
     """
     heads = gate.shape[1:3] if gate.dim() == 4 else (1, gate.shape[1])
     gates = gate if gate.dim() == 4 else gate[:, None]
@@ -215,10 +186,8 @@ def qk_norm_rotary(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor | None = None,
     key_weight: Tensor | None = None, eps: float = 0.0, *, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `reference_pointwise.qk_norm_rotary`. Does not synchronise.
-
-    Queries and keys may be slices of wider projections, whose last dimension is dense. A head is normalised
-    within one program, whose tile follows from the model's shape alone.
+    """As `reference.pointwise.qk_norm_rotary`. Heads may be slices of wider projections, whose last dimension
+    is dense.
     """
     tokens, query_heads, dim = query.shape
     key_heads, rotary = key.shape[1], cos.shape[-1]

@@ -1,11 +1,7 @@
-"""The product of the language model's head on a GPU.
+"""Matrix products on a GPU: the language model's head, and products that add over K in one fixed order.
 
-----
-Matrix products that add over K in one fixed order, in Triton.
-
-`linear` is `torch.nn.functional.linear`, and `head_product` is `products.head_product`. A row has the same
-bits whatever the number of rows, because every program computes one tile of one size, from the first of K to
-the last, and no two programs add to one number.
+`matmul` gives a row the same bits whatever the number of rows: every program computes one tile of one size,
+from the first of K to the last, and no two programs add to one number. Neither function synchronises.
 """
 
 import torch
@@ -16,16 +12,10 @@ from torch import Tensor
 
 
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The logits hidden @ weight.T in float32, from operands in the model's dtype. Does not synchronise.
+    """As `reference.pointwise.head_product`: logits in float32, from operands in the model's dtype.
 
     A bfloat16 or float16 weight is read as it lies: cuBLAS adds in float32, and writes float32. torch has
     this product for GPUs only, and for operands of one dtype; others are widened.
-
-    Args:
-        hidden: [..., n].
-        weight: [vocabulary, n].
-
-    Returns: [..., vocabulary] in float32.
     """
     if not hidden.numel():
         return torch.zeros(*hidden.shape[:-1], len(weight), dtype=torch.float32, device=hidden.device)
@@ -40,31 +30,6 @@ NUM_WARPS, NUM_STAGES = 4, 3
 FEW_ROWS_WARPS, FEW_ROWS_STAGES = 2, 4
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. One launch. Does not synchronise.
-
-    Sums are float32, and rounded once, after the bias. Products of float32 are exact to float32 ("ieee").
-
-    Args:
-        x: [..., n]. weight: [m, n]. bias: [m] or None. bfloat16, float16 or float32, all of one dtype.
-
-    Returns: [..., m] in the dtype of x.
-    """
-    return matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
-
-
-def sequential_head_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T in float32. Does not synchronise.
-
-    Args:
-        hidden: [..., n]. weight: [vocabulary, n], of the same dtype.
-
-    Returns: [..., vocabulary] in float32.
-    """
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    return matmul(rows, weight.t(), None, torch.float32).view(*hidden.shape[:-1], len(weight))
-
-
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -73,12 +38,14 @@ def matmul(
     *,
     few_rows: bool = False,
 ) -> Tensor:
-    """a @ b + bias, of matrices with any strides; see `linear`.
+    """a @ b + bias, of matrices with any strides, in one launch.
+
+    Sums are float32, and rounded once, after the bias. Products of float32 are exact to float32 ("ieee").
 
     Args:
-        a: [M, K]. b: [K, N]. bias: [N] or None.
+        a: [M, K]. b: [K, N]. bias: [N] or None. bfloat16, float16 or float32, a and b of one dtype.
         out_dtype: of the result; None: that of a.
-        few_rows: takes narrow tiles, so that few rows of 16 bits, at most `row_ladder.FEW_ROWS`, keep all
+        few_rows: uses narrow tiles, so that few rows of 16 bits, at most `row_ladder.FEW_ROWS`, keep all
             multiprocessors busy. Tensor cores add over K in the same order in tiles of any size.
 
     Returns: [M, N].

@@ -83,11 +83,11 @@ def state_passing_kernel(
     # Dimensions
     heads: tl.constexpr, state_size: tl.constexpr, chunk_size: tl.constexpr,
     # Meta-parameters
-    PASSING_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     row = tl.program_id(2)
-    offsets = tl.program_id(0) * PASSING_BLOCK + tl.arange(0, PASSING_BLOCK)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < state_size
 
     first = tl.load(row_chunk_starts + row)

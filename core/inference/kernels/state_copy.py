@@ -55,10 +55,7 @@ def copy_states(
 def copy_states_reference(
     source: StateTensors, source_indices: Tensor, destination: StateTensors, destination_indices: Tensor
 ) -> None:
-    """`copy_states` by fancy indexing: two launches and a temporary of n states for each tensor.
-
-    Synchronises on a GPU, because the number of pairs that are not skipped becomes a shape.
-    """
+    """`copy_states` by fancy indexing; synchronises on a GPU."""
     selected = (destination_indices >= 0) & (source_indices >= 0)
     read, write = source_indices[selected], destination_indices[selected]
     for source_pool, destination_pool in zip(source, destination, strict=True):

@@ -393,15 +393,15 @@ def copy_states(
     move = StateMove.between(source, destination)
     device = destination.ssm.device
     if not isinstance(source_indices, Tensor) and not isinstance(destination_indices, Tensor):
-        pairs = zip(source_indices, destination_indices, strict=True)
-        live = [(read, write) for read, write in pairs if read >= 0 <= write]
+        both = zip(source_indices, destination_indices, strict=True)
+        live = [(read, write) for read, write in both if read >= 0 <= write]
         if len(live) <= LISTED:
             packed = [index(read) << 32 | index(write) for read, write in live]
             arguments = (*packed, *_NO_PAIRS[len(packed) :], len(packed))
             if live:
                 move.launch(move_listed_states, len(packed), arguments, ())
             return
-        source_indices, destination_indices = zip(*live, strict=True)
+        source_indices, destination_indices = ([*side] for side in zip(*live, strict=True))
     sources, destinations = device_indices(device, source_indices, destination_indices)
     if pairs := len(destinations):
         move.launch(move_states, pairs, (sources, destinations, pairs), (GROUP,))

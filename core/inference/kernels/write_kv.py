@@ -27,18 +27,9 @@ NUM_WARPS = 4
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
-    """Store `keys[tokens[i]]` and `values[tokens[i]]` at `positions[i]` of the cache.
+    """As `reference.attention.write_kv`, in one launch. Does not synchronise.
 
-    A block whose first row is stored is new: its rows that the launch does not store become zeros. One
-    launch. Does not synchronise.
-
-    Args:
-        kv_cache: [2, blocks, block size, KV heads, head dim]. A block's keys are contiguous, and so are its
-            values. Written, in its own dtype.
-        keys, values: [T, KV heads, head dim].
-        tokens: [W] indices into `keys` and `values`.
-        positions: [W] block * block size + offset. -1 writes nothing, which costs one load. Entries of one
-            block stand side by side, in the order of their offsets and without gaps.
+    A block's keys are contiguous, and so are its values. A position of -1 costs one load.
     """
     entries = tokens.shape[0]
     if not entries or not keys.numel():
@@ -60,18 +51,10 @@ def rotary_and_write_kv(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, base: float, kv_cache: Tensor,
     tokens: Tensor, write_positions: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Rotate query and key by `positions`, and store rotated keys and values as `write_kv` does.
+    """As `reference.attention.rotary_and_write_kv`, in one launch. Does not synchronise.
 
-    Angles are products in float32 of positions and of frequencies that float64 gives. One launch, and once
-    for each base and head dim those that make the frequencies. Does not synchronise.
-
-    Args:
-        query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
-        positions: [T] the position of each token in its sequence.
-        base: of the rotary angles.
-        kv_cache, tokens, write_positions: as for `write_kv`.
-
-    Returns: the rotated query, [T, heads, head dim] in the dtype of `query`.
+    Angles are products in float32 of positions and of frequencies that float64 gives, computed once for each
+    base and head dim.
     """
     num_tokens, heads, head_dim = query.shape
     block_size, kv_heads = kv_cache.shape[2:4]
