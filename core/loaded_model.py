@@ -10,7 +10,7 @@ import torch
 from .files import CONFIG, CheckpointError, existing_folder, read_object
 from .inference.engines.model import Model
 from .models import HybridLM
-from .models.hybrid_checkpoint import MODEL_TYPE, read_config
+from .models.weights import MODEL_TYPE, read_config
 from .parallel_groups import ParallelGroups
 from .request import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec

@@ -92,21 +92,11 @@ class HybridConfig:
     def tiny(cls, dtype: torch.dtype = torch.float32, **overrides: Any) -> "HybridConfig":
         """Vocabulary 256 (bytes), chunks of 16, three Mamba layers, one attention layer; fast on a CPU."""
         sizes: dict[str, Any] = {
-            "vocab_size": 256,
-            "hidden_size": 64,
-            "pattern": "M-M*-M-",
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "mamba_num_groups": 2,
-            "mamba_state_dim": 16,
-            "conv_kernel": 4,
-            "ssd_chunk_size": 16,
-            "num_attention_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 16,
-            "mlp_hidden_size": 128,
-            "delta_chunk_size": 16,
-        }
+            "vocab_size": 256, "hidden_size": 64, "pattern": "M-M*-M-", "mlp_hidden_size": 128,
+            "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 16,
+            "conv_kernel": 4, "ssd_chunk_size": 16, "delta_chunk_size": 16,
+            "num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+        }  # fmt: skip
         return cls(dtype=dtype, **(sizes | overrides))
 
     @property
@@ -137,13 +127,10 @@ class HybridConfig:
     def shard(self, groups: ParallelGroups) -> ModelShard:
         """The part that this rank of `groups` holds: consecutive layers, and an equal share of their heads.
 
-        There may be fewer B/C groups or KV heads than ranks. Several ranks then hold the same group or KV
-        head.
-
-        Raises:
-            ValueError: the sizes do not divide.
+        With fewer B/C groups or KV heads than ranks, several ranks hold the same group or KV head. Raises a
+        ValueError where the sizes do not divide.
         """
-        size, stages = groups.tensor_size, groups.pipeline_size
+        size, stages, of = groups.tensor_size, groups.pipeline_size, "of the tensor group"
         divided = ["mamba_num_heads", "num_attention_heads", "mlp_hidden_size"]
         shared = ["mamba_num_groups", "num_kv_heads"]
         if "G" in self.pattern:
@@ -154,15 +141,13 @@ class HybridConfig:
         for name in divided:
             if getattr(self, name) % size:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}; accepted: a multiple of the {size} ranks of the "
-                    "tensor group"
+                    f"{name} is {getattr(self, name)}; accepted: a multiple of the {size} ranks {of}"
                 )
         for name in shared:
             total = getattr(self, name)
             if total % size and size % total:
                 raise ValueError(
-                    f"{name} is {total}; accepted: a multiple or a divisor of the {size} ranks of the "
-                    "tensor group"
+                    f"{name} is {total}; accepted: a multiple or a divisor of the {size} ranks {of}"
                 )
         if len(self.pattern) < stages:
             raise ValueError(
@@ -187,29 +172,17 @@ class HybridConfig:
         """The tensors of the state that this rank of `groups` holds."""
         states: tuple[StateTensor, ...] = ()
         if "M" in self.pattern:
+            heads, head_groups = (self.part_of(f"mamba_num_{of}", groups) for of in ("heads", "groups"))
             states += mamba2_states(
-                self.layers_of("M", groups),
-                self.part_of("mamba_num_heads", groups),
-                self.mamba_head_dim,
-                self.part_of("mamba_num_groups", groups),
-                self.mamba_state_dim,
-                self.conv_kernel,
-                self.dtype,
-                self.compute_dtype,
-                self.ssd_chunk_size,
-            )
+                self.layers_of("M", groups), heads, self.mamba_head_dim, head_groups, self.mamba_state_dim,
+                self.conv_kernel, self.dtype, self.compute_dtype, self.ssd_chunk_size,
+            )  # fmt: skip
         if "G" in self.pattern:
+            keys, values = (self.part_of(f"delta_num_{of}_heads", groups) for of in ("key", "value"))
             states += gated_delta_net_states(
-                self.layers_of("G", groups),
-                self.part_of("delta_num_key_heads", groups),
-                self.delta_key_dim,
-                self.part_of("delta_num_value_heads", groups),
-                self.delta_value_dim,
-                self.conv_kernel,
-                self.dtype,
-                self.compute_dtype,
-                self.delta_chunk_size,
-            )
+                self.layers_of("G", groups), keys, self.delta_key_dim, values, self.delta_value_dim,
+                self.conv_kernel, self.dtype, self.compute_dtype, self.delta_chunk_size,
+            )  # fmt: skip
         if "C" in self.pattern:
             channels = self.part_of("hidden_size", groups)
             states += short_conv_states(

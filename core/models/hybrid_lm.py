@@ -13,31 +13,26 @@ from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
 from ..validation import device as checked_device
 from ..validation import float_dtype, instance, integer
-from .hybrid_checkpoint import SavedWeights, read_config, write
 from .hybrid_config import HybridConfig
 from .mixers import MIXERS
-from .model_weights import ModelWeights, RandomWeights, WeightSource
+from .weights import ModelWeights, RandomWeights, SavedWeights, WeightSource, read_config, write
 
 
 class HybridLM(nn.Module):
     """A token embedding, residual layers in the order of `config.pattern`, a norm and an untied LM head.
 
-    Each layer normalises its input.
-
-    The weights are random, and need no gradients. They depend on `seed` and on the kind of `device` alone.
-    The weights are drawn in float64 and rounded to `config.dtype`. Their scale makes the caches matter: the
-    slowest Mamba heads remember hundreds of tokens, the fastest tens, and logits have a standard deviation of
-    a few units.
+    Each layer normalises its input. The weights are random, need no gradients, and depend on `seed` and the
+    kind of `device` alone. Their scale makes the caches matter: the slowest Mamba heads remember hundreds of
+    tokens, the fastest tens, and logits have a standard deviation of a few units.
 
     A model can be split over ranks as in Megatron. Each rank draws all weights and keeps its part: heads, MLP
     columns and vocabulary rows over the tensor group, consecutive layers over the pipeline group. A step runs
     the stages one after the other, and all ranks get all logits.
 
     Args:
-        config: the shape.
-        seed: seed of the weights.
-        device: where the weights are drawn. A GPU draws large models faster, and draws other weights than a
-            CPU.
+        config: the shape. `HybridConfig.tiny()` has 256 tokens and seven layers.
+        seed: of the weights.
+        device: where the weights are drawn. A GPU draws other weights than a CPU.
         groups: the ranks that the model is split over; None for one rank.
     """
 
@@ -103,16 +98,14 @@ class HybridLM(nn.Module):
             ValueError: a file is missing or wrong, or a weight is missing, superfluous or of another shape.
                 The message names it.
         """
-        found = existing_folder("folder", folder)
-        if found is None:
+        if (found := existing_folder("folder", folder)) is None:
             raise CheckpointError(f"folder is {str(folder)!r}; accepted: a folder that is there")
-        folder = found
         model = cls.__new__(cls)
         nn.Module.__init__(model)
-        model.config = read_config(folder, dtype)
+        model.config = read_config(found, dtype)
         model.seed = None
         model.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
-        source = SavedWeights(folder)
+        source = SavedWeights(found)
         source.check_widths(model.config)
         model._make_layers(source, checked_device("device", device))
         source.check_all_taken()

@@ -1,39 +1,26 @@
 """What every mixer does in a step: decode rows by one kernel, prefill rows by another, in one call.
 
-`T` counts all tokens of the step, padding included, decode rows first. `layer` counts the layers that have
-the same state. Every function writes the states or the KV of the step, and does not synchronise where
-`kernels` do not. Decodes by replay (`StepInputs.replay`) read and write the requests' inputs, too.
+`T` counts all tokens of the step, padding included, decode rows first. `layer` counts the layers with the
+same state. Every function writes the states or the KV of the step. Decodes by replay (`StepInputs.replay`)
+read and write the requests' inputs, too.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..inference.contexts.step_inputs import Replay, StepInputs
 from ..inference.kernels.kernel_set import KernelSet
+from ..parallel_groups import ParallelGroups
 
 
 def convolve(
-    raw: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    name: str,
-    layer: int,
-    inputs: StepInputs,
-    kernels: KernelSet,
-    activation: bool = True,
-) -> Tensor:
-    """A causal depthwise convolution, then SiLU where `activation`.
-
-    Args:
-        raw: [T, channels].
-        weight: [channels, taps].
-        bias: [channels], or None.
-        name, layer: of the windows, `inputs.state_pool[name][layer]`. [slots, channels, taps - 1]. Written.
-
-    Returns: [T, channels] in the dtype of `raw`.
-    """
+    raw: Tensor, weight: Tensor, bias: Tensor | None, name: str, layer: int, inputs: StepInputs,
+    kernels: KernelSet, activation: bool = True,
+) -> Tensor:  # fmt: skip
+    """A causal depthwise convolution of raw [T, channels], then SiLU if `activation`; writes its windows."""
     conv_states, replay = inputs.state_pool[name][layer], inputs.replay
     (conv_inputs,) = _stored(replay, layer, f"{name}_in")
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
@@ -70,24 +57,10 @@ def convolve(
 
 
 def scan_ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    layer: int,
-    inputs: StepInputs,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, layer: int, inputs: StepInputs,
     kernels: KernelSet,
-) -> Tensor:
-    """Mamba-2's recurrence; see `reference.ssd_chunk_scan`.
-
-    Args:
-        x: [T, H, P]. dt: [T, H], after bias and softplus. A: [H], negative. B, C: [T, G, N]. D: [H].
-        layer: of the states, `inputs.state_pool["ssm"][layer]`, [slots, H, P, N]. Written.
-
-    Returns: y, [T, H, P] in the dtype of x.
-    """
+) -> Tensor:  # fmt: skip
+    """Mamba-2's recurrence, `KernelSet.ssd_chunk_scan` of x [T, H, P]; writes its states."""
     ssm_states, replay = inputs.state_pool["ssm"][layer], inputs.replay
     stored_x, stored_B, gates = _stored(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -125,25 +98,11 @@ def scan_ssd(
 
 
 def scan_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    layer: int,
-    inputs: StepInputs,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, inputs: StepInputs,
     kernels: KernelSet,
-) -> Tensor:
-    """The gated delta rule; see `reference.gated_delta_rule_scan`.
-
-    Args:
-        q, k: [T, key heads, key dim], as they come: the kernels normalise them.
-        v: [T, value heads, value dim].
-        g: [T, value heads], logarithms of the decays. beta: [T, value heads].
-        layer: of the states, `inputs.state_pool["delta"][layer]`, [slots, value heads, key dim, value dim].
-            Written.
-
-    Returns: [T, value heads, value dim] in the dtype of v.
+) -> Tensor:  # fmt: skip
+    """The gated delta rule, `KernelSet.gated_delta_rule_scan` of raw q and k and v [T, heads, dim]; writes
+    its states.
     """
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
     stored_k, stored_v, stored_g, stored_beta = _stored(
@@ -185,16 +144,9 @@ def scan_gated_delta_rule(
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    inputs: StepInputs,
-    kernels: KernelSet,
-    *,
-    rotary_base: float | None = None,
-    scale: float | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, inputs: StepInputs, kernels: KernelSet,
+    *, rotary_base: float | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Store keys and values of the step, and attend to each token's sequence up to the token.
 
     Args:
@@ -215,6 +167,30 @@ def attend(
     return kernels.paged_attention(query, kv_cache, inputs.attention_rows, scale=scale)
 
 
+def gated_rms_norm_over_ranks(
+    y: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, groups: ParallelGroups,
+    compute_dtype: torch.dtype, *, gates_first: bool = True,
+) -> Tensor:  # fmt: skip
+    """`KernelSet.gated_rms_norm` where a group's channels lie on several ranks, which add up their squares.
+
+    Args:
+        y, gate, weight: [T, channels of this rank], all of one group, and [channels of this rank].
+        num_groups: of the whole model; a divisor of the number of ranks.
+        gates_first: whether y is normalised after it was gated, or before.
+    """
+    silu = F.silu(gate.to(compute_dtype))
+    x = y.to(compute_dtype)
+    if gates_first:
+        x = x * silu
+    ranks = groups.tensor_size // num_groups
+    group = groups.tensor_rank // ranks
+    squares = x.new_zeros(len(x), num_groups)
+    squares[:, group] = x.square().sum(-1)
+    total = groups.sum_partials(squares)[:, group, None]
+    normed = x * torch.rsqrt(total / (x.shape[1] * ranks) + eps) * weight.to(compute_dtype)
+    return (normed if gates_first else normed * silu).to(y.dtype)
+
+
 def _decode_rows(inputs: StepInputs, replay: Replay) -> Any:
     """Slots, starts and lengths of the decode rows: three tensors."""
     decodes = inputs.num_decodes
@@ -231,5 +207,5 @@ def _joined(outputs: list[Tensor]) -> Tensor:
 
 
 def _behind(decoded: int, *packed: Tensor) -> tuple[Tensor, ...]:
-    """The tokens behind the first `decoded`; the tensors themselves where there are none before."""
+    """The tokens after the first `decoded`; the tensors themselves where there are none before."""
     return tuple(tensor[decoded:] for tensor in packed) if decoded else packed

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.layer_steps import convolve, scan_ssd
-from ...models.norm_over_ranks import gated_rms_norm_over_ranks
+from ...models.layer_steps import convolve, gated_rms_norm_over_ranks, scan_ssd
 from ..current_step import CurrentStep
 
 

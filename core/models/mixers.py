@@ -1,0 +1,203 @@
+"""The kinds of layer that a `HybridLM` is made of."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..inference.contexts.step_inputs import StepInputs
+from ..inference.kernels.kernel_set import KernelSet
+from ..parallel_groups import Part
+from .hybrid_config import HybridConfig
+from .layer_steps import attend, convolve, gated_rms_norm_over_ranks, scan_gated_delta_rule, scan_ssd
+from .weights import ModelWeights, channels
+
+
+class MambaMixer(nn.Module):
+    """Mamba-2's block (arXiv 2405.21060, section 7.1), with a biased convolution and a norm per group."""
+
+    def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
+        super().__init__()
+        self.config = config.of_one_rank(weights.groups)
+        self.layer_index = layer_index
+        self.groups = weights.groups
+        self.heads = config.part_of("mamba_num_heads", weights.groups)
+        self.head_groups = config.part_of("mamba_num_groups", weights.groups)
+        heads, kernel = self.heads.indices, config.conv_kernel
+        # `memory` counts tokens. dt falls with the square root of `memory`: so all heads' states have one
+        # magnitude.
+        shortest, longest = math.log10(8.0), math.log10(512.0)
+        memory = torch.logspace(shortest, longest, config.mamba_num_heads, dtype=torch.float64, device="cpu")
+        dt = 1.5 * memory.rsqrt()
+        # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
+        x, conv = _mixer_channels(config, self.heads, self.head_groups)
+        after = config.inner_dim + config.conv_dim
+        rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
+        self.in_proj = weights.linear(
+            "in_proj", after + config.mamba_num_heads, config.hidden_size, rows=rows
+        )
+        self.conv_weight = weights.normal("conv_weight", config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
+        # With this bias SiLU of a standard normal has a mean near zero. Slow heads would sum up any other
+        # mean.
+        self.conv_bias = weights.full("conv_bias", config.conv_dim, -0.5, rows=conv)
+        self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=heads, wide=True)
+        self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=heads, wide=True)
+        self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=heads, wide=True)
+        self.norm = weights.ones("norm", config.inner_dim, rows=x)
+        self.out_proj = weights.linear("out_proj", config.hidden_size, config.inner_dim, columns=x)
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
+        config = self.config
+        sizes = [config.inner_dim, config.conv_dim, config.mamba_num_heads]
+        gate, raw, dt = torch.split(F.linear(hidden, self.in_proj), sizes, dim=-1)
+        dt, A = kernels.time_steps(dt, self.dt_bias, self.A_log)
+        layer = self.layer_index
+        xBC = convolve(raw, self.conv_weight, self.conv_bias, "conv", layer, inputs, kernels)
+        B, C = self._BC(xBC)
+        y = scan_ssd(self._x(xBC), dt, A, B, C, self.D, layer, inputs, kernels).flatten(1)
+        if self.groups.tensor_size > self.head_groups.total:
+            normed = gated_rms_norm_over_ranks(
+                y, gate, self.norm, config.norm_eps, self.head_groups.total, self.groups, config.compute_dtype
+            )
+        else:
+            normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
+        return F.linear(normed, self.out_proj)
+
+    def _x(self, xBC: Tensor) -> Tensor:
+        """[..., conv_dim] -> x [..., H, P], a view."""
+        return torch.unflatten(xBC[..., : self.config.inner_dim], -1, (self.config.mamba_num_heads, -1))
+
+    def _BC(self, xBC: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N802
+        """[..., conv_dim] -> B and C [..., G, N], views."""
+        both = torch.unflatten(xBC[..., self.config.inner_dim :], -1, (2, self.config.mamba_num_groups, -1))
+        return both[..., 0, :, :], both[..., 1, :, :]
+
+
+def _mixer_channels(config: HybridConfig, heads: Part, head_groups: Part) -> tuple[list[int], list[int]]:
+    """One rank's channels of x, and all channels that the rank convolves: x, then its groups' B and C."""
+    groups, width = head_groups.indices, config.mamba_state_dim
+    x = channels(heads.indices, config.mamba_head_dim)
+    B = channels(groups, width, config.inner_dim)
+    C = channels(groups, width, config.inner_dim + config.mamba_num_groups * width)
+    return x, [*x, *B, *C]
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta net's block (arXiv 2412.06464), as in Qwen3-Next: a norm per head, then the gate.
+
+    Several value heads share a key head: value head h reads key head h // (value heads // key heads). Where
+    there are more ranks than key heads, several ranks hold the same key head.
+    """
+
+    def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
+        super().__init__()
+        self.config = config.of_one_rank(weights.groups)
+        self.layer_index = layer_index
+        key_heads = config.part_of("delta_num_key_heads", weights.groups).indices
+        heads = config.part_of("delta_num_value_heads", weights.groups).indices
+        keys = config.delta_num_key_heads * config.delta_key_dim
+        num_heads, values = config.delta_num_value_heads, config.delta_inner_dim
+        kernel = config.conv_kernel
+        # Rows of the projection: the gate, then what is convolved (q, k and v), then beta's and the decay's.
+        own_keys, v = channels(key_heads, config.delta_key_dim), channels(heads, config.delta_value_dim)
+        conv = [*own_keys, *(keys + channel for channel in own_keys), *(2 * keys + channel for channel in v)]
+        after = values + config.delta_conv_dim
+        rows = [*v, *(values + channel for channel in conv)]
+        rows += [*(after + head for head in heads), *(after + num_heads + head for head in heads)]
+        self.in_proj = weights.linear("in_proj", after + 2 * num_heads, config.hidden_size, rows=rows)
+        self.conv_weight = weights.normal(
+            "conv_weight", config.delta_conv_dim, kernel, std=kernel**-0.5, rows=conv
+        )
+        # By their decays alone heads would remember 8 to 512 tokens; later keys overwrite parts of it sooner.
+        shortest, longest = math.log10(8.0), math.log10(512.0)
+        memory = torch.logspace(shortest, longest, num_heads, dtype=torch.float64, device="cpu")
+        one = torch.ones(num_heads, dtype=torch.float64, device="cpu")
+        self.dt_bias = weights.constant("dt_bias", one.expm1().log(), rows=heads, wide=True)
+        self.A_log = weights.constant("A_log", -memory.log(), rows=heads, wide=True)
+        self.norm = weights.ones("norm", config.delta_value_dim)
+        self.out_proj = weights.linear("out_proj", config.hidden_size, values, columns=v)
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
+        config = self.config
+        heads, values = config.delta_num_value_heads, config.delta_inner_dim
+        gate, raw, b, a = torch.split(
+            F.linear(hidden, self.in_proj), [values, config.delta_conv_dim, heads, heads], dim=-1
+        )
+        g, beta = kernels.delta_gates(a, b, self.A_log, self.dt_bias)
+        qkv = convolve(raw, self.conv_weight, None, "gdn_conv", self.layer_index, inputs, kernels)
+        keys = (config.delta_conv_dim - values) // 2
+        q, k, v = torch.split(qkv, [keys, keys, values], dim=-1)
+        q, k = (torch.unflatten(part, -1, (config.delta_num_key_heads, -1)) for part in (q, k))
+        v = torch.unflatten(v, -1, (heads, -1))
+        o = scan_gated_delta_rule(q, k, v, g, beta, self.layer_index, inputs, kernels)
+        normed = kernels.rms_norm_gated(o, torch.unflatten(gate, -1, (heads, -1)), self.norm, config.norm_eps)
+        return F.linear(normed.flatten(1), self.out_proj)
+
+
+class ShortConv(nn.Module):
+    """LFM2's block: a causal convolution between two gates. Its window of inputs is all that it remembers."""
+
+    def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_index = layer_index
+        hidden, kernel = config.hidden_size, config.short_conv_kernel
+        own = weights.part_of(hidden)
+        # Rows of the projection: the gate before the convolution, the gate after it, and what is convolved.
+        rows = [part * hidden + channel for part in range(3) for channel in own]
+        self.in_proj = weights.linear("in_proj", 3 * hidden, hidden, rows=rows)
+        self.conv_weight = weights.normal("conv_weight", hidden, kernel, std=kernel**-0.5, rows=own)
+        self.out_proj = weights.linear("out_proj", hidden, hidden, columns=own)
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
+        before, after, x = torch.chunk(F.linear(hidden, self.in_proj), 3, dim=-1)
+        layer, weight = self.layer_index, self.conv_weight
+        convolved = convolve(before * x, weight, None, "short_conv", layer, inputs, kernels, activation=False)
+        return F.linear(after * convolved, self.out_proj)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions over the paged KV cache."""
+
+    def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_index = layer_index
+        query_dim = config.num_attention_heads * config.head_dim
+        kv_dim = config.num_kv_heads * config.head_dim
+        queries = weights.part_of(query_dim)
+        kv = channels(weights.shard.kv_heads.indices, config.head_dim)
+        # The gain makes scores sharp. With a gain of 1, random keys would average the context away.
+        self.q_proj = weights.linear("q_proj", query_dim, config.hidden_size, gain=3.0, rows=queries)
+        self.k_proj = weights.linear("k_proj", kv_dim, config.hidden_size, rows=kv)
+        self.v_proj = weights.linear("v_proj", kv_dim, config.hidden_size, rows=kv)
+        self.o_proj = weights.linear("o_proj", config.hidden_size, query_dim, columns=queries)
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
+        config, kv_cache = self.config, inputs.kv_cache[self.layer_index]
+        query, key, value = (
+            torch.unflatten(F.linear(hidden, weight), 1, (-1, config.head_dim))
+            for weight in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = attend(query, key, value, kv_cache, inputs, kernels, rotary_base=config.rotary_base)
+        return F.linear(attended.flatten(1), self.o_proj)
+
+
+class MLP(nn.Module):
+    """Two projections around a squared ReLU (arXiv 2109.08668)."""
+
+    def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
+        super().__init__()
+        own = weights.part_of(config.mlp_hidden_size)
+        self.up_proj = weights.linear("up_proj", config.mlp_hidden_size, config.hidden_size, rows=own)
+        self.down_proj = weights.linear("down_proj", config.hidden_size, config.mlp_hidden_size, columns=own)
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
+        return F.linear(kernels.relu_squared(F.linear(hidden, self.up_proj)), self.down_proj)
+
+
+Mixer = type[MambaMixer] | type[GatedDeltaNet] | type[ShortConv] | type[Attention] | type[MLP]
+
+MIXERS: dict[str, Mixer] = {"M": MambaMixer, "G": GatedDeltaNet, "C": ShortConv, "*": Attention, "-": MLP}
+"""By the letters of `HybridConfig.pattern`."""
