@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from graph_timing import graph_us
 from mambaslots.config import DURABLE_DTYPES
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.pools import StatePool
 from mambaslots.inference.kernels.state_codec import decode_states, encode_states
 from mambaslots.inference.kernels.state_tensors import CodedTensor
 from mambaslots.state_spec import gated_delta_net_states, mamba2_states

@@ -22,8 +22,8 @@ from fuzz_engines import quiet
 from fuzz_prefixes import place
 from fuzz_target import ACCEPTED, REFUSED
 from mambaslots.inference.contexts import state_files
-from mambaslots.inference.contexts.cache.host_tier import HostTier
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.cache.tier import HostTier
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from command_line import add_count, add_device, check_device, make_parser
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.pools import StatePool
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
 from mambaslots.state_tensor import StateTensor

@@ -11,8 +11,7 @@ from typing import Any, get_args
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
 from ..inference.contexts.cache.root_use import RootUse, use_by_root
-from ..inference.contexts.request import DynamicInferenceRequest
-from ..inference.contexts.request_step import RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.step_report import NewTokens
 from ..request import FinishReason, RequestResult

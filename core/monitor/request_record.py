@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..inference.contexts.request import DynamicInferenceRequest
-from ..inference.contexts.request_step import RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..request import RequestResult
 from .explanations import why_not_deeper
 

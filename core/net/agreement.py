@@ -11,9 +11,7 @@ from typing import NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..inference.contexts.dynamic_context import DynamicInferenceContext
-from ..inference.contexts.holding import Holding
-from ..inference.contexts.request import DynamicInferenceRequest
-from ..inference.contexts.request_step import RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, Holding, RequestStep
 from ..inference.contexts.step_inputs import StepInputs
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .all_ranks import DisagreementError, difference_error, missing_ranks_error

@@ -7,11 +7,10 @@ from functools import lru_cache
 import numpy as np
 
 from ..config import InferenceConfig
-from ..inference.contexts.books_only_context import BooksOnlyContext
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.cache.pool_stats import NANOSECONDS
-from ..inference.contexts.request import DynamicInferenceRequest
-from ..inference.contexts.request_step import RequestStep
+from ..inference.contexts.dynamic_context import BooksOnlyContext
+from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.scheduler import Scheduler
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec

@@ -12,8 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
-from ..inference.contexts.request import DynamicInferenceRequest
-from ..inference.contexts.request_step import RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.step_report import NewTokens
 from ..request import RequestResult

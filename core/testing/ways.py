@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ..config import InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.request_step import RequestStep
+from ..inference.contexts.request import RequestStep
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..request import SamplingParams

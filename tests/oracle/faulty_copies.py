@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from random import Random
 
-from mambaslots.inference.contexts.cache.host_tier import HostTier
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.cache.tier import HostTier
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from torch import Tensor
 
 

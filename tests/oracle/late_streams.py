@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from mambaslots.inference.contexts import host_copies
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts import tier_copies as host_copies
+from mambaslots.inference.contexts.tier_copies import HostCopies
 
 
 class LateEvent:

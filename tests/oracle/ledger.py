@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import mambaslots as ms
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from mambaslots.monitor import Monitor
 
 from .toy_answers import Answer, Ask, answer, prompt_log_probs

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mambaslots as ms
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 
 
 class Recorder:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mambaslots as ms
 import torch
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.engines.memory_poison import free_memory
 
 

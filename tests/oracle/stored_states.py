@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from mambaslots import state_tensor
 from mambaslots.inference.contexts import dynamic_context
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.kernels.state_codec import dequantise, quantise
 from mambaslots.state_tensor import EncodedTensor, StateTensor, TensorEncoding, encodings_of
 from numpy.typing import NDArray

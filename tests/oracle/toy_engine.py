@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mambaslots as ms
-from mambaslots.inference.contexts.cache.host_tier import HostTier
+from mambaslots.inference.contexts.cache.tier import HostTier
 from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM

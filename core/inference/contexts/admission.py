@@ -8,11 +8,9 @@ from ...errors import RequestOverflowError
 from .cache.checkpoint_plan import Boundary
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
-from .holding import Holding
-from .request import DynamicInferenceRequest
-from .request_rows import RequestRows
-from .request_states import RequestStates
-from .request_step import RequestStep
+from .request import DynamicInferenceRequest, Holding, RequestStep
+from .rows import RequestRows
+from .states import RequestStates
 
 
 class Admission:

@@ -1,12 +1,8 @@
-"""The running requests, what they hold, and the steps that they make together.
-
-This file is longer than others: the context is one object to its callers, and its rules are in the parts that
-it calls.
-"""
+"""The running requests, what they hold, and the steps that they make together."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -23,22 +19,18 @@ from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
 from .cache.reasons import TokenLedger
 from .device_memory import DeviceMemory
-from .encoded_states import EncodedStates
-from .input_pool import InputPool
 from .mamba_metadata import MambaMetadata
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots, num_padded_drafts
-from .replayed_states import ReplayedStates
-from .request import DynamicInferenceRequest
-from .request_rows import RequestRows
-from .request_states import RequestStates
-from .request_step import RequestStep
+from .pools import InputPool
+from .request import DynamicInferenceRequest, RequestStep
+from .row_ladder import largest_on_ladder
+from .rows import RequestRows
 from .shared_live_slots import SharedLiveSlots
-from .step import Step, StepObserver
+from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
-from .step_inputs import StepShape
-from .step_ladder import largest_on_ladder
-from .tier_setup import tier_of
+from .step_inputs import Step, StepObserver, StepShape
+from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)
 
@@ -516,3 +508,49 @@ class DynamicInferenceContext:
             raise RuntimeError(f"{call} is called during a step; end or abort it first")
         if not self.memory.allocated:
             raise RuntimeError(f"{call} is called on a suspended context; resume it first")
+
+
+class BooksOnlyContext(DynamicInferenceContext):
+    """The rows, slots, blocks and decisions of a `DynamicInferenceContext`, with pools that take no memory.
+
+    A step consists of `schedule` for each request, `begin_books` and `end_step`. Decodes that change nothing
+    but their requests' positions are passed over, many at once.
+    """
+
+    def _spec_of_memory(self) -> HybridStateSpec:
+        return self.spec.without_bytes()
+
+    def begin_books(self, steps: Sequence[RequestStep]) -> tuple[RequestStep, ...]:
+        """Begin a step as `begin_step` does, but publish nothing: no model computes the step.
+
+        Args:
+            steps: as `begin_step` takes them; none of them follows another.
+
+        Returns:
+            The steps with the slots that are reserved for them, decodes first.
+        """
+        self._begin_books(steps, None)
+        return self._steps
+
+    def num_quiet_decodes(self, request: DynamicInferenceRequest) -> int:
+        """How many next decodes of a request change no book but the request's position; O(1).
+
+        Such decodes need no KV block, complete none, take no state, and leave no pinned state.
+        """
+        holding = request.holding
+        if holding is None or not holding.decoding or holding.path.state_slot >= 0:
+            return 0
+        size, start = self.config.block_size_tokens, holding.num_computed
+        if start == len(holding.path.blocks) * size or start + 1 != len(request.tokens):
+            return 0
+        return size - 1 - start % size
+
+    def pass_decodes(self, requests: Iterable[DynamicInferenceRequest], num_tokens: int) -> None:
+        """Count `num_tokens` decodes of each request as made, at most `num_quiet_decodes` of each.
+
+        The caller appends the tokens that the decodes generate to the requests.
+        """
+        for request in requests:
+            if request.holding is not None:
+                self._states.pass_over(request.holding, num_tokens)
+                request.num_counted = max(request.num_counted, request.holding.num_computed)

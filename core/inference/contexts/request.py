@@ -1,16 +1,98 @@
-"""One request: its prompt and settings, and its answer so far."""
+"""A request: its prompt, settings and answer, what it holds while it runs, and what it does in one step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self, overload
 
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
 from .cache.checkpoint_plan import CheckpointPlan
+from .cache.checkpoints import PathStep
 from .cache.hashing import PrefixHashChain
-from .cache.prefix_match import PrefixMatch
-from .cache.reasons import TokenLedger
-from .holding import Holding
-from .token_view import TokenView
+from .cache.prefix_match import CachedPath, PrefixMatch
+from .cache.reasons import Span, TokenLedger
+
+
+class TokenView(Sequence[int]):
+    """A request's prompt and answer so far, to be read but not changed.
+
+    A view only grows: the tokens that it has shown stay. A request whose tokens are cut back, because the
+    step that generated them failed, gets another view. So what a drafter derives from a view's tokens holds
+    as long as the view lives. A view equals lists and tuples of its tokens. Among themselves, views are
+    compared and hashed by identity, and they can be weakly referenced: they are keys for a
+    `WeakKeyDictionary`.
+    """
+
+    __slots__ = ("__weakref__", "_tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        """`tokens`: the list to show. It may only grow."""
+        self._tokens = tokens
+
+    def shows(self, tokens: list[int]) -> bool:
+        """Whether this is a view of this very list."""
+        return tokens is self._tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        """A token, or a list of the tokens in a slice."""
+        return self._tokens[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._tokens
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, list | tuple) and self._tokens == list(other))
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"TokenView({self._tokens})"
+
+
+@dataclass(eq=False)
+class Holding:
+    """A row, live slots, a path in the prefix cache, and how far the request is computed.
+
+    A request that waits has no Holding, so that a released request cannot keep anything by mistake.
+
+    Attributes:
+        row: the request's row in the block table; `RequestRows` assigns the row.
+        live_slots: 1 + K live slots, where K is `num_speculative_tokens`. A decode of 1 + K tokens writes the
+            state after token i into slot i; the request continues from the slot of the last accepted token.
+            One live slot where decodes replay.
+        path: KV blocks and the pinned durable slot.
+        prefill_length: tokens that the request had at its admission. Prefill computes these tokens, decodes
+            the later ones.
+        num_computed: tokens whose KV is in the path's blocks; only `RequestStates` writes this field.
+        state_index: pool index of the state after `num_computed` tokens, or at the last grid point where
+            decodes replay; -1 for zeros. Only `RequestStates` writes this field.
+        branch_tokens: tokens that the prompt shares with an earlier one before the two differ, or 0; only
+            `Admission` writes this field.
+        spans: why the prompt tokens after the last resume point are computed; only `Admission` writes this
+            field.
+    """
+
+    row: int
+    live_slots: tuple[int, ...]
+    path: CachedPath
+    prefill_length: int
+    num_computed: int = 0
+    state_index: int = -1
+    branch_tokens: int = 0
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def decoding(self) -> bool:
+        return self.num_computed >= self.prefill_length
 
 
 class GeneratedToken(NamedTuple):
@@ -208,3 +290,91 @@ class DynamicInferenceRequest:
         self.hashes.cut_to(num_tokens)
         if not num_new:
             self.ttft_s = None
+
+
+@dataclass(frozen=True)
+class RequestStep(PathStep):
+    """Tokens [start, stop) of one request, to be computed in the next step; `of` makes one.
+
+    Attributes:
+        request, holding: the request, and what it held when the step was scheduled.
+        num_resumed: tokens before `start` that were resumed from a state.
+        spans: why the prompt tokens of the step are computed.
+        follows: whether the step is a decode of the token that the step before samples, which nobody has read
+            yet. Only the device knows the token; `tokens` has a 0 in its place.
+    """
+
+    request: DynamicInferenceRequest = field(kw_only=True)
+    holding: Holding = field(kw_only=True)
+    num_resumed: int = 0
+    spans: tuple[Span, ...] = ()
+    follows: bool = False
+
+    @classmethod
+    def of(
+        cls, request: DynamicInferenceRequest, holding: Holding, start: int, stop: int, **settings: Any
+    ) -> Self:
+        """A step of `request` along the path that it holds."""
+        return cls(holding.path, request.tokens, start, stop, request=request, holding=holding, **settings)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def completes(self) -> bool:
+        """Whether the request's next token is sampled after this step."""
+        if self.request.next_token is not None:
+            return False
+        return self.follows or self.stop - len(self.drafts) == len(self.request.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens the request has generated before those that are sampled after this step."""
+        return self.stop - len(self.drafts) - len(self.request.prompt_tokens)
+
+    def completes_block(self, block_size_tokens: int) -> bool:
+        """Whether the step fills a KV block that becomes findable then."""
+        path = self.holding.path
+        return path.shares and self.stop // block_size_tokens > path.num_registered
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to compute, drafts included."""
+        if self.follows:
+            return [0]
+        known = self.request.tokens[self.start : self.stop]
+        return [*known, *self.drafts] if self.drafts else known
+
+    @property
+    def scored_positions(self) -> range:
+        """The step's positions among the request's `scored_positions`."""
+        scored = self.request.scored_positions
+        return range(max(self.start, scored.start), min(self.stop, scored.stop))
+
+    @property
+    def logit_positions(self) -> range:
+        """The token positions whose logits the step must return."""
+        if self.drafts:
+            return range(self.start, self.stop)
+        scored = self.scored_positions
+        if not self.completes:
+            return scored if scored else range(self.stop, self.stop)
+        return range(scored.start if scored else self.stop - 1, self.stop)
+
+    def max_drafts(self, num_speculative_tokens: int) -> int:
+        """How many drafts the step can take: 0 unless the step is a decode without drafts."""
+        if not self.decoding or self.drafts:
+            return 0
+        return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))
+
+    def token_counts(self) -> TokenLedger:
+        """How many of the step's prompt tokens are resumed, computed (by reason) or recomputed."""
+        return TokenLedger.of_step(
+            resumed_from=self.start - self.num_resumed,
+            start=self.start,
+            stop=self.stop,
+            spans=self.spans,
+            num_counted=self.request.num_counted,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+        )

@@ -1,4 +1,6 @@
-"""The numbers of rows that products are made with where bits must not depend on the number of rows."""
+"""The numbers of rows that steps are padded to where bits must not depend on the number of rows."""
+
+from .step_inputs import StepShape
 
 FEWEST_ROWS = 32
 """With fewer rows cuBLAS pads by itself, or takes kernels that are up to eight times as slow."""
@@ -26,3 +28,37 @@ def rungs(rows: int) -> list[int]:
 def power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count`, which is at least 1."""
     return 1 << (count - 1).bit_length()
+
+
+def padded_to_ladder(shape: StepShape) -> StepShape:
+    """The shape to pad a step to: its tokens and its logits are rungs of `policies.row_ladder`.
+
+    A step without prefills gets more decode rows, whose tokens are a power of two. A step with prefills gets
+    more prefill tokens. A shape that is padded already stays the same.
+    """
+    if shape.prefills:
+        tokens = rung(shape.tokens) - shape.decodes * shape.decode_tokens
+        return shape._replace(prefill_tokens=tokens, logits=rung(shape.logits))
+    width = power_of_two(shape.decode_tokens)
+    decodes = rung(shape.decodes * width) // width  # a rung of at least `width` is a multiple of it
+    return shape._replace(decodes=decodes, decode_tokens=width, logits=rung(shape.logits))
+
+
+def largest_on_ladder(largest: StepShape) -> StepShape:
+    """Upper bounds of the sizes of padded steps, captured ones included.
+
+    Args:
+        largest: `StepShape.largest`, upper bounds of the sizes without padding.
+    """
+    width, decodes = power_of_two(largest.decode_tokens), rung(largest.decodes)
+    tokens = largest.prefill_tokens + MOST_PADDING
+    return largest._replace(
+        decodes=decodes,
+        decode_tokens=width,
+        prefill_tokens=tokens,
+        max_query_tokens=tokens,
+        kv_writes=decodes * width + tokens,
+        chunks=largest.chunks + MOST_PADDING,
+        checkpoints=largest.checkpoints + MOST_PADDING,
+        logits=rung(decodes * width + largest.logits),
+    )

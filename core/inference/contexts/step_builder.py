@@ -10,10 +10,9 @@ from torch import Tensor
 
 from .chunk_grid import chunk_grid
 from .device_memory import DeviceMemory
-from .request_states import RequestStates
-from .request_step import RequestStep
-from .step_buffer import StepBuffer
-from .step_fields import STEP_FIELDS, StepField
+from .request import RequestStep
+from .states import RequestStates
+from .step_buffer import STEP_FIELDS, StepBuffer, StepField
 from .step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape
 
 Array = npt.NDArray[np.integer[Any]]

@@ -1,13 +1,14 @@
 """What a model reads in one step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..kernels.reference.attention import AttentionRows
-from .input_pool import InputPool
-from .state_pool import StatePool
+from .pools import InputPool, StatePool
+from .request import RequestStep
 
 
 class StepShape(NamedTuple):
@@ -184,3 +185,26 @@ class StepInputs:
     def prefill_destinations(self) -> Tensor:
         """[prefill rows]: pool index for the state after each row; -1 = none."""
         return self.state_destinations[self.num_decode_tokens :]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `begin_step` prepared: all slots are reserved and all inputs are built.
+
+    Attributes:
+        requests: what each request does, in the order of the inputs' rows: decodes first.
+        inputs: what the model reads; valid until the next step is begun.
+    """
+
+    requests: tuple[RequestStep, ...]
+    inputs: StepInputs
+
+
+class StepObserver(Protocol):
+    """Is called with each step of a context. An error that an observer raises fails the step."""
+
+    def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
+        """All slots are reserved and `inputs` are built for `steps`, in row order; no forward is launched."""
+
+    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+        """The steps' states are committed and their requests advanced; wrong drafts are cut off."""

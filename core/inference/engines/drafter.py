@@ -6,7 +6,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from ...validation import INT32_MAX, integer
-from ..contexts.token_view import TokenView
+from ..contexts.request import TokenView
 from .ngram_index import NgramIndex
 
 

@@ -11,8 +11,7 @@ from ...request import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest
-from ..contexts.request_step import RequestStep
+from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..contexts.row_ladder import MOST_PADDING, rung
 from ..contexts.step_inputs import StepShape
 from .model import Model

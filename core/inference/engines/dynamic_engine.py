@@ -25,8 +25,7 @@ from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ..contexts.cache.pinned_prefixes import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest
-from ..contexts.request_step import RequestStep
+from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..kernels.kernel_set import kernel_set
 from .acceptance import count_accepted
 from .agreed_salt_key import agreed_salt_key

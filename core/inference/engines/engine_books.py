@@ -11,8 +11,7 @@ from types import FrameType
 from ...cache_stats import SpeculationStats
 from ...request import FinishReason, RequestResult
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest
-from ..contexts.request_step import RequestStep
+from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .call_maker import CallMaker, CallsHere
 from .drafter import Drafter
 from .engine_observer import EngineObservers

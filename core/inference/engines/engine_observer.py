@@ -9,8 +9,7 @@ from typing import Protocol
 
 from ...request import RequestResult
 from ...validation import shown
-from ..contexts.request import DynamicInferenceRequest
-from ..contexts.request_step import RequestStep
+from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .stack_frames import is_on_stack
 from .step_report import NewTokens
 

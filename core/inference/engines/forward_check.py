@@ -6,9 +6,8 @@ from itertools import chain
 from torch import Tensor
 
 from ..contexts.request import DynamicInferenceRequest
-from ..contexts.row_ladder import FEWEST_ROWS
+from ..contexts.row_ladder import FEWEST_ROWS, padded_to_ladder
 from ..contexts.step_inputs import StepShape
-from ..contexts.step_ladder import padded_to_ladder
 from .dummy_steps import DummySteps
 from .product_check import bits
 

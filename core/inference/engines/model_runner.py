@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ...state_spec import HybridStateSpec
+from ..contexts.row_ladder import padded_to_ladder
 from ..contexts.step_inputs import StepInputs, StepShape
-from ..contexts.step_ladder import padded_to_ladder
 from .model import Model
 
 

@@ -7,8 +7,8 @@ from random import getrandbits
 import numpy as np
 import numpy.typing as npt
 
+from ..contexts.request import TokenView
 from ..contexts.row_ladder import power_of_two
-from ..contexts.token_view import TokenView
 
 _MIN_CAPACITY = 64
 _MAX_ADDED = 1024  # building tables anew costs less than adding more n-grams than these to them

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from ..contexts.cache.prefix_cache import PrefixCache
 from ..contexts.cache.prefix_match import PrefixMatch
-from ..contexts.request import DynamicInferenceRequest
-from ..contexts.request_step import RequestStep
+from ..contexts.request import DynamicInferenceRequest, RequestStep
 
 
 class PromisedStates:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...request import SamplingParams, TopLogProbs
 from ...validation import described, holds_data, integers, shown
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken
-from ..contexts.request_step import RequestStep
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
 from .acceptance import accepted_tokens

@@ -7,8 +7,7 @@ from itertools import islice
 from ...errors import KVBlockCapacityError
 from ..contexts.cache.prefix_match import PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest
-from ..contexts.request_step import RequestStep
+from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 from .promised_states import PromisedStates
 

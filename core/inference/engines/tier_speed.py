@@ -10,8 +10,8 @@ import torch
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
-from ..contexts.cache.host_tier import HostTier
-from ..contexts.host_copies import HostCopies
+from ..contexts.cache.tier import HostTier
+from ..contexts.tier_copies import HostCopies
 from .dummy_steps import DummySteps
 from .model import Model
 

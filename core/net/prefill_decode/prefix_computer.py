@@ -8,8 +8,7 @@ from functools import partial
 
 from ...errors import MambaSlotCapacityError
 from ...inference.contexts.cache.pinned_prefixes import PinnedPrefix
-from ...inference.contexts.request import DynamicInferenceRequest
-from ...inference.contexts.request_step import RequestStep
+from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.step_report import NewTokens

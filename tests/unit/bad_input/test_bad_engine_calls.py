@@ -8,8 +8,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse, refuse_all
 from oracle.budget import dear

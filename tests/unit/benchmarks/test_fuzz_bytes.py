@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from fuzz_bytes import MAKERS
 from fuzz_target import ACCEPTED, REFUSED, Target
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.net.transfer import codec, exchange
 from mambaslots.net.transfer.format import PrefixFormat
 from mambaslots.net.transfer.offer import Offer

@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import RequestStep
 from oracle.budget import costly
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES, speculating

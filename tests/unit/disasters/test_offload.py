@@ -11,7 +11,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.late_streams import late_copies
 from oracle.serving import random_tokens, serve_checked, small_engine, small_model

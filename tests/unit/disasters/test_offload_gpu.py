@@ -5,7 +5,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.serving import fetch_always, random_tokens, tiny_model
 
 pytestmark = pytest.mark.gpu

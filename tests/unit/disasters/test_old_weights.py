@@ -14,7 +14,7 @@ import mambaslots as ms
 import mambaslots.net as msd
 import pytest
 import torch.distributed as dist
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.budget import thinned
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run

@@ -9,7 +9,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import RequestStep
 from oracle.budget import thinned
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES

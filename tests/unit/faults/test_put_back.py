@@ -289,7 +289,7 @@ FAULTS = {
         "fault_21_resuming",
         (
             (
-                CONTEXTS + "request_states.py",
+                CONTEXTS + "states.py",
                 "        holding.num_computed = num_tokens\n",
                 "        holding.num_computed = num_tokens\n        self.move_to_live(holding)\n",
             ),

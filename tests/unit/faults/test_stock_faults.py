@@ -287,7 +287,7 @@ def test_fault_18_what_an_answer_computed_is_there_for_the_next_turn() -> None:
 
 @pytest.mark.usefixtures("kind")
 def test_fault_19_a_kv_match_refreshes_no_state_that_was_not_consumed() -> None:
-    context = make_context(num_mamba_slots=2, max_requests=4, prefix_caching_eviction_policy="lru")
+    context = make_context(num_mamba_slots=2, max_requests=4, eviction_policy="lru")
     plan = ms.CheckpointPlan(chunk_ends=False, branch=False, decode="off")
     shallow, other = random_tokens(9, seed=1), random_tokens(9, seed=2)
     prefill(context, make_request(shallow, plan))

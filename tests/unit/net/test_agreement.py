@@ -10,7 +10,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch.distributed as dist
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.net import Agreement, DisagreementError
 from oracle.serving import random_tokens, run_checked, small_engine

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.slot_eviction import EVICTION_POLICIES
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.replay.engine_replay import EngineReplay
 from mambaslots.replay.setting import StepCost
 from mambaslots.replay.trace import Trace

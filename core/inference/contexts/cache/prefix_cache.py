@@ -10,7 +10,6 @@ from .borrowing import Borrowing
 from .checkpoint_plan import StatePlan
 from .checkpoints import PathStep, StepCheckpoints
 from .hashing import PrefixHashChain
-from .host_tier import HostTier
 from .kv_block_allocator import KVBlockAllocator
 from .left_entries import MemoryCleaner
 from .memory_division import MemoryDivision
@@ -22,6 +21,7 @@ from .reasons import Span
 from .shared_kv_blocks import SharedKVBlocks
 from .shared_slots import SharedSlots
 from .slot_eviction import EVICTION_POLICIES
+from .tier import HostTier
 from .unit_slots import UnitSlots
 
 _CAUSE_OF_STATE: dict[KVRemovalCause, StateRemovalCause] = {

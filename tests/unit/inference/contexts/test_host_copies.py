@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from mambaslots.inference.contexts import host_copies
-from mambaslots.inference.contexts.host_copies import NUM_STAGED, HostCopies
+from mambaslots.inference.contexts import tier_copies as host_copies
+from mambaslots.inference.contexts.tier_copies import NUM_STAGED, HostCopies
 
 CPU = torch.device("cpu")
 BYTES = 64

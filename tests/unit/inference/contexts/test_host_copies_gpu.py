@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mambaslots.inference.contexts.host_copies import NUM_STAGED, HostCopies
+from mambaslots.inference.contexts.tier_copies import NUM_STAGED, HostCopies
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 
 pytestmark = pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.pools import StatePool
 from mambaslots.state_tensor import ALIGNMENT, StateTensor
 
 STATES = (

@@ -3,9 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.row_ladder import MOST_PADDING, power_of_two, rung, rungs
+from mambaslots.inference.contexts.row_ladder import (
+    MOST_PADDING,
+    largest_on_ladder,
+    padded_to_ladder,
+    power_of_two,
+    rung,
+    rungs,
+)
 from mambaslots.inference.contexts.step_inputs import StepShape
-from mambaslots.inference.contexts.step_ladder import largest_on_ladder, padded_to_ladder
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.model_runner import ModelRunner
 from oracle.serving import small_model

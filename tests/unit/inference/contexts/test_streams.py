@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.errors import MambaSlotCapacityError
-from mambaslots.inference.contexts import host_copies
+from mambaslots.inference.contexts import tier_copies as host_copies
 from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
-from mambaslots.inference.contexts.cache.host_tier import HostTier
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.cache.tier import HostTier
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.graph_runner import GraphRunner
 from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.sampling import _Results
@@ -336,7 +336,7 @@ def graphs(simulator: Simulator, random: Random) -> None:
 
 
 SCENARIOS: dict[str, tuple[Scenario, ...]] = {
-    "inference/contexts/host_copies.py": (tier, scrubbed_tier),
+    "inference/contexts/tier_copies.py": (tier, scrubbed_tier),
     "inference/contexts/step_buffer.py": (step_buffer,),
     "vllm/align_host.py": (align_buffer,),
     "inference/engines/memory_poison.py": (looks_for_nan,),
@@ -394,7 +394,7 @@ def test_every_call_that_orders_streams_is_known() -> None:
 
 def _case(site: Site) -> Any:
     """Schedules of the tier take a second each."""
-    marks = [pytest.mark.long] if site.file.endswith("host_copies.py") and site.function != "store" else []
+    marks = [pytest.mark.long] if site.file.endswith("tier_copies.py") and site.function != "store" else []
     return pytest.param(site, id=f"{site.function}-{site.call}-{site.line}", marks=marks)
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache.host_tier import HostTier, NullCopies
-from mambaslots.inference.contexts.host_copies import HostCopies
-from mambaslots.inference.contexts.state_pool import StatePool
-from mambaslots.inference.contexts.tier_setup import tier_of
+from mambaslots.inference.contexts.cache.tier import HostTier, NullCopies
+from mambaslots.inference.contexts.pools import StatePool
+from mambaslots.inference.contexts.tier_copies import HostCopies, tier_of
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.serving import small_model
 

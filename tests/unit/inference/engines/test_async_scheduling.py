@@ -7,8 +7,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from oracle.serving import (
     assert_answers,
     expected_answer,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.tier_slots import TierSlots
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.cache.tier import TierSlots
 from mambaslots.inference.contexts.state_files import StateFiles
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.budget import costly
 from oracle.faulty_copies import make_faulty
 from oracle.scrubbed import assert_scrubbed

@@ -5,7 +5,7 @@ from dataclasses import replace
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.memory_poison import free_memory
 from mambaslots.testing.step_memory import StepMemory
 from oracle import drafters

@@ -9,7 +9,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.device_memory import DeviceMemory
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.pools import StatePool
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.fake_host import FakeHost
 from oracle.faults import Interrupted

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.contexts.request_step import RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from mambaslots.inference.engines.acceptance import accepted_tokens
 from mambaslots.inference.engines.sampling import request_seed, sample_step
 from oracle.sampled_rows import sample_rows

@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.left_entries import LeftEntries
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.recovery import EngineState
 from oracle import drafters
 from oracle.model_kinds import MIX

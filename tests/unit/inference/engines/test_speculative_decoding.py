@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request_step import RequestStep
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.pools import StatePool
+from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.engines import graph_runner
 from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
 from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.pools import StatePool
 from mambaslots.inference.kernels import state_codec, state_codec_gpu
 from mambaslots.inference.kernels.state_codec import (
     decode_states,

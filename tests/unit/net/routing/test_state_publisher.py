@@ -9,10 +9,10 @@ from unittest.mock import patch
 import mambaslots as ms
 import mambaslots.net as msd
 import pytest
-from mambaslots.inference.contexts.books_only_context import BooksOnlyContext
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.cache.state_journal import StateJournal
+from mambaslots.inference.contexts.dynamic_context import BooksOnlyContext
 from mambaslots.net.routing import state_publisher
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
-from mambaslots.inference.contexts.cache.host_tier import HostTier
-from mambaslots.inference.contexts.cache.tier_slots import TierSlots
-from mambaslots.inference.contexts.host_copies import HostCopies
+from mambaslots.inference.contexts.cache.tier import HostTier, TierSlots
+from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from oracle.faulty_copies import CopyFailedError, FaultyCopies
 

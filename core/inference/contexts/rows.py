@@ -1,4 +1,4 @@
-"""The rows of running requests: who sits where, and with which live slots."""
+"""The rows of running requests: row numbers, live slots and the block table."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ import torch
 
 from .cache.left_entries import LeftEntries
 from .cache.prefix_cache import PrefixCache
-from .holding import Holding
 from .mamba_metadata import MambaMetadata
-from .request import DynamicInferenceRequest
+from .request import DynamicInferenceRequest, Holding
 
 
 class RequestRows:

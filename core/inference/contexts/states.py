@@ -1,0 +1,341 @@
+"""Where the state of each running request is: in place, with replay, and with encoded cached states."""
+
+from collections.abc import Mapping, Sequence
+
+from ...state_tensor import TensorEncoding
+from ..kernels.state_codec import decode_states, encode_states
+from ..kernels.state_tensors import CodedTensor
+from .cache.left_entries import LeftEntries
+from .cache.prefix_cache import PrefixCache
+from .device_memory import DeviceMemory
+from .mamba_metadata import MambaMetadata
+from .pools import StatePool
+from .request import Holding, RequestStep
+
+
+class RequestStates:
+    """Where each request's state is: in its live slot, or in a durable slot, pinned until a step reads it.
+
+    This class alone writes `Holding.state_index` and `Holding.num_computed`. This class alone also handles
+    kernels that update states in place: it copies states to where such kernels update them (`gather`), and
+    copies boundary states away from there (`scatter`). Each of the two takes one launch per step.
+    """
+
+    def __init__(self, pool: StatePool, cache: PrefixCache, separate: bool = True) -> None:
+        """`separate`: whether kernels read a state at one pool index and write new states at others."""
+        self._pool = pool
+        self._cache = cache
+        self._separate = separate
+
+    def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
+        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens.
+
+        The slot may be one that the request has taken over as a live slot.
+        """
+        if not (self._pool.is_shared and slot in holding.live_slots):
+            self._cache.hold_state(holding.path, slot, resumes=True)
+        holding.state_index = self._pool.durable_index(slot)
+        holding.num_computed = num_tokens
+
+    def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
+        """How many states inside their prefills the steps can take; None: any number."""
+        return None
+
+    def gather(self, steps: Sequence[RequestStep]) -> None:
+        """Before a step: copy states to live slots, where kernels that update states in place need them."""
+        if self._separate:
+            return
+        sources, places = [], []
+        for step in steps:
+            holding = step.holding
+            live = holding.live_slots[0]
+            if holding.num_computed and holding.state_index != live:
+                sources.append(holding.state_index)
+                places.append(live)
+                holding.state_index = live
+                self._cache.release_state(holding.path)
+        self._copy(sources, places)
+
+    def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
+        """After a step: copy boundary states from live slots to the slots reserved for them.
+
+        Kernels that update states in place leave all boundary states in live slots. Other kernels leave only
+        those of `late`, whose slots were reserved after the step.
+        """
+        sources, places = [], []
+        for step in late if self._separate else steps:
+            for position, slot in step.destinations.items():
+                if position >= step.stop - len(step.drafts):  # a prefill itself stores the states inside it
+                    sources.append(self._live_slot(step, position))
+                    places.append(self._pool.durable_index(slot))
+        self._copy(sources, places)
+
+    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
+        """Positions inside a prefill, and the pool indices where the prefill stores the states there."""
+        return [
+            (position, self._pool.durable_index(slot))
+            for position, slot in step.destinations.items()
+            if position != step.stop
+        ]
+
+    def completed_destination(self, step: RequestStep) -> int:
+        """The pool index for the state of a chunk that a decode by replay completes; -1: none."""
+        return -1
+
+    def destinations(self, step: RequestStep) -> list[int]:
+        """The pool index for the state after the step; with drafts, one index for each token's state."""
+        if not step.drafts:
+            return [self._destination(step, step.stop)]
+        return [self._destination(step, position + 1) for position in range(step.start, step.stop)]
+
+    def _destination(self, step: RequestStep, position: int) -> int:
+        """The slot reserved for the state at `position`, or a live slot."""
+        slot = step.destinations.get(position, -1) if self._separate else -1
+        return self._live_slot(step, position) if slot < 0 else self._pool.durable_index(slot)
+
+    def _live_slot(self, step: RequestStep, position: int) -> int:
+        """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
+        return step.holding.live_slots[position - step.stop + len(step.drafts)]
+
+    def leave_source(self, step: RequestStep) -> None:
+        """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
+        self._cache.release_state(step.holding.path)
+
+    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
+        """Note where a launched step leaves its request's state.
+
+        `committed`: boundary -> the slot that holds the state there now, or -1 where no slot holds it.
+        """
+        step.holding.num_computed = step.stop
+        self._move(step, step.stop, committed)
+
+    def _move(self, step: RequestStep, position: int, committed: Mapping[int, int]) -> None:
+        """Let the request continue from the state that the step has left at `position`."""
+        holding = step.holding
+        slot = committed.get(position, -1) if self._separate else -1
+        if slot >= 0:
+            self._cache.hold_state(holding.path, slot, resumes=False)
+            holding.state_index = self._pool.durable_index(slot)
+            return
+        written = self._destination(step, position)
+        holding.state_index = self._live_slot(step, position)
+        if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
+            self._copy([written], [holding.state_index])
+
+    def pass_over(self, holding: Holding, num_tokens: int) -> None:
+        """Count tokens as computed whose decodes left the request's state where it is."""
+        holding.num_computed += num_tokens
+
+    def move_to_live(self, holding: Holding) -> None:
+        """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
+        if holding.path.state_slot >= 0:
+            live = holding.live_slots[0]
+            self._copy([holding.state_index], [live])
+            holding.state_index = live
+            self._cache.release_state(holding.path)
+
+    def _copy(self, sources: list[int], destinations: list[int]) -> None:
+        if sources:
+            self._pool.copy(sources, destinations)
+
+    def check_integrity(self, holdings: Sequence[Holding], during_step: bool) -> None:
+        """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""
+        for holding in holdings:
+            if holding.path.state_slot >= 0:
+                assert holding.state_index == self._pool.durable_index(holding.path.state_slot)
+            elif self._has_state(holding) and not during_step:
+                assert holding.state_index in holding.live_slots, "a request's state is somewhere else"
+
+    def _has_state(self, holding: Holding) -> bool:
+        """Whether the request's state is that of one token or more, so that a slot holds it."""
+        return holding.num_computed > 0
+
+
+class ReplayedStates(RequestStates):
+    """A request's state is the state at its last grid point, in its live slot or in a pinned durable slot.
+
+    Decodes read their request's state again and again. So that no decode keeps a durable slot pinned, the
+    state is in the live slot before the first decode: where the last step of a prefill, or a decode, leaves
+    the state in a durable slot, the state is copied. A request has one live slot, whatever it drafts.
+    """
+
+    def __init__(self, pool: StatePool, cache: PrefixCache, chunk_size: int) -> None:
+        """`chunk_size`: grid points are its multiples."""
+        super().__init__(pool, cache)
+        self._chunk_size = chunk_size
+
+    def _last_grid_point(self, position: int) -> int:
+        return position // self._chunk_size * self._chunk_size
+
+    def _reaches_grid_point(self, step: RequestStep) -> bool:
+        return self._last_grid_point(step.stop) > step.start
+
+    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
+        inner, last = super().inner_destinations(step), self._last_grid_point(step.stop)
+        if step.start < last < step.stop and last not in step.destinations:
+            inner.append((last, self._live_slot(step, last)))
+        return inner
+
+    def destinations(self, step: RequestStep) -> list[int]:
+        if step.decoding:
+            return [-1] * step.length
+        return [self._destination(step, step.stop) if step.stop % self._chunk_size == 0 else -1]
+
+    def completed_destination(self, step: RequestStep) -> int:
+        if not step.decoding or step.stop % self._chunk_size:
+            return -1
+        return self._destination(step, step.stop)
+
+    def _live_slot(self, step: RequestStep, position: int) -> int:
+        return step.holding.live_slots[0]
+
+    def leave_source(self, step: RequestStep) -> None:
+        if self._reaches_grid_point(step):
+            super().leave_source(step)
+
+    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
+        step.holding.num_computed = step.stop
+        if self._reaches_grid_point(step):
+            self._move(step, self._last_grid_point(step.stop), committed)
+        if step.holding.decoding:
+            self.move_to_live(step.holding)
+
+    def _has_state(self, holding: Holding) -> bool:
+        return holding.num_computed >= self._chunk_size
+
+
+class EncodedStates(RequestStates):
+    """A request's state is in a live slot; in a durable slot only until its first step reads it.
+
+    Kernels read and write live states. Before a step `gather` decodes the durable slots that requests resume
+    from, to their live slots. After a step `scatter` encodes the states of the step's boundaries. A state
+    at the end of a step is in a live slot anyway, and the request continues from there: no request continues
+    from the rounded copy of its own state. A state inside a prefill is written to a *staging* slot:
+
+        pool index   0 ........ num_live-1         | num_live ........ num_live+NUM_STAGING_SLOTS-1
+        holds        live states; those that no    | states inside a step's prefills
+                     request needs stage states too |
+
+    Staging slots belong to one step. A state inside a prefill for which no slot is left is not taken.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        cache: PrefixCache,
+        live_slots: MambaMetadata,
+        encodings: Sequence[TensorEncoding],
+        separate: bool = True,
+        scratch: LeftEntries | None = None,
+    ) -> None:
+        """
+        Args:
+            live_slots: who owns which live slot; only read.
+            separate: as in `RequestStates`.
+            scratch: notes the pool indices of staged states; None for nothing.
+        """
+        super().__init__(memory.state_pool, cache, separate)
+        self._memory = memory
+        self._live_slots = live_slots
+        self._encodings = tuple(encodings)
+        self._scratch = scratch or LeftEntries()
+        self._staged: dict[tuple[int, int], int] = {}  # row and position -> pool index, in this step
+
+    def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
+        self._cache.hold_state(holding.path, slot, resumes=True)
+        holding.state_index = -1  # until `gather`
+        holding.num_computed = num_tokens
+
+    def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
+        return len(self._staging_slots(steps))
+
+    def _staging_slots(self, steps: Sequence[RequestStep]) -> list[int]:
+        """The slots that nobody needs in a step: those for staging, then idle live ones."""
+        own = range(self._pool.num_live, self._pool.num_live + self._pool.num_durable)
+        drafts = [slot for step in steps if not step.decoding for slot in step.holding.live_slots[1:]]
+        return [*own, *drafts, *self._live_slots.idle_slots]
+
+    def gather(self, steps: Sequence[RequestStep]) -> None:
+        """Before a step: decode the states that its requests resume from, and place its staged states."""
+        places = iter(self._staging_slots(steps))
+        self._staged = {
+            (step.holding.row, position): next(places)
+            for step in steps
+            for position in step.destinations
+            if not self._is_last(step, position)
+        }
+        self._scratch.note(self._staged.values())
+        self._decode([step.holding for step in steps])
+        super().gather(steps)  # live states to where kernels in place need them
+
+    def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
+        """After a step: encode the states of its boundaries."""
+        pairs = [
+            (self._place(step, position), slot)
+            for step in steps
+            for position, slot in step.destinations.items()
+        ]
+        if pairs:
+            encode_states(self._tensors(), *zip(*pairs, strict=True))
+
+    def _is_last(self, step: RequestStep, position: int) -> bool:
+        """Whether the state at `position` is in a live slot after the step."""
+        return position >= step.stop - len(step.drafts)
+
+    def _place(self, step: RequestStep, position: int) -> int:
+        """The pool index where the step leaves the state at a boundary."""
+        if self._is_last(step, position):
+            return self._live_slot(step, position)
+        return self._staged[step.holding.row, position]
+
+    def destinations(self, step: RequestStep) -> list[int]:
+        if not step.drafts:
+            return [self._live_slot(step, step.stop)]
+        return [self._live_slot(step, position + 1) for position in range(step.start, step.stop)]
+
+    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
+        return [
+            (position, self._place(step, position)) for position in step.destinations if position != step.stop
+        ]
+
+    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
+        step.holding.num_computed = step.stop
+        step.holding.state_index = self._live_slot(step, step.stop)
+
+    def move_to_live(self, holding: Holding) -> None:
+        self._decode([holding])
+
+    def _decode(self, holdings: Sequence[Holding]) -> None:
+        """Decode the pinned durable states of these requests to their live slots, and unpin them.
+
+        An unpinned slot is written by a later launch of the same stream only.
+        """
+        waiting = [holding for holding in holdings if holding.path.state_slot >= 0]
+        if not waiting:
+            return
+        sources = [holding.path.state_slot for holding in waiting]
+        decode_states(self._tensors(), sources, [holding.live_slots[0] for holding in waiting])
+        for holding in waiting:
+            holding.state_index = holding.live_slots[0]
+            self._cache.release_state(holding.path)
+
+    def _tensors(self) -> list[CodedTensor]:
+        """The tensors of both pools, where they are now."""
+        live, durable = self._pool, self._memory.durable_pool
+        return [
+            CodedTensor(
+                live[encoding.state.name],
+                durable[encoding.numbers.name],
+                None if encoding.scales is None else durable[encoding.scales.name],
+                encoding.state.scale_axis if encoding.scales is not None else None,
+            )
+            for encoding in self._encodings
+        ]
+
+    def check_integrity(self, holdings: Sequence[Holding], during_step: bool) -> None:
+        """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""
+        for holding in holdings:
+            if holding.path.state_slot >= 0:
+                assert holding.state_index == -1, "a pinned state is decoded"
+            elif self._has_state(holding) and not during_step:
+                assert holding.state_index in holding.live_slots, "a request's state is somewhere else"
