@@ -1,7 +1,7 @@
-"""Which share of prompts replicas on Ray Serve resume, and how even their load is, by router.
+"""Which share of prompts replicas on Ray Serve resume, and how even their load is.
 
 Conversations with a few system prompts come to replicas of a small model on this machine's CPU, over HTTP.
-Each router serves the same traffic with new replicas. Beside them stands one engine with the memory of all
+They are compared with one engine that has the memory of all
 replicas. Needs the extra `mambaslots[fleet]`."""
 
 import argparse
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-ROUTERS = ("state", "prefix", "ray-prefix", "power-of-two", "round-robin", "random")
 COMPUTED = ("mambaslots_computed_prompt_tokens_total", "mambaslots_generated_tokens_total")
 BLOCK = 32
 SALT_KEY = "the key of all replicas of a benchmark"
@@ -146,23 +145,23 @@ def loads(port: int) -> list[tuple[float, float]]:
     return [(requests[name], tokens[name]) for name in sorted(requests)]
 
 
-def measure(port: int, router: str, num_replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(port: int, num_replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     """Deploy replicas, serve the traffic, and end them."""
-    from mambaslots.fleet.deployment import fleet_application
-    from mambaslots.fleet.fleet_settings import FleetSettings
+    from mambaslots.fleet.server import fleet_application
+    from mambaslots.fleet.settings import FleetSettings
     from mambaslots.serve import ServerSettings
     from ray import serve
 
     share = options.replicas // num_replicas
     make = SmallEngine(options.kv_blocks * share, options.slots * share, options.max_requests * share)
     settings = FleetSettings(
-        min_replicas=num_replicas, max_replicas=num_replicas, router=router, cpus_per_rank=0.1,
+        min_replicas=num_replicas, max_replicas=num_replicas, cpus_per_rank=0.1,
         max_requests=make.max_requests, warm_timeout_s=0.0,
     )  # fmt: skip
     server = ServerSettings(model_name="tiny", port=port)
     serve.run(fleet_application(make, no_text, SALT_KEY, server, settings), name=settings.name)
     try:
-        row: dict[str, Any] = {"router": router, "replicas": num_replicas} | traffic(port, options)
+        row: dict[str, Any] = {"replicas": num_replicas} | traffic(port, options)
         by_replica = loads(port)
     finally:
         serve.delete(settings.name)
@@ -175,7 +174,7 @@ def measure(port: int, router: str, num_replicas: int, options: argparse.Namespa
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    name = row["router"] if row["replicas"] > 1 else "one engine"
+    name = "replicas" if row["replicas"] > 1 else "one engine"
     return (
         f"{name:18} {row['requests']:8.0f} {row['resumed_share']:8.1%} {row['share_of_one']:8.1%} "
         f"{row['max_to_mean_requests']:10.2f} {row['max_to_mean_tokens']:8.2f} {row['seconds']:6.1f}"
@@ -187,7 +186,6 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replicas", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=ROUTERS, help="(default: all)")
     parser.add_argument("--conversations", type=int, default=48, help="(default: %(default)s)")
     parser.add_argument(
         "--turns", type=int, default=5, help="of a conversation, in the mean (default: %(default)s)"
@@ -207,8 +205,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     options = parse_args()
     import ray
-    from mambaslots.fleet.cluster import check_address
-    from mambaslots.fleet.deployment import QUIET
+    from mambaslots.fleet.server import QUIET, check_address
     from ray import serve
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -225,10 +222,10 @@ def main() -> None:
     serve.start(proxy_location="HeadOnly", http_options={"port": port}, logging_config=QUIET)
     rows = []
     print(f"{'':18} {'':>8} {'resumed':>8} {'of one':>8}    max/mean of replicas")
-    print(f"{'router':18} {'requests':>8} {'share':>8} {'engine':>8} {'requests':>10} {'tokens':>8} {'s':>6}")
+    print(f"{'':18} {'requests':>8} {'share':>8} {'engine':>8} {'requests':>10} {'tokens':>8} {'s':>6}")
     try:
-        for router, number in [("state", 1), *((name, options.replicas) for name in options.routers)]:
-            row = measure(port, router, number, options)
+        for number in (1, options.replicas):
+            row = measure(port, number, options)
             rows.append(row)
             row["share_of_one"] = row["resumed_share"] / rows[0]["resumed_share"]
             print(line(row), flush=True)

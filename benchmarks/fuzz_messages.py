@@ -21,8 +21,7 @@ from fuzz_damage import HUGE, any_json, any_value, damaged_bytes, damaged_json
 from fuzz_engines import OWN, SENT, WarmEngine, quiet
 from fuzz_target import ACCEPTED, REFUSED
 from mambaslots.errors import KVBlockCapacityError, QueueFullError
-from mambaslots.fleet.engine_request import EngineRequest, ReplicaLostError
-from mambaslots.fleet.replica_answers import answer_parts
+from mambaslots.fleet.answers import EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine
 from mambaslots.net.lockstep.connection import Connection, Listener
 from mambaslots.net.prefill_decode.message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError

@@ -13,7 +13,7 @@ import mambaslots as ms
 import torch
 from fuzz_damage import any_value
 from fuzz_target import REFUSED, Target, end_of
-from mambaslots.fleet.fleet_settings import FleetSettings
+from mambaslots.fleet.settings import FleetSettings
 from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.parallel_groups import ModelShard, ParallelGroups, Part
 from mambaslots.serve import ServerSettings

@@ -24,9 +24,8 @@ from typing import Any
 import mambaslots as ms
 import torch.distributed as dist
 from malformed_bodies import MAX_BODY_BYTES
-from mambaslots.fleet.engine_request import AnswerPart, EngineRequest, ReplicaLostError
-from mambaslots.fleet.replica_answers import answer_parts
-from mambaslots.fleet.replica_report import ReplicaReport, replica_report
+from mambaslots.fleet.answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
+from mambaslots.fleet.figures import ReplicaReport, replica_report
 from mambaslots.net import StatePublisher
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from mambaslots.serve.served_engine import LocalEngine

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..fleet.fleet_settings import ROUTER_NAMES
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from .options import add_engine, add_model, count, count_or_range, positive, text_file, unused_path
 from .replica import ReplicaEngine, ReplicaText
@@ -86,10 +85,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "cluster that RAY_ADDRESS names (default: one engine, without Ray)",
     )  # fmt: skip
     group.add_argument("--tp", type=count(), metavar="N", help="processes that split a replica's model")
-    group.add_argument(
-        "--router", choices=ROUTER_NAMES,
-        help="which replica a request goes to (default: state, the one that holds its deepest state)",
-    )  # fmt: skip
     parser.epilog = (
         f"With --api-keys, the page and /metrics need the key in the environment variable {ADMIN_KEY}."
     )
@@ -109,8 +104,6 @@ def run(options: argparse.Namespace) -> int:
         return serve_split(options, settings)
     if options.replicas is not None or options.tp is not None:
         return _run_replicas(options, settings)
-    if options.router is not None:
-        raise ValueError(f"--router is {options.router!r} without --replicas; accepted: both")
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     if options.record is None:
@@ -123,8 +116,8 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
     from ..fleet import check_installed
 
     check_installed()
-    from ..fleet.fleet_settings import FleetSettings
     from ..fleet.server import serve_replicas
+    from ..fleet.settings import FleetSettings
 
     if options.record is not None:
         raise ValueError(
@@ -137,7 +130,6 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
         min_replicas=fewest,
         max_replicas=most,
         ranks=options.tp or 1,
-        router=options.router or "state",
         max_requests=options.max_requests,
         drain_timeout_s=options.drain_timeout_s,
     )

@@ -17,11 +17,8 @@ from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
-from .engine_request import AnswerEnd, AnswerPart, EngineRequest, ReplicaLostError
-from .fleet_metrics import FleetCounts, fleet_metrics_text
-from .fleet_stream import FleetAnswer, FleetStream
-from .merged_snapshot import merged_snapshot
-from .replica_report import ReplicaReport
+from .answers import AnswerEnd, AnswerPart, EngineRequest, FleetAnswer, FleetStream, ReplicaLostError
+from .figures import FleetCounts, ReplicaReport, fleet_metrics_text, merged_snapshot
 
 logger = logging.getLogger(__name__)
 

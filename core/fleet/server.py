@@ -1,7 +1,9 @@
-"""A process that serves replicas until it is told to stop."""
+"""A process that serves replicas on Ray until a signal stops it: cluster, deployments, signals."""
 
+import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,16 +12,188 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import LoggingConfig
 
+from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.settings import ServerSettings
-from .cluster import check_address, check_http, cluster, placed
-from .deployment import QUIET, fleet_application
-from .fleet_settings import FleetSettings
-from .ranks import MakeEngine
+from .ingress import Ingress
+from .replica import EngineReplica, MakeEngine
+from .request_router import FleetRequestRouter
+from .settings import FleetSettings
+
+ADDRESS = "RAY_ADDRESS"
+"""The environment variable that names the cluster to join."""
+_OBJECT_STORE_BYTES = 200 * 2**20
+"""Answers are too small for Ray's object store."""
+_OWN_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent
+    "RAY_worker_niceness": "0",  # Ray's is 15: any other process of the machine would go first
+}
+_LOGGERS = ("ray", "ray.serve")
+
+
+@contextmanager
+def cluster(num_cpus: float | None = None) -> Iterator[bool]:
+    """Be connected to Ray.
+
+    Where `RAY_ADDRESS` is set, that cluster is joined, and left at the end. Otherwise a cluster of this
+    machine begins, and ends with all that runs in it. It sends no usage statistics.
+
+    Args:
+        num_cpus: what Ray takes this machine to have; None for its cores.
+
+    Yields:
+        Whether the cluster was there before.
+    """
+    address = os.environ.get(ADDRESS)
+    for name, value in _OWN_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
+    if address:
+        options["address"] = address
+    else:
+        options |= {
+            "address": "local",
+            "num_cpus": num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError) as error:
+        raise OSError(f"{ADDRESS} is {address!r}, and Ray does not answer there: {error}") from error
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        yield bool(address)
+    finally:
+        if not address:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def placed(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
+    """The settings with what Ray reserves for each rank.
+
+    On GPUs a rank has one, and a core. On CPUs the ranks of a cluster of this process share the machine's
+    cores; on a cluster that is joined a rank has a core.
+
+    Args:
+        settings: say how many ranks there are.
+        device: "cpu", "cuda", or "auto" for GPUs where the cluster has some.
+        joined: whether the cluster is not ours; it may grow.
+
+    Raises:
+        ValueError: the cluster has too few GPUs, and does not grow.
+    """
+    resources = ray.cluster_resources()
+    num_gpus, num_cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
+    num_ranks = settings.max_replicas * settings.ranks
+    if device == "cuda" or (device == "auto" and num_gpus):
+        if num_gpus < num_ranks and not joined:
+            raise ValueError(
+                f"{settings.max_replicas} replicas of {settings.ranks} ranks need {num_ranks} GPUs, and Ray "
+                f"sees {num_gpus:g}; accepted: fewer, or a cluster named by {ADDRESS}"
+            )
+        return replace(settings, gpus_per_rank=1.0, cpus_per_rank=0.0 if num_cpus < num_ranks else 1.0)
+    share = 1.0 if joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
+    return replace(settings, gpus_per_rank=0.0, cpus_per_rank=share)
+
+
+def check_http(host: str, port: int) -> None:
+    """Raise a ValueError where Ray Serve runs already and listens at another address."""
+    found = _get_global_client().http_config
+    if (found.host, found.port) != (host, port):
+        raise ValueError(
+            f"host and port are {host} and {port}, and Ray Serve of this cluster listens at {found.host} and "
+            f"{found.port}; accepted: these"
+        )
+
+
+def check_address(host: str, port: int) -> int:
+    """The port to listen at: `port`, or a free one for 0.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        raise OSError(f"mambaslots cannot listen at {host}:{port}: {error}") from error
+
+
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # it would show what stands in a query
+_CONTROL_CALLS = 100
+"""Calls of an ingress beside its requests: for health, figures and the page."""
+
+
+def fleet_application(
+    make_engine: MakeEngine,
+    load_text: Callable[[], LoadedText],
+    salt_key: str,
+    server: ServerSettings,
+    settings: FleetSettings,
+) -> serve.Application:
+    """The whole application; the arguments are those of `core/fleet/server.py:serve_replicas`."""
+    most = server.max_waiting_requests + settings.max_replicas * settings.max_requests
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="Ingress",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=2 * most + _CONTROL_CALLS,  # the server itself refuses what is too much
+        graceful_shutdown_timeout_s=server.drain_timeout_s + 5.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=3,
+        logging_config=QUIET,
+    )
+    replicas = replica_deployment(make_engine, settings)
+    return ingress.bind(replicas, load_text, key_bytes("salt_key", salt_key), server, settings)
+
+
+def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
+    """The replicas of an engine, bound to what makes them."""
+    needs = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
+    options: dict[str, Any] = {
+        "name": "EngineReplica",
+        "ray_actor_options": needs,
+        "max_ongoing_requests": 2 * settings.max_requests,
+        "request_router_config": RequestRouterConfig(
+            request_router_class=FleetRequestRouter,
+            request_router_kwargs={"channel": settings.channel},
+        ),
+        "graceful_shutdown_timeout_s": settings.drain_timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": settings.health_period_s,
+        "max_constructor_retry_count": 3,
+        "logging_config": QUIET,
+    }
+    if settings.ranks > 1:  # each rank has a bundle, all of them on one machine where there is room
+        bundle = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
+        options["placement_group_bundles"] = [
+            {name: number for name, number in bundle.items() if number}
+        ] * settings.ranks
+        options["placement_group_strategy"] = "PACK"
+    if settings.min_replicas == settings.max_replicas:
+        options["num_replicas"] = settings.min_replicas
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=settings.min_replicas,
+            max_replicas=settings.max_replicas,
+            initial_replicas=settings.min_replicas,
+            target_ongoing_requests=max(1.0, 0.8 * settings.max_requests),
+        )
+    return serve.deployment(EngineReplica, **options).bind(make_engine, settings)
+
 
 _LOOK_S = 0.2
 _LOOK_AT_RAY_S = 5.0
@@ -79,8 +253,7 @@ def _serve_until_told(handle: Any, server: ServerSettings, settings: FleetSettin
     host = f"[{server.host}]" if ":" in server.host else server.host
     with _signals() as signals:
         print(
-            f"mambaslots serves {server.model_name} at http://{host}:{server.port} "
-            f"with {_number(settings)}, router {settings.router}",
+            f"mambaslots serves {server.model_name} at http://{host}:{server.port} with {_number(settings)}",
             flush=True,
         )
         looked_s = time.monotonic()

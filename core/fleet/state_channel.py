@@ -1,14 +1,20 @@
-"""The states of all replicas, from those that hold them to the routers that want to know."""
+"""The states of all replicas: published by replicas, held by a Ray actor, read by routers."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+from ..inference.engines.async_engine import AsyncEngine
 from ..net.routing.state_events import StateEvents, decode_events, encode_events
+from ..net.routing.state_router import StateRouter
 from ..validation import shown
 
 _LOG_LENGTH = 4096
@@ -202,3 +208,184 @@ def _events_of(replica: str, encoded: bytes) -> StateEvents:
     if events.replica != replica:
         raise ValueError(f"events.replica is {shown(events.replica)}; accepted: {shown(replica)}, who tells")
     return events
+
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "mambaslots"
+"""Ray's namespace of the channels' actors."""
+_READ_S = 10.0
+_RETRY_S = 0.5
+_MAX_READERS = 1000
+
+
+def open_channel(name: str) -> Any:
+    """The actor of a channel; made where there is none. It ends with the process that made it.
+
+    Returns at once: the actor may still be starting.
+    """
+    actor = ray.remote(StateChannel).options(
+        name=name,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,  # it begins empty, and asks all replicas for snapshots
+        max_concurrency=_MAX_READERS,
+    )
+    return actor.remote()
+
+
+def find_channel(name: str) -> Any | None:
+    """The actor of a channel; None where nobody has made it yet."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+class ChannelReader:
+    """Gives a router the events of a channel, as they come. A lost channel is opened again.
+
+    Args:
+        name: the channel's.
+        router: takes the events.
+        open_actor: makes or finds the channel's actor.
+    """
+
+    def __init__(
+        self, name: str, router: StateRouter, open_actor: Callable[[str], Any] = open_channel
+    ) -> None:
+        self._name = name
+        self._router = router
+        self._open_actor = open_actor
+        self._instance, self._version = "", 0
+        self._known: set[str] = set()
+
+    async def run(self) -> None:
+        """Read until the task is cancelled; raises nothing else."""
+        actor: Any = None  # who made the actor must not let go of it
+        while True:
+            try:
+                actor = actor or self._open_actor(self._name)
+                while True:
+                    self.take(await actor.read.remote(self._instance, self._version, _READ_S))
+            except ActorUnavailableError as error:
+                logger.warning("mambaslots: the channel of states begins anew: %s", _first_line(error))
+            except RayError as error:
+                logger.warning("mambaslots: the channel of states is lost: %s", _first_line(error))
+                actor = None
+            except Exception:
+                logger.exception("mambaslots: the channel of states was not read")
+            await asyncio.sleep(_RETRY_S)
+
+    def take(self, news: News) -> None:
+        """Give the router what it has not heard, and let it forget replicas that the channel forgot."""
+        self._instance, self._version = news.instance, news.version
+        for encoded in news.events:
+            if not self._router.apply(decode_events(encoded)):
+                self._instance = ""  # the next read gives snapshots
+        replicas = set(news.replicas)
+        for gone in self._known - replicas:
+            self._router.forget(gone)
+        self._known = replicas
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+_BUSY_S = 0.03
+"""Between two looks at the cache while requests run: what changes in between is one message."""
+_IDLE_S = 1.0
+"""Between two signs of life without requests. A new channel hears of the replica so soon."""
+
+
+class Publisher(Protocol):
+    """Tells what has changed in an engine's cache; `StatePublisher` is one."""
+
+    def take(self) -> StateEvents | None:
+        """What has changed since the last call."""
+
+    def snapshot(self) -> StateEvents:
+        """All that has been told."""
+
+
+class StateFeed:
+    """Tells a channel of an engine's states, every 30 ms while requests run, and does what it is asked to.
+
+    Args:
+        replica: the replica's name.
+        channel: the name of the channel's actor.
+        engine: has the states.
+        publisher: tells what has changed; called in the engine's thread. None: there are no states.
+        serve_hand_over: sends prefixes to a replica that has joined.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        channel: str,
+        engine: AsyncEngine,
+        publisher: Publisher | None,
+        serve_hand_over: Callable[[HandOver], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._replica = replica
+        self._channel = channel
+        self._engine = engine
+        self._publisher = publisher
+        self._serve_hand_over = serve_hand_over
+        self._actor: Any = None
+        self._owes_snapshot = False  # True while it is not known that the channel took a message
+        self._woken = asyncio.Event()
+        self._hand_overs: set[asyncio.Task[None]] = set()
+
+    def wake(self) -> None:
+        """A request has come or ended: look at the cache soon."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Tell until the engine has given up, or the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        while self._engine.failure is None:
+            told_s = loop.time()
+            try:
+                await self._tell()
+            except RayError:
+                self._actor = None  # the channel begins anew, and will want a snapshot
+            except Exception:
+                logger.exception("mambaslots: the replica's states were not told")
+            is_busy = self._engine.num_running + self._engine.num_waiting > 0
+            try:
+                async with asyncio.timeout(_BUSY_S if is_busy else _IDLE_S):
+                    await self._woken.wait()
+                await asyncio.sleep(told_s + _BUSY_S - loop.time())  # what comes at once is one message
+            except TimeoutError:
+                pass
+            self._woken.clear()
+
+    async def _tell(self) -> None:
+        """Tell what has changed; a snapshot makes up for a message that was not taken."""
+        if self._actor is None:
+            self._actor = find_channel(self._channel)
+            if self._actor is None:
+                return
+        publisher = self._publisher
+        if publisher is None:
+            return
+        events = await self._engine.call(lambda engine: publisher.take())
+        sent = () if events is None else (encode_events(events),)
+        owes_snapshot, self._owes_snapshot = self._owes_snapshot, True
+        orders: Orders = await self._actor.publish.remote(self._replica, sent)
+        if orders.wants_snapshot or owes_snapshot:
+            snapshot = await self._engine.call(lambda engine: publisher.snapshot())
+            await self._actor.publish.remote(self._replica, (encode_events(snapshot),))
+        self._owes_snapshot = False
+        for hand_over in orders.hand_overs:
+            task = asyncio.create_task(self._serve_hand_over(hand_over))
+            self._hand_overs.add(task)
+            task.add_done_callback(self._hand_overs.discard)
+
+    def leave(self) -> None:
+        """Tell that the replica ends; waits for nothing."""
+        if self._actor is not None:
+            self._actor.leave.remote(self._replica)

@@ -16,8 +16,7 @@ from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.transfer.channel import TransferChannel
 from ..net.transfer.export import recent_states
-from .channel_reader import find_channel
-from .state_channel import HandOver
+from .state_channel import HandOver, find_channel
 
 logger = logging.getLogger(__name__)
 

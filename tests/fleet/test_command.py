@@ -32,7 +32,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     try:
         for line in process.stdout:
             if line.startswith("mambaslots serves tiny-code at http://127.0.0.1:"):
-                assert line.endswith("with 2 replicas, router state\n")
+                assert line.endswith("with 2 replicas\n")
                 yield process, int(line.split()[4].rpartition(":")[2])
                 break
         else:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 if TYPE_CHECKING:
-    from mambaslots.fleet.pulse import Pulse
+    from mambaslots.fleet.replica import Pulse
     from oracle.ray_fleet import Fleet
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -30,7 +30,7 @@ def expected(prompt: list[int], **sampling: Any) -> list[int]:
 def two(cluster: None) -> "Iterator[Fleet]":
     from oracle.ray_fleet import fleet
 
-    with fleet({"min_replicas": 2, "max_replicas": 2, "router": "state"}) as made:
+    with fleet({"min_replicas": 2, "max_replicas": 2}) as made:
         yield made
 
 
@@ -99,7 +99,7 @@ def test_a_replica_killed_in_mid_stream_costs_a_retry_and_no_token(
 
 def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -> None:
     import ray
-    from mambaslots.fleet.channel_reader import find_channel
+    from mambaslots.fleet.state_channel import find_channel
     from mambaslots.net.routing.state_events import decode_events
     from ray.exceptions import RayError
 

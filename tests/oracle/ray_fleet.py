@@ -16,10 +16,9 @@ import mambaslots as ms
 import mambaslots.net as msd
 import openai
 import ray
-from mambaslots.fleet.cluster import check_address
-from mambaslots.fleet.deployment import QUIET, fleet_application
-from mambaslots.fleet.fleet_settings import FleetSettings
-from mambaslots.fleet.pulse import Pulse
+from mambaslots.fleet.replica import Pulse
+from mambaslots.fleet.server import QUIET, check_address, fleet_application
+from mambaslots.fleet.settings import FleetSettings
 from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings
 from mambaslots.text import GenerationDefaults

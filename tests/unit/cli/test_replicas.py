@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from mambaslots.cli.main import main, make_parser
-from mambaslots.cli.replica import ReplicaEngine, ReplicaText
+from mambaslots.cli.replica import ReplicaEngine, ReplicaText, weights_version
 from mambaslots.cli.serve import _only_data
-from mambaslots.fleet.fleet_settings import ROUTER_NAMES, FleetSettings
-from mambaslots.fleet.weights_version import weights_version
+from mambaslots.fleet.settings import FleetSettings
 
 MODEL = "models/tiny-code"
 SIZES = ["--device", "cpu", "--num-kv-blocks", "64", "--num-mamba-slots", "8", "--max-sequence-length", "512"]
@@ -28,7 +27,6 @@ SIZES = ["--device", "cpu", "--num-kv-blocks", "64", "--num-mamba-slots", "8", "
         (["--replicas", "4:1"], "argument --replicas: '4:1'; accepted"),
         (["--replicas", "1:"], "argument --replicas: '1:'; accepted"),
         (["--replicas", "2", "--tp", "0"], "argument --tp: '0'; accepted"),
-        (["--replicas", "2", "--router", "best"], "argument --router: invalid choice: 'best'"),
     ],
 )
 def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,8 +36,6 @@ def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.C
 
 
 def test_what_makes_no_sense_together_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", MODEL, "--router", "random"]) == 1
-    assert "--router is 'random' without --replicas" in capsys.readouterr().err
     assert main(["serve", MODEL, "--replicas", "2", "--record", str(tmp_path / "trace")]) == 1
     assert "--record and --replicas are both given" in capsys.readouterr().err
     assert main(["serve", "/no/model", "--replicas", "2"]) == 1
@@ -73,12 +69,12 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mambaslots.fleet.server.serve_replicas", serve_replicas)
     monkeypatch.delenv("MAMBASLOTS_SALT_KEY", raising=False)
     (tmp_path / "keys").write_text("alice:the-key-of-alice\n")
-    words = ["--replicas", "2:5", "--tp", "2", "--router", "prefix", "--max-requests", "6", "--trace"]
+    words = ["--replicas", "2:5", "--tp", "2", "--max-requests", "6", "--trace"]
     assert main(["serve", MODEL, *SIZES, *words, "--api-keys", str(tmp_path / "keys")]) == 7
     server, fleet = called["settings"]
     assert server.api_keys == {"alice": "the-key-of-alice"}
     assert fleet == FleetSettings(
-        model_name="tiny-code", min_replicas=2, max_replicas=5, ranks=2, router="prefix", max_requests=6,
+        model_name="tiny-code", min_replicas=2, max_replicas=5, ranks=2, max_requests=6,
         trace=True,
     )  # fmt: skip
     data = pickle.dumps((called["make"], called["text"]))
@@ -112,8 +108,6 @@ def test_the_weights_version_is_of_the_bytes(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas is 2; accepted: at least min_replicas, 3"),
-        ({"router": "best"}, f"router is 'best'; accepted: {', '.join(ROUTER_NAMES)}"),
-        ({"router": ["state"]}, "router is ['state']"),
         ({"model_name": 3}, "model_name is 3; accepted: a str"),
         ({"trace": 1}, "trace is 1; accepted: True or False"),
         ({"ranks": 0}, "ranks is 0"),

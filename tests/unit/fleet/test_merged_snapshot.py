@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from mambaslots.fleet.merged_snapshot import merged_snapshot
+from mambaslots.fleet.figures import merged_snapshot
 from oracle.operations_snapshot import EVERY_S, TIME_S, snapshot
 
 

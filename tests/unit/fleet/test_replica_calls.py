@@ -7,7 +7,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.errors import NoReplicaError
-from mambaslots.fleet.engine_request import AnswerPart, EngineRequest, ReplicaLostError
+from mambaslots.fleet.answers import AnswerPart, EngineRequest, ReplicaLostError
 
 REQUEST = EngineRequest("one", (1, 2), 0, ms.SamplingParams(seed=1))
 
@@ -34,7 +34,7 @@ class Handle:
 
 
 def raised(error: Exception) -> BaseException:
-    from mambaslots.fleet.replica_calls import ReplicaCalls
+    from mambaslots.fleet.ingress import ReplicaCalls
 
     handle = Handle(error)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.fleet.engine_request import EngineRequest
-from mambaslots.fleet.replica_loads import ReplicaLoads
+from mambaslots.fleet.answers import EngineRequest
+from mambaslots.fleet.request_router import ReplicaLoads
 from mambaslots.net.routing.state_events import StateEvents
 
 BLOCK = 16

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.fleet import state_channel
-from mambaslots.fleet.channel_reader import ChannelReader
-from mambaslots.fleet.state_channel import HandOver, StateChannel
+from mambaslots.fleet.state_channel import ChannelReader, HandOver, StateChannel
 from mambaslots.net.routing.state_events import StateEvents, decode_events, encode_events
 from mambaslots.net.routing.state_router import StateRouter
 

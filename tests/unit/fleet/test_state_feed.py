@@ -39,7 +39,7 @@ def test_a_message_that_fails_is_made_up_for_by_the_next_look(
     monkeypatch: pytest.MonkeyPatch, is_taken: bool
 ) -> None:
     """Also where nothing changes any more; `is_taken`: whether only the reply was lost."""
-    from mambaslots.fleet import state_feed
+    from mambaslots.fleet import state_channel
     from ray.exceptions import ActorUnavailableError
 
     channel, publisher, failures = StateChannel(), Publisher(), [False, True, False]
@@ -52,7 +52,7 @@ def test_a_message_that_fails_is_made_up_for_by_the_next_look(
         return orders
 
     actor = SimpleNamespace(publish=SimpleNamespace(remote=publish))
-    monkeypatch.setattr(state_feed, "find_channel", lambda name: actor)
+    monkeypatch.setattr(state_channel, "find_channel", lambda name: actor)
 
     async def held() -> set[int]:
         (data,) = (await channel.read("", 0, 0.0)).events
@@ -60,7 +60,7 @@ def test_a_message_that_fails_is_made_up_for_by_the_next_look(
 
     async def main() -> None:
         engine: Any = SimpleNamespace(call=call)
-        feed = state_feed.StateFeed("a", "states", engine, publisher, lambda order: asyncio.sleep(0))
+        feed = state_channel.StateFeed("a", "states", engine, publisher, lambda order: asyncio.sleep(0))
         publisher.new = [1]
         await feed._tell()
         publisher.new = [2]

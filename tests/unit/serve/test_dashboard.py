@@ -13,7 +13,7 @@ from oracle.serving import small_engine
 
 pytest.importorskip("prometheus_client")
 
-from mambaslots.fleet.fleet_metrics import FleetCounts, fleet_metrics_text
+from mambaslots.fleet.figures import FleetCounts, fleet_metrics_text
 from mambaslots.monitor import Monitor
 from mambaslots.serve.metrics import metrics_text
 from prometheus_client.parser import text_string_to_metric_families

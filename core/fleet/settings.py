@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..validation import INT32_MAX, LONGEST_TIMEOUT_S, boolean, instance, integer, real, set_field, shown
-
-RAY_PREFIX = "ray-prefix"
-"""The name of Ray's own `PrefixCacheAffinityRouter`, for comparisons."""
-ROUTER_NAMES = ("state", RAY_PREFIX)
+from ..validation import INT32_MAX, LONGEST_TIMEOUT_S, boolean, instance, integer, real, set_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +16,6 @@ class FleetSettings:
         min_replicas, max_replicas: how many replicas there are. Where they differ, Ray starts and ends
             replicas by the requests that wait and run.
         ranks: processes of a replica, over which the model is split by tensors.
-        router: which replica a request goes to, by a name of `ROUTER_NAMES`.
         cpus_per_rank, gpus_per_rank: what Ray reserves for each process; fractions are taken.
         max_requests: requests that run at once in a replica; as many more wait there.
         warm_timeout_s: seconds that a replica that joins has to take over states of another one; 0: none.
@@ -34,7 +29,6 @@ class FleetSettings:
     min_replicas: int = 1
     max_replicas: int = 1
     ranks: int = 1
-    router: str = "state"
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     max_requests: int = 32
@@ -53,8 +47,6 @@ class FleetSettings:
             raise ValueError(
                 f"max_replicas is {self.max_replicas}; accepted: at least min_replicas, {self.min_replicas}"
             )
-        if not isinstance(self.router, str) or self.router not in ROUTER_NAMES:
-            raise ValueError(f"router is {shown(self.router)}; accepted: {', '.join(ROUTER_NAMES)}")
         for field in ("cpus_per_rank", "gpus_per_rank"):
             set_field(self, field, real(field, getattr(self, field), 0.0, 1024.0))
         for field in ("warm_timeout_s", "drain_timeout_s", "health_period_s"):

@@ -1,0 +1,258 @@
+"""A replica: an engine over one or more processes that Ray Serve starts, watches and ends."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray import serve
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..net.lockstep.following import follow
+from ..net.routing.state_publisher import StatePublisher
+from ..parallel_groups import ParallelGroups
+from ..serve.served_engine import EngineFacts, LocalEngine
+from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
+from .figures import ReplicaReport, replica_report
+from .request_router import BLOCK_SIZE
+from .settings import FleetSettings
+from .state_channel import HandOver, StateFeed
+from .warming import serve_hand_over, take_over
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Where a replica runs.
+
+    Attributes:
+        replica: its name.
+        host: the machine's name.
+        processes: the ids of the processes of its ranks; the first has the engine that is called.
+        num_running: requests that have a row.
+    """
+
+    replica: str
+    host: str
+    processes: tuple[int, ...]
+    num_running: int
+
+
+logger = logging.getLogger(__name__)
+
+MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
+"""Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
+_MEETING_S = 600.0
+"""Ranks load their weights before they meet."""
+
+
+class FollowingRank:
+    """A process of a replica but its first; it runs as a Ray actor."""
+
+    def run(self, make_engine: MakeEngine, host: str, port: int, rank: int, num_ranks: int) -> None:
+        """Follow rank 0 until it closes its engine.
+
+        Raises:
+            RankDiedError: rank 0 is lost.
+        """
+        groups = _join(_meeting(host, port, is_master=False), rank, num_ranks)
+        follow(make_engine(groups))
+
+    def process(self) -> int:
+        """The process's id."""
+        return os.getpid()
+
+
+class Ranks:
+    """The other ranks of a replica, as its first rank sees them.
+
+    Ray ends them with the process that has made them.
+
+    Attributes:
+        engine: of the first rank.
+    """
+
+    def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
+        """Start the other ranks in this replica's placement group, and build the engine together.
+
+        Args:
+            make_engine: makes the engine of each rank.
+            settings: how many ranks there are, and what each needs.
+        """
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        if settings.ranks == 1:
+            self.engine = make_engine(None)
+            return
+        host = ray.util.get_node_ip_address()
+        store = _meeting(host, 0, is_master=True)
+        for rank in range(1, settings.ranks):
+            place = PlacementGroupSchedulingStrategy(
+                get_current_placement_group(), placement_group_bundle_index=rank
+            )
+            actor = ray.remote(FollowingRank).options(
+                num_cpus=settings.cpus_per_rank,
+                num_gpus=settings.gpus_per_rank,
+                scheduling_strategy=place,
+                max_concurrency=2,
+            )
+            self._actors.append(actor.remote())
+        self._runs = [
+            actor.run.remote(make_engine, host, store.port, rank, settings.ranks)
+            for rank, actor in enumerate(self._actors, 1)
+        ]
+        self.engine = make_engine(_join(store, 0, settings.ranks))
+
+    async def processes(self) -> list[int]:
+        """The ids of the processes of the other ranks."""
+        return list(await asyncio.gather(*(actor.process.remote() for actor in self._actors)))
+
+    async def lost(self) -> BaseException:
+        """Why a rank has ended, once one has."""
+        runs = [asyncio.ensure_future(_ended(run)) for run in self._runs]
+        done, others = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
+        return done.pop().result()
+
+    @property
+    def are_others(self) -> bool:
+        """Whether there are other ranks."""
+        return bool(self._runs)
+
+
+async def _ended(run: Any) -> BaseException:
+    try:
+        await run
+    except Exception as error:
+        return error
+    return RuntimeError("a rank has ended")
+
+
+def _meeting(host: str, port: int, *, is_master: bool) -> TCPStore:
+    """The store over which the ranks of a replica meet; the master with port 0 listens on a free one."""
+    timeout = timedelta(seconds=_MEETING_S)
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+
+
+def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
+    """Be a rank of torch.distributed; all ranks of the replica call this at once."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    return ParallelGroups(tensor=dist.group.WORLD)
+
+
+class EngineReplica:
+    """What Ray Serve deploys as a replica.
+
+    Ray calls the constructor, then `check_health` from time to time. Where the replica has to end, Ray waits
+    for its requests before it calls the destructor.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, make_engine: MakeEngine, settings: FleetSettings
+    ) -> None:
+        """
+        Args:
+            make_engine: makes the engine of each rank.
+            settings: how many requests there may be, and where states are told.
+        """
+        self._name: str = serve.get_replica_context().replica_id.unique_id
+        self._ranks = Ranks(make_engine, settings)
+        engine = self._ranks.engine
+        self._engine = LocalEngine(
+            engine,
+            model_name=settings.model_name,
+            max_waiting_requests=10 * settings.max_requests,  # Ray sends fewer
+            trace=_print_line if settings.trace else None,
+        )
+        self._engine.start()
+        self._feed = StateFeed(
+            self._name,
+            settings.channel,
+            self._engine.engine,
+            StatePublisher(engine, self._name) if engine.config.enable_prefix_caching else None,
+            self._serve_hand_over,
+        )
+        self._telling = asyncio.create_task(self._feed.run())
+        self._watching = asyncio.create_task(self._end_when_lost())
+        self._warm_timeout_s = settings.warm_timeout_s
+        if settings.warm_timeout_s and engine.config.enable_prefix_caching:
+            await take_over(self._name, settings.channel, self._engine.engine, settings.warm_timeout_s)
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
+        """Answer a request; a caller that closes the stream cancels it."""
+        self._feed.wake()
+        try:
+            answer: Any = answer_parts(self._engine, request, self._name)
+            async with aclosing(answer) as parts:
+                async for part in parts:
+                    yield part
+        except ReplicaLostError as error:
+            if self._engine.failure is not None or (self._ranks.are_others and error.__cause__ is not None):
+                self._end_process(error)  # a split engine that failed is broken
+            raise
+        finally:
+            self._feed.wake()
+
+    async def facts(self) -> EngineFacts:
+        """What does not change."""
+        return self._engine.facts
+
+    async def pulse(self) -> Pulse:
+        """That the replica is there."""
+        processes = (os.getpid(), *await self._ranks.processes())
+        return Pulse(self._name, socket.gethostname(), processes, self._engine.num_running)
+
+    async def report(self) -> ReplicaReport:
+        """The replica's figures now."""
+        return await replica_report(self._engine, self._name)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What routers need to know of the replica; Ray gives it to them."""
+        return {BLOCK_SIZE: self._engine.facts.block_size_tokens}
+
+    async def check_health(self) -> None:
+        """Raise what the engine's thread has given up for; Ray then starts another replica instead."""
+        failure = self._engine.failure
+        if failure is not None:
+            raise RuntimeError(f"the engine of replica {self._name} has given up") from failure
+
+    async def _end_when_lost(self) -> None:
+        """End this process where the engine has given up, or a rank is lost."""
+        lost = asyncio.create_task(self._ranks.lost()) if self._ranks.are_others else None
+        while self._engine.failure is None and (lost is None or not lost.done()):
+            await asyncio.sleep(0.1)
+        self._end_process(self._engine.failure if lost is None or not lost.done() else lost.result())
+
+    def _end_process(self, reason: BaseException | None) -> None:
+        """End at once. Ray sees that, sends no more requests here, and whoever waits for an answer asks
+        another replica. A replica that raised errors would get more requests, because its queue is short.
+        """
+        logger.error("mambaslots: replica %s is lost: %s", self._name, reason)
+        logging.shutdown()
+        os._exit(1)
+
+    def __del__(self) -> None:
+        """Ray has waited for the requests; the engine's thread ends with the process."""
+        feed = getattr(self, "_feed", None)
+        if feed is not None:
+            feed.leave()
+
+    async def _serve_hand_over(self, order: HandOver) -> None:
+        await serve_hand_over(self._engine.engine, order, self._warm_timeout_s)
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
