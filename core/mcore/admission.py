@@ -281,7 +281,7 @@ def set_state_data(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> None:
-    """Tell the prefill kernels that a query may have two tokens, even where the longest query has one.
+    """Bound the query length of prefill kernels by at least two tokens, also where the longest has one.
 
     The number is an upper bound. Flash attention's varlen kernels take the bound 1 for a decode step, and
     crash on paged KV. For this reason the stock match computes at least two tokens, and rounds a skip down to

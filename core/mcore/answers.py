@@ -46,8 +46,8 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
     A block that is registered for the same tokens takes the place of the row's block.
 
     Returns:
-        The block that the row continues with; -1 where the preceding block is not registered, so that nobody
-            could find this one.
+        The block that the row continues with; -1 where the preceding block is not registered, and this one
+            could not be found.
     """
     index = position // context.block_size_tokens - 1
     keys = track.keys(index + 1)

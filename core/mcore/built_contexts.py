@@ -105,7 +105,7 @@ class BuiltContexts:
         return (*self._retired, *self._built)
 
     def noting(self, initialize_all_tensors: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The host's method, which ends the building of a context, and notes the context behind it."""
+        """The host's method that ends the building of a context, and notes the context."""
 
         @functools.wraps(initialize_all_tensors)
         def initialize(context: Any, *args: Any, **kwargs: Any) -> None:

@@ -85,7 +85,7 @@ FAULTS: Mapping[int, Fault] = {
         "prefills answers that are sent again",
     ),
     19: Fault(
-        "A KV match refreshes states that nobody used.",
+        "A KV match refreshes states that no request used.",
         "evicts worse",
     ),
     20: Fault(

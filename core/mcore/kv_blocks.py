@@ -17,7 +17,7 @@ def register_kv_block_hashes(
     block_hashes: list[int],
     parent_hashes: list[int] | None = None,
 ) -> None:
-    """Register blocks whose hash nobody has registered; the others stay private, or as they are.
+    """Register blocks whose hash is not registered; the others stay private, or as they are.
 
     The stock method re-points the map to the newer block, which has no state, and counts the children of a
     block that is registered again twice, so that their parent can never be evicted.
@@ -51,7 +51,7 @@ def batch_allocate_slots(original: Callable[..., Tensor | None], self: Any, num_
 def resume_paused_requests(
     original: Callable[..., Any], self: Any, active_request_count: int, newly_paused_request_ids: Any
 ) -> Any:
-    """Evict cached blocks that nobody uses, so that paused requests get the blocks they wait for.
+    """Evict unreferenced cached blocks, so that paused requests get the blocks they wait for.
 
     The stock method resumes at most as many requests as there are free blocks, and cached blocks are not
     free. Where cached blocks fill the pool, a request that needs a block waits for ever, and a step in which

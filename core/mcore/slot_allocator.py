@@ -124,7 +124,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             slots = self.slots.allocate(stateless)
             for tensor in self._durable:
                 tensor[:, slots] = 0
-        found = [(b, key) for b, key in pairs if b in states]  # without a slot: nobody finds the block
+        found = [(b, key) for b, key in pairs if b in states]  # a block without a slot is not found
         super().register_block_hashes_batch([b for b, _ in found], [key for _, key in found])
 
     # ---- checkpoints
@@ -154,7 +154,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         prompts = self.intermediate.sources()
         decoded = {block: state for block, state in self._decode_states().items() if block not in prompts}
         sources = {block: StateSource(False, state.crossing.row) for block, state in decoded.items()}
-        sources |= prompts  # behind the others: where slots are short, those go first
+        sources |= prompts  # last: where slots are short, the decode states are dropped first
         decoding = [self._track(state.crossing) for state in decoded.values()]
         self._rolling.make_room(decoding, len(sources))
         for block, slot in self.intermediate.take(sources).items():
@@ -167,7 +167,7 @@ class HostSlotAllocator(MambaSlotAllocator):
                 self._roll(state.crossing, block, slot)
 
     def _decode_states(self) -> dict[int, _DecodeState]:
-        """Block -> the state there, of boundaries that decode rows reached and that nobody has stored.
+        """Block -> the state there, of boundaries that decode rows reached and that have no state yet.
 
         Where the tokens before a boundary are known, its KV block is registered here.
         """

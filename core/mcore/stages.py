@@ -18,7 +18,7 @@ _MAMBA, _ATTENTION = "M", frozenset("*D")  # megatron-core's layer letters; D is
 
 @dataclass(frozen=True)
 class Stage:
-    """What a pipeline stage tells its peers before it builds its context.
+    """What a pipeline stage sends its peers before it builds its context.
 
     Attributes:
         states: the stage's MambaInferenceStateConfig, or None. Without Mamba layers the config only lists the
@@ -91,7 +91,7 @@ def init(original: Callable[..., None], self: Any, model_config: Any, inference_
     requests. Where a stage cannot be built, only that stage raises, and the others wait until the process
     group times out.
 
-    Here a stage without Mamba layers keeps the books of states without bytes, and the smallest request limit
+    Here a stage without Mamba layers allocates slots without bytes, and the smallest request limit
     of all stages counts. All stages raise what any stage cannot do: NotImplementedError for a stage without
     attention layers, which megatron-core does not run, ValueError for sizes. Where a stage is built with
     other numbers than it was given, the context's `config` is a copy.

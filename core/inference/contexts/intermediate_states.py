@@ -142,7 +142,7 @@ class IntermediateStates:
         Args:
             context: the host. `plan` and `commit` read the host's step.
             settings: the host's settings.
-            slots: the book of durable slots.
+            slots: the durable slots.
             scratch: tensors for the states of one step.
             copy_to_slots: copies states of one kind; called with (a source of this kind, indices, slots).
         """
@@ -180,7 +180,7 @@ class IntermediateStates:
         The part is tokens [finished + skip_tokens, finished + prefill_chunk_length) of `req.prompt_tokens`,
         where finished is `req.finished_chunk_token_count`. Of the blocks after those that earlier parts
         allocated, `num_matched_blocks` were found in the KV cache. A request without block hashes
-        (`req.precomputed_block_hashes` is empty) stores no state, because nobody could find the state.
+        (`req.precomputed_block_hashes` is empty) stores no state, because no request could find the state.
         """
         context, settings = self._context, self._settings
         row = integer("current_id", row, 0, len(self.counts_cpu) - 1)
@@ -273,9 +273,9 @@ class IntermediateStates:
         return blocks, scratch_rows, end_blocks, end_rows, hashes
 
     def sources(self) -> dict[int, StateSource]:
-        """Block -> where its state is, for the step's planned boundaries that nobody has stored yet.
+        """Block -> where its state is, for the step's planned boundaries that have no state yet.
 
-        Boundaries inside a prefill come first, ends of steps last. Blocks that nobody can find are skipped.
+        Boundaries inside a prefill come first, ends of steps last. Unregistered blocks are skipped.
         """
         collected = self.collect()
         if collected is None:

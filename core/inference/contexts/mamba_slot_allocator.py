@@ -37,17 +37,13 @@ __all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
 class MambaSlotAllocator:
     """A pool of durable state slots, which a host's context holds for its prefix cache.
 
-    `slots`, a `DurableSlots`, knows which slots are free, reserved, committed or pinned, and which is evicted
-    next. `intermediate`, an `IntermediateStates`, serves hosts whose kernels write states to scratch.
     `allocate_slots_batch` returns slots that enter the maps at once; the caller fills them (`store_from_*`)
-    before it registers a hash.
-
-    The context must have a `kv_block_allocator` with a block count and `block_hashes`, and live states
-    (`mamba_conv_states`, `mamba_ssm_states`, [layers, live slots, ...]). Where the KV allocator reports
-    deregistered blocks (`observe_deregistration`, or megatron-core's `on_blocks_deregistered`), the
-    constructor subscribes, so that a reused KV block never keeps the state of its former prefix. Also used
-    where they exist: `max_requests`, `mamba_metadata`, `request_to_kv_block_ids`, the step's batch
-    dimensions, and the settings that `HostSettings` lists.
+    before it registers a hash. The context must have a `kv_block_allocator` with a block count and
+    `block_hashes`, and live states (`mamba_conv_states`, `mamba_ssm_states`, [layers, live slots, ...]).
+    Where the KV allocator reports deregistered blocks (`observe_deregistration`, or megatron-core's
+    `on_blocks_deregistered`), the constructor subscribes, so that a reused KV block never keeps the state of
+    its former prefix. Also used where they exist: `mamba_metadata`, `request_to_kv_block_ids`, the step's
+    batch dimensions, and the settings that `HostSettings` lists.
 
     Example: `MambaSlotAllocator(context, 64, 24, (4096, 4), (64, 64, 128), torch.bfloat16, torch.float32)`
     keeps 64 states of 24 layers.
@@ -61,6 +57,8 @@ class MambaSlotAllocator:
         intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
         kernels without source/destination indices write.
         ghosts: hashes whose state was evicted, or had no slot.
+        slots: which slots are free, reserved, committed or pinned, and which is evicted next.
+        intermediate: plans and commits for hosts whose kernels write states to scratch.
     """
 
     def __init__(
@@ -73,17 +71,7 @@ class MambaSlotAllocator:
         conv_states_dtype: torch.dtype,
         ssm_states_dtype: torch.dtype,
     ) -> None:
-        """
-        Args:
-            context: the host.
-            max_slots: slots of the pool.
-            num_mamba_layers: layers with a state.
-            conv_states_shape, ssm_states_shape: shapes of one layer's state.
-            conv_states_dtype, ssm_states_dtype: dtypes of the durable states.
-
-        Raises:
-            ValueError: an argument is out of range, or `context` lacks what is named above.
-        """
+        """Shapes are those of one layer's state. ValueError for a size out of range, or a wrong context."""
         self.context = context
         self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
         self.num_mamba_layers = integer("num_mamba_layers", num_mamba_layers, 0, INT32_MAX)
@@ -138,12 +126,10 @@ class MambaSlotAllocator:
 
     @property
     def conv_states(self) -> Tensor:
-        """[layers, max_slots, *conv_states_shape]."""
         return self._durable.conv
 
     @property
     def ssm_states(self) -> Tensor:
-        """[layers, max_slots, *ssm_states_shape]."""
         return self._durable.ssm
 
     def _live_states(self) -> StateTensors:
@@ -248,10 +234,7 @@ class MambaSlotAllocator:
     # ---- allocation, eviction and invalidation under megatron-core's names
 
     def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
-        """Commit a slot, without a hash, for each block; evicts where needed.
-
-        A block with a slot, or named twice, keeps one slot. The maps change at once; the caller fills the
-        slots.
+        """Commit a slot, without a hash, for each block; a block with a slot, or named twice, keeps one slot.
 
         Raises:
             MambaSlotCapacityError: too few slots can be freed; nothing is changed.
@@ -270,11 +253,7 @@ class MambaSlotAllocator:
         self.slots.forget(self._checked_blocks(block_ids_list, "block_ids_list"))
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
-        """Free the slot of every listed block; the host calls this at every deregistration.
-
-        `hashes_to_delete` is not used: the slot map has the hashes of its states, and some hosts call after
-        they have cleared `block_hashes`.
-        """
+        """Free the slot of every listed block, at every deregistration; `hashes_to_delete` is not needed."""
         listed = self._checked_blocks(block_ids_list, "block_ids_list")
         self.slots.forget(listed, blocks_leave=True)
 
