@@ -123,9 +123,9 @@ def load(
     if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
         model = HybridLM.from_pretrained(folder, device=device, dtype=dtype, groups=groups)
     else:
-        from . import hf
+        from .hf import load as load_transformers
 
-        model = hf.load(folder, device, dtype, groups=groups)
+        model = load_transformers(folder, device, dtype, groups=groups)
     return LoadedModel(loaded.text, loaded.generation, folder, model)
 
 
@@ -136,9 +136,9 @@ def load_text(folder_or_name: str | Path) -> LoadedText:
     generation = GenerationDefaults.read(folder, config)
     if config.get("model_type") == MODEL_TYPE:
         return LoadedText(_byte_text(folder), generation, folder)
-    from . import hf
+    from .hf.text import load_text as checkpoint_text
 
-    return LoadedText(hf.load_text(folder), generation, folder)
+    return LoadedText(checkpoint_text(folder), generation, folder)
 
 
 def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
@@ -146,15 +146,15 @@ def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
     folder = _folder_of(folder_or_name)
     if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
         return read_config(folder, None).dtype
-    from . import hf
+    from .hf.load import stored_dtype as named_dtype
 
-    return hf.stored_dtype(folder)
+    return named_dtype(folder)
 
 
 def _folder_of(folder_or_name: str | Path) -> Path:
     folder = existing_folder("folder_or_name", folder_or_name)
     if folder is None:
-        from .hf import checkpoint_folder
+        from .hf.load import checkpoint_folder
 
         folder = checkpoint_folder(folder_or_name)
     return folder

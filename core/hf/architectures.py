@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from ..parallel_groups import ModelShard, ParallelGroups, Part
 from ..state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states, short_conv_states
 from ..state_tensor import StateTensor
-from .attention import ATTENTION_NAME, register_attention
-from .current_step import CurrentStep
-from .experts import EXPERTS_NAME, register_experts
-from .mixers.gated_delta_net import GatedDeltaNetForward, OlmoHybridForward, Qwen3NextForward
-from .mixers.mamba2 import FalconMamba2Forward, Mamba2Forward
-from .mixers.short_conv import ShortConvForward
-from .split.weight_part import part_of
+from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_attention, register_experts
+from .mixers import (
+    FalconMamba2Forward,
+    GatedDeltaNetForward,
+    Mamba2Forward,
+    OlmoHybridForward,
+    Qwen3NextForward,
+    ShortConvForward,
+)
+from .weight_part import part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

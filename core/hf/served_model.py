@@ -11,13 +11,18 @@ from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
 from ..validation import instance
 from . import architectures
-from .attention import ATTENTION_NAME, PagedAttention, register_attention
-from .current_step import CurrentStep
-from .experts import EXPERTS_NAME, register_experts
-from .fused.install import FUSIONS
-from .fused.install import install as install_fused
-from .fused.joint import join_weights
-from .split.model_split import ModelSplit
+from .current_step import (
+    ATTENTION_NAME,
+    EXPERTS_NAME,
+    CurrentStep,
+    PagedAttention,
+    register_attention,
+    register_experts,
+)
+from .fusions import FUSIONS
+from .fusions import install as install_fused
+from .joint_linear import join_weights
+from .split import ModelSplit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

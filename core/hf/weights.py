@@ -1,16 +1,284 @@
-"""A checkpoint's weights, put into a model that was built on the device "meta"."""
+"""A checkpoint's weights, put into a model of transformers by transformers' own rules."""
 
 import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
-from .checkpoint import Checkpoint, Tensors
-from .float8 import Float8Checkpoint
-from .weight_sources import Parts, WeightSources, listed
+from ..files import CheckpointError
+from .checkpoint import Checkpoint, Float8Checkpoint, Tensors
+from .weight_part import WeightPart
+
+Parts = Mapping[str, WeightPart | None]
+"""What a rank keeps of the weights that ranks split, by their names; None: nothing."""
+
+_META = torch.device("meta")
+_MAX_SHOWN = 20
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass
+class WeightSource:
+    """Tensors of a checkpoint that make one weight of the model, or several by one conversion.
+
+    Attributes:
+        target: name of the weight, or of the first of them.
+        converter: transformers' conversion; None where one tensor is the weight.
+        names: the tensors, as the checkpoint names them, in the order of their layers and experts.
+        patterns: for each tensor, which of the converter's source patterns it matched.
+    """
+
+    target: str
+    converter: WeightConverter | None
+    names: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+
+    def weights(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Tensors,
+        device: torch.device,
+        dtype: torch.dtype,
+        parts: Parts = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """The model's weights, name to new tensor; on the device "meta" nothing is read.
+
+        `parts`: what is kept of weights that ranks split; nothing of a weight whose part is None.
+        """
+
+        def read(name: str) -> Tensor:
+            if device == _META:
+                return torch.empty(checkpoint.shape(name), dtype=dtype, device=device)
+            return checkpoint.read(name, device, dtype)
+
+        part = parts.get(self.target)
+        if self.converter is None:
+            if self.target in parts and part is None:
+                return {}
+            whole = part is None or device == _META
+            tensor = read(self.names[0]) if whole else checkpoint.read(self.names[0], device, dtype, part)
+            return {self.target: tensor}
+        merged = None if device == _META else self._merged(model, checkpoint, device, dtype, part)
+        if merged is not None:
+            return {self.target: merged}
+        converter = deepcopy(self.converter)
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            converter.add_tensor(self.target, name, pattern, partial(read, name))
+        made = converter.convert(self.target, model=model, config=model.config)
+        weights = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        for name in weights.keys() & parts.keys():
+            part, whole = parts[name], weights.pop(name)
+            if part is not None:
+                weights[name] = part.take(whole)
+        return weights
+
+    def _merged(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Tensors,
+        device: torch.device,
+        dtype: torch.dtype,
+        part: WeightPart | None,
+    ) -> Tensor | None:
+        """The weight, filled tensor by tensor; None where a conversion does more than stack and concatenate,
+        or where ranks split it otherwise than by what is stacked.
+
+        transformers' own operations hold all tensors and what they make of them at once.
+        """
+        operations = [] if self.converter is None else list(self.converter.operations)
+        merge = operations.pop(0) if operations and isinstance(operations[0], MergeModulelist) else None
+        join = operations.pop(0) if operations and isinstance(operations[0], Concatenate) else None
+        if self.converter is None or operations or (join is None and merge is None):
+            return None
+        shape = model.get_parameter(self.target).shape
+        if part is not None:
+            if merge is None or merge.dim != part.dim:
+                return None
+            shape = part.shape(shape)
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        begin = 0
+        for pattern in self.converter.source_patterns:
+            names = [name for name, its in zip(self.names, self.patterns, strict=True) if its == pattern]
+            if part is not None:
+                names = [names[index] for span in part.ranges for index in span]
+            for group in [names] if merge else [[name] for name in names]:
+                sizes = list(checkpoint.shape(group[0]))
+                if merge:
+                    sizes.insert(merge.dim, len(group))
+                place = weight.narrow(join.dim, begin, sizes[join.dim]) if join else weight
+                for one, name in zip(place.unbind(merge.dim) if merge else [place], group, strict=True):
+                    one.copy_(checkpoint.read(name, device, dtype))
+                begin += sizes[join.dim] if join else 0
+        return weight
+
+
+@dataclass(frozen=True)
+class WeightSources:
+    """Where each weight of a model comes from.
+
+    Attributes:
+        sources: one for each weight, or for weights that one conversion makes; checked against the model.
+        ignored: tensors of the checkpoint that transformers ignores for this class of models, too.
+        missing: weights that are no tensor of the checkpoint and are tied to another weight.
+    """
+
+    sources: tuple[WeightSource, ...]
+    ignored: tuple[str, ...]
+    missing: frozenset[str]
+
+    @classmethod
+    def find(cls, model: PreTrainedModel, checkpoint: Tensors) -> "WeightSources":
+        """Sources of all weights of `model`, whose tensors may be on the device "meta".
+
+        Raises:
+            CheckpointError: a weight is missing, is not of the model's shape, or has no place in the model.
+        """
+        wanted, kind = model.state_dict(), type(model).__name__
+        by_target, strange = _match(model, wanted, checkpoint.names)
+        ignored = _ignored(model, strange)
+        if superfluous := [name for name in strange if name not in ignored]:
+            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
+        made: set[str] = set()
+        for source in by_target.values():
+            _check_dtypes(source, checkpoint)
+            _check_merged(source, wanted[source.target].shape)
+            made.update(_checked_shapes(source, model, wanted, checkpoint))
+        missing = wanted.keys() - made
+        if absent := sorted(missing - _tied_to_present(model, made), key=dot_natural_key):
+            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {listed(absent)}")
+        return cls(tuple(by_target.values()), tuple(ignored), frozenset(missing))
+
+
+def _match(
+    model: PreTrainedModel, wanted: dict[str, Tensor], names: Iterable[str]
+) -> tuple[dict[str, WeightSource], list[str]]:
+    """Sources by target, and the names that have no place in the model."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    by_target: dict[str, WeightSource] = {}
+    strange = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target not in wanted:
+            strange.append(name)
+            continue
+        converter = None if pattern is None else by_pattern[pattern]
+        source = by_target.setdefault(target, WeightSource(target, converter))
+        if source.names and pattern is None:
+            raise CheckpointError(f"{source.names[0]} and {name} of the checkpoint are both {target}")
+        source.names.append(name)
+        source.patterns.append(pattern or name)
+    return by_target, strange
+
+
+def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Names that transformers does not expect to find a place for in this class of models."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+
+    def is_ignored(name: str) -> bool:
+        renamed, _ = rename_source_key(name, renamings, [])
+        return any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
+
+    return [name for name in names if is_ignored(name)]
+
+
+def _check_dtypes(source: WeightSource, checkpoint: Tensors) -> None:
+    """Raise a CheckpointError that names a tensor whose elements cannot be weights.
+
+    Integers and floating point of 8 bits are elements of a quantisation that the config does not name.
+    """
+    for name in source.names:
+        if (dtype := checkpoint.dtype(name)) not in _DTYPES:
+            raise CheckpointError(
+                f"{name} of the checkpoint has the dtype {dtype}; accepted: {', '.join(map(str, _DTYPES))}"
+            )
+
+
+def _check_merged(source: WeightSource, shape: torch.Size) -> None:
+    """Raise a CheckpointError that names the experts that a merged weight lacks."""
+    if source.converter is None:
+        return
+    merges = [each for each in source.converter.operations if isinstance(each, MergeModulelist)]
+    for dim in [merge.dim for merge in merges][:1]:
+        found: dict[str, set[int]] = {pattern: set() for pattern in source.converter.source_patterns}
+        templates = {}
+        for name, pattern in zip(source.names, source.patterns, strict=True):
+            before, index, after = _split_at_index(name, pattern)
+            found[pattern].add(index)
+            templates[pattern] = before, after
+        for pattern, indices in found.items():
+            if pattern not in templates:
+                raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
+            before, after = templates[pattern]
+            if absent := [f"{before}{i}{after}" for i in range(shape[dim]) if i not in indices]:
+                raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {listed(absent)}")
+
+
+def _split_at_index(name: str, pattern: str) -> tuple[str, int, str]:
+    """What stands before and behind the number that "*" stands for in `pattern`, and that number."""
+    before, _, after = pattern.partition("*")
+    found = re.search(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
+    if found is None:
+        raise CheckpointError(f"{name} has no number where {pattern!r} has its '*'")
+    return name[: found.start(1)], int(found[1]), name[found.end(1) :]
+
+
+def _checked_shapes(
+    source: WeightSource, model: PreTrainedModel, wanted: dict[str, Tensor], checkpoint: Tensors
+) -> Iterator[str]:
+    """The weights that `source` makes."""
+    names = f"{source.names[0]} to {source.names[-1]}" if len(source.names) > 1 else source.names[0]
+    try:
+        weights = source.weights(model, checkpoint, _META, torch.float32)
+    except Exception as error:  # an operation of transformers', on shapes that do not fit
+        raise CheckpointError(f"{source.target} cannot be made of {names}: {error}") from error
+    for name, weight in weights.items():
+        if name not in wanted:
+            raise CheckpointError(f"{names}: transformers makes {name} of it, which the model has not")
+        if weight.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{names} of the checkpoint has the shape {tuple(weight.shape)}; accepted for {name}: "
+                f"{tuple(wanted[name].shape)}"
+            )
+        yield name
+
+
+def _tied_to_present(model: PreTrainedModel, made: Collection[str]) -> set[str]:
+    """Weights that are another name of a weight that is there."""
+    ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
+    return set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
+
+
+def listed(names: Collection[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    shown = list(names)[:_MAX_SHOWN]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from mambaslots import hf
 from mambaslots.hf.checkpoint import Checkpoint
-from mambaslots.hf.split.model_split import ModelSplit
+from mambaslots.hf.split import ModelSplit
 from oracle.float64_casts import Float64Casts
 from oracle.hf_checkpoints import save_checkpoint
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, tiny_config

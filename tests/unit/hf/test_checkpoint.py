@@ -123,7 +123,7 @@ def test_a_checkpoint_without_its_embeddings_may_have_the_head_that_they_are_tie
 
 def test_a_conversion_of_another_kind_is_transformers_own(tmp_path: Path) -> None:
     from mambaslots.hf.checkpoint import Checkpoint
-    from mambaslots.hf.weight_sources import WeightSource
+    from mambaslots.hf.weights import WeightSource
     from transformers.core_model_loading import Transpose, WeightConverter
 
     stored = save_checkpoint("lfm2", tmp_path)

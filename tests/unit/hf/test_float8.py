@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from mambaslots import hf
-from mambaslots.hf.float8 import dequantize
+from mambaslots.hf.checkpoint import dequantize
 from oracle.hf_checkpoints import change_config, quantize, rewrite, save_checkpoint
 from oracle.hf_models import reference_model
 
@@ -102,7 +102,7 @@ def test_narrower_weights_are_the_nearest(dtype: torch.dtype, tmp_path: Path) ->
 @pytest.mark.parametrize("shape", [(130, 257), (1, 1), (128, 128), (3, 40, 300), (300, 5)])
 def test_blocks_need_not_divide_the_weight(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside numpy, element by element; in steps of few rows."""
-    monkeypatch.setattr("mambaslots.hf.float8._STEP_ELEMENTS", 1)
+    monkeypatch.setattr("mambaslots.hf.checkpoint._STEP_ELEMENTS", 1)
     generator = torch.Generator().manual_seed(1)
     blocks = (128, 128)
     stored, scales, _ = quantize(torch.randn(shape, generator=generator), blocks, generator)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from mambaslots.hf import served_model as served_model_module
-from mambaslots.hf.fused.install import FUSIONS
+from mambaslots.hf.fusions import FUSIONS
 from mambaslots.hf.served_model import ServedModel
 from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 from mambaslots.inference.kernels.kernel_set import KernelSet

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from mambaslots.hf import served_model as served_model_module
-from mambaslots.hf.fused.joint import JointLinear, join_weights
+from mambaslots.hf.joint_linear import JointLinear, join_weights
 from mambaslots.hf.served_model import ServedModel
 from oracle.hf_models import (
     CONFIGS,

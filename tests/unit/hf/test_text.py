@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from mambaslots import hf
-from mambaslots.hf.text import CheckpointTokenizer
+from mambaslots.hf.text import CheckpointTokenizer, load_text
 from mambaslots.serve.requests import NOT_VARIABLES
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 from mambaslots.text.codec import Detokenizer
@@ -146,7 +146,7 @@ def test_clients_set_no_argument_of_transformers() -> None:
 def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, byte_level_bpe(), bos_token="<|im_start|>", eos_token="<|im_end|>")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-    text, theirs = hf.load_text(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text, theirs = load_text(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert text is not None
     for sample in TEXTS:
         ids = theirs.encode(sample)
@@ -255,12 +255,12 @@ def test_tokenizers_that_drop_or_join_characters_promise_no_number_of_tokens() -
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "lfm2"}')
-    assert hf.load_text(tmp_path) is None
+    assert load_text(tmp_path) is None
 
 
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, byte_level_bpe())
-    text = hf.load_text(tmp_path)
+    text = load_text(tmp_path)
     assert text is not None
     with pytest.raises(ValueError, match="the model has no chat template"):
         text.encode_chat(CHAT)
@@ -270,4 +270,4 @@ def test_a_spoilt_tokenizer_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, byte_level_bpe())
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(hf.CheckpointError, match=f"the tokenizer in {tmp_path} cannot be read"):
-        hf.load_text(tmp_path)
+        load_text(tmp_path)

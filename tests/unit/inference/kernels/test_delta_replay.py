@@ -405,7 +405,7 @@ types |= {"v_slot_stride": "i64", "slot_stride": "i64", "scale": "fp32"}
 for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
     constants = dict(
         tokens=2, heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
-        **block_sizes(2, key_dim, value_dim),
+        **output_blocks(2, key_dim, value_dim),
     )
     of_dtype = types | dict.fromkeys(narrow, "*" + dtype)
     signature = {name: of_dtype.get(name, "constexpr") for name in kernel.arg_names}
@@ -413,7 +413,7 @@ for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 1
     aligned = {place: [["tt.divisibility", 16]] for place in places}
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": NUM_WARPS, "num_stages": NUM_STAGES},
+        options={"num_warps": OUTPUT_WARPS, "num_stages": OUTPUT_STAGES},
     )
     products, found = misled_products(machine_code(compiled.asm["cubin"], sys.argv[1]))
     print(products, len(found))

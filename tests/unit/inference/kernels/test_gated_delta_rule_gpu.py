@@ -496,10 +496,10 @@ def test_importing_the_kernels_needs_no_fla():
 WITHOUT_FLA = """
 import sys
 sys.modules["fla"] = None
-from mambaslots.inference.kernels import gpu_kernels, gated_delta_rule
+from mambaslots.inference.kernels import delta, gpu_kernels
 assert "fla.ops" not in sys.modules
 try:
-    gated_delta_rule.stages()
+    delta.stages()
 except ImportError as error:
     print(error)
 """
@@ -514,10 +514,10 @@ def test_fixed_orders_of_addition_leave_one_number_of_warps():
 
 
 FIXED_ORDERS = """
-from mambaslots.inference.kernels import gated_delta_rule
-gated_delta_rule.fix_orders_of_addition()
-gated_delta_rule.fix_orders_of_addition()
-for kernel in gated_delta_rule.stages().kernels_that_add:
+from mambaslots.inference.kernels import delta
+delta.fix_orders_of_addition()
+delta.fix_orders_of_addition()
+for kernel in delta.stages().kernels_that_add:
     print(*{config.num_warps for config in kernel.fn.configs})
 """
 

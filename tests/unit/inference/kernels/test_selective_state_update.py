@@ -375,11 +375,11 @@ def test_replays_in_a_graph_without_synchronising(device: str) -> None:
 
 COMPILE = """
 import triton
-from mambaslots.inference.kernels.ssd import NUM_WARPS, block_sizes, update_kernel
+from mambaslots.inference.kernels.ssd import UPDATE_WARPS, update_blocks, update_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-block_p, block_n = block_sizes(8, 16)
+block_p, block_n = update_blocks(8, 16)
 constants = dict(
     TOKENS=1, HEADS=4, HEADS_A_GROUP=2, HEAD_DIM=8, STATE_DIM=16, BLOCK_P=block_p, BLOCK_N=block_n,
     x_p_stride=1, b_n_stride=1, c_n_stride=1, n_stride=1,
@@ -389,7 +389,7 @@ types |= dict.fromkeys(("sources", "destinations"), "*i32")
 names = update_kernel.arg_names
 signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
 source = ASTSource(fn=update_kernel, signature=signature, constexprs=constants)
-options = {"num_warps": NUM_WARPS, "num_stages": 1}
+options = {"num_warps": UPDATE_WARPS, "num_stages": 1}
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 """
 

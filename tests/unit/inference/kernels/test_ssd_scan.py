@@ -352,7 +352,7 @@ COMPILE = """
 import os, importlib
 import triton
 import triton.language as tl
-from mambaslots.inference.kernels import ssd_scan
+from mambaslots.inference.kernels import ssd
 from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd_kernel as tuned
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -368,7 +368,7 @@ for _ in range(2):
     ttir = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
     print(os.environ["TRITON_F32_DEFAULT"], "inputPrecision = tf32" in ttir)
     os.environ["TRITON_F32_DEFAULT"] = "tf32"
-    importlib.reload(ssd_scan)
+    importlib.reload(ssd)
 """
 
 

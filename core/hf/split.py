@@ -1,17 +1,160 @@
-"""Which part of each weight of a model of transformers one rank keeps."""
+"""One rank's part of a model of transformers: which rows and columns of each weight."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from ...parallel_groups import ParallelGroups
-from ..architectures import ARCHITECTURES, architecture_of
-from ..fused.install import FUSIONS
-from .layers import mlp_width, split_attention, split_experts, split_latent_experts, split_mlp
-from .mixers import split_gated_delta_net, split_mamba2, split_short_conv
-from .module_split import ModuleSplit
-from .weight_part import WeightPart, span, vocabulary_part_of
+from ..parallel_groups import ParallelGroups
+from ..validation import shown
+from .architectures import ARCHITECTURES, architecture_of
+from .fusions import FUSIONS
+from .weight_part import ModuleSplit, WeightPart, part_of, shifted, span, uneven_part_of, vocabulary_part_of
+
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def split_attention(split: ModuleSplit) -> None:
+    """Attention by heads. Where there are fewer KV heads than ranks, several ranks hold the same KV head."""
+    attention = split.module
+    config, head_dim = attention.config, attention.head_dim
+    heads = part_of(config.num_attention_heads, split.groups)
+    kv = span(part_of(config.num_key_value_heads, split.groups), head_dim)
+    # With a gate of the output, a head's rows are its query and its gate.
+    split.rows("q_proj", [span(heads, attention.q_proj.out_features // config.num_attention_heads)])
+    split.rows("k_proj", [kv])
+    split.rows("v_proj", [kv])
+    split.columns("o_proj" if hasattr(attention, "o_proj") else "out_proj", [span(heads, head_dim)])
+
+
+def split_mlp(split: ModuleSplit) -> None:
+    """An MLP by the columns between its projections."""
+    mlp = split.module
+    if hasattr(mlp, "input_linear"):  # the gate's rows, then those of the up projection
+        width = mlp.output_linear.in_features
+        own = span(part_of(width, split.groups), 1)
+        split.rows("input_linear", [own, *shifted([own], width)])
+        split.columns("output_linear", [own])
+        return
+    *first, last = next((names for names in _GATED if hasattr(mlp, names[0])), ("up_proj", "down_proj"))
+    own = span(part_of(getattr(mlp, last).in_features, split.groups), 1)
+    for name in first:
+        split.rows(name, [own])
+    split.columns(last, [own])
+
+
+def mlp_width(mlp: object) -> int:
+    """The columns between the projections of a whole MLP."""
+    last = next(name for name in ("output_linear", "down_proj", "w2") if hasattr(mlp, name))
+    width: int = getattr(mlp, last).in_features
+    return width
+
+
+def split_experts(split: ModuleSplit) -> None:
+    """Whole experts. A token's experts on other ranks get the number behind the last expert of this rank."""
+    experts = split.module
+    part = uneven_part_of(experts.num_experts, split.groups)
+    for name, weight in experts.named_parameters(recurse=False):
+        if weight.shape[0] != part.total:
+            raise ValueError(
+                f"{name} of {type(experts).__name__} has the shape {shown(tuple(weight.shape))}; accepted: "
+                f"one row for each of {part.total} experts"
+            )
+        split.tensor(name, [span(part, 1)])
+    split.sizes |= {
+        "num_experts": part.count,
+        "_is_expert_parallel": True,  # transformers then skips the number behind the last expert
+        "mambaslots_experts": part,
+    }
+
+
+def split_latent_experts(split: ModuleSplit) -> None:
+    """A mixture of experts of Nemotron-H: its last projection multiplies sums that are yet to be added up."""
+    if hasattr(split.module.fc2_latent_proj, "bias"):
+        split.on_first_rank("fc2_latent_proj")
+
+
+def split_mamba2(split: ModuleSplit) -> None:
+    """A Mamba-2 mixer. Rows of `in_proj` are the gate, x, B, C and the time steps."""
+    mixer = split.module
+    inner, width = mixer.intermediate_size, mixer.ssm_state_size
+    heads, groups = part_of(mixer.num_heads, split.groups), part_of(mixer.n_groups, split.groups)
+    x = span(heads, mixer.head_dim)
+    conv = [x, span(groups, width, inner), span(groups, width, inner + mixer.n_groups * width)]
+    projected = [x, *shifted(conv, inner), span(heads, 1, inner + mixer.conv_dim)]
+    split.rows("in_proj", projected)
+    split.rows("conv1d", conv)
+    for name in ("A_log", "D", "dt_bias"):
+        split.tensor(name, [span(heads, 1)])
+    if getattr(mixer, "norm", None) is not None and getattr(mixer, "mamba_rms_norm", True):
+        split.tensor("norm.weight", [x])
+    if hasattr(mixer, "mup_vector"):
+        split.tensor("mup_vector", projected, dim=2)
+    split.columns("out_proj", [x])
+    split.sizes |= {
+        "num_heads": heads.count,
+        "n_groups": groups.count,
+        "intermediate_size": len(x),
+        "conv_dim": sum(map(len, conv)),
+    }
+
+
+def split_gated_delta_net(split: ModuleSplit) -> None:
+    """A gated delta net of Qwen3-Next or Qwen3.5; value heads of a rank read key heads of the same rank."""
+    mixer = split.module
+    key_dim, value_dim = mixer.head_k_dim, mixer.head_v_dim
+    keys, heads = part_of(mixer.num_k_heads, split.groups), part_of(mixer.num_v_heads, split.groups)
+    q, v = span(keys, key_dim), span(heads, value_dim)
+    conv = [q, *shifted([q], mixer.key_dim), *shifted([v], 2 * mixer.key_dim)]
+    if hasattr(mixer, "in_proj_qkvz"):
+        _split_interleaved(split)
+    else:
+        split.rows("in_proj_qkv", conv)
+        split.rows("in_proj_z", [v])
+        split.rows("in_proj_b", [span(heads, 1)])
+        split.rows("in_proj_a", [span(heads, 1)])
+    split.rows("conv1d", conv)
+    for name in ("A_log", "dt_bias"):
+        split.tensor(name, [span(heads, 1)])
+    split.columns("out_proj", [v])
+    split.sizes |= {
+        "num_k_heads": keys.count,
+        "num_v_heads": heads.count,
+        "key_dim": len(q),
+        "value_dim": len(v),
+        "conv_dim": sum(map(len, conv)),
+    }
+
+
+def _split_interleaved(split: ModuleSplit) -> None:
+    """Qwen3-Next's rows: for each key head q, k, and of its value heads v and the gates; then b and a."""
+    mixer = split.module
+    key_dim, value_dim = mixer.head_k_dim, mixer.head_v_dim
+    keys, heads = part_of(mixer.num_k_heads, split.groups), part_of(mixer.num_v_heads, split.groups)
+    per_key = mixer.num_v_heads // mixer.num_k_heads
+    qkvz, ba = [], []
+    for key in keys.indices:
+        first, last = max(heads.start, key * per_key), min(heads.stop, (key + 1) * per_key)
+        own = range(first - key * per_key, last - key * per_key)
+        begin = key * 2 * (key_dim + per_key * value_dim)
+        values = range(own.start * value_dim, own.stop * value_dim)
+        qkvz.append(range(begin, begin + 2 * key_dim))
+        qkvz += shifted([values], begin + 2 * key_dim)
+        qkvz += shifted([values], begin + 2 * key_dim + per_key * value_dim)
+        ba += [*shifted([own], key * 2 * per_key), *shifted([own], key * 2 * per_key + per_key)]
+    split.rows("in_proj_qkvz", qkvz)
+    split.rows("in_proj_ba", ba)
+
+
+def split_short_conv(split: ModuleSplit) -> None:
+    """A short convolution of LFM2. Rows of `in_proj` are two gates and what is convolved."""
+    mixer = split.module
+    hidden = mixer.conv.out_channels
+    own = span(part_of(hidden, split.groups), 1)
+    split.rows("in_proj", [own, *shifted([own], hidden), *shifted([own], 2 * hidden)])
+    split.rows("conv", [own])
+    split.columns("out_proj", [own])
+
 
 Splitter = Callable[[ModuleSplit], None]
 

@@ -1,0 +1,258 @@
+"""The forwards of transformers' mixers over the states of a step's sequences."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.layer_steps import convolve, gated_rms_norm_over_ranks, scan_gated_delta_rule, scan_ssd
+from .current_step import CurrentStep
+from .joint_linear import JointLinear
+
+
+class Mamba2Forward:
+    """The forward of a Mamba-2 mixer, over the states of a step's sequences.
+
+    The time steps are clamped to the module's `time_step_limit` in prefills and in decodes. transformers
+    clamps them wherever it computes a text as a whole, and not where it decodes with its own cache.
+
+    Args:
+        mixer: the module; its weights are used, and not copied.
+        layer: its index among the model's mixers.
+        step: the step that the model computes now.
+    """
+
+    def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
+        self._mixer: Any = mixer
+        self._layer = layer
+        self._step = step
+        limit: Any = mixer.time_step_limit
+        self._shortest, self._longest = map(float, limit or (0.0, "inf"))
+        self._group_width = self._norm_width()
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
+        mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
+        gate, raw, dt = torch.split(
+            self._project(hidden_states[0]),
+            [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads],
+            dim=-1,
+        )
+        dt, A = kernels.time_steps(dt, mixer.dt_bias, mixer.A_log, self._shortest, self._longest)
+        xBC = convolve(
+            raw, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, "conv", self._layer, inputs, kernels
+        )
+        x, B, C = torch.split(
+            xBC, [mixer.intermediate_size, *[mixer.n_groups * mixer.ssm_state_size] * 2], dim=-1
+        )
+        y = scan_ssd(
+            torch.unflatten(x, -1, (mixer.num_heads, mixer.head_dim)),
+            dt,
+            A,
+            torch.unflatten(B, -1, (mixer.n_groups, mixer.ssm_state_size)),
+            torch.unflatten(C, -1, (mixer.n_groups, mixer.ssm_state_size)),
+            mixer.D,
+            self._layer,
+            inputs,
+            kernels,
+        )
+        out: Tensor = mixer.out_proj(self._gate(y.flatten(1), gate))
+        return out[None]
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] -> the gate, what is convolved, and the time steps, [T, all of them]."""
+        projected: Tensor = self._mixer.in_proj(hidden)
+        return projected
+
+    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        """The gated norm of y, both [T, intermediate]."""
+        norm = self._mixer.norm
+        if self._group_width > y.shape[1]:
+            return self._norm_over_ranks(y, gate)
+        groups = y.shape[1] // self._group_width
+        return self._step.kernels.gated_rms_norm(y, gate, norm.weight, groups, norm.variance_epsilon)
+
+    def _norm_width(self) -> int:
+        """Channels of the whole model that are normalised together; 0 without a norm."""
+        return int(self._mixer.norm.group_size)
+
+    def _norm_over_ranks(self, y: Tensor, gate: Tensor, *, gates_first: bool = True) -> Tensor:
+        groups, norm = self._step.groups, self._mixer.norm
+        num_groups = y.shape[1] * groups.tensor_size // self._group_width
+        compute_dtype = self._step.kernels.compute_dtype(y.dtype)
+        weight, eps = norm.weight, norm.variance_epsilon
+        return gated_rms_norm_over_ranks(
+            y, gate, weight, eps, num_groups, groups, compute_dtype, gates_first=gates_first
+        )
+
+
+class FalconMamba2Forward(Mamba2Forward):
+    """`Mamba2Forward` with Falcon-H1's multipliers, and with a norm only where the module has one."""
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        mixer = self._mixer
+        projected: Tensor = mixer.in_proj(hidden * mixer.ssm_in_multiplier) * mixer.mup_vector[0]
+        return projected
+
+    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        if not self._mixer.mamba_rms_norm:
+            return self._step.kernels.silu_mul(gate, y)
+        kernels, norm = self._step.kernels, self._mixer.norm
+        if self._group_width > y.shape[1]:
+            return self._norm_over_ranks(y, gate, gates_first=not norm.norm_before_gate)
+        weight, groups, eps = norm.weight, y.shape[1] // self._group_width, norm.variance_epsilon
+        if not norm.norm_before_gate:
+            return kernels.gated_rms_norm(y, gate, weight, groups, eps)
+        y, gate, weight = (torch.unflatten(tensor, -1, (groups, -1)) for tensor in (y, gate, weight))
+        return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
+
+    def _norm_width(self) -> int:
+        mixer: Any = self._mixer
+        channels: int = mixer.intermediate_size * self._step.groups.tensor_size
+        return channels // mixer.norm.n_groups if mixer.mamba_rms_norm else 0
+
+
+Projections = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]. Hk,
+Hv // Hk may stand in the place of Hv."""
+
+
+class GatedDeltaNetForward:
+    """The forward of Qwen3.5's gated delta net, over the states of a step's sequences.
+
+    Args:
+        mixer: the module; its weights are used, and not copied.
+        layer: its index among the model's mixers.
+        step: the step that the model computes now.
+    """
+
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    """The modules that read the hidden states, in the order in which `_project` takes their outputs."""
+
+    def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:
+        self._mixer = mixer
+        self._layer = layer
+        self._step = step
+        self._joint = JointLinear(mixer, self.projections)
+        key_dim, value_dim, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
+        self._parts = [key_dim, key_dim, value_dim]
+        self._projected = [2 * key_dim + value_dim, value_dim, heads, heads]
+        self._key_heads = (mixer.num_k_heads, mixer.head_k_dim)
+        self._value_heads = (heads, mixer.head_v_dim)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
+        mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
+        raw, gate, b, a = self._project(hidden_states)
+        g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=self._doubled())
+        conv = mixer.conv1d
+        qkv = convolve(
+            raw,
+            conv.weight.squeeze(1),
+            conv.bias,
+            "gdn_conv",
+            self._layer,
+            inputs,
+            kernels,
+        )
+        q, k, v = torch.split_with_sizes(qkv, self._parts, dim=-1)
+        out = scan_gated_delta_rule(
+            torch.unflatten(q, -1, self._key_heads),
+            torch.unflatten(k, -1, self._key_heads),
+            torch.unflatten(v, -1, self._value_heads),
+            g,
+            beta,
+            self._layer,
+            inputs,
+            kernels,
+        )
+        return self._finish(out, gate)[None]
+
+    def _project(self, hidden: Tensor) -> Projections:
+        """[1, T, hidden] -> the projections of all tokens."""
+        raw, gate, b, a = torch.split_with_sizes(self._joint(hidden[0]), self._projected, dim=-1)
+        return raw, torch.unflatten(gate, -1, self._value_heads), b, a
+
+    def _doubled(self) -> bool:
+        """Whether a token may write twice its value."""
+        return False
+
+    def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
+        """The gated norm of each head, and the last projection: [T, hidden]."""
+        mixer = self._mixer
+        projected: Tensor = mixer.out_proj(self._gated_norm(mixer.norm, out, gate))
+        return projected
+
+    def _gated_norm(self, norm: Any, out: Tensor, gate: Tensor) -> Tensor:
+        """[T, Hv * Dv]"""
+        normed = self._step.kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
+        return normed.flatten(1)
+
+
+class Qwen3NextForward(GatedDeltaNetForward):
+    """`GatedDeltaNetForward` with Qwen3-Next's two projections, whose rows are grouped by key head."""
+
+    projections = ("in_proj_qkvz", "in_proj_ba")
+
+    def _project(self, hidden: Tensor) -> Projections:
+        mixer, hidden = self._mixer, hidden[0]
+        heads, heads_of_key = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
+        key_dim, values = mixer.head_k_dim, heads_of_key * mixer.head_v_dim
+        qkvz, ba = torch.split(
+            self._joint(hidden), [2 * (mixer.key_dim + mixer.value_dim), 2 * mixer.num_v_heads], dim=-1
+        )
+        query, key, value, gate = torch.split(
+            torch.unflatten(qkvz, -1, (heads, -1)), [key_dim, key_dim, values, values], dim=-1
+        )
+        b, a = torch.unflatten(ba, -1, (heads, 2, heads_of_key)).unbind(2)
+        raw = query.new_empty(len(hidden), 2 * mixer.key_dim + mixer.value_dim)
+        parts = torch.split(raw, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
+        for part, tensor in zip(parts, (query, key, value), strict=True):
+            torch.unflatten(part, -1, (heads, -1)).copy_(tensor)
+        return raw, torch.unflatten(gate, -1, (heads_of_key, -1)), b, a
+
+
+class OlmoHybridForward(GatedDeltaNetForward):
+    """`GatedDeltaNetForward` with OLMo-Hybrid's six projections; beta may lie between 0 and 2."""
+
+    projections = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+
+    def _doubled(self) -> bool:
+        return bool(self._mixer.allow_neg_eigval)
+
+    def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
+        mixer = self._mixer
+        projected: Tensor = mixer.o_proj(self._gated_norm(mixer.o_norm, out, gate))
+        return projected
+
+
+class ShortConvForward:
+    """The forward of LFM2's short convolution, over the windows of a step's sequences.
+
+    Args:
+        mixer: the module; its weights are used, and not copied.
+        layer: its index among the model's short convolutions.
+        step: the step that the model computes now.
+    """
+
+    def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
+        self._mixer: Any = mixer
+        self._layer = layer
+        self._step = step
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
+        mixer, inputs = self._mixer, self._step.inputs
+        B, C, x = mixer.in_proj(hidden_states[0]).chunk(3, dim=-1)
+        convolved = convolve(
+            B * x,
+            mixer.conv.weight.squeeze(1),
+            mixer.conv.bias,
+            "short_conv",
+            self._layer,
+            inputs,
+            self._step.kernels,
+            activation=False,
+        )
+        out: Tensor = mixer.out_proj(C * convolved)
+        return out[None]

@@ -1,1 +1,0 @@
-"""One rank's part of a model of transformers: which rows and columns of each weight, and which modules."""
