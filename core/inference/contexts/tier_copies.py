@@ -13,7 +13,7 @@ from ...parallel_groups import on_device_of
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from ..kernels.row_checksum import RowChecksum
-from .cache.tier import HostTier
+from .cache.tier import HostTier, StateCopies
 from .pool_sizes import GIGABYTE
 from .pools import StatePool
 from .state_files import StateFiles
@@ -22,7 +22,7 @@ NUM_STAGED = 2
 """Slots' worth of device memory through which states leave, so that no step waits for the bus."""
 
 
-class HostCopies:
+class HostCopies(StateCopies):
     """Copies states between durable slots and rows of host memory; see `StateCopies`.
 
     A state leaves in two copies. The first one, within the device and on the step's own stream, puts it

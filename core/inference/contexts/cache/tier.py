@@ -1,9 +1,8 @@
-"""Copies of states in host memory and on the disk: which are where, and which are evicted."""
+"""The tiers of host memory and disk: which states have a copy where, and when they are copied."""
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from ....errors import MambaSlotCapacityError
 from .durable_slots import DurableSlots
@@ -11,19 +10,17 @@ from .left_entries import LeftEntries
 from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
 from .slot_map import Watcher
 
+logger = logging.getLogger(__name__)
+
 
 class TierSlots:
-    """The book of a tier: prefix hash -> slot. Handles integers only, and trusts its arguments.
+    """The index of a tier, hash -> slot: least recently used first, one pinned copy.
 
-    A slot is free, being written (it is neither free nor in the map), or holds the state of one hash. The
-    copy that was used longest ago goes first. A pinned copy does not go for a new state.
+    A slot is free, being written (neither free nor indexed), or holds the state of one hash.
 
     Attributes:
-        num_slots: slots of the tier.
-        num_entered: how many copies were ever published.
-        left_by_cause: cause -> how many copies left.
-        watchers: called with hashes before their copies come or leave; None for all hashes.
-        left: notes the slots that become free. A slot that is taken for another copy is written whole.
+        watchers: called with hashes before their copies are inserted or removed; None for all hashes.
+        left: dirty slots; a slot that is allocated for another copy is overwritten whole.
     """
 
     def __init__(self, num_slots: int, left: LeftEntries | None = None) -> None:
@@ -45,7 +42,7 @@ class TierSlots:
 
     @property
     def free(self) -> Sequence[int]:
-        """The slots that hold nothing, in no order."""
+        """The free slots, in no order."""
         return self._free
 
     def slot_of(self, key: int) -> int:
@@ -53,27 +50,21 @@ class TierSlots:
         return self._slots.get(key, -1)
 
     def serial_of(self, key: int) -> int:
-        """The number of the copy under this hash, which has one."""
         return self._serials[self._slots[key]]
 
     def keys(self) -> list[int]:
-        """The hashes, the one used longest ago first."""
+        """The hashes, the least recently used first."""
         return list(self._slots)
 
     def use(self, key: int) -> None:
-        """Note that a copy is used now."""
         self._slots.move_to_end(key)
 
     def pin(self, key: int | None) -> None:
-        """Keep this copy, and no other, from leaving for a new state; None for none."""
+        """Protect this copy, and no other, from eviction; None for none."""
         self._pinned = key
 
     def take(self) -> tuple[int, int]:
-        """Take a slot to write to, until `publish` or `give_back`.
-
-        Returns:
-            The slot, and the hash whose copy left for it or 0. (-1, 0) where no slot can be had.
-        """
+        """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
         if self._free:
             slot = self._free.pop()
             self.left.give([slot])
@@ -89,10 +80,7 @@ class TierSlots:
         return slot, victim
 
     def publish(self, key: int, slot: int, serial: int) -> None:
-        """Note that a taken slot holds the state of a hash, which has no slot yet.
-
-        `serial`: a number that no copy of another state has, also not one that was there before.
-        """
+        """Index the state in a slot from `take` under its hash; no other state ever had this `serial`."""
         for watcher in self.watchers:
             watcher([key])
         self._serials[slot] = serial
@@ -100,7 +88,7 @@ class TierSlots:
         self.num_entered += 1
 
     def forget(self, keys: Iterable[int], cause: TierRemovalCause) -> list[int]:
-        """Free the slots of those hashes that have one; returns these slots."""
+        """Free the slots of these hashes, and return them."""
         if self.watchers:
             keys = [key for key in keys if key in self._slots]
             for watcher in self.watchers:
@@ -128,7 +116,7 @@ class TierSlots:
             self.left_by_cause = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
 
     def mend(self) -> None:
-        """Put the book in order behind an interrupted change: free what is in no map; O(slots)."""
+        """After an interrupted change: free what is not indexed; O(slots)."""
         used = set(self._slots.values())
         if self.left.is_active:
             self.left.note(set(range(self.num_slots)).difference(used, self._free))
@@ -137,7 +125,7 @@ class TierSlots:
         self.num_entered = len(self._slots) + sum(self.left_by_cause.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the book contradicts itself; O(slots)."""
+        """Raise AssertionError where the index contradicts itself; O(slots)."""
         slots = [*self._slots.values(), *self._free]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
@@ -145,76 +133,53 @@ class TierSlots:
         assert self.num_entered == len(self._slots) + left, "the count of copies that left a tier is off"
 
 
-logger = logging.getLogger(__name__)
+class StateCopies:
+    """Copies states between durable slots, slots in host memory, and files; knows no prefixes.
 
-
-class StateCopies(Protocol):
-    """Copies states between durable slots, slots in host memory, and files. Knows nothing of prefixes.
-
-    None of the calls makes the caller wait for a copy, except `fetch` and `load`, whose bytes the caller
-    needs next. What `store` and `save` could not copy, or have not copied yet, `fetch` and `load` refuse:
-    they may answer False at any time, and never True for other bytes than were stored under the same serial
-    number. No two states are stored under one number, so that no former content of a slot is taken for
-    another.
+    This class copies nothing and finds every copy good, for bookkeeping without tensors; `HostCopies` copies.
+    Only `fetch` and `load` wait, whose bytes the caller needs next. Where an earlier `store` or `save` failed
+    or is not done, they return False, and never True for other bytes than were stored under the same serial
+    number. No two states are stored under one number.
     """
 
     def store(self, slot: int, host_slot: int, serial: int) -> None:
-        """Copy a durable slot to host memory. Behind the call the slot may be written, in stream order."""
+        """Copy a durable slot to host memory. The slot may be written afterwards, in stream order."""
 
     def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
         """Copy back; whether the durable slot now holds the bytes that were stored under `serial`."""
+        return True
 
     def save(self, host_slot: int, file: int, serial: int) -> None:
-        """Write a slot of host memory to a file, some time."""
+        """Write a slot of host memory to a file, later."""
 
     def load(self, file: int, host_slot: int, serial: int) -> bool:
         """Read a file; whether it is whole, and was written under `serial`."""
+        return True
 
     def delete(self, files: Sequence[int] | None) -> None:
         """Remove these files, or all."""
 
     def zero(self, host_slots: Sequence[int]) -> None:
-        """Zero slots in host memory, behind the copies under way; does not wait."""
+        """Zero slots in host memory, after the copies under way; does not wait."""
 
     def free(self) -> None:
-        """Free device memory, as far as the next `store` can make it again."""
-
-
-class NullCopies:
-    """Copies nothing, and finds every copy good: for books without tensors."""
-
-    def store(self, slot: int, host_slot: int, serial: int) -> None: ...
-
-    def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
-        return True
-
-    def save(self, host_slot: int, file: int, serial: int) -> None: ...
-
-    def load(self, file: int, host_slot: int, serial: int) -> bool:
-        return True
-
-    def delete(self, files: Sequence[int] | None) -> None: ...
-
-    def zero(self, host_slots: Sequence[int]) -> None: ...
-
-    def free(self) -> None: ...
+        """Free device memory that the next `store` can allocate again."""
 
 
 class HostTier:
-    """The books of host memory and of files, and the copies that follow them.
+    """The indexes of host memory and of files, and the copies that follow them.
 
-    A state that leaves its durable slot for another state is copied to host memory, and to a file where
-    there are files. Both copies are found by the state's prefix hash, and live as long as the hash names a KV
-    block. A copy that was brought back to the device stays, so that the next eviction copies nothing.
+    A state that is evicted for another one is copied to host memory, and to a file where there are files.
+    Both copies are found by the state's hash, and live as long as the hash names a KV block. A copy that was
+    fetched stays, so that the next eviction copies nothing.
 
-    Every decision follows from the books alone, not from when a copy is done, so that all ranks of a split
-    model decide alike. Whether a copy is good is found out when it comes back, and the ranks agree on it.
+    Decisions depend on the indexes alone, not on when a copy is done: all ranks of a model decide alike.
+    Whether a copy is good is found out when it is fetched, and the ranks agree on it.
 
     Attributes:
-        host, files: the books; `files` has no slots without a disk tier.
-        copies: what copies the bytes.
-        min_tokens, min_tokens_from_file: a state is brought back if it saves at least so many tokens.
-        on_left: called with hashes whose copies left for others; the owner of the KV sets it.
+        host, files: the indexes; `files` has no slots without a disk tier.
+        min_tokens, min_tokens_from_file: a state is fetched if it saves at least so many tokens.
+        on_left: called with hashes whose copies were evicted; the owner of the KV sets it.
     """
 
     def __init__(
@@ -223,25 +188,14 @@ class HostTier:
         copies: StateCopies | None = None,
         *,
         num_files: int = 0,
-        min_tokens: int = 1,
-        min_tokens_from_file: int = 1,
         agree: Callable[[bool], bool] = bool,
         scrubs: bool = False,
     ) -> None:
-        """
-        Args:
-            num_slots: states that host memory holds.
-            copies: copies the bytes; None for books without tensors.
-            num_files: states that the disk holds.
-            min_tokens, min_tokens_from_file: see the class.
-            agree: whether a copy is good on all ranks, given whether it is good on this one.
-            scrubs: whether rows of host memory are zeroed when their copies leave.
-        """
+        """`agree`: whether a copy is good on all ranks, given this rank's; `scrubs`: zero freed rows."""
         self.files = TierSlots(num_files)
-        self.copies: StateCopies = NullCopies() if copies is None else copies
+        self.copies = copies or StateCopies()
         self.host = TierSlots(num_slots, LeftEntries(self.copies.zero if scrubs else None))
-        self.min_tokens = min_tokens
-        self.min_tokens_from_file = min_tokens_from_file
+        self.min_tokens = self.min_tokens_from_file = 1
         self.num_fetched = 0
         self.num_fetched_from_files = 0
         self.num_failed_stores = 0
@@ -254,7 +208,6 @@ class HostTier:
         return key in self.host or key in self.files
 
     def stats(self) -> TierStats:
-        """How full both tiers are, and what went through them."""
         return TierStats(
             num_host_slots=self.host.num_slots,
             num_host_states=len(self.host),
@@ -271,14 +224,9 @@ class HostTier:
     # ---- out
 
     def spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Keep the states of durable slots that are about to hold others; does not wait.
+        """Copy the states of evicted slots, before they are written; does not wait. Keys < 1 are no hashes.
 
-        An error of a copy costs the copy, and nothing else. The books know a copy that failed as one that is
-        there, so that the books of all ranks stay equal; it is refused when it is to come back.
-
-        Args:
-            slots: durable slots that nobody has written to yet.
-            keys: the prefix hash of each slot's state; a state without a hash has one < 1.
+        A copy that failed stays indexed, so that the indexes of all ranks are equal; `fetch` refuses it.
         """
         for slot, key in zip(slots, keys, strict=True):
             if key <= 0:
@@ -294,8 +242,8 @@ class HostTier:
                 self.copies.store(slot, host_slot, serial)
             except Exception:
                 self._note_failure()
-                self.host.left.note([host_slot])  # of another state; what is published is refused
-            self.host.publish(key, host_slot, serial)  # also what failed, so that ranks agree
+                self.host.left.note([host_slot])
+            self.host.publish(key, host_slot, serial)
             self._save(host_slot, key, serial)
 
     def _save(self, host_slot: int, key: int, serial: int) -> None:
@@ -332,23 +280,18 @@ class HostTier:
         start: int,
         block_size_tokens: int,
     ) -> bool:
-        """Bring the deepest state of a prefix back to the device, where that is worth it.
+        """Fetch the deepest state after `start` of a path, if that beats computing it; waits for it.
 
-        Takes a durable slot for the state, and may evict others, which spill in turn. Waits for the copy. A
-        copy that turns out to be bad is forgotten, and the next deepest one is tried. The state can be found
-        once its copy is complete; a call that is interrupted leaves a reserved slot and nothing else. Where
-        the model is split, a collective.
+        May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
+        The state is findable once its copy is complete. A collective where the model is split.
 
         Args:
-            slots: the book of durable slots.
-            blocks: the registered blocks that a sequence may resume behind.
-            keys: their hashes, and perhaps more.
-            start: tokens of the sequence that need not be computed in any case.
-            block_size_tokens: tokens of a block.
+            slots: allocates the durable slot.
+            blocks, keys: the path's registered blocks that a sequence may resume after, and their hashes.
+            start: tokens of the sequence that are resumed in any case.
 
         Returns:
-            Whether states have come or gone, so that matches are to be made again. That is so, too, where the
-                copies were bad: another state may have left for them.
+            Whether states were committed or evicted: matches are stale then.
         """
         changed = False
         if not (self.host or self.files):
@@ -370,13 +313,12 @@ class HostTier:
         return changed
 
     def _is_worth(self, key: int, num_tokens: int) -> bool:
-        """Whether there is a copy under `key` that is worth its way where it saves `num_tokens`."""
         if key in self.host:
             return num_tokens >= self.min_tokens
         return key in self.files and num_tokens >= self.min_tokens_from_file
 
     def _pin(self, key: int) -> None:
-        """Keep the copy under `key` where it is while others spill."""
+        """Protect the copies under `key` while others spill."""
         for tier in (self.host, self.files):
             if key in tier:
                 tier.use(key)
@@ -387,10 +329,7 @@ class HostTier:
         self.files.pin(None)
 
     def _fetch(self, key: int, slot: int) -> bool:
-        """Copy the state under `key` to a reserved slot; whether it is there on all ranks of the model.
-
-        A copy that is bad on any rank is forgotten on all.
-        """
+        """Copy a state to a reserved slot; False, and forgotten on all ranks, if it is bad on one."""
         from_file = key not in self.host
         good = loaded = False
         try:
@@ -409,7 +348,7 @@ class HostTier:
         return True
 
     def _load(self, key: int) -> bool:
-        """Read a file into a slot of host memory. The books change alike on all ranks, whatever is read."""
+        """Read a file into host memory; the indexes change alike on all ranks, whatever is read."""
         host_slot = self._take(self.host)
         if host_slot < 0:
             return False
@@ -421,7 +360,7 @@ class HostTier:
     # ---- the whole
 
     def forget(self, keys: Iterable[int], cause: TierRemovalCause = "forgotten") -> None:
-        """Forget the copies under these hashes. `cause`: what they count as."""
+        """Forget the copies under these hashes."""
         listed = list(keys)
         self.host.forget(listed, cause)
         gone = self.files.forget(listed, cause)
@@ -439,15 +378,12 @@ class HostTier:
             self.copies.delete(None)
 
     def mend(self) -> None:
-        """Put the books in order behind an interrupted change; O(slots)."""
+        """After an interrupted change: free what is not indexed; O(slots)."""
         self.host.mend()
         self.files.mend()
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
-        """Raise AssertionError where the books contradict themselves, or keep what nobody can resume from.
-
-        `known`: whether a prefix hash names a registered KV block.
-        """
+        """Raise AssertionError where the indexes contradict themselves, or a hash has no registered block."""
         for tier in (self.host, self.files):
             tier.check_integrity()
             assert all(map(known, tier.keys())), "a tier keeps a state whose KV is gone"

@@ -6,7 +6,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache.tier import HostTier, NullCopies
+from mambaslots.inference.contexts.cache.tier import HostTier, StateCopies
 from mambaslots.inference.contexts.pools import StatePool
 from mambaslots.inference.contexts.tier_copies import HostCopies, tier_of
 from mambaslots.parallel_groups import ParallelGroups
@@ -58,4 +58,4 @@ def test_a_stage_without_states_takes_the_slots_of_the_others(num_slots: int) ->
     assert second is not None
     assert first.host.num_slots == second.host.num_slots == num_slots
     assert isinstance(first.copies, HostCopies)
-    assert isinstance(second.copies, NullCopies)
+    assert type(second.copies) is StateCopies
