@@ -1,15 +1,29 @@
-"""What a monitor counts: distributions of durations, tenants, and all of it at once."""
+"""What a monitor counts: durations, tenants, requests, and figures over time."""
 
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..cache_stats import EngineStats
+from ..inference.contexts.cache.hashing import PUBLIC_ROOT
+from ..inference.contexts.cache.root_use import RootUse
+from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
+from ..request import RequestResult
+from .advice import differences, why_not_deeper
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+DEFAULT = "default"
+OTHER = "other"
+MAX_TENANTS = 64
+MAX_SALTS = 1 << 14
+
+EVERY_S = 2
+NUM_POINTS = 450
 
 
 @dataclass(frozen=True)
@@ -35,11 +49,7 @@ class Latency:
     """The distribution of one duration in seconds."""
 
     def __init__(self, bounds_s: Sequence[float], num_recent: int = 512) -> None:
-        """
-        Args:
-            bounds_s: upper bounds of the classes of the histogram.
-            num_recent: so many of the last values make the percentiles.
-        """
+        """`num_recent`: so many of the last values make the percentiles."""
         self._bounds = tuple(bounds_s)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
@@ -61,16 +71,16 @@ class Latency:
         return percentiles(self._recent)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TenantFigures:
     """What a tenant has asked for, and what the cache holds of it now."""
 
     name: str
-    num_requests: int
-    num_prompt_tokens: int
-    num_resumed_tokens: int
-    num_states: int
-    num_kv_blocks: int
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_resumed_tokens: int = 0
+    num_states: int = 0
+    num_kv_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,9 +118,195 @@ def percentiles(values: Iterable[float], ranks: Sequence[int] = (50, 90, 99)) ->
     return {f"p{rank}": ordered[max(0, -(-len(ordered) * rank // 100) - 1)] for rank in ranks}
 
 
-def differences[Name: str](now: Mapping[Name, int], before: Mapping[Name, int]) -> dict[Name, int]:
-    """How much counts have grown; a count that has fallen was reset, and has grown from 0."""
+class Tenants:
+    """Names for root digests, and figures for names; the memory of both is bounded.
+
+    A root without a name, and a name beyond the first 64, count as "other". Of the roots, the 16,384 named
+    last have their names. No salt is kept.
+    """
+
+    def __init__(self) -> None:
+        self._figures = {DEFAULT: TenantFigures(DEFAULT)}
+        self._name_of: OrderedDict[bytes, str] = OrderedDict()
+
+    def name(self, root: bytes, tenant: str) -> None:
+        """Let requests with this root count for `tenant`."""
+        if tenant not in self._figures and len(self._figures) >= MAX_TENANTS:
+            tenant = OTHER
+        self.figures_of(tenant)
+        self._name_of[root] = tenant
+        self._name_of.move_to_end(root)
+        if len(self._name_of) > MAX_SALTS:
+            self._name_of.popitem(last=False)
+
+    def of(self, root: bytes) -> str:
+        """The name that a root counts for."""
+        return self._name_of.get(root, DEFAULT if root == PUBLIC_ROOT else OTHER)
+
+    def figures_of(self, name: str) -> TenantFigures:
+        return self._figures.setdefault(name, TenantFigures(name))
+
+    def all_with(self, use: Mapping[bytes, RootUse]) -> tuple[TenantFigures, ...]:
+        """Copies of all figures, with what the cache holds for each root."""
+        for one in self._figures.values():
+            one.num_states = one.num_kv_blocks = 0
+        for root, held in use.items():
+            one = self.figures_of(self.of(root))
+            one.num_states += held.num_states
+            one.num_kv_blocks += held.num_kv_blocks
+        return tuple(replace(one) for one in self._figures.values())
+
+
+class Series:
+    """What each interval of `EVERY_S` seconds computed, and how full the pools were at its end.
+
+    Tokens count for the interval in which `note` receives them.
+    """
+
+    def __init__(self, now_s: float, stats: EngineStats) -> None:
+        """`now_s`: on the clock of all calls."""
+        self._points: deque[tuple[float, dict[str, Any]]] = deque(maxlen=NUM_POINTS)
+        self._ends_s = now_s + EVERY_S
+        self._stats = stats
+        self._counts = self._at_start = _counts(stats, 0)
+
+    def note(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
+        """Record the newest figures."""
+        if self.is_due(now_s):
+            self._end_intervals(now_s)
+        self._stats = stats
+        self._counts = _counts(stats, num_generated)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether an interval has ended since the last `note`."""
+        return now_s >= self._ends_s
+
+    def _end_intervals(self, now_s: float) -> None:
+        num_ended = int((now_s - self._ends_s) // EVERY_S) + 1
+        skipped = max(0, num_ended - NUM_POINTS)
+        self._ends_s += skipped * EVERY_S
+        for _ in range(num_ended - skipped):
+            self._points.append((self._ends_s, self._point()))
+            self._at_start = self._counts
+            self._ends_s += EVERY_S
+
+    def _point(self) -> dict[str, Any]:
+        grown, stats, cache = differences(self._counts, self._at_start), self._stats, self._stats.cache
+        return {
+            "prompt": grown.pop("prompt"),
+            "resumed": grown.pop("resumed"),
+            "generated": grown.pop("generated"),
+            "by_reason": grown,
+            "states_committed": cache.num_committed_slots,
+            "states_pinned": cache.num_pinned_slots,
+            "kv_cached": cache.num_cached_kv_blocks,
+            "kv_held": cache.num_held_kv_blocks,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+        }
+
+    def as_json(self, unix_offset_s: float) -> dict[str, Any]:
+        """The series as `Monitor.snapshot` has it. `unix_offset_s`: from the clock's time to Unix time."""
+        points = [{"time_s": end + unix_offset_s, **point} for end, point in self._points]
+        return {"every_s": EVERY_S, "points": points}
+
+
+def _counts(stats: EngineStats, num_generated: int) -> Mapping[str, int]:
+    cache = stats.cache
     return {
-        name: number - before.get(name, 0) if number >= before.get(name, 0) else number
-        for name, number in now.items()
+        "prompt": cache.num_prompt_tokens,
+        "resumed": cache.num_resumed_tokens,
+        "generated": num_generated,
+        **{str(reason): number for reason, number in cache.computed_by_reason.items()},
     }
+
+
+@dataclass
+class RequestRecord:
+    """One request: numbers only, no tokens and no text.
+
+    Attributes:
+        request: the request; dropped when it has ended.
+        tenant: in whose figures it counts.
+        arrived_s: seconds since 1970.
+        grid: tokens of the smallest block that the model allows.
+        spans: why its prompt tokens were computed: [start, stop, reason] in order; tokens between two
+            spans were resumed.
+        resume_point: the length of the prefix that it last resumed.
+        queued_s: seconds until its first step; None before that.
+        resumed_tokens, prompt_tokens_done: prompt tokens that were resumed, and those resumed or computed.
+        first_token_s, last_token_s: when tokens came, on the monitor's clock.
+        num_tokens: generated tokens.
+    """
+
+    request: DynamicInferenceRequest | None
+    request_id: int
+    tenant: str
+    arrived_s: float
+    num_prompt_tokens: int
+    grid: int
+    spans: list[list[Any]] = field(default_factory=list)
+    resume_point: int = 0
+    queued_s: float | None = None
+    resumed_tokens: int = 0
+    prompt_tokens_done: int = 0
+    recomputed_tokens: int = 0
+    ttft_s: float | None = None
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def note_step(self, step: RequestStep) -> None:
+        """Note a step of a prefill."""
+        counted = self.spans[-1][1] if self.spans else 0
+        for span in step.spans:
+            start = max(span.start, step.start, counted)
+            stop = min(span.stop, step.stop, self.num_prompt_tokens)
+            if start >= stop:
+                continue
+            last = self.spans[-1] if self.spans else None
+            if last is not None and last[1] == start and last[2] == span.reason:
+                last[1] = stop
+            else:
+                self.spans.append([start, stop, span.reason])
+
+    def note_ledger(self) -> tuple[int, int]:
+        """Read the request's counts; returns by how much resumed and all prompt tokens have grown."""
+        if self.request is None:
+            return 0, 0
+        ledger = self.request.ledger
+        resumed, done = ledger.resumed, ledger.num_prompt_tokens
+        grown = resumed - self.resumed_tokens, done - self.prompt_tokens_done
+        self.resumed_tokens, self.prompt_tokens_done = resumed, done
+        self.recomputed_tokens = ledger.recomputed
+        return grown
+
+    def note_end(self, result: RequestResult) -> None:
+        self.finish_reason = result.finish_reason
+        self.num_tokens = len(result.tokens)
+        self.ttft_s = result.ttft_s
+        self.request = None
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean seconds between two tokens; None before the second."""
+        if self.num_tokens < 2 or self.last_token_s <= self.first_token_s:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as `Monitor.snapshot` has it."""
+        return {
+            "id": self.request_id,
+            "tenant": self.tenant,
+            "arrived_s": self.arrived_s,
+            "prompt_tokens": self.num_prompt_tokens,
+            "resumed_tokens": self.resumed_tokens,
+            "spans": [list(span) for span in self.spans],
+            "generated_tokens": self.num_tokens,
+            "finish_reason": self.finish_reason,
+            "ttft_s": self.ttft_s,
+            "inter_token_s": self.inter_token_s,
+            "why": why_not_deeper(self.spans, self.resume_point, self.num_prompt_tokens, self.grid),
+        }

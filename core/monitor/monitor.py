@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -17,19 +17,18 @@ from ..inference.engines.step_report import NewTokens
 from ..request import FinishReason, RequestResult
 from ..validation import instance, integer, real, shown
 from ..version import VERSION
+from .advice import MissWatch
 from .figures import (
     FIRST_TOKEN_BOUNDS_S,
     INTER_TOKEN_BOUNDS_S,
     STEP_BOUNDS_S,
     Latency,
     MonitorFigures,
-    TenantFigures,
+    RequestRecord,
+    Series,
+    Tenants,
     percentiles,
 )
-from .misses import MissWatch
-from .request_record import RequestRecord
-from .series import Series
-from .tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -89,20 +88,14 @@ class Monitor:
         self._unix_offset_s = time.time() - now
         config, context = engine.config, engine.context
         stats = engine.stats()
-        self._num_slots = context.prefix_cache.slots.num_slots
         self._grid = context.spec.grid
         self._state_bytes = context.spec.slot_bytes
         self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
-        self._misses = MissWatch(
-            config,
-            num_slots=context.prefix_cache.pins.max_slots,
-            slot_bytes=self._state_bytes,
-            kv_block_bytes=self._kv_block_bytes,
-            grid=self._grid,
-            max_lost_share=real("max_lost_share", max_lost_share, 0.0),
-            window_tokens=integer("window_tokens", window_tokens, 1),
-            stats=stats,
+        share, window = (
+            real("max_lost_share", max_lost_share, 0.0),
+            integer("window_tokens", window_tokens, 1),
         )
+        self._misses = MissWatch(engine, share, window, stats)
         self._series = Series(now, stats)
         self._tenants = Tenants()
         self._running: dict[int, RequestRecord] = {}
@@ -122,7 +115,7 @@ class Monitor:
         engine.observe(self)
 
     def close(self) -> None:
-        """Stop watching; what was counted stays readable. ValueError where the engine tells it nothing."""
+        """Stop watching; what was counted stays readable. ValueError where it does not watch."""
         self.engine.unobserve(self)
 
     def name_salt(self, cache_salt: bytes | str | None, tenant: str) -> None:
@@ -139,7 +132,7 @@ class Monitor:
         with self._lock:
             self._tenants.name(root, name)
 
-    # ---- what the engine tells
+    # ---- calls of the engine
 
     def request_added(self, request: DynamicInferenceRequest) -> None:
         """Begin a record."""
@@ -184,7 +177,7 @@ class Monitor:
                 ended = record.as_json()
                 self._ended.appendleft(ended)
                 self._num_ended[result.finish_reason] += 1
-                del self._running[request.request_id]  # last: an end that is interrupted is told again
+                del self._running[request.request_id]  # last: an interrupted call is repeated
             if not self._running:  # there may be no step for long
                 self._next_look_s = 0.0
             self._look(self._clock())
@@ -206,13 +199,13 @@ class Monitor:
                 request, request.request_id, tenant, arrived_s, len(request.prompt_tokens), self._grid
             )
             self._running[request.request_id] = record
-            self._tenants.counts_of(tenant).num_requests += 1
+            self._tenants.figures_of(tenant).num_requests += 1
             self._num_added += 1
         return record
 
     def _note_ledger(self, record: RequestRecord) -> None:
         resumed, done = record.note_ledger()
-        counts = self._tenants.counts_of(record.tenant)
+        counts = self._tenants.figures_of(record.tenant)
         counts.num_resumed_tokens += resumed
         counts.num_prompt_tokens += done
 
@@ -229,7 +222,7 @@ class Monitor:
         record.last_token_s = now
 
     def _look(self, now: float) -> None:
-        """Take the engine's figures now and then, and judge them; also while somebody reads the series."""
+        """Record the engine's figures every 0.25 s, and judge them every 2 s."""
         if now < self._next_look_s:
             return
         self._next_look_s = now + _LOOK_EVERY_S
@@ -257,7 +250,7 @@ class Monitor:
                 inter_token=self._inter_token.histogram,
                 step=self._step.histogram,
                 queue=self._queue.histogram,
-                tenants=self._tenant_figures(use),
+                tenants=self._tenants.all_with(use),
                 num_warnings=len(self._misses.warnings),
             )
 
@@ -315,7 +308,7 @@ class Monitor:
                         "states": one.num_states,
                         "kv_blocks": one.num_kv_blocks,
                     }
-                    for one in self._tenant_figures(use)
+                    for one in self._tenants.all_with(use)
                 ],
                 "series": self._series.as_json(self._unix_offset_s),
                 "requests": self._requests(),
@@ -354,27 +347,6 @@ class Monitor:
             self._use = use_by_root(self.engine.context.prefix_cache)
             self._counted_s = now
         return self._use
-
-    def _tenant_figures(self, use: dict[bytes, RootUse]) -> tuple[TenantFigures, ...]:
-        states: Counter[str] = Counter()
-        blocks: Counter[str] = Counter()
-        for root, root_use in use.items():
-            name = self._tenants.of(root)
-            states[name] += root_use.num_states
-            blocks[name] += root_use.num_kv_blocks
-        for name in states:
-            self._tenants.counts_of(name)
-        return tuple(
-            TenantFigures(
-                name,
-                counts.num_requests,
-                counts.num_prompt_tokens,
-                counts.num_resumed_tokens,
-                states[name],
-                blocks[name],
-            )
-            for name, counts in self._tenants.counts.items()
-        )
 
     def _requests(self) -> list[dict[str, Any]]:
         """The last requests to arrive, of those that run and those that ended last."""

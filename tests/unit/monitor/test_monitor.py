@@ -10,7 +10,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.cache.pool_stats import STATE_REMOVAL_CAUSES
 from mambaslots.monitor import Monitor
-from mambaslots.monitor.explanations import why_not_deeper
+from mambaslots.monitor.advice import why_not_deeper
 from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
@@ -251,8 +251,8 @@ def test_what_scores_and_warms_is_no_request() -> None:
         ([[0, 100, "never_seen"]], 0, "Tokens 0 to 100 were computed: no earlier"),
         ([[0, 100, "never_seen"]], 96, "It resumed 96 of 100 tokens; tokens 96 to 100 were computed: no"),
         ([[0, 64, "never_seen"], [96, 100, "last_token"]], 64, "It resumed 64 of 100 tokens; tokens 96 to"),
-        ([[0, 100, "never_seen"]], 100, "Its prompt was computed before a restart; it began again behind 10"),
-        ([[0, 100, "never_seen"]], 112, "Its prompt was computed before a restart; it began again behind 11"),
+        ([[0, 100, "never_seen"]], 100, "Its prompt was computed before a restart; it resumed 10"),
+        ([[0, 100, "never_seen"]], 112, "Its prompt was computed before a restart; it resumed 11"),
     ],
 )
 def test_why_a_request_did_not_resume_deeper(spans: list[list[Any]], resume_point: int, said: str) -> None:

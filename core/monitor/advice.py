@@ -1,27 +1,77 @@
-"""Warnings about prompt tokens that a setting would have saved."""
+"""Why prompt tokens were computed, and the setting that would have saved them."""
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from ..cache_stats import EngineStats
-from ..config import InferenceConfig
 from ..inference.contexts.cache.pool_stats import EVICTIONS
 from ..inference.contexts.cache.reasons import ComputeReason
 from ..inference.contexts.pool_sizes import GIGABYTE
-from .figures import differences
+from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 
 logger = logging.getLogger("mambaslots.monitor")
 
-_NUM_PROMPTS = 64  # so many of the last prompts say what a typical length is
-_UNUSED = 0.8  # a larger share of evicted states that nobody had used is worth a word
+_NUM_PROMPTS = 64  # the median of so many prompts is a typical length
+_UNUSED = 0.8  # a larger share of evicted states without a use is warned of
+_SENTENCES: dict[ComputeReason, str] = {
+    "never_seen": "no earlier request had these tokens at this place",
+    "kv_evicted": "their KV was evicted; more num_kv_blocks (or total_gb) keep it longer",
+    "state_not_taken": (
+        "no state was taken that deep; CheckpointPlan.marks or prefill_interval take more states"
+    ),
+    "branch_first_seen": (
+        "this request is the first to differ from a cached prompt there, and no state lies at the branch; "
+        "CheckpointPlan.marks or prefill_interval take states before prompts branch"
+    ),
+    "state_evicted": ("the state there was evicted; more num_mamba_slots (or total_gb) keep it longer"),
+    "last_token": "a prompt's last token is always computed, with its block; no setting helps",
+    "partial_block": (
+        "they do not fill the smallest block that the model allows ({grid} tokens); no setting helps"
+    ),
+    "capacity": (
+        "a state was planned there and no slot was free; more num_mamba_slots or fewer pins make room"
+    ),
+    "disabled": (
+        "the cache was not used there: enable_prefix_caching is False, the request wants the log-probs of "
+        "its prompt (skip_prompt_log_probs=False), or the cache was reset while it ran"
+    ),
+}
+_SMALLER_BLOCK = (
+    "they do not fill a block; a smaller block_size_tokens (a multiple of {grid}) shares more of short tails"
+)
+
+
+def why_not_deeper(
+    spans: Sequence[Sequence[Any]], resume_point: int, num_prompt_tokens: int, grid: int
+) -> str:
+    """Why a request did not resume deeper than it did.
+
+    Args:
+        spans: [start, stop, reason] of computed prompt tokens, in order.
+        resume_point: the length of the prefix that the request last resumed, or 0.
+        num_prompt_tokens: tokens of the prompt.
+        grid: tokens of the smallest block that the model allows.
+    """
+    if not spans:
+        return "It has computed nothing yet."
+    first = next((span for span in spans if span[1] > resume_point), None)
+    if first is None:
+        return f"Its prompt was computed before a restart; it resumed {resume_point} tokens."
+    start, stop, reason = max(first[0], resume_point), first[1], first[2]
+    resumed = f"It resumed {resume_point} of {num_prompt_tokens} tokens; tokens" if resume_point else "Tokens"
+    fills_smaller = reason == "partial_block" and stop - start >= grid
+    sentence = (_SMALLER_BLOCK if fills_smaller else _SENTENCES[reason]).format(grid=grid)
+    return f"{resumed} {start} to {stop} were computed: {sentence}."
+
 
 _ADVICE: dict[ComputeReason, str] = {
     "state_not_taken": "no state was taken that deep; give CheckpointPlan.marks where prompts branch, or a "
     "checkpoint_plan with a prefill_interval of a few blocks",
-    "branch_first_seen": "prompts leave known paths where no state lies; give CheckpointPlan.marks where "
-    "they branch, or a checkpoint_plan with a prefill_interval of a few blocks",
+    "branch_first_seen": "prompts differ from cached ones where no state lies; give CheckpointPlan.marks "
+    "where they branch, or a checkpoint_plan with a prefill_interval of a few blocks",
     "disabled": "their log-probs are wanted (skip_prompt_log_probs=False, or engine.score); a later "
     "prompt_log_probs_start resumes more, or the cache was reset while requests ran",
 }
@@ -35,32 +85,22 @@ class MissWatch:
     """
 
     def __init__(
-        self,
-        config: InferenceConfig,
-        *,
-        num_slots: int,
-        slot_bytes: int,
-        kv_block_bytes: int,
-        grid: int,
-        max_lost_share: float,
-        window_tokens: int,
-        stats: EngineStats,
+        self, engine: DynamicInferenceEngine, max_lost_share: float, window_tokens: int, stats: EngineStats
     ) -> None:
         """
         Args:
-            num_slots: slots that pinned prefixes may keep.
-            slot_bytes, kv_block_bytes: bytes of a state and of a KV block, over all layers of this rank.
-            grid: every block is a multiple of this number of tokens.
+            engine: its settings are judged.
             max_lost_share: a reason that costs a larger share of the prompt tokens of a window is warned of.
             window_tokens: prompt tokens of a window.
             stats: the engine's figures now.
         """
+        spec, config = engine.context.spec, engine.config
         self.warnings: list[str] = []
         self._config = config
-        self._num_slots = num_slots
-        self._slot_bytes = slot_bytes
-        self._kv_block_bytes = kv_block_bytes
-        self._grid = grid
+        self._num_slots = engine.context.prefix_cache.pins.max_slots
+        self._slot_bytes = spec.slot_bytes
+        self._kv_block_bytes = spec.kv_block_bytes(config.block_size_tokens)
+        self._grid = spec.grid
         self._max_lost_share = max_lost_share
         self._window_tokens = window_tokens
         self._start = stats
@@ -132,7 +172,8 @@ class MissWatch:
             reasons = [reason for reason in known if lost[reason]]
             num_refused = max(0, now.num_states_refused - before.num_states_refused)
             number = left["new_state"] + left["live_state"] + num_refused
-            yield "states", f"{opening(*reasons)}{self._more_slots(number)}"
+            more = self._more("num_mamba_slots", number, "states", self._slot_bytes)
+            yield "states", opening(*reasons) + more
             unused = max(0, now.num_states_evicted_unused - before.num_states_evicted_unused)
             evicted = sum(count for cause, count in left.items() if cause in EVICTIONS)
             if evicted and unused / evicted > _UNUSED:
@@ -143,27 +184,30 @@ class MissWatch:
                     "chunk_ends=False, decode='off')",
                 )
         if share("kv_evicted") > self._max_lost_share:
-            yield "kv_evicted", f"{opening('kv_evicted')}{self._more_blocks(kv_left['new_block'])}"
+            number = kv_left["new_block"]
+            more = self._more("num_kv_blocks", number, "KV blocks", self._kv_block_bytes)
+            yield "kv_evicted", opening("kv_evicted") + more
         for reason, advice in _ADVICE.items():
             if share(reason) > self._max_lost_share:
                 yield reason, opening(reason) + advice
 
-    def _more_slots(self, number: int) -> str:
+    def _more(self, setting: str, number: int, what: str, bytes_each: int) -> str:
         number = max(1, number)
         if self._config.total_gb is not None:
-            gb = number * self._slot_bytes / GIGABYTE
-            return f"raise total_gb by up to {gb:.3g}: the {number} states lost meanwhile"
-        return f"raise num_mamba_slots by up to {number}: the states lost meanwhile"
-
-    def _more_blocks(self, number: int) -> str:
-        number = max(1, number)
-        if self._config.total_gb is not None:
-            gb = number * self._kv_block_bytes / GIGABYTE
-            return f"raise total_gb by up to {gb:.3g}: the {number} KV blocks lost meanwhile"
-        return f"raise num_kv_blocks by up to {number}: the KV blocks lost meanwhile"
+            gb = number * bytes_each / GIGABYTE
+            return f"raise total_gb by up to {gb:.3g}: the {number} {what} lost meanwhile"
+        return f"raise {setting} by up to {number}: the {what} lost meanwhile"
 
     def _warn(self, key: str, sentence: str) -> None:
         if key not in self._given:
             self._given.add(key)
             self.warnings.append(sentence)
             logger.warning("%s", sentence)
+
+
+def differences[Name: str](now: Mapping[Name, int], before: Mapping[Name, int]) -> dict[Name, int]:
+    """How much counts have grown; a count that has fallen was reset, and has grown from 0."""
+    return {
+        name: number - before.get(name, 0) if number >= before.get(name, 0) else number
+        for name, number in now.items()
+    }
