@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RequestOverflowError,
     )
     from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
+    from .inference.contexts.cache.checkpoints import PathStep
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
     from .inference.contexts.cache.pinned_prefixes import PinnedPrefix
@@ -57,7 +58,7 @@ __all__ = [
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "load", "LoadedModel", "TextCodec", "text",
     # the cache, in an engine of your own
-    "PrefixCache", "PrefixMatch", "PrefixHashChain", "KVBlockAllocator", "MambaSlotAllocator",
+    "PrefixCache", "PrefixMatch", "PrefixHashChain", "PathStep", "KVBlockAllocator", "MambaSlotAllocator",
     "DynamicInferenceContext",
     # bringing a model
     "Model", "HybridStateSpec", "StateTensor", "mamba2_states", "gated_delta_net_states", "short_conv_states",
@@ -77,6 +78,7 @@ _NAMES_OF_MODULES = {
     "mambaslots.inference.contexts.cache.kv_block_allocator": "KVBlockAllocator",
     "mambaslots.inference.contexts.cache.pinned_prefixes": "PinnedPrefix",
     "mambaslots.inference.contexts.cache.prefix_cache": "PrefixCache",
+    "mambaslots.inference.contexts.cache.checkpoints": "PathStep",
     "mambaslots.inference.contexts.cache.hashing": "PrefixHashChain",
     "mambaslots.inference.contexts.cache.prefix_match": "PrefixMatch",
     "mambaslots.inference.contexts.dynamic_context": "DynamicInferenceContext",

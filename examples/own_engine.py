@@ -14,7 +14,6 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.inference.contexts.cache.checkpoints import PathStep
 
 BLOCK, CHUNK, PAGES, SLOTS, VOCABULARY, WIDTH = 8, 32, 96, 8, 50, 16
 
@@ -95,7 +94,7 @@ class Engine:
                 start=start, stop=stop, prompt_tokens=request.num_prompt, block_size_tokens=BLOCK
             )
             decoding = start >= request.num_prompt
-            planned.append(PathStep(request.path, request.tokens, start, stop, decoding, boundaries))
+            planned.append(ms.PathStep(request.path, request.tokens, start, stop, decoding, boundaries))
         for request, step in zip(list(self.running), self.cache.reserve(planned), strict=True):
             token = self.forward(request, step)
             self.cache.register(request.path, request.tokens, step.stop)
@@ -107,7 +106,7 @@ class Engine:
                 self.cache.release(request.path)
                 self.running.remove(request)
 
-    def forward(self, request: Request, step: PathStep) -> int:
+    def forward(self, request: Request, step: ms.PathStep) -> int:
         """Compute the step's tokens, write their KV and the states at its boundaries; the next token."""
         pages = torch.tensor(request.path.blocks)
         for position in range(step.start, step.stop):

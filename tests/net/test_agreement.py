@@ -93,8 +93,8 @@ def another_free_slot(engine: Engine) -> None:
 
 
 def another_victim(engine: Engine) -> None:
-    slots = engine.context.mamba_slot_allocator
-    slots.note_use(next(slot for slot in range(slots.max_slots) if slots.slot_to_block[slot] >= 0))
+    slots = engine.context.prefix_cache.slots
+    slots.note_use(min(slots.map.slots))
     serve(engine, range(10, 18))
 
 
@@ -134,8 +134,8 @@ def a_reset_cache(engine: Engine) -> None:
 
 
 def a_lost_state(engine: Engine) -> None:
-    slots = engine.context.mamba_slot_allocator
-    slots.invalidate_block(next(iter(slots.hash_to_block_id.values())))
+    slots = engine.context.prefix_cache.slots
+    slots.forget([next(iter(slots.map.slot_by_block))])
     serve(engine, range(20, 21))
 
 
