@@ -21,12 +21,7 @@ LONG := not gpu
 # Suites that run with poison in all memory that nobody may read; see tests/oracle/poisoned_session.py.
 POISONED := $(addprefix tests/unit/,inference models hf vllm net/transfer net/prefill_decode faults)
 IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
-BENCHMARKS := $(filter-out $(addprefix benchmarks/,command_line.py stock_host.py align_shapes.py kernel_shapes.py ssd_shapes.py specialisation.py \
-  crowd_rows.py crowd_engines.py crowd_cases.py serving_models.py serving_limits.py serving_prefill.py serving_decode.py \
-  serving_conversations.py serving_trace.py serving_report.py serving_plot.py bits_answers.py bits_bench.py bits_conditions.py \
-  bits_costs.py bits_drafters.py bits_traffic.py bits_table.py sanitized_plants.py sanitized_tests.py),$(wildcard benchmarks/*.py))
-
-.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint bench clean
+.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint house bench clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
@@ -75,8 +70,11 @@ lint: $(FOR_DEV)
 	$(BIN)/mypy
 	$(BIN)/python -m $(PYTEST) $(IMPORTS)
 
+house: $(FOR_DEV)
+	$(BIN)/python tools/house.py
+
 bench: $(FOR_DEV)
-	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from command_line import add_count, add_device, check_device, make_parser
 from mambaslots.inference.kernels.kernel_set import kernel_set
 from mambaslots.vllm.align_host import kernels_for
 from mambaslots.vllm.align_reference import AlignLayout, AlignState
 from mambaslots.vllm.align_rule import advance, save_boundary
 from state_movement import Device
+from support.command_line import add_count, add_device, check_device, make_parser
 
 REQUESTS, DRAFTS, HISTORY = 32, 3, 3
 COLUMNS = 2 + DRAFTS

@@ -12,8 +12,8 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
-from command_line import make_parser
-from graph_timing import graph_us
+from support.command_line import make_parser
+from support.graph_timing import graph_us
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 256
 SEGMENTS = (2048, 4096, 8192)

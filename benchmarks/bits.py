@@ -30,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bits_answers import HEADING, Answer, read_answers, total
-from bits_bench import BitsBench
-from bits_conditions import CONDITIONS, without_setting
-from bits_costs import cost_line, measure_costs, measure_replay, replay_line
-from bits_traffic import FULL, SMALL
-from command_line import add_count, add_device, check_device, make_parser
-from serving_limits import copy_bandwidth
-from serving_models import MODELS, ServingModel, build
-from serving_prefill import free
+from promise.answers import HEADING, Answer, read_answers, total
+from promise.bench import BitsBench
+from promise.conditions import CONDITIONS, without_setting
+from promise.costs import cost_line, measure_costs, measure_replay, replay_line
+from promise.traffic import FULL, SMALL
+from serving.limits import copy_bandwidth
+from serving.models import MODELS, ServingModel, build
+from serving.prefill import free
+from support.command_line import add_count, add_device, check_device, make_parser
 
 PARTS = (*CONDITIONS, "off", "costs", "replay")
 PACKAGES = ("torch", "triton", "transformers", "fla-core", "tokenspeed-fa3")

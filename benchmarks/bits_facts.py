@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command_line import add_device, check_device, make_parser
 from mambaslots.inference.kernels import attention, delta, ssd
 from mambaslots.inference.kernels.products import head_product
 from mambaslots.inference.kernels.reference.attention import AttentionRows
+from support.command_line import add_device, check_device, make_parser
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -49,15 +49,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import mambaslots as ms
-import stock_host
 import torch
-from command_line import add_count, make_parser
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.kv_block_allocator import KVBlockAllocator
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from mambaslots.state_spec import HybridStateSpec
-from stock_host import ContextSizes, SlotHost
+from support import stock_host as stock_host
+from support.command_line import add_count, make_parser
+from support.stock_host import ContextSizes, SlotHost
 
 TURN = 20
 Part = tuple[str, Callable[[], object]]

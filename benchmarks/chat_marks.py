@@ -19,12 +19,12 @@ from pathlib import Path
 
 import mambaslots as ms
 import torch
-from chat_histories import History, Request, histories
-from chat_templates import TEMPLATES, special_tokens
-from command_line import add_count, make_parser
-from crowd_engines import stub_spec
+from crowd.chat_histories import History, Request, histories
+from crowd.chat_templates import TEMPLATES, special_tokens
+from crowd.engines import stub_spec
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 from mambaslots.text.codec import MarkedPrompt
+from support.command_line import add_count, make_parser
 from torch import Tensor
 
 

@@ -26,8 +26,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from command_line import add_count, make_parser
 from mambaslots.vllm.chunk_metadata import Mamba2AttentionBackend
+from support.command_line import add_count, make_parser
 from torch import Tensor
 
 Lists = tuple[list[int], list[int], list[int]]

@@ -28,17 +28,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import triton
-from align_shapes import hopper_specialisations as align_specialisations
-from codec_shapes import CODEC_SHAPES
-from command_line import make_parser
-from delta_shapes import DELTA_SHAPES
-from gate_shapes import GATE_SHAPES
-from kernel_shapes import SHAPES
-from pointwise_shapes import POINTWISE_SHAPES
-from product_shapes import PRODUCT_SHAPES
-from segment_shapes import SEGMENT_SHAPES
-from specialisation import Specialisation
-from ssd_shapes import SSD_SHAPES
+from launches.align_shapes import hopper_specialisations as align_specialisations
+from launches.codec_shapes import CODEC_SHAPES
+from launches.delta_shapes import DELTA_SHAPES
+from launches.gate_shapes import GATE_SHAPES
+from launches.kernel_shapes import SHAPES
+from launches.pointwise_shapes import POINTWISE_SHAPES
+from launches.product_shapes import PRODUCT_SHAPES
+from launches.segment_shapes import SEGMENT_SHAPES
+from launches.specialisation import Specialisation
+from launches.ssd_shapes import SSD_SHAPES
+from support.command_line import make_parser
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

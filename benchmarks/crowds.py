@@ -42,9 +42,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from chunk_metadata import processor
-from command_line import add_count, make_parser
-from crowd_cases import CASES, Case
-from crowd_rows import HEADER, OVER_BUDGET, QUICK, Bench, OverBudget, Row, Sizes
+from crowd.cases import CASES, Case
+from crowd.rows import HEADER, OVER_BUDGET, QUICK, Bench, OverBudget, Row, Sizes
+from support.command_line import add_count, make_parser
 
 MOST_REPEATS = 300  # answers are long enough
 

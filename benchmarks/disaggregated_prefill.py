@@ -32,9 +32,9 @@ import mambaslots as ms
 import mambaslots.net as msd
 import torch
 import torch.distributed as dist
-from command_line import add_count, add_device, make_parser
-from disaggregated_traffic import SHORT_ANSWER, SHORT_PROMPT, Row, Served, Traffic
-from serving_models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
+from serving.models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
+from support.command_line import add_count, add_device, make_parser
+from support.disaggregated_traffic import SHORT_ANSWER, SHORT_PROMPT, Row, Served, Traffic
 
 TIMEOUT = timedelta(seconds=300)
 WAYS = {"1 + 1": 1, "2 mixed": 2, "1 mixed": 1}

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from command_line import make_parser, new_file
-from graph_timing import graph_us
+from support.command_line import make_parser, new_file
+from support.graph_timing import graph_us
 
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = 16, 32, 128, 4
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM

@@ -28,12 +28,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from command_line import add_count, add_device, make_parser
-from serving_conversations import measure_conversations
-from serving_decode import measure_decodes, measure_rolling
-from serving_limits import copy_bandwidth
-from serving_models import MODELS, ServingModel, build
-from serving_prefill import (
+from serving.conversations import measure_conversations
+from serving.decode import measure_decodes, measure_rolling
+from serving.limits import copy_bandwidth
+from serving.models import MODELS, ServingModel, build
+from serving.prefill import (
     PrefillBench,
     free,
     measure_checkpoints,
@@ -41,8 +40,9 @@ from serving_prefill import (
     measure_prefills,
     measure_transformers,
 )
-from serving_report import PRINTERS, list_requirements, print_part
-from serving_trace import kernel_table, record
+from serving.report import PRINTERS, list_requirements, print_part
+from serving.trace import kernel_table, record
+from support.command_line import add_count, add_device, make_parser
 
 PARTS = tuple(PRINTERS)
 

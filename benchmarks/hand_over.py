@@ -38,14 +38,14 @@ import mambaslots as ms
 import mambaslots.net as msd
 import torch
 import torch.distributed as dist
-from command_line import add_count, add_device, make_parser
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from mambaslots.net.transfer import exchange, staging
 from mambaslots.net.transfer.link import PairLink
 from mambaslots.net.transfer.nccl_pipe import NcclPipe
 from mambaslots.net.transfer.placement import Placement
 from mambaslots.net.transfer.rendezvous import Rendezvous
-from serving_models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
+from serving.models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
+from support.command_line import add_count, add_device, make_parser
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}
 BLOCKS = {"8b": 256, "tiny": 32}

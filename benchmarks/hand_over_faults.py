@@ -31,14 +31,14 @@ import mambaslots as ms
 import mambaslots.net as msd
 import torch
 import torch.distributed as dist
-from command_line import add_count, add_device, make_parser
 from mambaslots.net.transfer import exchange, pieces
 from mambaslots.net.transfer.connection import Connection
 from mambaslots.net.transfer.link import PairLink
 from mambaslots.net.transfer.nccl_pipe import NcclPipe
 from mambaslots.net.transfer.pipe import GlooPipe
 from mambaslots.net.transfer.rendezvous import Rendezvous
-from serving_models import HYBRID_SHAPES
+from serving.models import HYBRID_SHAPES
+from support.command_line import add_count, add_device, make_parser
 
 PIECE_BYTES = 1 << 16  # many pieces, so that a peer can be lost between two of them
 GRACE_S = 2.5  # what a miss may take beyond its timeout

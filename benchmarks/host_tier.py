@@ -23,8 +23,8 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from command_line import add_count, add_device, check_device, make_parser
 from mambaslots.inference.contexts.tier_copies import HostCopies
+from support.command_line import add_count, add_device, check_device, make_parser
 
 STATE_BYTES = {"cuda": 97 << 20, "cpu": 1 << 20}
 NUM_SLOTS = 8

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import add_count, make_parser
+from support.command_line import add_count, make_parser
 
 VOCABULARY, HIDDEN, EXPERTS, EXPERT_WIDTH = 32768, 1024, 32, 512
 NAMES = ("ours", "ours, float32", "transformers")

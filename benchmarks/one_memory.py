@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from command_line import add_device, check_device, make_parser
-from graph_timing import graph_us
+from support.command_line import add_device, check_device, make_parser
+from support.graph_timing import graph_us
 
 if TYPE_CHECKING:
     import mambaslots as ms

@@ -24,7 +24,7 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from command_line import add_count, add_device, make_parser
+from support.command_line import add_count, add_device, make_parser
 from torch import Tensor
 
 CONFIGS = Path(__file__).parents[1] / "tests/unit/hf/configs"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from command_line import add_device, make_parser
+from support.command_line import add_device, make_parser
 
 
 @dataclass(frozen=True)

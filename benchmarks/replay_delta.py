@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from command_line import make_parser
-from graph_timing import graph_us
+from support.command_line import make_parser
+from support.graph_timing import graph_us
 
 CHANNELS, TAPS = 10240, 4
 KEY_HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64

@@ -10,7 +10,7 @@ Rounds of both engines alternate, and the fastest of each counts: CPU time on a 
 import time
 from typing import TYPE_CHECKING
 
-from command_line import add_device, check_device, make_parser
+from support.command_line import add_device, check_device, make_parser
 
 if TYPE_CHECKING:
     import mambaslots as ms

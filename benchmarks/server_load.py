@@ -37,8 +37,8 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from command_line import add_count, make_parser
-from load_clients import Load, Turn
+from support.command_line import add_count, make_parser
+from support.load_clients import Load, Turn
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "models/tiny-code"

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from command_line import add_device, make_parser
+from support.command_line import add_device, make_parser
 
 PRECISIONS = ("bfloat16", "float16", "ieee", "tf32x3", "tf32", "bfloat16 widened")
 MOST = {"bfloat16": 2**-7, "float16": 2**-10, "ieee": 1e-5, "tf32x3": 1e-5, "tf32": None}

@@ -3,8 +3,8 @@
 python tools/recompute_sources.py WHEEL_FOLDER ...
 """
 
+import argparse
 import ast
-import sys
 from pathlib import Path
 
 import mambaslots.mcore  # noqa: F401 - fills REGISTRY
@@ -37,5 +37,7 @@ def _hashes_of_class(root: Path, owner: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for method, hashes in sources([Path(argument) for argument in sys.argv[1:]]).items():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="WHEEL_FOLDER", help="an unpacked wheel")
+    for method, hashes in sources(parser.parse_args().folders).items():
         print(f'    "{method}": {hashes!r},'.replace("'", '"'))

@@ -41,6 +41,7 @@ def help_of(script: str) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose modules are not those of the scripts
     scripts = sys.argv[1:]
     subprocess.Popen = NoPython  # type: ignore[misc]
     json.dump({script: help_of(script) for script in scripts}, sys.stdout)

@@ -27,7 +27,7 @@ from mambaslots.cli.main import COMMANDS as COMMAND_LINE
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/results/README.md"]
-FOLDERS = ("core", "tests", "examples", "benchmarks", "docs", ".ci")
+FOLDERS = ("core", "tests", "examples", "benchmarks", "tools", "docs", ".ci")
 FILES = [
     path.relative_to(ROOT).as_posix()
     for path in chain(ROOT.glob("*"), *((ROOT / name).rglob("*") for name in FOLDERS))

@@ -24,9 +24,9 @@ from mambaslots.text.codec import MarkedPrompt, PromptTooLongError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 try:
-    import chat_histories
     import chat_marks
-    from chat_templates import TEMPLATES
+    from crowd import chat_histories as chat_histories
+    from crowd.chat_templates import TEMPLATES
 finally:
     sys.path.pop(0)
 

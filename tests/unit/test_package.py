@@ -82,7 +82,9 @@ def test_no_import_circles() -> None:
 
 def test_nothing_imports_the_source_folder_by_its_name() -> None:
     files = [
-        p for folder in ("core", "tests", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")
+        p
+        for folder in ("core", "tests", "examples", "benchmarks", "tools")
+        for p in (ROOT / folder).rglob("*.py")
     ]
     for path in files:
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""Every file of `examples/` and `benchmarks/` says with `--help` what it is, and does nothing else."""
+"""Every script of `examples/`, `benchmarks/` and `tools/` says with `--help` what it is."""
 
 import ast
 import json
@@ -9,7 +9,14 @@ from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[2]
 RUNNER = ROOT / "tests/oracle/ask_for_help.py"
-FILES = sorted(path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py"))
+FILES = [
+    *(
+        path
+        for folder in ("examples", "benchmarks", "tools")
+        for path in sorted((ROOT / folder).glob("*.py"))
+    ),
+    *(ROOT / "benchmarks/replay" / name for name in ("rows.py", "routed.py")),
+]
 
 
 def test_help_is_printed_and_nothing_runs() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.served import Served, serving, small_config, tiny_loaded
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from malformed_bodies import CHATS, COMPLETIONS, GOOD, JSON, KINDS, MAX_BODY_BYTES, Malformed
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+from fuzzing.malformed_bodies import CHATS, COMPLETIONS, GOOD, JSON, KINDS, MAX_BODY_BYTES, Malformed
 from server_fuzz import fault_of
 
 NUM_BODIES = settings.default.max_examples  # type: ignore[union-attr]

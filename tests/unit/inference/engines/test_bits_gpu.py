@@ -10,12 +10,12 @@ import pytest
 import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_fla_configuration")]
-BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+ROOT = Path(__file__).parents[4]
 GROUPS = (
     "batch", "cache", "conversations", "cuts", "drafts", "preempted", "traffic", "prompts", "scores",
     "graphs", "together", "engine",
 )  # fmt: skip
-"""Of `bits_conditions.CONDITIONS`; a second process is the benchmark's own."""
+"""Of `promise.conditions.CONDITIONS`; a second process is the benchmark's own."""
 PATTERNS = {"Mamba-2": "M-*-M-", "delta net": "G-*-G-", "mix": "M-G*C-M"}
 MODELS = (*PATTERNS, "float16", "Nemotron-H-8B", "Qwen3.5-4B")
 
@@ -23,8 +23,8 @@ MODELS = (*PATTERNS, "float16", "Nemotron-H-8B", "Qwen3.5-4B")
 def served_model(name: str) -> Any:
     """A `ServingModel` of few layers."""
     import mambaslots as ms
-    from serving_models import TINY, ServingModel, build
-    from soak_worlds import BITS_MODEL
+    from serving.models import TINY, ServingModel, build
+    from soaking.worlds import BITS_MODEL
 
     device = torch.device("cuda")
     if name not in PATTERNS and name != "float16":
@@ -41,9 +41,10 @@ def served_model(name: str) -> Any:
 def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Requests to one model, and their answers alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        from bits_bench import BitsBench
-        from bits_traffic import SMALL, Batch
+        patch.syspath_prepend(ROOT / "tools")
+        patch.syspath_prepend(ROOT / "benchmarks")
+        from promise.bench import BitsBench
+        from promise.traffic import SMALL, Batch
 
         sizes = replace(
             SMALL,
@@ -57,7 +58,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_condition_changes_bits(bench: Any, group: str) -> None:
-    from bits_conditions import CONDITIONS
+    from promise.conditions import CONDITIONS
 
     bench.rows.clear()
     CONDITIONS[group](bench)

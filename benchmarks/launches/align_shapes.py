@@ -1,0 +1,90 @@
+"""The launches of the align kernels that `compile_kernels.py` compiles: Nemotron-H-8B with four drafts."""
+
+from typing import Any
+
+from launches.specialisation import Specialisation
+from mambaslots.vllm.align_kernels import (
+    COPY_BYTES,
+    GROUP,
+    LANES,
+    LAYOUT_NUMBERS,
+    NUM_WARPS,
+    postprocess_mamba_fused_kernel,
+    precopy_mamba_align_fused_kernel,
+    preprocess_mamba_align_fused_kernel,
+)
+
+BLOCK_SIZE = 512
+WINDOW = 16
+"""Bytes of a window of 7 bfloat16 inputs, rounded up to a power of two."""
+LAYOUT = {"block_table_ptrs_ptr": "*i64", "state_records_ptr": "*i64", "num_reqs": "i32"} | dict(
+    zip(LAYOUT_NUMBERS, ("i64", "i64", "i32", "i32"), strict=True)
+)
+
+
+def hopper_specialisations() -> list[Specialisation]:
+    """Both conv layouts, and both forms of the postprocessing."""
+    found = [preprocess()]
+    for dim_first in (True, False):
+        found.append(precopy(dim_first))
+        found += [postprocess(dim_first, precomputed) for precomputed in (True, False)]
+    return found
+
+
+def preprocess() -> Specialisation:
+    pointers = (
+        "idx_mapping", "state_idx", "num_computed_tokens", "query_start_loc", "num_accepted_tokens",
+        "src_col", "src_off",
+    )  # fmt: skip
+    return Specialisation(
+        "preprocess_mamba_align",
+        preprocess_mamba_align_fused_kernel,
+        {f"{name}_ptr": "*i32" for name in pointers} | {"num_reqs": "i32"},
+        {"BLOCK_SIZE": LANES, "MAMBA_BLOCK_SIZE": BLOCK_SIZE},
+        num_warps=NUM_WARPS,
+    )
+
+
+def precopy(dim_first: bool) -> Specialisation:
+    columns = ("mamba_state_idx_ptr", "src_col_ptr", "token_bias_ptr", "idx_mapping_ptr")
+    return Specialisation(
+        f"precopy_mamba_align [{order(dim_first)}]",
+        precopy_mamba_align_fused_kernel,
+        LAYOUT | dict.fromkeys(columns, "*i32"),
+        constants(dim_first),
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        wide=("load", "store"),
+    )
+
+
+def postprocess(dim_first: bool, precomputed: bool) -> Specialisation:
+    """Given the tokens computed after the step by request row, or the step's own counts by batch row."""
+    counts = (
+        "num_accepted_tokens_ptr", "mamba_state_idx_ptr", "num_computed_tokens_ptr",
+        "num_accepted_tokens_out_ptr",
+    )  # fmt: skip
+    step_counts = ("num_scheduled_tokens_ptr", "num_draft_tokens_ptr")
+    given = ("idx_mapping_ptr",) if precomputed else step_counts
+    absent = step_counts if precomputed else ("idx_mapping_ptr",)
+    return Specialisation(
+        f"postprocess_mamba [{order(dim_first)}], given {'the new' if precomputed else 'scheduled'}",
+        postprocess_mamba_fused_kernel,
+        LAYOUT | {"block_size": "i32"} | dict.fromkeys((*counts, *given), "*i32"),
+        constants(dim_first)
+        | dict.fromkeys(absent)
+        | {"HAS_IDX_MAPPING": precomputed, "PRECOMPUTED_NEW_COMPUTED": precomputed},
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        wide=("load", "store"),
+    )
+
+
+def constants(dim_first: bool) -> dict[str, Any]:
+    return {
+        "COPY_BLOCK_SIZE": COPY_BYTES, "WINDOW": WINDOW, "GROUP": GROUP, "CONV_STATE_DIM_FIRST": dim_first,
+    }  # fmt: skip
+
+
+def order(dim_first: bool) -> str:
+    return "dim, window" if dim_first else "window, dim"

@@ -1,0 +1,199 @@
+"""The launches of the gated delta rule, kernel by kernel, as `compile_kernels.py` compiles them.
+
+Qwen3.5-4B and Qwen3-Next-80B have 16 key heads and 32 value heads of 128 numbers, larger models of their kind
+16 and 48; heads of 256 numbers are the largest. Chunks have 64 tokens. Inputs are bfloat16, or float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from launches.specialisation import Specialisation
+from mambaslots.inference.kernels import delta, delta_replay
+
+KEY_HEADS, CHUNK = 16, 64
+GATES = ("g", "beta")
+HEADS = ((32, 128), (48, 128), (32, 256))
+"""Value heads, and numbers of a head's keys and values."""
+TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def operands() -> list[Specialisation]:
+    """q, k and v are views of one tensor."""
+    found = []
+    for dtype in TORCH:
+        for heads, dim in HEADS:
+            pointers = ("q", "k", "v", "queries", "keys", "values")
+            strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("token", "head")]
+            found.append(
+                Specialisation(
+                    name=f"delta_operands {dtype} {heads} x {dim}",
+                    kernel=delta.delta_operands_kernel,
+                    signature=dict.fromkeys(pointers, f"*{dtype}")
+                    | dict.fromkeys(["tokens", *strides], "i32"),
+                    constexprs={f"{x}_dim_stride": 1 for x in "qkv"}
+                    | {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
+                    | {"BLOCK_K": dim, "BLOCK_V": dim, "BLOCK_T": delta.OPERAND_TOKENS},
+                    divisible_by_16=(*pointers, *strides),
+                    num_warps=delta.OPERAND_WARPS,
+                )
+            )
+    return found
+
+
+def state_passings() -> list[Specialisation]:
+    found = []
+    for dtype, pool in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")):
+        for heads, dim in HEADS:
+            blocks, num_stages = delta.passing_blocks(dim, dim, TORCH[dtype])
+            tensors = ("keys", "read_keys", "written", "entering", "new_values")
+            pointers = dict.fromkeys(tensors, f"*{dtype}") | {"log_decays": "*fp32", "states": f"*{pool}"}
+            indices = dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
+            indices |= dict.fromkeys(("cu_chunk_seqlens", "row_chunk_starts"), "*i32")
+            found.append(
+                Specialisation(
+                    name=f"delta_state_passing {dtype}, pool {pool} {heads} x {dim}",
+                    kernel=delta.delta_state_passing_kernel,
+                    signature=pointers | indices | {"slot_stride": "i64"},
+                    constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS, "chunk_size": CHUNK}
+                    | {"key_dim": dim, "value_dim": dim}
+                    | blocks,
+                    # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
+                    divisible_by_16=(*pointers, "slot_stride"),
+                    num_warps=delta.PASSING_WARPS,
+                    num_stages=num_stages,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
+def updates() -> list[Specialisation]:
+    """Decode of one token and of four, for pools of each dtype."""
+    found = []
+    for pool in TORCH:
+        for tokens in (1, 4):
+            for heads, dim in HEADS:
+                found.append(update(pool, tokens, heads, dim))
+    return found
+
+
+def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
+    block_k, block_v = delta.update_blocks(dim, dim)
+    even = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
+    even += [f"{x}_{axis}_stride" for x in ("g", "beta") for axis in ("row", "token")]
+    even += ["slot_stride", "head_stride", "key_stride"]
+    ones = [*(f"{x}_dim_stride" for x in "qkv"), "g_head_stride", "beta_head_stride", "value_stride"]
+    ones += ["destination_token_stride"]
+    odd = ["destination_row_stride"]
+    if tokens == 1:
+        ones, odd = ones + odd, []
+    pointers: dict[str, Any] = dict.fromkeys(("q", "k", "v", "out"), "*bf16")
+    pointers |= {"g": "*fp32", "beta": "*fp32", "states": f"*{pool}"}
+    pointers |= dict.fromkeys(("sources", "destinations"), "*i64")
+    return Specialisation(
+        name=f"gated_delta_rule_update {pool} T={tokens} {heads} x {dim}",
+        kernel=delta.update_kernel,
+        signature=pointers | dict.fromkeys([*even, *odd], "i32"),
+        constexprs=dict.fromkeys(ones, 1)
+        | {"TOKENS": tokens, "HEADS": heads, "HEADS_OF_KEY": heads // KEY_HEADS}
+        | {"KEY_DIM": dim, "VALUE_DIM": dim, "BLOCK_K": block_k, "BLOCK_V": block_v},
+        divisible_by_16=(*pointers, *even),
+        num_warps=delta.UPDATE_WARPS,
+        num_stages=1,
+        wide=("load", "store"),
+    )
+
+
+def replays() -> list[Specialisation]:
+    """What replays of one token and of four gather, and what prefills keep; inputs of each dtype."""
+    found = []
+    for dtype in TORCH:
+        for heads, dim in HEADS:
+            sizes = {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
+            sizes |= {"CHUNK": CHUNK}
+            inputs = {f"{x}_inputs": f"*{dtype}" for x in "kv"} | {f"{x}_inputs": "*fp32" for x in GATES}
+            slot_strides = dict.fromkeys((f"{x}_slot_stride" for x in ("k", "v", *GATES)), "i64")
+            for tokens in (1, 4):
+                step = dict.fromkeys("qkv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32")
+                chunks = {f"{name}_chunks": pointer for name, pointer in step.items()}
+                indices = {
+                    "cuts": "*i32",
+                    "places": "*i64",
+                    "slots": "*i64",
+                    "starts": "*i32",
+                    "lengths": "*i32",
+                }
+                pointers = step | chunks | inputs | indices
+                strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
+                strides += [f"{x}_{axis}_stride" for x in GATES for axis in ("row", "token")]
+                ones = [*(f"{x}_dim_stride" for x in "qkv"), *(f"{x}_head_stride" for x in GATES)]
+                found.append(
+                    Specialisation(
+                        name=f"gated_delta_rule_replay {dtype} T={tokens} {heads} x {dim}",
+                        kernel=delta_replay.gather_kernel,
+                        signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
+                        constexprs=dict.fromkeys(ones, 1)
+                        | sizes
+                        | {"TOKENS": tokens, "FUSED": dtype == "bf16"}
+                        | delta_replay.block_sizes(tokens, heads, dim, dim),
+                        divisible_by_16=(*pointers, *strides, *slot_strides),
+                        num_warps=delta_replay.NUM_WARPS,
+                        wide=("load", "store"),
+                    )
+                )
+            pointers = dict.fromkeys("kv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32") | inputs
+            pointers |= {"slots": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
+            strides = [f"{x}_{axis}_stride" for x in "kv" for axis in ("token", "head")]
+            strides += [f"{x}_token_stride" for x in GATES]
+            ones = ["k_dim_stride", "v_dim_stride", *(f"{x}_head_stride" for x in GATES)]
+            found.append(
+                Specialisation(
+                    name=f"keep_delta_inputs {dtype} {heads} x {dim}",
+                    kernel=delta_replay.keep_kernel,
+                    signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
+                    constexprs=dict.fromkeys(ones, 1) | sizes | delta_replay.block_sizes(1, heads, dim, dim),
+                    divisible_by_16=(*pointers, *strides, *slot_strides),
+                    num_warps=delta_replay.NUM_WARPS,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
+def replay_outputs() -> list[Specialisation]:
+    """The last stage of replays of one token and of four, for pools of each dtype."""
+    found = []
+    for pool in TORCH:
+        for tokens in (1, 4):
+            for heads, dim in HEADS:
+                tensors = ("queries", "keys", "v_inputs", "inverse", "out")
+                pointers = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(
+                    ("strength", "log_decays"), "*fp32"
+                )
+                pointers |= {"states": f"*{pool}"} | dict.fromkeys(
+                    ("slots", "sources", "destinations"), "*i64"
+                )
+                pointers |= dict.fromkeys(("starts", "lengths"), "*i32")
+                found.append(
+                    Specialisation(
+                        name=f"delta_replay_output, pool {pool} T={tokens} {heads} x {dim}",
+                        kernel=delta_replay.delta_replay_output_kernel,
+                        signature=pointers | {"v_slot_stride": "i64", "slot_stride": "i64", "scale": "fp32"},
+                        constexprs={"tokens": tokens, "heads": heads, "heads_of_key": heads // KEY_HEADS}
+                        | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK}
+                        | delta_replay.output_blocks(tokens, dim, dim),
+                        divisible_by_16=(*pointers, "v_slot_stride", "slot_stride"),
+                        num_warps=delta_replay.OUTPUT_WARPS,
+                        num_stages=delta_replay.OUTPUT_STAGES,
+                        wide=("load", "store"),
+                    )
+                )
+    return found
+
+
+DELTA_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "delta": (operands, state_passings, updates),
+    "delta_replay": (replays, replay_outputs),
+}
+"""Each file of `mambaslots.inference.kernels` that has kernels of the rule -> its launches."""

@@ -1,0 +1,280 @@
+"""The launches of a step of real models, kernel by kernel, as `compile_kernels.py` compiles them.
+
+`delta_shapes.py` lists those of the gated delta rule, `ssd_shapes.py` those of the SSD scan, `gate_shapes.py`
+those of gates and gated norms. Here is the rest of Nemotron-H-8B: 24 Mamba layers of 128 heads of 64
+channels, 8 groups, a state of 128, a convolution of 10,240 channels and 4 taps, and 8 KV heads of 128.
+Pools are float32 or bfloat16; a decode has one token or four.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from launches.specialisation import Specialisation
+from mambaslots.inference.kernels import conv, ssd, state_move, token_draws_gpu, write_kv
+from mambaslots.inference.kernels.state_move import StateMove
+from mambaslots.inference.kernels.state_tensors import StateTensors
+
+HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
+TAPS = 4
+
+Access = Literal["load", "store"]
+BOTH: tuple[Access, ...] = ("load", "store")
+
+
+def state_pool(ssm_dtype: torch.dtype = torch.float32) -> StateTensors:
+    """A pool of 64 states, without memory."""
+    return StateTensors(
+        torch.empty(24, 64, 10240, 3, dtype=torch.bfloat16, device="meta"),
+        torch.empty(24, 64, HEADS, HEAD_DIM, STATE_DIM, dtype=ssm_dtype, device="meta"),
+    )
+
+
+def state_move_launch(
+    name: str,
+    kernel: Any,
+    pool: StateTensors,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    wide: tuple[Access, ...],
+) -> Specialisation:
+    """A launch of `kernel` within `pool`; `types` and `constexprs` are of arguments that the move has not."""
+    move = StateMove.between(pool, pool).arguments
+    constants = {argument: value for argument, value in move.items() if argument.isupper()}
+    scalars = {argument: "i64" for argument in move if not argument.isupper()}
+    return Specialisation(
+        name,
+        kernel,
+        scalars | {"layers": "i32", "pairs": "i32"} | types,
+        constants | constexprs,
+        num_warps=state_move.NUM_WARPS,
+        num_stages=1,
+        wide=wide,
+    )
+
+
+def state_copies() -> list[Specialisation]:
+    """Copies, and the narrow accesses of slots of odd sizes."""
+    kernel, listed_kernel = state_move.move_states, state_move.move_listed_states
+    pairs = dict.fromkeys(("source_indices", "destination_indices"), "*i64")
+    listed = dict.fromkeys(state_move.LISTED_ARGUMENTS, "i64")
+    copy: dict[str, Any] = {"GROUP": state_move.GROUP}
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = state_pool(dtype)
+        kind = str(dtype).removeprefix("torch.")
+        found.append(state_move_launch(f"copy_states {kind}", kernel, pool, pairs, copy, BOTH))
+        found.append(state_move_launch(f"copy_states {kind}, listed", listed_kernel, pool, listed, {}, BOTH))
+    for align in (16, 8, 4, 2, 1):
+        tail = align > 1
+        odd = {"CONV_ALIGN": align, "CONV_TAIL": tail, "SSM_ALIGN": align, "SSM_TAIL": tail}
+        name = f"copy_states, aligned to {align}" + ", odd size" * tail
+        found.append(state_move_launch(name, kernel, state_pool(torch.bfloat16), pairs, copy | odd, ()))
+    return found
+
+
+def convolutions() -> list[Specialisation]:
+    """Prefill, and decode of one token and of four, for inputs of each dtype."""
+    strides = ("x_token_stride", "weight_channel_stride", "slot_stride", "state_channel_stride")
+    ones = {"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
+    indices = (
+        "sources", "destinations", "query_start_loc", "token_rows",
+        "checkpoint_rows", "checkpoint_ends", "checkpoint_destinations",
+    )  # fmt: skip
+    found = []
+    for dtype in ("fp32", "bf16"):
+        tensors = dict.fromkeys(("x", "weight", "bias", "states", "out"), f"*{dtype}")
+        pointers = tensors | dict.fromkeys(indices, "*i64")
+        found.append(
+            Specialisation(
+                name=f"causal_conv1d_prefill {dtype}",
+                kernel=conv.prefill_kernel,
+                signature=pointers | dict.fromkeys(("rows", "checkpoints", "conv_dim", *strides), "i32"),
+                constexprs=ones
+                | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
+                | {"BLOCK_T": conv.PREFILL_TOKENS, "BLOCK_C": conv.PREFILL_CHANNELS},
+                divisible_by_16=(*pointers, "conv_dim", "x_token_stride", "slot_stride"),
+                num_warps=conv.PREFILL_WARPS,
+            )
+        )
+        for tokens in (1, 4):
+            pointers = tensors | dict.fromkeys(("sources", "destinations"), "*i64")
+            integers = ["conv_dim", "x_row_stride", "x_token_stride", *strides[1:], "destination_row_stride"]
+            one_token = {"destination_row_stride": 1} if tokens == 1 else {}
+            found.append(
+                Specialisation(
+                    name=f"causal_conv1d_update {dtype} T={tokens}",
+                    kernel=conv.update_kernel,
+                    signature=pointers | {name: "i32" for name in integers if name not in one_token},
+                    constexprs=ones
+                    | one_token
+                    | {"destination_token_stride": 1}
+                    | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
+                    | {"TOKENS": tokens, "BLOCK_C": conv.UPDATE_CHANNELS},
+                    divisible_by_16=(*pointers, "conv_dim", "x_row_stride", "x_token_stride", "slot_stride"),
+                    num_warps=conv.UPDATE_WARPS,
+                )
+            )
+    return found
+
+
+def convolution_replays() -> list[Specialisation]:
+    """Decode by replay of one token and of four, and what prefills keep for it, for inputs of each dtype."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        blocks = {"BLOCK_C": conv.CHANNELS}
+        indices = {"slots": "*i64", "starts": "*i32"}
+        even = ("conv_dim", "x_token_stride", "slot_stride", "ring_stride")
+        for tokens in (1, 4):
+            tensors = dict.fromkeys(("x", "weight", "bias", "states", "rings", "out"), f"*{dtype}")
+            pointers = tensors | indices | {"lengths": "*i32", "destinations": "*i64"}
+            integers = dict.fromkeys((*even[:3], "x_row_stride", "weight_channel_stride"), "i32")
+            found.append(
+                Specialisation(
+                    name=f"causal_conv1d_replay {dtype} T={tokens}",
+                    kernel=conv.replay_kernel,
+                    signature=pointers | integers | {"state_channel_stride": "i32", "ring_stride": "i64"},
+                    constexprs={"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
+                    | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
+                    | {"TOKENS": tokens, "RING": TAPS + tokens - 1}
+                    | blocks,
+                    divisible_by_16=(*pointers, *even, "x_row_stride"),
+                    num_warps=conv.NUM_WARPS,
+                )
+            )
+        pointers = dict.fromkeys(("x", "states", "rings"), f"*{dtype}") | indices
+        pointers |= {"sources": "*i64", "query_start_loc": "*i32"}
+        integers = dict.fromkeys((*even[:3], "state_channel_stride"), "i32")
+        found.append(
+            Specialisation(
+                name=f"keep_conv_inputs {dtype}",
+                kernel=conv.keep_kernel,
+                signature=pointers | integers | {"ring_stride": "i64"},
+                constexprs={"x_channel_stride": 1, "state_tap_stride": 1}
+                | {"WIDTH": TAPS - 1, "RING": TAPS}
+                | blocks,
+                divisible_by_16=(*pointers, *even),
+                num_warps=conv.NUM_WARPS,
+            )
+        )
+    return found
+
+
+def state_updates() -> list[Specialisation]:
+    """Decode of one token and of four, for pools of each dtype."""
+    block_p, block_n = ssd.update_blocks(HEAD_DIM, STATE_DIM)
+    even = [f"{tensor}_{axis}_stride" for tensor in "xbc" for axis in ("row", "token")]
+    even += ["dt_row_stride", "dt_token_stride", "x_head_stride", "b_group_stride", "c_group_stride"]
+    even += ["slot_stride", "head_stride", "p_stride"]
+    found = []
+    for dtype in ("fp32", "bf16"):
+        for tokens in (1, 4):
+            pointers = dict.fromkeys(("x", "B", "C", "out"), "*bf16") | dict.fromkeys(
+                ("dt", "A", "D"), "*fp32"
+            )
+            pointers |= {"states": f"*{dtype}", "sources": "*i64", "destinations": "*i64"}
+            ones = ["x_p_stride", "dt_head_stride", "a_stride", "b_n_stride", "c_n_stride", "d_stride"]
+            ones += ["n_stride", "destination_token_stride"]
+            odd = ["destination_row_stride"]
+            if tokens == 1:
+                ones, odd = ones + odd, []
+            found.append(
+                Specialisation(
+                    name=f"selective_state_update {dtype} T={tokens}",
+                    kernel=ssd.update_kernel,
+                    signature=pointers | dict.fromkeys([*even, *odd], "i32"),
+                    constexprs=dict.fromkeys(ones, 1)
+                    | {"TOKENS": tokens, "HEADS": HEADS, "HEADS_A_GROUP": HEADS // GROUPS}
+                    | {"HEAD_DIM": HEAD_DIM, "STATE_DIM": STATE_DIM, "BLOCK_P": block_p, "BLOCK_N": block_n},
+                    divisible_by_16=(*pointers, *even),
+                    num_warps=ssd.UPDATE_WARPS,
+                    num_stages=1,
+                    wide=BOTH,
+                )
+            )
+    return found
+
+
+def kv_writes() -> list[Specialisation]:
+    """32 query heads and 8 KV heads of 128 numbers, and 16 and 2 of 256, in KV blocks of 256 tokens."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        for heads, kv_heads, head_dim in ((32, 8, 128), (16, 2, 256)):
+            half = head_dim // 2
+            shared = {"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS}
+            strides = tuple(
+                f"{name}_{axis}_stride" for name in ("key", "value") for axis in ("token", "head")
+            )
+            pointers = dict.fromkeys(("keys", "values", "cache"), f"*{dtype}")
+            pointers |= dict.fromkeys(("tokens", "positions"), "*i64")
+            kinds: list[tuple[str, Any, dict[str, str], tuple[str, ...], tuple[str, ...], dict[str, int]]] = [
+                (
+                    "write_kv", write_kv.write_kv_kernel, pointers, strides, ("num_entries",),
+                    {
+                        "HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_DIM": head_dim,
+                        "BLOCK_HEADS": write_kv.heads_of_a_program(kv_heads, head_dim),
+                    },
+                ),
+                (
+                    "rotary_and_write_kv", write_kv.rotary_and_write_kv_kernel,
+                    pointers | dict.fromkeys(("out", "query"), f"*{dtype}")
+                    | {"token_positions": "*i64", "frequencies": "*fp32"},
+                    (*strides, "query_token_stride", "query_head_stride"), ("num_entries", "num_tokens"),
+                    {
+                        "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "BLOCK_HALF": half,
+                        "BLOCK_HEADS": write_kv.heads_of_a_program(heads, half),
+                        "BLOCK_KV_HEADS": write_kv.heads_of_a_program(kv_heads, half),
+                    },
+                ),
+            ]  # fmt: skip
+            for name, kernel, tensors, inner, sizes, constants in kinds:
+                found.append(
+                    Specialisation(
+                        name=f"{name} {dtype} {heads}/{kv_heads} x {head_dim}",
+                        kernel=kernel,
+                        signature=tensors
+                        | dict.fromkeys((*inner, *sizes), "i32")
+                        | {"value_cache_offset": "i64", "block_stride": "i32"},
+                        constexprs=shared | constants,
+                        divisible_by_16=(*tensors, *inner, "value_cache_offset", "block_stride"),
+                        num_warps=write_kv.NUM_WARPS,
+                        num_stages=1,
+                        wide=BOTH if kv_heads * head_dim >= write_kv.BLOCK else (),
+                    )
+                )
+    return found
+
+
+def token_draws() -> list[Specialisation]:
+    """Logits are float32 or bfloat16, and scores and probabilities float32."""
+    sizes = ("vocabulary", "width")
+    found = []
+    for kernel, name, tensors in (
+        (token_draws_gpu.score_kernel, "score fp32", {"scores": "fp32", "logits": "fp32", "largest": "fp32"}),
+        (token_draws_gpu.score_kernel, "score bf16", {"scores": "fp32", "logits": "bf16", "largest": "bf16"}),
+        (token_draws_gpu.top_k_kernel, "cut to top_k", {"scores": "fp32"}),
+        (token_draws_gpu.draw_kernel, "draw", {"tokens": "i64", "probabilities": "fp32"}),
+    ):
+        pointers = {tensor: f"*{dtype}" for tensor, dtype in (tensors | {"settings": "fp64"}).items()}
+        strides = ("logits_row_stride",) if "logits" in tensors else ()
+        found.append(
+            Specialisation(
+                name=name,
+                kernel=kernel,
+                signature=pointers | dict.fromkeys(("num_draws", *sizes, *strides), "i32"),
+                constexprs={"BLOCK": token_draws_gpu.BLOCK} | ({} if strides else {"WIDE": False}),
+                divisible_by_16=(*pointers, *sizes, *strides),
+                num_warps=token_draws_gpu.NUM_WARPS,
+            )
+        )
+    return found
+
+
+SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "state_move": (state_copies,),
+    "conv": (convolutions, convolution_replays),
+    "ssd": (state_updates,),
+    "write_kv": (kv_writes,),
+    "token_draws_gpu": (token_draws,),
+}
+"""Each file of `mambaslots.inference.kernels` that has kernels -> its launches."""

@@ -1,0 +1,90 @@
+"""The launches of attention in segments at 32 heads of 128 numbers, for `compile_kernels.py`.
+
+KV blocks have 256 tokens. Results of segments are contiguous.
+"""
+
+from collections.abc import Callable
+
+from launches.specialisation import Specialisation
+from mambaslots.inference.kernels import attention_segments
+from mambaslots.inference.kernels.attention_segments import Readers
+
+HEADS, HEAD_DIM, BLOCK_SIZE = 32, 128, 256
+
+
+def pairs_of_rows() -> list[Specialisation]:
+    """Decode rows of one token, own segments of rows, and segments before these in copies and apart."""
+    columns = attention_segments.SEGMENT_TOKENS // BLOCK_SIZE
+    of_rows = ("block_table", "kv_lengths", "query_start_loc", "query_lengths")
+    of_pairs = ("pair_table", "pair_kv_lengths", "pair_starts", "pair_lengths")
+    pointers = dict.fromkeys((*of_rows, *of_pairs), "*i32")
+    return [
+        Specialisation(
+            name=f"segment_rows {readers.name.lower()}{', copied' * copies}",
+            kernel=attention_segments.segment_rows_kernel,
+            signature=pointers | dict.fromkeys(("table_stride", "num_columns", "tokens"), "i32"),
+            constexprs={
+                "READERS": int(readers),
+                "SEPARATE": readers == Readers.BEHIND and not copies,
+                "COPIES": copies,
+                "SEGMENT": attention_segments.SEGMENT_TOKENS,
+                "COLUMNS": columns,
+                "BLOCK": columns,
+            },
+            num_warps=1,
+        )
+        for readers, copies in (
+            (Readers.WITHIN_AND_BEHIND, True),
+            (Readers.WITHIN, False),
+            (Readers.BEHIND, True),
+            (Readers.BEHIND, False),
+        )
+    ]
+
+
+def combinations() -> list[Specialisation]:
+    """Results of decodes in one tensor, and those of prefills in two."""
+    results = ("earlier", "own", "out")
+    sums = ("earlier_log_sums", "own_log_sums")
+    strides = ("earlier_segment_stride", "earlier_token_stride", "earlier_head_stride")
+    strides += ("own_token_stride", "own_head_stride", "out_token_stride", "out_head_stride")
+    sum_strides = tuple(
+        f"{name}_sums_{of}_stride" for name in ("earlier", "own") for of in ("segment", "head")
+    )
+    found = []
+    for dtype in ("bf16", "fp16"):
+        for name in ("decodes", "prefills"):
+            together = name == "decodes"
+            own_strides = ("own_segment_stride", "own_sums_segment_stride")
+            sizes = (*strides, *sum_strides, "heads", "num_earlier", "own_segment_stride")
+            found.append(
+                Specialisation(
+                    name=f"combine_segments {name} {dtype}",
+                    kernel=attention_segments.combine_segments_kernel,
+                    signature=dict.fromkeys(results, f"*{dtype}")
+                    | dict.fromkeys(sums, "*fp32")
+                    | {"positions": "*i64"}
+                    | dict.fromkeys((size for size in sizes if together or size not in own_strides), "i32"),
+                    constexprs={
+                        "SEGMENT": attention_segments.SEGMENT_TOKENS,
+                        "DIM": HEAD_DIM,
+                        "BLOCK_HEADS": attention_segments.BLOCK // HEAD_DIM,
+                        "BLOCK_DIM": HEAD_DIM,
+                        "earlier_sums_token_stride": 1,
+                        "own_sums_token_stride": 1,
+                    }
+                    | ({} if together else dict.fromkeys(own_strides, 0)),
+                    divisible_by_16=(
+                        *results, *strides, *(("own_segment_stride",) if together else ()), "heads",
+                    ),
+                    num_warps=attention_segments.NUM_WARPS,
+                    wide=("load", "store"),
+                )
+            )  # fmt: skip
+    return found
+
+
+SEGMENT_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
+    "attention_segments": (pairs_of_rows, combinations),
+}
+"""Each file of `mambaslots.inference.kernels` that has these kernels -> its launches."""

@@ -1,0 +1,45 @@
+"""Fuzz targets that are bytes: of peers, of memory and files behind the device, and of the network."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fuzzing.events import Channel, Events
+from fuzzing.hand_overs import HandOver
+from fuzzing.http import Http
+from fuzzing.messages import Clients, FleetRequests, Greetings, Sessions
+from fuzzing.prefixes import ImportedBytes, LoadedFolders
+from fuzzing.target import Target
+from fuzzing.tiers import Tiers
+
+MAKERS: dict[str, Callable[[Path], Target]] = {
+    "imported prefixes": lambda folder: ImportedBytes(),
+    "prefix folders": LoadedFolders,
+    "hand-overs received": lambda folder: HandOver("destination"),
+    "hand-overs sent": lambda folder: HandOver("source"),
+    "host memory rows": lambda folder: Tiers(folder, "rows"),
+    "state files": lambda folder: Tiers(folder, "files"),
+    "events of replicas": lambda folder: Events(),
+    "state channel": lambda folder: Channel(),
+    "prefill questions": lambda folder: Sessions(),
+    "prefill answers": lambda folder: Clients(),
+    "lockstep connections": lambda folder: Greetings(),
+    "fleet requests": lambda folder: FleetRequests(),
+    "HTTP": lambda folder: Http(has_keys=False),
+    "HTTP with keys": lambda folder: Http(has_keys=True),
+}
+"""By their names; each gets a folder that it may write to."""
+WEIGHTS: dict[str, float] = {
+    "host memory rows": 0.3,
+    "state files": 0.3,
+    "HTTP": 0.5,
+    "HTTP with keys": 0.5,
+    "fleet requests": 0.5,
+}
+"""Shares of the inputs of some targets; 1 for the others."""
+REMEMBERING = {"host memory rows", "state files", "HTTP", "HTTP with keys"}
+"""Targets with one engine for all inputs, which is not set back behind each."""
+
+
+def targets(folder: Path) -> list[Target]:
+    """All of them. `folder`: what targets may write to."""
+    return [make(folder) for make in MAKERS.values()]

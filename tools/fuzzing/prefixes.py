@@ -1,0 +1,351 @@
+"""Prefixes that come from outside: bytes that are imported, and folders of files that are loaded.
+
+Most inputs are damaged and get the checksum that they then need, so that what is checked behind it is
+reached.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from fuzzing.damage import HUGE, any_json, damaged_bytes, damaged_json
+from fuzzing.engines import OWN, SENT, WarmEngine, quiet
+from fuzzing.target import REFUSED, end_of
+from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
+from mambaslots.net.transfer.codec import encode_prefixes
+from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.manifest import MANIFEST
+from oracle.transfers import Declared, engine_of, random_export
+from safetensors.torch import load, save
+
+_SEAL = re.compile(rb'("sha256": ?")([0-9a-f]{64})"')
+_GOOD = "good"
+_FOREST = ("parents", "states", "hashes", "tokens")
+_DTYPES = (
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+)
+_INT64 = (0, 1, -1, -2, 3, 2**31, 2**40, 2**63 - 1, -(2**63))
+
+
+@dataclass(frozen=True)
+class Export:
+    """Bytes of an export; `kind` says how they were damaged, or that they were not."""
+
+    kind: str
+    data: bytes
+
+
+def sealed(data: bytes) -> bytes:
+    """`data` with the checksum that it needs, where it has a place for one."""
+    found = _SEAL.search(data[: 1 << 16])
+    if found is None:
+        return data
+    begin, end = found.span(2)
+    content = data[:begin] + b"0" * 64 + data[end:]
+    return data[:begin] + hashlib.sha256(content).hexdigest().encode() + data[end:]
+
+
+class Damages:
+    """Draws damaged exports.
+
+    Args:
+        good: exports of a model.
+        others: exports of other models.
+    """
+
+    def __init__(self, good: list[bytes], others: list[bytes]) -> None:
+        self.good = good
+        self._others = others
+        self._kinds: dict[str, Callable[[Random, bytes], bytes]] = {
+            "bytes": damaged_bytes,
+            "sealed bytes": lambda random, data: sealed(damaged_bytes(random, data)),
+            "description": self._description,
+            "header": self._header,
+            "forest": self._forest,
+            "tensors": self._tensors,
+            "other model": lambda random, data: random.choice(self._others),
+            "two exports": self._two,
+        }
+
+    def draw(self, random: Random) -> Export:
+        good = random.choice(self.good)
+        if random.random() < 0.05:
+            return Export(_GOOD, good)
+        kind = random.choice(list(self._kinds))
+        return Export(kind, self._kinds[kind](random, good))
+
+    def _description(self, random: Random, data: bytes) -> bytes:
+        """The JSON that describes the model, the part and the roots."""
+        tensors, metadata = load(data), metadata_of(data)
+        metadata["export"] = json.dumps(damaged_json(random, json.loads(metadata["export"])))
+        if random.random() < 0.1:
+            metadata[random.choice(sorted(metadata))] = (
+                str(any_json(random))[:1000].replace("\ud800", "").replace("\udcff", "")
+            )
+        return sealed(save(tensors, metadata))
+
+    def _header(self, random: Random, data: bytes) -> bytes:
+        """The header of safetensors: dtypes, shapes and offsets of any values."""
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        if random.random() < 0.6:
+            name = random.choice([name for name in header if name != "__metadata__"])
+            entry = header[name]
+            field = random.choice(["dtype", "shape", "data_offsets"])
+            if field == "dtype":
+                entry[field] = random.choice(["F32", "I64", "BOOL", "U64", "F8_E5M2", "C64", "X", "BF16"])
+            else:
+                at = random.randrange(len(entry[field]))
+                entry[field][at] = random.choice([*HUGE, 0, -1, entry[field][at] + 1, entry[field][at] * 2])
+        else:
+            header = damaged_json(random, header)
+        text = json.dumps(header, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        told = (
+            len(text)
+            if random.random() < 0.9
+            else random.choice([0, 1, len(text) - 1, 2**31, 2**63, 2**64 - 1])
+        )
+        return sealed(struct.pack("<Q", told) + text + data[8 + length :])
+
+    def _forest(self, random: Random, data: bytes) -> bytes:
+        """Nodes, hashes, token ids and the order of states."""
+        tensors, metadata = load(data), metadata_of(data)
+        for _ in range(random.choice((1, 1, 2))):
+            name = random.choice(_FOREST)
+            tensor = tensors[name]
+            way = random.randrange(7)
+            if way == 0 and tensor.numel():
+                flat = tensor.flatten()
+                wide = random.choice(_INT64)
+                flat[random.randrange(len(flat))] = wide if tensor.dtype == torch.int64 else wide & 0xFF
+            elif way == 1:
+                tensor = tensor[: random.randrange(len(tensor) + 1)].clone()
+            elif way == 2:
+                tensor = torch.cat([tensor, tensor[: random.randrange(len(tensor) + 1)]])
+            elif way == 3:
+                tensor = tensor[
+                    torch.tensor(random.sample(range(len(tensor)), len(tensor)), dtype=torch.int64)
+                ]
+            elif way == 4:
+                tensor = tensor.to(random.choice(_DTYPES))
+            elif way == 5:
+                tensor = tensor.reshape(random.choice([(-1,), (1, -1), (-1, 1), (-1, 1, 1)]))
+            elif len(tensor) > 1:  # one row said twice
+                tensor[random.randrange(len(tensor))] = tensor[random.randrange(len(tensor))].clone()
+            tensors[name] = tensor.contiguous()
+        return sealed(save(tensors, metadata))
+
+    def _tensors(self, random: Random, data: bytes) -> bytes:
+        """KV and states of other shapes, types, lengths and numbers."""
+        tensors, metadata = load(data), metadata_of(data)
+        name = random.choice([name for name in sorted(tensors) if name not in _FOREST])
+        tensor, way = tensors[name], random.randrange(7)
+        if way == 0:
+            tensor = tensor.to(random.choice(_DTYPES))
+        elif way == 1:
+            tensor = tensor.narrow(random.randrange(tensor.dim()), 0, 1).clone()
+        elif way == 2:
+            tensor = tensor.transpose(
+                random.randrange(tensor.dim()), random.randrange(tensor.dim())
+            ).contiguous()
+        elif way == 3:
+            flat = tensor.flatten()
+            if len(flat):
+                flat[random.randrange(len(flat))] = random.choice((float("nan"), float("inf"), float("-inf")))
+        elif way == 4:
+            del tensors[name]
+            tensors[random.choice([name + "x", "ssm.7", "", "kv.0"])] = tensor
+            return sealed(save(tensors, metadata))
+        elif way == 5:
+            tensor = torch.cat([tensor, tensor], random.randrange(tensor.dim()))
+        else:
+            tensor = tensor.unsqueeze(random.randrange(tensor.dim())).contiguous()
+        tensors[name] = tensor
+        return sealed(save(tensors, metadata))
+
+    def _two(self, random: Random, data: bytes) -> bytes:
+        """The description of one export over the tensors of another."""
+        other = random.choice(self.good + self._others)
+        try:
+            return sealed(save(load(other), metadata_of(data)))
+        except Exception:  # an export that safetensors cannot write again
+            return data + other
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    (length,) = struct.unpack_from("<Q", data)
+    metadata: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return metadata
+
+
+class ImportedBytes:
+    """Bytes for `import_prefixes`."""
+
+    name = "imported prefixes"
+    documented: tuple[type[BaseException], ...] = (TransferError,)
+
+    def __init__(self) -> None:
+        self._warm = WarmEngine(OWN)
+        self._damages = damages()
+
+    def draw(self, random: Random) -> Export:
+        return self._damages.draw(random)
+
+    def size_of(self, drawn: object) -> int:
+        assert isinstance(drawn, Export)
+        return len(drawn.data)
+
+    @quiet()
+    def feed(self, drawn: object) -> str:
+        assert isinstance(drawn, Export)
+        warm = self._warm
+        end = end_of(lambda: foreseen(lambda: import_prefixes(warm.engine, drawn.data)), self.documented)
+        if end == REFUSED:
+            assert drawn.kind != _GOOD, "a good export was refused"
+            warm.check_unchanged()
+            return end
+        try:
+            assert drawn.kind != "bytes" or drawn.data in self._damages.good, "altered bytes were accepted"
+            warm.check_sane()
+            if drawn.kind == _GOOD:
+                warm.check_answers(SENT[:1])
+        finally:
+            warm.renew()
+        return end
+
+
+def foreseen(call: Callable[[], object]) -> None:
+    """Call, and raise the error of another kind of which the ranks have made a TransferError."""
+    try:
+        call()
+    except TransferError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, TransferError):
+            raise error.__cause__ from None
+        raise
+
+
+def damages() -> Damages:
+    """Of exports of small models, one of them the model of `WarmEngine`."""
+    whole, bare = WarmEngine(SENT), WarmEngine(SENT[:1])
+    others = [
+        encode_prefixes(random_export(Declared(pattern).spec())) for pattern in ("M*", "MG*C", "*", "M")
+    ]
+    other_weights = engine_of(weights_version="weights 2")
+    others.append(encode_prefixes(random_export(other_weights.context.spec)))
+    return Damages([whole.exported(), bare.exported()], others)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Files by name, and what lies at some names in place of files."""
+
+    kind: str
+    files: dict[str, bytes]
+    odd: dict[str, str]
+
+
+class LoadedFolders:
+    """Folders for `load_prefixes`."""
+
+    name = "prefix folders"
+    documented: tuple[type[BaseException], ...] = (TransferError,)
+
+    def __init__(self, folder: Path) -> None:
+        self._warm = WarmEngine(OWN)
+        self._folder = folder / "prefixes"
+        self._damages = damages()
+        source = WarmEngine(SENT)
+        self._sets: list[dict[str, bytes]] = []
+        for name in ("one", "two"):
+            saved = folder / name
+            save_prefixes(source.engine, saved)
+            self._sets.append({path.name: path.read_bytes() for path in saved.iterdir()})
+
+    def draw(self, random: Random) -> Folder:
+        files = dict(random.choice(self._sets))
+        (export,) = (name for name in files if name != MANIFEST)
+        odd: dict[str, str] = {}
+        kind = random.choice(
+            ["good", "manifest", "manifest", "bytes", "export", "export", "sets", "odd", "odd"]
+        )
+        if kind == "good" and random.random() < 0.6:
+            kind = "manifest"
+        if kind == "manifest":
+            content = damaged_json(random, json.loads(files[MANIFEST])["content"])
+            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+            files[MANIFEST] = json.dumps({"content": content, "sha256": digest}).encode()
+        elif kind == "bytes":
+            name = random.choice(sorted(files))
+            files[name] = damaged_bytes(random, files[name])
+        elif kind == "export":  # the manifest names the checksum of the damaged export
+            files[export] = self._damages.draw(random).data
+            manifest = json.loads(files[MANIFEST])
+            found = _SEAL.search(files[export])
+            if found is not None:
+                manifest["content"]["files"][0]["sha256"] = found.group(2).decode()
+            content = manifest["content"]
+            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+            files[MANIFEST] = json.dumps({"content": content, "sha256": digest}).encode()
+        elif kind == "sets":  # the manifest of one set over the files of another
+            files = self._sets[0] | {MANIFEST: self._sets[1][MANIFEST]}
+        elif kind == "odd":
+            name = random.choice(sorted(files))
+            odd[name] = random.choice(["directory", "loop", "nowhere", "missing", "device", "pipe"])
+            del files[name]
+        return Folder(kind, files, odd)
+
+    def size_of(self, drawn: object) -> int:
+        assert isinstance(drawn, Folder)
+        return sum(map(len, drawn.files.values()))
+
+    @quiet()
+    def feed(self, drawn: object) -> str:
+        assert isinstance(drawn, Folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+        for name, content in drawn.files.items():
+            (self._folder / name).write_bytes(content)
+        for name, what in drawn.odd.items():
+            place(self._folder / name, what)
+        warm = self._warm
+        end = end_of(lambda: foreseen(lambda: load_prefixes(warm.engine, self._folder)), self.documented)
+        if end == REFUSED:
+            assert drawn.kind != "good", "a good set was refused"
+            warm.check_unchanged()
+            return end
+        try:
+            warm.check_sane()
+            if drawn.kind == "good":
+                warm.check_answers(SENT[:1])
+        finally:
+            warm.renew()
+        return end
+
+
+def place(path: Path, what: str) -> None:
+    """Put what is no file where a file should be."""
+    if what == "directory":
+        path.mkdir()
+    elif what == "loop":
+        path.symlink_to(path)
+    elif what == "nowhere":
+        path.symlink_to(path.parent / "nowhere")
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    elif what == "pipe":
+        os.mkfifo(path)

@@ -1,0 +1,369 @@
+"""Rounds of a soak with one engine: all that users, operators, broken models and copies do to it, at random.
+
+Most rounds on a CPU serve a small `HybridLM` in float64, of each kind of layers by turns; some the toy model
+of `oracle.everything`, with interrupts. Rounds on a GPU serve models in bfloat16 with `batch_invariant`.
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mambaslots as ms
+import torch
+from mambaslots.models import HybridLM
+from mambaslots.net import TransferError, load_prefixes, save_prefixes
+from oracle.everything import Fuzzer, Totals
+from oracle.faults import InjectedError, failing
+from oracle.ledger import Entry, LeftWrongError, check_objects, objects
+from oracle.places import Monitor, monitored
+from oracle.scrubbed import assert_scrubbed
+from oracle.toy_answers import Ask
+from soaking.answers import Recurrences, RoundedAnswers, SoakEntry, UncachedEngine
+from soaking.prompts import SHAPES, Prompts
+from soaking.tally import RoundTally
+from soaking.worlds import World, bits_world, small_world
+
+COMMON_EVENTS = (
+    "cancelled", "preempted", "weights", "suspended", "reset", "prefix caches reset", "dropped streams",
+    "host-tier fetches", "failed copies", "drafts accepted", "refused by value", "imports", "resent",
+    "bursts", "pinned", "scored", "warmed", "failed steps", *(f"prompts: {shape}" for shape in SHAPES),
+    "prompts: repeated", "prompts: forked", "prompts: behind an answer", "hits behind a salt",
+)  # fmt: skip
+REQUIRED_EVENTS = {
+    "cpu": (
+        *COMMON_EVENTS, "int8 rounds", "bfloat16 rounds", "replay rounds", "async rounds",
+        "one-memory rounds", "free memory was zero", "failed forwards", "paused", "interrupts",
+        "toy rounds", "disk fetches",
+        "held against an uncached engine", "held against the recurrence",
+        "held against the rounded recurrence", "steps poisoned",
+    ),
+    "cuda": (*COMMON_EVENTS, "held against an uncached engine", "async rounds", "one-memory rounds"),
+}  # fmt: skip
+OPERATIONS = {
+    "_burst": "bursts", "_resend": "resent", "_score": "scored", "_warm": "warmed",
+    "_forget_prefixes": "prefix caches reset", "_suspend": "suspended", "_swap_weights": "weights",
+}  # fmt: skip
+"""What is counted of operations."""
+POINTS = ("matching", "slot reservation", "inputs", "commit", "sampled")
+"""Where a step fails; see `oracle.faults`."""
+BATCH = 32
+"""Requests that the uncached engine serves at once."""
+TOY_EVERY = 8
+
+
+class EngineRound(Fuzzer):
+    """One engine, its requests, and what its answers are held against."""
+
+    def __init__(self, seed: int, device: str, monitor: Monitor, folder: Path) -> None:
+        self.tally = RoundTally()
+        self.num_operations = 0
+        self._seed, self._device, self._folder = seed, device, folder
+        turn = seed % 1000
+        settings = Random(f"settings {seed}")
+        self.world = self._new_world(settings, turn)
+        world = self.world
+        self.num_versions = len(world.versions)
+        self.longest_prompt = world.lengths.longest_prompt
+        self.answer_lengths = world.lengths.answers
+        vocabulary = world.versions[0].config.vocab_size
+        self._alphabet = min(settings.choice([3, 29, 256]), vocabulary)
+        self._prompts = Prompts(Random(f"prompts {seed}"), self.longest_prompt, self._alphabet)
+        self._recurrences = None if world.bits else Recurrences(world.versions)
+        self._rounded: RoundedAnswers | None = None
+        if world.encoded is not None:
+            self._rounded = RoundedAnswers(world.engine, world.versions, world.encoded)
+        served = HybridLM(world.versions[0].config, seed=0, device=torch.device(device))
+        self._uncached = UncachedEngine(served, world.versions, world.uncached)
+        self._unchecked: list[tuple[SoakEntry, ms.RequestResult]] = []
+        self._check_every = settings.choice([1, 2, 5, 20])
+        self._num_checks = 0
+        self._share_compared = settings.choice([0.4, 0.7, 1.0])
+        # The rounded recurrence would see half of an interrupted step.
+        quiet = world.encoded is not None or world.bits
+        super().__init__(seed, monitor, 0.0 if quiet else settings.choice([0.0, 0.0, 0.05]))
+        self.engine.set_weights_version(self.model.version)
+        world.model.told = self._weights_change
+        for weight, operation in (
+            (2, self._burst), (2, self._resend), (1, self._import), (2, self._fail_at_a_point)
+        ):  # fmt: skip
+            self._operations += weight * [operation]
+        calm = [self._advance] * 12 + [self._ask] * 6 + [self._serve] * 4 + [self._read] * 2
+        self._operations += (8 if device == "cuda" else settings.choice([0, 2, 6])) * calm
+        self._note_settings()
+
+    def _new_world(self, random: Random, turn: int) -> World:
+        if self._device == "cuda":
+            return bits_world(random, turn, self._device)
+        return small_world(random, turn, self._folder)
+
+    def _engine_and_model(self) -> Any:
+        return self.world.engine, self.world.model
+
+    def _note_settings(self) -> None:
+        config, events = self.engine.config, self.tally.events
+        if self.world.encoded is not None:
+            events[f"{self.world.encoded} rounds"] += 1
+        events["replay rounds"] += config.replays
+        events["async rounds"] += config.why_steps_wait(self.engine.context.spec.device) is None
+        events["one-memory rounds"] += config.total_gb is not None
+        events["draft rounds"] += config.num_speculative_tokens > 0
+
+    # ---- one round
+
+    def serve(self, seconds: float) -> None:
+        """Operations until the time is over; then all is served, and nothing is left."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.num_operations += 1
+            self.operate()
+        self._check_every = 1
+        self._end()
+        self._check_later()
+        self.engine.unobserve(self.watch)
+
+    def check_integrity(self) -> None:
+        self._num_checks += 1
+        if self._num_checks % self._check_every == 0:
+            super().check_integrity()
+            if self.engine.config.free_memory == "zero":
+                if self._device == "cuda":  # zeros may be on their way to host memory
+                    torch.cuda.synchronize()
+                assert_scrubbed(self.engine)
+                self.tally.events["free memory was zero"] += 1
+
+    # ---- what is asked
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self._alphabet) for _ in range(count)]
+
+    def _prompt(self) -> list[int]:
+        return self._prompts.prompt()
+
+    def _entry(self, prompt: Sequence[int] | None = None) -> SoakEntry:
+        entry = super()._entry(prompt)
+        ask = entry.ask
+        longest = self.world.lengths.longest - len(ask.prompt)
+        greedy = self._rounded is not None
+        ask = Ask(
+            ask.prompt, min(ask.length, longest), ask.version, None if greedy else ask.temperature,
+            None if greedy else ask.top_k, None if greedy else ask.top_p, ask.seed, ask.stops,
+        )  # fmt: skip
+        asked = SoakEntry(
+            ask, salt=entry.salt, prompt_log_probs=entry.prompt_log_probs and not greedy,
+            may_be_cut=entry.may_be_cut, bits=self.world.bits,
+        )  # fmt: skip
+        if self.random.random() < self._share_compared:
+            if self._rounded is not None:
+                asked.oracle = self._rounded
+            elif self._recurrences is None or self.random.random() < 0.25:
+                asked.later = True
+            else:
+                asked.oracle = self._recurrences
+        self.tally.requests += 1
+        return asked
+
+    # ---- what came back
+
+    def step(self) -> None:
+        super().step()
+        self._note_steps()
+
+    def _note_steps(self) -> None:
+        self.tally.events["paused"] += self.engine._books.scheduler.num_paused
+        self.tally.events["steps poisoned"] += self.engine.config.free_memory == "nan"
+
+    def _check(self, entry: Entry, result: ms.RequestResult) -> None:
+        super()._check(entry, result)
+        assert isinstance(entry, SoakEntry)
+        tally, events = self.tally, self.tally.events
+        tally.hits += result.num_resumed_tokens > 0
+        events["hits behind a salt"] += result.num_resumed_tokens > 0 and entry.salt is not None
+        tally.resumed_tokens += result.num_resumed_tokens
+        events["preempted"] += result.num_recomputed_tokens > 0
+        events["cancelled"] += result.finish_reason == "cancelled"
+        events["invalid logits"] += result.finish_reason == "invalid_logits"
+        if entry.mixed:
+            return
+        served = [*entry.ask.prompt, *result.tokens]
+        self._prompts.finished(served)
+        if self.world.drafter is not None:
+            self.world.drafter.finished(served)
+        if entry.oracle is not None:
+            self._count(entry, result, "the rounded recurrence" if self._rounded else "the recurrence")
+        elif entry.later and entry.found is None:
+            self._unchecked.append((entry, result))
+            if len(self._unchecked) >= BATCH:
+                self._check_later()
+
+    def _count(self, entry: SoakEntry, result: ms.RequestResult, what: str) -> None:
+        self.tally.comparisons += 1
+        self.tally.tokens_compared += len(result.tokens)
+        self.tally.events[f"held against {what}"] += 1
+        resumed = result.num_resumed_tokens
+        self.tally.events["compared answers that resumed"] += resumed > 0
+        if isinstance(entry.oracle, RoundedAnswers):
+            entry.oracle.forget(entry.request_id)
+
+    def _check_later(self) -> None:
+        """Hold answers against those of the uncached engine."""
+        unchecked, self._unchecked = self._unchecked, []
+        if not unchecked:
+            return
+        self._uncached.answer([entry for entry, _ in unchecked])
+        for entry, result in unchecked:
+            entry.check(result)
+            self._count(entry, result, "an uncached engine")
+
+    def wanted_scores(self, tokens: Sequence[int], start: int) -> Sequence[float] | None:
+        version = self.model.version
+        if self._rounded is not None:
+            return None
+        self.tally.comparisons += 1
+        self.tally.tokens_compared += len(tokens) - start
+        if self._recurrences is None:
+            return self._uncached.scores(tokens, start, version)
+        return self._recurrences.prompt_log_probs(tuple(tokens), version)[start - 1 :]
+
+    @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        return 0.0 if self.world.bits else 1e-9
+
+    def _weights_change(self, version: int) -> None:
+        """The model is about to get other weights: what has ended is checked before."""
+        self._check_later()
+        if self._rounded is not None:
+            self._rounded.use_version(version)
+
+    # ---- operations beside those of `Fuzzer`
+
+    def _do(self, operation: Callable[[], None]) -> None:
+        with suppress(InjectedError):
+            super()._do(operation)
+        if event := OPERATIONS.get(operation.__name__):
+            self.tally.events[event] += 1
+
+    def _burst(self) -> None:
+        """The same prompt from several clients at once."""
+        prompt = self._prompt()
+        for _ in range(self.random.randint(2, 5)):
+            self.add(self._entry(prompt))
+
+    def _resend(self) -> None:
+        """A client cancels right behind its admission, or before, and sends the same again."""
+        prompt = self._prompt()
+        request_id = self.add(self._entry(prompt))
+        for _ in range(self.random.choice([0, 1, 1, 2])):
+            if request_id in self.entries:
+                self.step()
+        if request_id in self.entries:
+            self.cancel(request_id)
+        self.add(self._entry(prompt))
+
+    def _import(self) -> None:
+        """Cached prefixes go to files, and come back once the cache has forgotten them."""
+        if self._rounded is not None or not self.engine.context.memory.allocated:
+            return
+        folder = self._folder / "prefixes"
+        saved = save_prefixes(self.engine, folder)
+        if self.random.random() < 0.3:
+            self._swap_weights()
+            with suppress(TransferError):
+                load_prefixes(self.engine, folder)
+                raise LeftWrongError("stale", "prefixes of other weights were imported")
+            return
+        self._forget_prefixes()
+        with suppress(ms.KVBlockCapacityError, ms.MambaSlotCapacityError):
+            report = load_prefixes(self.engine, folder)
+            self.tally.events["imports"] += report.imported.states
+        self.tally.events["states exported"] += saved.states
+
+    def _fail_at_a_point(self) -> None:
+        """A call inside a step raises, before it has done its work or behind."""
+        if self._rounded is not None:  # it would miss what such a step has registered
+            return
+        point, after = self.random.choice(POINTS), self.random.random() < 0.5
+        with failing(self.engine, point, after=after) as seen, suppress(InjectedError):
+            self._advance()
+        self.tally.events["failed steps"] += seen["failed"]
+
+    def _spoil(self) -> None:
+        if self.engine.config.free_memory != "nan":  # which takes NaN for a read of free memory
+            super()._spoil()
+
+    def _reset(self) -> None:
+        self._note_counts()
+        super()._reset()
+        self.tally.events["reset"] += 1
+        if self._rounded is not None:
+            self._rounded.forget_all()
+
+    def _note_counts(self) -> None:
+        """What the engine counts since its last reset."""
+        stats, events = self.engine.stats(), self.tally.events
+        tiers = stats.cache.tiers
+        events["host-tier fetches"] += tiers.num_states_fetched
+        events["disk fetches"] += tiers.num_states_fetched_from_disk
+        events["drafts accepted"] += stats.speculation.num_accepted
+        if self.world.refuses_by_value:
+            events["refused by value"] += stats.cache.num_states_refused
+        events["states evicted"] += stats.cache.num_states_evicted
+
+    def note_end(self) -> None:
+        """Count what is known once the traffic is over."""
+        self._note_counts()
+        events = self.tally.events
+        events.update(self._prompts.counts)
+        events["failed copies"] += self.world.copies.num_faults if self.world.copies is not None else 0
+        for count, event in (
+            ("dropped", "dropped streams"), ("pins", "pinned"), ("interrupts", "interrupts"),
+            ("failed forwards", "failed forwards"),
+        ):  # fmt: skip
+            events[event] += self.counts[count]
+
+
+def run_round(seed: int, seconds: float, device: str) -> RoundTally:
+    """One round; `seed` draws the model, the settings and the traffic."""
+    if device == "cpu" and seed % TOY_EVERY == TOY_EVERY - 1:
+        return _toy_round(seed, seconds)
+    with monitored() as monitor:
+        before = objects()
+        tally = _serve(seed, seconds, device, monitor)
+        try:
+            if not tally.mismatches:  # an error's traceback holds requests
+                check_objects(before)
+        except LeftWrongError as error:
+            tally.mismatches.append(f"engine round, seed {seed}: {error}")
+    return tally
+
+
+def _serve(seed: int, seconds: float, device: str, monitor: Monitor) -> RoundTally:
+    with TemporaryDirectory() as folder:
+        engine_round = EngineRound(seed, device, monitor, Path(folder))
+        try:
+            engine_round.serve(seconds)
+        except Exception as error:
+            traceback.print_exc()
+            config, operation = engine_round.engine.config, engine_round.num_operations
+            said = f"engine round, seed {seed}, operation {operation}: {type(error).__name__}: {error}"
+            engine_round.tally.mismatches.append(f"{said}\n  {config}")
+        engine_round.note_end()
+        return engine_round.tally
+
+
+def _toy_round(seed: int, seconds: float) -> RoundTally:
+    """Runs of `oracle.everything`."""
+    totals, tally = Totals(), RoundTally()
+    end, run = time.monotonic() + seconds, 0
+    with monitored() as monitor:
+        while time.monotonic() < end:
+            found = totals.run(1000 * seed + run, monitor)
+            tally.mismatches += [f"engine round, seed {seed}, run {run}: {found}"] if found else []
+            run += 1
+    tally.requests = tally.comparisons = totals.num_results
+    tally.events.update({"toy rounds": 1, "interrupts": totals.counts["interrupts"]})
+    return tally

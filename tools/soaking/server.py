@@ -1,0 +1,317 @@
+"""Rounds of a soak over HTTP: a server of random settings, its clients, and its operator.
+
+A round serves a small float64 model over loopback, by uvicorn in a thread. Clients in threads of their own
+ask for completions and chats, leave in the middle, and send malformed bodies (`clients.py`). An operator
+changes weights, suspends, resets and pins meanwhile. Answers that were under way while weights stayed are
+held against the recurrence token by token (`model.py`). In the end nothing runs, waits or is held, the
+metrics agree with what was asked, and the process has the threads and file descriptors that it had before.
+
+What is drawn depends on the seed alone. Which request meets which other one depends on threads and clocks, so
+that a repeated round is another run of the same world. `python tools/soak.py` runs rounds.
+"""
+
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mambaslots as ms
+from fuzzing.malformed_bodies import MAX_BODY_BYTES
+from mambaslots.serve import ServerSettings, make_app
+from mambaslots.serve.gate import engine_salt
+from soaking.checks import QUIET_S, RecallingDrafter, check_end, compare, counts_of, quiet, watched_round
+from soaking.clients import Client, World, clients
+from soaking.model import KINDS, NUM_VERSIONS, loaded_of, model_of
+from soaking.requests import LONGEST, Query, Talk
+from soaking.tally import RoundTally
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from oracle.faulty_copies import make_faulty
+from oracle.random_engine import random_plan, with_tier
+from oracle.served import Served, serving_app
+from oracle.stored_states import stored_apart
+from prometheus_client.parser import text_string_to_metric_families
+
+REQUIRED_EVENTS = {
+    "cpu": (
+        "streams", "whole answers", "left within the body", "left at once", "left before a token",
+        "left in the middle", "malformed bodies", "attempts to share", "refused: queue_full", "weights",
+        "reset", "suspended", "evicted states", "refused by value", "recomputed tokens", "host-tier fetches",
+        "failed copies", "drafts accepted",
+    )
+}  # fmt: skip
+"""What must happen in some minutes."""
+ADMIN = "the-key-of-the-operator"
+
+
+def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.InferenceConfig:
+    """Settings of an engine with little of everything.
+
+    Args:
+        folder: for files of states.
+    """
+    block = random.choice([8, 16])
+    fewest = -(-LONGEST // block)
+    drafts = random.choice([0, 0, 1, 3])
+    config = ms.InferenceConfig(
+        block_size_tokens=block,
+        max_requests=random.randint(2, 5),
+        max_tokens=random.choice([16, 32, 64, 128]),
+        max_sequence_length=LONGEST,
+        num_kv_blocks=fewest + random.choice([0, 3, fewest, 4 * fewest]),
+        num_mamba_slots=random.choice([1, 2, 4, 12, 40]),
+        eviction_policy=random.choice(["value", "value", "value", "lru"]),
+        checkpoint_plan=random_plan(random, block),
+        num_speculative_tokens=drafts,
+        async_scheduling=not drafts and random.random() < 0.5,
+        decode_by_replay=random.random() < 0.2,
+        salt_key=b"the key of all replicas",
+    )
+    num_host_slots = random.choice([0, 0, 8, 40])
+    if num_host_slots:  # states leave their slots, and their KV stays
+        few = random.choice([1, 2, 4])
+        config = replace(config, num_kv_blocks=6 * fewest, num_mamba_slots=few)
+    config = with_tier(config, model, num_host_slots)
+    if config.host_cache_gb and random.random() < 0.4:
+        config = replace(config, disk_cache=(folder, config.host_cache_gb))
+    return config
+
+
+def new_world(random: Random, until_s: float, name: str) -> World:
+    """What clients know, of a server that has no port yet; with tenants, or open to everybody."""
+    keys = {"alice": "key-a", "bob": "key-b"} if random.random() < 0.7 else {}
+    talk = Talk(Random(random.random()), list(keys) or ["default"])
+    return World(0, keys, ADMIN if keys else None, talk, until_s, name)
+
+
+@contextmanager
+def lossless_encoding(config: ms.InferenceConfig, is_wanted: bool) -> Iterator[ms.InferenceConfig]:
+    """Settings under which durable states are a store of their own, which rounds nothing; or as they are."""
+    if not is_wanted or config.decode_by_replay:
+        yield config
+        return
+    given: dict[str, Any] = {}
+    with stored_apart(given):
+        yield replace(config, **given)
+
+
+class Operator:
+    """Does to a served engine what operators do, while clients ask.
+
+    Attributes:
+        world: what clients know of the server.
+        events: what was done, and what the engine counted.
+    """
+
+    def __init__(self, served: Served, world: World, random: Random, models: Sequence[Any]) -> None:
+        self.world = world
+        self.events = RoundTally().events
+        self._served, self._random, self._models = served, random, models
+        self._pins: list[Any] = []
+        rare: list[Callable[[], None]] = [self._reset] if "cancelled" in world.may_refuse else []
+        pins: list[Callable[[], None]] = [self._pin, self._unpin] if "capacity" in world.may_refuse else []
+        drops = [*[self._change_weights] * 2, self._suspend, self._forget, *rare]
+        self._operations: list[Callable[[], None]] = [*drops, *([self._check, *pins] * len(drops))]
+
+    def work(self) -> None:
+        """Operate until the time is over."""
+        while not self.world.is_over:
+            self._random.choice(self._operations)()
+            time.sleep(self._random.uniform(0.05, 0.8))
+        self.unpin_all()
+
+    def _change_weights(self) -> None:
+        version = (self.world.weights.version + self._random.randint(1, NUM_VERSIONS - 1)) % NUM_VERSIONS
+
+        def change(engine: ms.DynamicInferenceEngine) -> None:
+            engine._forward.load_state_dict(self._models[version].state_dict())
+            engine.set_weights_version(version)
+
+        with self.world.weights.changing(version):
+            self._served.call(change)
+        self._pins.clear()
+        self.events["weights"] += 1
+
+    def _suspend(self) -> None:
+        self.count()
+        self._served.call(lambda engine: engine.suspend())
+        time.sleep(self._random.choice([0.0, 0.02, 0.1]))
+        self._served.call(lambda engine: engine.resume())
+        self._pins.clear()
+        self.events["suspended"] += 1
+
+    def _forget(self) -> None:
+        self._served.call(lambda engine: engine.reset_prefix_cache())
+        self._pins.clear()
+        self.events["reset"] += 1
+
+    def _reset(self) -> None:
+        self.count()
+        self._served.call(_reset_engine)
+        self._pins.clear()
+        self.events["reset engines"] += 1
+
+    def _check(self) -> None:
+        self._served.call(lambda engine: engine.check_integrity())
+        self.events["checks of all books"] += 1
+
+    def _pin(self) -> None:
+        query: Query = self.world.talk.draw(self._random)
+        salt = engine_salt(query.tenant, query.salt, bool(self.world.keys))
+        with suppress(ValueError, ms.MambaSlotCapacityError):  # nothing of it is cached, or pins have all
+            self._pins.append(self._served.call(lambda engine: engine.pin(query.prompts[0], cache_salt=salt)))
+            self.events["pins"] += 1
+
+    def _unpin(self) -> None:
+        if self._pins:
+            pin = self._pins.pop(self._random.randrange(len(self._pins)))
+            self._served.call(lambda engine: engine.unpin(pin))
+
+    def unpin_all(self) -> None:
+        for pin in self._pins:
+            self._served.call(lambda engine, pin=pin: engine.unpin(pin))
+        self._pins.clear()
+
+    def count(self) -> None:
+        """Take over what the engine has counted; it may forget its counts next."""
+        for name, number in counts_of(self._served.stats()).items():
+            self.events[name] = max(self.events[name], number)
+
+
+def _reset_engine(engine: ms.DynamicInferenceEngine) -> None:
+    version = engine.weights_version
+    engine.reset()
+    engine.set_weights_version(version)
+
+
+# ---- a round
+
+
+def run_round(seed: int, seconds: float, device: str) -> RoundTally:
+    """One server, its clients and its operator.
+
+    Args:
+        seed: draws settings and traffic.
+        seconds: of clients, and of comparisons behind them.
+        device: "cpu"; the oracle needs float64, and what is served runs on the CPU in every case.
+    """
+    name = f"server round, seed {seed}"
+    return watched_round(name, lambda tally: _serve(seed, seconds, name, tally))
+
+
+def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
+    random = Random(seed)
+    kind = random.choice(list(KINDS))
+    models = [model_of(kind, version) for version in range(NUM_VERSIONS)]
+    model = model_of(kind, 0)
+    begun = time.monotonic()
+    world = new_world(random, begun + 0.5 * seconds, name)
+    for code, share in (("capacity", 0.4), ("cancelled", 0.2), ("timeout", 0.15)):
+        if random.random() < share:
+            world.may_refuse.add(code)
+    settings = ServerSettings(
+        model_name="soak", api_keys=world.keys, admin_key=world.admin_key, max_body_bytes=MAX_BODY_BYTES,
+        max_waiting_requests=random.randint(3, 6), drain_timeout_s=random.choice([0.0, 0.05, 5.0]),
+        request_timeout_s=random.choice([0.2, 0.5]) if "timeout" in world.may_refuse else 60.0,
+    )  # fmt: skip
+    is_cut = random.random() < 0.3
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        config = random_config(random, model, folder)
+        config = stack.enter_context(lossless_encoding(config, random.random() < 0.2))
+        drafter = RecallingDrafter() if config.num_speculative_tokens and random.random() < 0.8 else None
+        engine = ms.DynamicInferenceEngine(model, config, drafter=drafter)
+        engine.set_weights_version(0)
+        tier = engine.context.prefix_cache.tier
+        copies = None if tier is None else make_faulty(tier, Random(random.random()))
+        app = make_app(engine, loaded_of(model), settings)
+        with serving_app(app, loaded_of(model), config) as served:
+            world.port = served.port
+            operator = Operator(served, world, Random(random.random()), models)
+            with clients(world, random.randint(4, 10)) as asking:
+                operator.work()
+                if is_cut:
+                    world.may_refuse |= {"draining", "cancelled"}
+                    world.is_closing = True
+                    served.do(app.state.service.drain)
+                    tally.events["drained while busy"] += 1
+            quiet(served.stats, name, tally)
+            operator.count()
+            if not is_cut:
+                check_leaving(served, world, name, tally)
+            check_metrics(served, world, asking, name, tally)
+        check_end(engine, name, tally)
+    tally.events.update(operator.events)
+    tally.events["failed copies"] += copies.num_faults if copies is not None else 0
+    compare(kind, asking, begun + seconds, name, random, tally)
+
+
+def metrics(served: Served, world: World) -> Callable[[str], dict[str, float]]:
+    """By name of a metric: its values by label."""
+    text = served.get("/metrics", **world.of_path("/metrics")).body.decode()
+    found = {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+    def of(metric: str) -> dict[str, float]:
+        return {"".join(labels): value for (one, labels), value in found.items() if one == metric}
+
+    return of
+
+
+def check_leaving(served: Served, world: World, name: str, tally: RoundTally) -> None:
+    """With nothing else under way: the answer to a client that leaves after its first token is cancelled."""
+    query = world.talk.draw(Random(0))
+    room = LONGEST - max(map(len, query.prompts))
+    query.body |= {"stream": True, "max_tokens": room, "stop_token_ids": [], "stop": [], "n": 1}
+
+    def num_cancelled() -> float:
+        return metrics(served, world)("mambaslots_requests_ended_total")["cancelled"]
+
+    before = num_cancelled()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=QUIET_S) as client:
+        client.sendall(world.sent(query))
+        client.recv(200)
+    quiet(served.stats, name, tally)
+    if num_cancelled() == before:
+        tally.mismatches.append(f"{name}: the request of a client that left was not cancelled")
+    tally.events["cancelled"] += int(num_cancelled())
+
+
+def check_metrics(
+    served: Served, world: World, asking: Sequence[Client], name: str, tally: RoundTally
+) -> None:
+    """What the metrics count agrees with what clients asked and got."""
+    of = metrics(served, world)
+    added, ended = of("mambaslots_requests_added_total")[""], of("mambaslots_requests_ended_total")
+    complete = sum(one.num_answers for one in asking)
+    unknown = sum(one.num_unknown for one in asking) + len(asking)  # and those of `check_leaving`
+    whole = ended["stop"] + ended["length"]
+    generated = of("mambaslots_generated_tokens_total")[""]
+    prompt = of("mambaslots_prompt_tokens_total")[""]
+    accounted = of("mambaslots_resumed_prompt_tokens_total")[""] + sum(
+        of("mambaslots_computed_prompt_tokens_total").values()
+    )
+    wrong = {
+        "requests that were added have not ended": added != sum(ended.values()),
+        "fewer answers than clients have got": whole < complete,
+        "more requests than clients have sent": added > complete + unknown,
+        "fewer tokens than clients have got": generated < sum(one.num_answer_tokens for one in asking),
+        "prompt tokens that are neither resumed nor computed": prompt != accounted,
+        "requests that run or wait": bool(
+            of("mambaslots_requests_running")[""] + of("mambaslots_requests_waiting")[""]
+        ),
+    }
+    for what in (one for one, is_so in wrong.items() if is_so):
+        tally.mismatches.append(
+            f"{name}: metrics: {what}: added {added}, ended {ended}, answered {complete}, unknown {unknown}, "
+            f"prompt tokens {prompt}, {accounted}"
+        )
