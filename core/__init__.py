@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
     from .inference.contexts.cache.checkpoints import PathStep
+    from .inference.contexts.cache.eviction import EvictionPolicy
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
     from .inference.contexts.cache.pinned_prefixes import PinnedPrefix
@@ -58,8 +59,8 @@ __all__ = [
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "load", "LoadedModel", "TextCodec", "text",
     # the cache, in an engine of your own
-    "PrefixCache", "PrefixMatch", "PrefixHashChain", "PathStep", "KVBlockAllocator", "MambaSlotAllocator",
-    "DynamicInferenceContext",
+    "PrefixCache", "PrefixMatch", "PathStep", "PrefixHashChain", "EvictionPolicy", "KVBlockAllocator",
+    "MambaSlotAllocator", "DynamicInferenceContext",
     # bringing a model
     "Model", "HybridStateSpec", "StateTensor", "mamba2_states", "gated_delta_net_states", "short_conv_states",
     "StepInputs", "kernel_set", "AttentionRows", "ParallelGroups", "models", "testing",
@@ -75,10 +76,11 @@ _NAMES_OF_MODULES = {
         "EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError RequestOverflowError"
     ),
     "mambaslots.inference.contexts.cache.checkpoint_plan": "CheckpointPlan",
+    "mambaslots.inference.contexts.cache.checkpoints": "PathStep",
+    "mambaslots.inference.contexts.cache.eviction": "EvictionPolicy",
     "mambaslots.inference.contexts.cache.kv_block_allocator": "KVBlockAllocator",
     "mambaslots.inference.contexts.cache.pinned_prefixes": "PinnedPrefix",
     "mambaslots.inference.contexts.cache.prefix_cache": "PrefixCache",
-    "mambaslots.inference.contexts.cache.checkpoints": "PathStep",
     "mambaslots.inference.contexts.cache.hashing": "PrefixHashChain",
     "mambaslots.inference.contexts.cache.prefix_match": "PrefixMatch",
     "mambaslots.inference.contexts.dynamic_context": "DynamicInferenceContext",

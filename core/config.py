@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from .inference.contexts.cache.eviction import PolicyChoice, checked_policy
 from .inference.contexts.cache.hashing import key_bytes
-from .inference.contexts.cache.slot_eviction import EVICTION_POLICIES
 from .validation import (
     INT32_MAX,
     boolean,
@@ -97,7 +97,7 @@ class InferenceConfig:
     total_gb: float | None = None
 
     enable_prefix_caching: bool = True
-    eviction_policy: str = "value"
+    eviction_policy: PolicyChoice = "value"
     checkpoint_plan: CheckpointPlan = field(default_factory=CheckpointPlan)
     durable_state_dtype: DurableDtype | None = None
     host_cache_gb: float = 0.0
@@ -123,7 +123,7 @@ class InferenceConfig:
         set_field(
             self, "num_cuda_graphs", optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
         )
-        one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        checked_policy("eviction_policy", self.eviction_policy)
         one_of("free_memory", self.free_memory, get_args(FreeMemory))
         instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
         if self.salt_key is not None:

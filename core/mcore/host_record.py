@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..inference.contexts.cache.durable_slots import SlotCounts
 from ..inference.contexts.cache.reasons import ComputeReason, GhostList, Span, TokenLedger
+from ..inference.contexts.cache.state_slots import SlotCounts
 
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
 STATE_CONFIG = "megatron.core.inference.config:MambaInferenceStateConfig"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan, shown_plan
-from ..inference.contexts.intermediate_states import EVICTION_POLICIES
+from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from ..validation import boolean, instance, one_of
 from ..version import VERSION
 from . import admission, answers, kv_blocks, lifecycle, mixer, stages

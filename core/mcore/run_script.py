@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..inference.contexts.cache.checkpoint_plan import PLAN_SYNTAX, CheckpointPlan, parse_plan
-from ..inference.contexts.intermediate_states import EVICTION_POLICIES
+from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from .built_contexts import SETTINGS, BuiltContext
 from .install import Installation, built_contexts, install, shown_versions
 from .overrides import MissingHostError, UnknownHostError

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
-from ..inference.contexts.cache.root_use import RootUse, use_by_root
+from ..inference.contexts.cache.prefix_cache import RootUse
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.step_report import NewTokens
@@ -344,7 +344,7 @@ class Monitor:
         """What each root holds, counted at most once a second; outside the lock, because it may take long."""
         now = self._clock()
         if now - self._counted_s >= _COUNT_EVERY_S:
-            self._use = use_by_root(self.engine.context.prefix_cache)
+            self._use = self.engine.context.prefix_cache.use_by_root()
             self._counted_s = now
         return self._use
 

@@ -10,7 +10,7 @@ import torch
 
 from ..config import InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import parse_plan
-from ..inference.contexts.cache.slot_eviction import EVICTION_POLICIES
+from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec
 from ..state_tensor import StateTensor

@@ -131,7 +131,7 @@ def books_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
         "running": [request.request_id for request in scheduler.running],
         "states": sorted(cache.slots.map.hash_to_block_id.items()),
         "slots": [cache.slots.map.block_of(slot) for slot in range(cache.slots.num_slots)],
-        "order": list(cache.slots.order.by_recency()),
+        "order": list(cache.slots.by_recency()),
         "pins": [(one.num_tokens, one.key) for one in cache.pins],
         "stats": engine.context.cache_stats(),
         "version": engine.weights_version,

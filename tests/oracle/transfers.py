@@ -48,8 +48,8 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "free slots": list(slots.free),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),
-        "recency": slots.order.by_recency(),
-        "order of eviction": slots.order.by_eviction(),
+        "recency": slots.by_recency(),
+        "order of eviction": slots.by_eviction(),
     }
 
 

@@ -13,7 +13,7 @@ from ...state_tensor import TensorEncoding
 from ...validation import addressable
 from ..kernels.state_tensors import device_indices
 from .cache.left_entries import LeftEntries, MemoryCleaner
-from .cache.memory_division import MemoryDivision, UnitSizes
+from .cache.memory_units import MemoryDivision, UnitSizes
 from .pools import InputPool, StatePool
 
 
@@ -34,7 +34,7 @@ class Scrubber(MemoryCleaner):
     """Zeroes the entries of a context's pools that nobody owns, before anybody else can have them.
 
     The books note what they free, in one place each: `KVBlockAllocator` where blocks enter its free ones,
-    `DurableSlots` and `MambaMetadata` likewise, `RequestRows` for the inputs of a row, `TierSlots` for rows
+    `StateSlots` and `MambaMetadata` likewise, `RequestRows` for the inputs of a row, `TierSlots` for rows
     of host memory, `EncodedStates` for staged states. Where an entry is taken, or changes its owner, it is
     zeroed at once. What is left at the end of an engine's call, or when a step begins, is zeroed then, in one
     launch for each pool.

@@ -25,7 +25,6 @@ from .pools import InputPool
 from .request import DynamicInferenceRequest, RequestStep
 from .row_ladder import largest_on_ladder
 from .rows import RequestRows
-from .shared_live_slots import SharedLiveSlots
 from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_buffer import StepBuffer
 from .step_builder import Padding, StepBuilder
@@ -80,19 +79,17 @@ class DynamicInferenceContext:
             sizes.num_mamba_slots,
             config.block_size_tokens,
             config.eviction_policy,
-            config.enable_prefix_caching,
-            clock,
-            num_live if shares else 0,
-            tier_of(config, spec, self.memory.durable_pool),
-            sizes.division,
-            scrubber,
+            enabled=config.enable_prefix_caching,
+            clock=clock,
+            num_live_slots=num_live if shares else 0,
+            tier=tier_of(config, spec, self.memory.durable_pool),
+            division=sizes.division,
+            scrubber=scrubber,
         )
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.left
-        self.mamba_metadata = (
-            SharedLiveSlots(config.max_requests, num_live, self.prefix_cache.slots)
-            if shares
-            else MambaMetadata(config.max_requests, num_live, scrubber.live)
+        self.mamba_metadata = MambaMetadata(
+            config.max_requests, num_live, scrubber.live, self.prefix_cache.slots if shares else None
         )
         self._states = self._new_states()
         self._empty_rows()

@@ -16,11 +16,9 @@ from torch import Tensor
 from ...validation import INT32_MAX, instance, integer, one_of, shown
 from ..kernels.state_tensors import StateTensors
 from .cache.checkpoint_plan import CheckpointPlan
-from .cache.durable_slots import DurableSlots
-from .cache.slot_choice import choose_for_slots
+from .cache.eviction import EVICTION_POLICIES
+from .cache.state_slots import StateSlots, choose_for_slots
 
-EVICTION_POLICIES = ("value", "lru")
-"""The policies of states that a host can name."""
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
 """Offsets per request where the host does not state `max_intermediate_offsets_per_request`."""
 
@@ -134,7 +132,7 @@ class IntermediateStates:
         self,
         context: Any,
         settings: HostSettings,
-        slots: DurableSlots,
+        slots: StateSlots,
         scratch: StateTensors,
         copy_to_slots: Callable[[StateSource, list[int], list[int]], None],
     ) -> None:

@@ -21,9 +21,9 @@ from ...validation import (
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
-from .cache.durable_slots import DurableSlots
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.reasons import GhostList
+from .cache.state_slots import StateSlots
 from .intermediate_states import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     HostSettings,
@@ -86,9 +86,7 @@ class MambaSlotAllocator:
         settings = self._host_settings()
         self.num_blocks = settings.num_blocks
         self._durable = self._new_states(self.max_slots, _device_of_live_states(context))
-        self.slots = DurableSlots(
-            self.max_slots, settings.eviction_policy, self._kv_hash, self._notify_kv_allocator
-        )
+        self.slots = StateSlots(self.max_slots, settings.eviction_policy, _HostIndex(context))
         self.hash_to_block_id = self.slots.map.hash_to_block_id
         self._block_to_slot = torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu")
         self._slot_to_block = torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu")
@@ -203,11 +201,11 @@ class MambaSlotAllocator:
     # ---- reservations
 
     def reserve(self, block_ids: Sequence[int]) -> list[int]:
-        """See `DurableSlots.reserve`."""
+        """See `StateSlots.reserve`."""
         return self.slots.reserve(self._checked_blocks(block_ids))
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
-        """See `DurableSlots.commit`."""
+        """See `StateSlots.commit`."""
         slots = self._checked_slots(slots)
         blocks = None if block_ids is None else self._checked_blocks(block_ids)
         if blocks is not None and len(blocks) != len(slots):
@@ -217,18 +215,18 @@ class MambaSlotAllocator:
         return self.slots.commit(slots, blocks)
 
     def release_reservation(self, slots: Sequence[int]) -> None:
-        """See `DurableSlots.release`."""
+        """See `StateSlots.release`."""
         self.slots.release(self._checked_slots(slots))
 
     def pin(self, slot: int) -> None:
-        """See `DurableSlots.pin`."""
+        """See `StateSlots.pin`."""
         self.slots.pin(self._checked_slot(slot))
 
     def unpin(self, slot: int) -> None:
         self.slots.unpin(self._checked_slot(slot))
 
     def note_use(self, slot: int) -> None:
-        """See `DurableSlots.note_use`."""
+        """See `StateSlots.note_use`."""
         self.slots.note_use(self._checked_slot(slot))
 
     # ---- allocation, eviction and invalidation under megatron-core's names
@@ -439,18 +437,30 @@ class MambaSlotAllocator:
     def _checked_slots(self, slots: Sequence[int]) -> list[int]:
         return integers("slots", slots, 0, self.max_slots - 1)
 
-    # ---- the host's KV allocator, which may be another one later
 
-    def _kv_hash(self, block: int) -> int:
+class _HostIndex:
+    """The KV blocks of a host, whose allocator may be another one later, as `StateSlots` reads them."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def hash_of(self, block: int) -> int:
         """The block's prefix hash in the KV index, or -1."""
-        kv = self.context.kv_block_allocator
-        tree = getattr(kv, "tree", None)  # only our allocator has a tree; reading its tensors takes O(blocks)
+        kv = self._context.kv_block_allocator
+        tree = getattr(kv, "tree", None)  # only our allocator has a tree; reading its arrays takes O(blocks)
         return int(kv.block_hashes[block]) if tree is None else tree.hash_of(block)
 
-    def _notify_kv_allocator(self, blocks: Iterable[int]) -> None:
-        leaves = getattr(self.context.kv_block_allocator, "leaves", None)  # only our allocator has it
+    def keys_to(self, block: int) -> list[int]:
+        """The block's hash alone: a host does not say what precedes the block."""
+        return [self.hash_of(block)]
+
+    def note_states_changed(self, blocks: Iterable[int]) -> None:
+        leaves = getattr(self._context.kv_block_allocator, "leaves", None)  # only our allocator has it
         if leaves is not None:
             leaves.note_states_changed(blocks)
+
+    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
+        """Hosts match states by hash alone."""
 
 
 def _device_of_live_states(context: Any) -> torch.device:

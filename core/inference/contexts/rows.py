@@ -71,7 +71,7 @@ class RequestRows:
 
     def has_slots(self, resume_slot: int) -> bool:
         """Whether a request could get its live slots now, and resume from durable slot `resume_slot`."""
-        return self._metadata.has_room(self._slots_per_row, resume_slot)
+        return self._metadata.has_room(self._slots_per_row)
 
     def seat(self, request: DynamicInferenceRequest, resume_slot: int = -1) -> Holding:
         """Give a waiting request a row, live slots and an open path. A row must be free.

@@ -229,7 +229,7 @@ class EngineBooks:
             cache.tier.mend()
         cache.slots.map.mend_counts()  # statistics alone cost no cache
         cache.kv_blocks.tree.mend_counts()
-        cache.slots.order.mend(cache.slots.map)
+        cache.slots.mend_order()
         self.check_integrity()
 
     def _rebuild(self) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...inference.contexts.cache.durable_slots import DurableSlots
 from ...inference.contexts.cache.hashing import SaltKey
 from ...inference.contexts.cache.kv_block_allocator import KVBlockAllocator
 from ...inference.contexts.cache.prefix_cache import PrefixCache
+from ...inference.contexts.cache.state_slots import StateSlots
 from ...inference.contexts.pools import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
@@ -86,7 +86,7 @@ class CacheAccess:
         return self.cache.kv_blocks
 
     @property
-    def slots(self) -> DurableSlots:
+    def slots(self) -> StateSlots:
         """Which durable slot holds which block's state."""
         return self.cache.slots
 
@@ -108,7 +108,7 @@ class CacheAccess:
         """
         states = self.slots.map
         findable = set(states.hash_to_block_id.values())
-        by_recency = [(states.block_of(slot), slot) for slot in reversed(self.slots.order.by_recency())]
+        by_recency = [(states.block_of(slot), slot) for slot in reversed(self.slots.by_recency())]
         return {block: slot for block, slot in by_recency if block in findable}
 
 

@@ -404,7 +404,7 @@ def test_more_than_is_cached_is_not_evicted(served: Served) -> None:
         ms.KVBlockCapacityError,
     )
     served.unchanged()
-    refuse("DurableSlots", lambda: cache.slots.evict(10**30), "", ms.MambaSlotCapacityError)
+    refuse("StateSlots", lambda: cache.slots.evict(10**30), "", ms.MambaSlotCapacityError)
     served.unchanged()
 
 

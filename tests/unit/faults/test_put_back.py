@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 CONTEXTS = "inference/contexts/"
 POLICIES = "inference/contexts/cache/"
 HOST_KV = "self._kv_hash.__self__.context.kv_block_allocator"
-"""How `DurableSlots` can reach the host's KV allocator: it is given no more than a method of the facade."""
+"""How `StateSlots` can reach the host's KV allocator: it is given no more than a method of the facade."""
 
 
 @dataclass(frozen=True)

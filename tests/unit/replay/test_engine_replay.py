@@ -6,7 +6,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.slot_eviction import EVICTION_POLICIES
+from mambaslots.inference.contexts.cache.eviction import EVICTION_POLICIES
 from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
 from mambaslots.replay.ours import spec_of
 from mambaslots.replay.setting import ModelShape, StepCost
@@ -36,7 +36,7 @@ def books_of(replay: EngineReplay) -> tuple[object, ...]:
         cache.slots.map.slot_by_block.copy(),
         cache.slots.map.hash_to_block_id.copy(),
         list(cache.slots.free),
-        cache.slots.order.by_eviction(),
+        cache.slots.by_eviction(),
         cache.slots.pins.copy(),
         list(cache.kv_blocks.references),
         cache.kv_blocks.tree.block_of_hash.copy(),

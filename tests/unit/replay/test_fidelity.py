@@ -7,7 +7,7 @@ import mambaslots as ms
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.slot_eviction import EVICTION_POLICIES
+from mambaslots.inference.contexts.cache.eviction import EVICTION_POLICIES
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.replay.engine_replay import EngineReplay
 from mambaslots.replay.setting import StepCost
@@ -117,7 +117,7 @@ def test_a_replay_decides_as_a_real_engine(
     real, replayed = engine.context.prefix_cache, replay.context.prefix_cache
     assert real.slots.map.hash_to_block_id == replayed.slots.map.hash_to_block_id
     assert real.slots.map.slot_by_block == replayed.slots.map.slot_by_block
-    assert real.slots.order.by_eviction() == replayed.slots.order.by_eviction()
+    assert real.slots.by_eviction() == replayed.slots.by_eviction()
     assert real.kv_blocks.tree.block_of_hash == replayed.kv_blocks.tree.block_of_hash
     assert engine.context.cache_stats() == replay.context.cache_stats()
     stats = engine.context.cache_stats()

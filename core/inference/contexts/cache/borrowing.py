@@ -1,16 +1,53 @@
-"""States and KV blocks borrow memory from each other."""
+"""Units of one memory change sides between states and KV blocks."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from .kv_block_allocator import KVBlockAllocator
 from .left_entries import MemoryCleaner
 from .memory_units import MemoryUnits
-from .shared_kv_blocks import SharedKVBlocks
-from .unit_choice import KVUnit, kv_unit_for_states
-from .unit_slots import UnitSlots
+from .state_slots import StateSlots
 
 MOST_LOOKS = 64
 """Units that one call looks at, at most, to find one that can be emptied."""
+
+
+class KVUnit(NamedTuple):
+    """A unit of KV blocks that could be emptied.
+
+    Attributes:
+        unit: its number.
+        leaves: its cached blocks, children before parents.
+        slots: the slots of the states at the ends of these blocks.
+        last_use: when one of the blocks was last used.
+    """
+
+    unit: int
+    leaves: list[int]
+    slots: list[int]
+    last_use: int
+
+
+def kv_unit_for_states(
+    candidates: Iterable[KVUnit], slots_per_unit: int, next_victims: Callable[[int], Sequence[int]]
+) -> KVUnit | None:
+    """The unit of KV whose loss costs least, if it costs less than evicting states for the same slots.
+
+    A unit without states resumes nothing: it costs nothing. A unit with n states frees n slots and those of
+    the unit. The states next in the order of eviction would go for these slots otherwise; so the n states
+    must be among them.
+
+    Args:
+        candidates: units that could be emptied.
+        slots_per_unit: slots that a unit has room for.
+        next_victims: callable(count) -> the slots whose states would be evicted next, the first one first.
+    """
+    best = min(candidates, key=lambda c: (len(c.slots), c.last_use, c.unit), default=None)
+    if best is None or not best.slots:
+        return best
+    victims = next_victims(len(best.slots) + slots_per_unit)
+    return best if set(best.slots).issubset(victims) else None
 
 
 class Borrowing:
@@ -31,7 +68,7 @@ class Borrowing:
     """
 
     def __init__(
-        self, units: MemoryUnits, kv_blocks: SharedKVBlocks, slots: UnitSlots, scrubber: MemoryCleaner
+        self, units: MemoryUnits, kv_blocks: KVBlockAllocator, slots: StateSlots, scrubber: MemoryCleaner
     ) -> None:
         self._units = units
         self._kv_blocks = kv_blocks
@@ -51,14 +88,15 @@ class Borrowing:
             if whole:
                 self._give_to_states(whole[0])
                 continue
-            found = kv_unit_for_states(self._candidates(), self._units.slots_per_unit, self._next_victims)
+            slots_per_unit = self._units.slots_per_unit
+            found = kv_unit_for_states(self._candidates(), slots_per_unit, self._slots.next_victims)
             if found is None:
                 return
             self._kv_blocks.empty_unit(found.leaves)
             self._give_to_states(found.unit)
 
     def _candidates(self) -> Iterator[KVUnit]:
-        """Units that could be emptied, of those that the hand passes; ends with the first without states."""
+        """Clock algorithm: units that could be emptied, from the hand on, up to the first without a state."""
         units, kv, slot_of = self._units, self._kv_blocks, self._slots.map.slot_of
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MOST_LOOKS)):
@@ -70,9 +108,6 @@ class Borrowing:
                 continue  # a state of a tier, or one that is read
             yield KVUnit(unit, leaves, slots, kv.last_use(leaves))
         self._hand = (self._hand + MOST_LOOKS) % max(1, count)
-
-    def _next_victims(self, count: int) -> list[int]:
-        return self._slots.next_victims(count)
 
     def _give_to_states(self, unit: int) -> None:
         self._scrubber.move_unit(unit, self._units.blocks_of(unit), self._scrubber.blocks)

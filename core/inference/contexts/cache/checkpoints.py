@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from .checkpoint_plan import KINDS_BY_WORTH, Boundary
-from .durable_slots import DurableSlots
-from .eviction_order import PlannedState
 from .prefix_match import CachedPath
+from .state_slots import PlannedState, StateSlots
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class RollingStates:
     An older decode state stays if a request has resumed from it, because its prefix is shared then.
     """
 
-    def __init__(self, slots: DurableSlots) -> None:
+    def __init__(self, slots: StateSlots) -> None:
         self._slots = slots
 
     def make_room(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
@@ -98,14 +97,14 @@ class RollingStates:
     def _drop(self, owner: RollingOwner) -> None:
         slots, block = self._slots, owner.rolling_block
         slot = slots.map.slot_of(block) if block >= 0 else -1
-        if slot < 0 or slot in slots.order.used or slots.drop(block, "rolled"):
+        if slot < 0 or slot in slots.used or slots.drop(block, "rolled"):
             owner.rolling_block = -1
 
 
 class StepCheckpoints:
     """Carries the planned boundaries of scheduled steps into slots."""
 
-    def __init__(self, slots: DurableSlots) -> None:
+    def __init__(self, slots: StateSlots) -> None:
         self._slots = slots
         self._rolling = RollingStates(slots)
 
@@ -130,7 +129,7 @@ class StepCheckpoints:
             inner = [key for key in wanted if _is_inner(steps[certain[key][0]], certain[key][1])]
             beyond = inner[max_inner_states:]
             wanted = [key for key in wanted if key not in set(beyond)]
-        if not self._slots.order.refuses:
+        if not self._slots.policy.refuses:
             decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
             self._rolling.make_room(decoding, len(wanted))
         chosen, refused = self._slots.choose(
@@ -197,8 +196,8 @@ class StepCheckpoints:
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # a draft's state is planned only now that the draft is right
-                self._slots.order.plan(
-                    PlannedState(path.chain.keys[depth - 1], path.chain.keys, depth, "decode", path.visit)
+                self._slots.plan(
+                    PlannedState(path.chain.keys[depth - 1], path.chain.keys, depth, "decode", path.request)
                 )
             (committed[position],) = self._slots.commit([slot], [block])
             if step.decoding:
@@ -209,7 +208,7 @@ class StepCheckpoints:
 
 def _planned(key: int, step: PathStep, boundary: Boundary) -> PlannedState:
     depth = boundary.position // step.path.chain.block_size_tokens
-    return PlannedState(key, step.path.chain.keys, depth, boundary.kind, step.path.visit)
+    return PlannedState(key, step.path.chain.keys, depth, boundary.kind, step.path.request)
 
 
 def _is_inner(step: PathStep, boundary: Boundary) -> bool:

@@ -1,23 +1,20 @@
-"""KV blocks: who holds them, and which of them are free.
-
-This file is over 400 lines long because hosts call this class. Every argument is checked here, once, also for
-the tree and the eviction order.
-"""
+"""KV blocks: reference counts, the free list, eviction. Arguments are checked here, also for the tree."""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import countOf
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
-from .free_blocks import BlockStack, FreeBlocks
-from .leaf_eviction import LeafEviction
+from .free_blocks import BlocksByUnit, BlockStack, FreeBlocks
 from .left_entries import LeftEntries
+from .memory_units import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
 from .prefix_tree import Parent, PrefixTree
 
@@ -28,11 +25,19 @@ ForgetStates = Callable[[Sequence[int] | None, KVRemovalCause], None]
 MAX_HASH = (1 << 63) - 1
 
 
+class BlockLender(Protocol):
+    """Moves units of a shared memory from states to blocks; `Borrowing` is one."""
+
+    def num_blocks_to_lend(self, keep: Sequence[int] = (), num_spare_units: int = 0) -> int: ...
+
+    def lend_blocks(self, num_blocks: int) -> None: ...
+
+
 class KVBlockAllocator:
     """The bookkeeping of a pool of KV blocks; the tensors belong to the context.
 
-    A block is *free*, *held* (reference count > 0) or *cached* (registered under its prefix hash, and held by
-    nobody). A registered block's parent is the registered block before it in the sequence. Whoever holds a
+    A block is *free*, *held* (reference count > 0) or *cached* (registered under its prefix hash, and not
+    held). A registered block's parent is the registered block before it in the sequence. Whoever holds a
     block also holds the block's parents. So cached blocks hang below held ones, and all of them can be
     evicted, leaf first. The cost of a call grows with the blocks that it names (times the logarithm of the
     number of cached blocks), not with the pool.
@@ -52,18 +57,22 @@ class KVBlockAllocator:
         total_count: int,
         enable_prefix_caching: bool = True,
         forget_states: ForgetStates = lambda blocks, cause: None,
+        *,
         clock: Clock = time.monotonic_ns,
         left: LeftEntries | None = None,
+        units: MemoryUnits | None = None,
     ) -> None:
         """
         Args:
             total_count: blocks of the pool.
             enable_prefix_caching: whether blocks may be registered.
-            forget_states: called with blocks before they leave the index, None for all, and with why they
-                leave; the owner of the blocks' states forgets these. What it raises goes on to the caller,
-                because a state must not outlive its block.
-            clock: tells when blocks are used. Two uses at one time count as one after the other.
-            left: notes the blocks that become free; None for nothing.
+            forget_states: called with blocks before they are deregistered, None for all, and with the cause;
+                the owner of the blocks' states forgets these. What it raises is raised to the caller, because
+                a state must not outlive its block.
+            clock: says when blocks are used. Two uses at one time count as one after the other.
+            left: collects the blocks that become free.
+            units: of a memory that blocks share with states. A block whose unit holds states has one
+                reference, so that it is neither free nor cached; `lender` then moves units.
         """
         if not callable(forget_states):
             raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
@@ -71,23 +80,26 @@ class KVBlockAllocator:
         self._now = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
+        self.units = units
+        self.lender: BlockLender | None = None
         self.tree = PrefixTree(self.total_count)
+        self.leaves = self.tree.leaves
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
-        self._timestamps = [0] * self.total_count
-        self.leaves = LeafEviction(self._timestamps)
         self._left = left or LeftEntries()
-        self._free = self._new_free_blocks()
+        self._by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
+        stack = BlockStack(self.total_count) if self._by_unit is None else self._by_unit
+        self._free: FreeBlocks = stack
         self._clear_references()
 
     def _clear_references(self) -> None:
         self._refs = [0] * self.total_count + [1]  # the tree's origin is always held
-        for block in self._lent_blocks():
+        for block in self._lent_blocks:
             self._refs[block] = 1
-        self._timestamps[:] = [0] * self.total_count
+        self.leaves.timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
-        self._restart_free(self.total_count - len(self._lent_blocks()))
+        self._restart_free(self.total_count - len(self._lent_blocks))
 
     def _restart_free(self, num_free: int) -> None:
         """Note that every block is free that is neither held nor registered."""
@@ -113,7 +125,12 @@ class KVBlockAllocator:
 
     @property
     def block_timestamps(self) -> npt.NDArray[np.int64]:
-        return np.array(self._timestamps, np.int64)
+        return np.array(self.leaves.timestamps, np.int64)
+
+    @property
+    def _lent_blocks(self) -> Sequence[int]:
+        """The blocks whose memory holds states. They have a reference, which does not count as held."""
+        return self.units.lent_blocks if self.units else ()
 
     @property
     def kv_hash_to_block_id(self) -> dict[int, int]:
@@ -123,7 +140,7 @@ class KVBlockAllocator:
     def references(self) -> dict[int, int]:
         """The reference counts of the held blocks."""
         held = {block: count for block, count in enumerate(self._refs[: self.total_count]) if count}
-        for block in self._lent_blocks():
+        for block in self._lent_blocks:
             held.pop(block, None)
         return held
 
@@ -141,23 +158,8 @@ class KVBlockAllocator:
 
     @property
     def held_count(self) -> int:
-        return self.total_count - self.total_avail - self._num_cached
-
-    # ---- a memory that blocks share with states: `SharedKVBlocks` has it
-
-    def _new_free_blocks(self) -> FreeBlocks:
-        return BlockStack(self.total_count)
-
-    def _lent_blocks(self) -> Sequence[int]:
-        """The blocks whose memory holds states. They have a reference, which nobody counts as held."""
-        return ()
-
-    def _num_blocks_to_borrow(self, keep_slots: Sequence[int] | None) -> int:
-        """How many blocks `_borrow` could add at most to those that are free or cached."""
-        return 0
-
-    def _borrow(self, num_blocks: int) -> None:
-        """Add free blocks until so many are free, or until it is better to evict cached blocks."""
+        num_lent = self.units.num_lent_blocks if self.units else 0
+        return self.total_count - self.total_avail - self._num_cached - num_lent
 
     def is_memory_available(
         self,
@@ -172,7 +174,11 @@ class KVBlockAllocator:
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
         missing = needed - (self.total_avail + self._num_cached - matched)
-        return missing <= 0 or missing <= self._num_blocks_to_borrow(keep_slots)
+        if missing <= 0 or self.units is None or self.lender is None:
+            return missing <= 0
+        if keep_slots is None:
+            return missing <= self.lender.num_blocks_to_lend()
+        return missing <= self.lender.num_blocks_to_lend(keep_slots, self.units.num_spare_units)
 
     def count_cached(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds; all of them must be registered."""
@@ -187,8 +193,8 @@ class KVBlockAllocator:
             KVBlockCapacityError: too few blocks are free or cached; nothing is evicted.
         """
         num_blocks = integer("num_blocks", num_blocks, 0)
-        if num_blocks > self.total_avail:
-            self._borrow(num_blocks)
+        if num_blocks > self.total_avail and self.lender is not None:
+            self.lender.lend_blocks(num_blocks)
         missing = num_blocks - self.total_avail
         if missing > self._num_cached:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
@@ -270,7 +276,7 @@ class KVBlockAllocator:
         cached.reverse()
         self._num_cached += len(cached)
         self._clock = max(self._clock + 1, self._now())
-        timestamps, clock, num_cached_children = self._timestamps, self._clock, tree.num_cached_children
+        timestamps, clock, num_cached_children = self.leaves.timestamps, self._clock, tree.num_cached_children
         for block in cached:
             timestamps[block] = clock
             num_cached_children[parents[block]] += 1
@@ -380,14 +386,14 @@ class KVBlockAllocator:
         refs, tree = self._refs, self.tree
         parents, num_held, num_cached = tree.parents, tree.num_held_children, tree.num_cached_children
 
-        def parent_left_as_leaf(block: int) -> int:
+        def leaf_parent(block: int) -> int:
             parent = parents[block]
             num_cached[parent] = left = num_cached[parent] - 1
             return -1 if left or refs[parent] or num_held[parent] else parent
 
-        victims = self.leaves.pop(num_blocks, parent_left_as_leaf)
+        victims = self.leaves.pop(num_blocks, leaf_parent)
         self._deregister(victims, "new_block")
-        last_used_ns = list(map(self._timestamps.__getitem__, victims))
+        last_used_ns = list(map(self.leaves.timestamps.__getitem__, victims))
         self.tree.turnover.note_ages(self._now(), last_used_ns)
         return victims
 
@@ -472,7 +478,68 @@ class KVBlockAllocator:
     def _forget_prefixes(self) -> None:
         self._num_cached = 0
         self.tree.clear()
-        self.leaves.clear()
+
+    # ---- units of a memory that blocks share with states
+
+    @property
+    def whole_units(self) -> list[int]:
+        """The units all of whose blocks are free."""
+        return self._by_unit.whole_units if self._by_unit is not None else []
+
+    def _blocks_of(self, unit: int) -> range:
+        return self.units.blocks_of(unit) if self.units else range(0)
+
+    def unit_leaves(self, unit: int) -> list[int] | None:
+        """The cached blocks of a unit, children before parents.
+
+        None where the unit cannot be emptied: a block is held, or continued by a block of another unit.
+        """
+        blocks = self._blocks_of(unit)
+        if any(self._refs[blocks.start : blocks.stop]):
+            return None
+        tree = self.tree
+        parents = tree.parents
+        left = {block: tree.num_children(block) for block in blocks if parents[block] >= 0}
+        ordered = [block for block, num_children in left.items() if not num_children]
+        for block in ordered:
+            parent = parents[block]
+            if parent in left:
+                left[parent] -= 1
+                if not left[parent]:
+                    ordered.append(parent)
+        return ordered if len(ordered) == len(left) else None
+
+    def empty_unit(self, leaves: list[int]) -> None:
+        """Evict the blocks that `unit_leaves` has named."""
+        tree = self.tree
+        for block in leaves:
+            parent = tree.parents[block]
+            self.leaves.withdraw(block)
+            tree.num_cached_children[parent] -= 1
+            if not self._refs[parent] and not tree.num_children(parent):
+                self.leaves.offer(parent)
+        last_used_ns = list(map(self.leaves.timestamps.__getitem__, leaves))
+        self._deregister(leaves, "new_block")
+        tree.turnover.note_ages(self._now(), last_used_ns)
+
+    def last_use(self, blocks: Sequence[int]) -> int:
+        """When one of these blocks was last used; 0 for no blocks."""
+        return max(map(self.leaves.timestamps.__getitem__, blocks), default=0)
+
+    def withdraw_unit(self, unit: int) -> None:
+        """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
+        for block in self._blocks_of(unit):
+            self._refs[block] = 1
+        self._left.withdraw(self._blocks_of(unit))
+        if self._by_unit is not None:
+            self._by_unit.withdraw(unit)
+
+    def enter_unit(self, unit: int) -> None:
+        """Take the blocks of a unit into use, whose memory held states; zero where that is asked for."""
+        blocks = self._blocks_of(unit)
+        for block in blocks:
+            self._refs[block] = 0
+        self._free.add(list(reversed(blocks)))
 
     # ---- checks
 
@@ -491,7 +558,7 @@ class KVBlockAllocator:
         held = {block for block in range(self.total_count) if self._refs[block] > 0}
         cached = registered - held
         assert min(self._refs) >= 0, "a reference count is negative"
-        lent = self._lent_blocks()
+        lent = self._lent_blocks
         assert registered.isdisjoint(lent), "a registered block's memory holds states"
         assert all(self._refs[block] == 1 for block in lent), "the memory of a block in use holds states"
         assert len(free) + len(held | registered) == self.total_count, "a block is nowhere"

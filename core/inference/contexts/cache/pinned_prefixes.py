@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ....errors import MambaSlotCapacityError
 from ....validation import shown
-from .durable_slots import DurableSlots
 from .kv_block_allocator import KVBlockAllocator
 from .memory_units import MemoryUnits
+from .state_slots import StateSlots
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class PinnedPrefixes:
 
     def __init__(
         self,
-        slots: DurableSlots,
+        slots: StateSlots,
         kv_blocks: KVBlockAllocator,
         max_slots: int | None = None,
         units: MemoryUnits | None = None,

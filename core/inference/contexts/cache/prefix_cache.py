@@ -1,60 +1,73 @@
-"""The prefix cache: KV blocks, durable states, and the one index over both."""
+"""The prefix cache: KV blocks, states, and the calls of a sequence."""
 
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from ....validation import INT32_MAX, boolean, integer, one_of
+from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
 from .checkpoint_plan import StatePlan
 from .checkpoints import PathStep, StepCheckpoints
+from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .left_entries import MemoryCleaner
-from .memory_division import MemoryDivision
-from .memory_units import MemoryUnits
+from .memory_units import MemoryDivision, MemoryUnits
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, KVRemovalCause, PoolStats, StateRemovalCause, TierStats
 from .prefix_match import CachedPath, PrefixMatch, PrefixMatcher, TableRow
 from .reasons import Span
-from .shared_kv_blocks import SharedKVBlocks
-from .shared_slots import SharedSlots
-from .slot_eviction import EVICTION_POLICIES
+from .state_slots import StateSlots
 from .tier import HostTier
-from .unit_slots import UnitSlots
 
 _CAUSE_OF_STATE: dict[KVRemovalCause, StateRemovalCause] = {
     "new_block": "kv_evicted",
     "discarded": "discarded",
     "reset": "reset",
 }
-"""Why a state leaves with its KV block."""
+"""Why a state is removed with its KV block."""
+_SMALLEST_DIRTY_SET = 64
+
+
+class RootUse(NamedTuple):
+    """What is cached of sequences with one root digest, that is: with one salt.
+
+    Attributes:
+        num_states: committed states.
+        num_kv_blocks: registered KV blocks.
+        num_held_kv_blocks: of these blocks, those that requests or pins hold.
+    """
+
+    num_states: int
+    num_kv_blocks: int
+    num_held_kv_blocks: int
 
 
 class PrefixCache:
-    """Which prefixes are cached, in which KV blocks and durable slots, and who holds them.
+    """Which prefixes are cached, in which KV blocks and state slots, and which paths hold them.
 
-    The cache keeps books only: it reads, writes and awaits no tensor. A sequence passes these calls:
+    The cache handles integers only: it reads, writes and awaits no tensor. It works alone, for an engine of
+    one's own: `PrefixCache(num_kv_blocks=1000, num_slots=64, block_size_tokens=256)`. A sequence passes these
+    calls:
 
         match     what is cached of the sequence
         open      a path, which holds what the sequence uses
         hold      the shared blocks; hold_state the slot that the sequence starts from; grow blocks of its own
-        reserve   durable slots for the states that a step takes        (before the forward)
+        reserve   slots for the states that a step stores               (before the forward)
         register  the blocks that the step completed                    (after the forward was launched)
-        commit    the states that the step took
+        commit    the states that the step stored
         release   all that the path holds; what was registered and committed stays cached
         discard   the same, but forget the path's blocks and states
 
-    A KV block that leaves takes its state along: `kv_blocks` calls `slots` before every deregistration. A
-    state that comes or leaves changes the eviction order of its block, and what matches: `slots` calls
-    `kv_blocks.leaves` and `kv_blocks.tree`.
+    A KV block that is evicted takes its state along.
 
     Attributes:
-        kv_blocks: who holds which KV block.
-        slots: the book of state slots; has no slots where the cache is off.
+        kv_blocks: reference counts of KV blocks, and the tree of the registered ones.
+        slots: the state slots; none where the cache is off.
         pins: the pinned prefixes, and how many blocks they hold.
-        tier: states that left their slots for others, in host memory and on the disk; None for no tier.
+        tier: copies of evicted states, in host memory and on the disk; None for no tier.
     """
 
     def __init__(
@@ -62,7 +75,8 @@ class PrefixCache:
         num_kv_blocks: int,
         num_slots: int,
         block_size_tokens: int,
-        eviction_policy: str = "value",
+        eviction_policy: PolicyChoice = "value",
+        *,
         enabled: bool = True,
         clock: Clock = time.monotonic_ns,
         num_live_slots: int = 0,
@@ -73,71 +87,56 @@ class PrefixCache:
         """
         Args:
             num_kv_blocks: blocks of the KV pool.
-            num_slots: slots that cached states have for certain, and that pins may keep.
+            num_slots: slots reserved for cached states; pins may keep so many.
             block_size_tokens: tokens of a block.
-            eviction_policy: one of `EVICTION_POLICIES`.
+            eviction_policy: "value", "lru", or an `EvictionPolicy` of one's own.
             enabled: where False, nothing is matched or registered, and sequences only hold blocks.
-            clock: tells the ages of what is evicted.
-            num_live_slots: slots more, which running requests may take. What they leave idle holds cached
-                states.
-            tier: keeps the states that are evicted for others; None for none. `HostTier(num_slots)` has books
-                alone, for a cache without tensors.
+            clock: measures the ages of what is evicted, for statistics.
+            num_live_slots: additional slots that running requests may use; idle ones hold cached states. With
+                num_slots=10 and num_live_slots=4, up to 14 states are cached while no request runs.
+            tier: keeps evicted states; `HostTier(num_slots)` copies nothing, for a cache without tensors.
             division: of the memory that KV and states share; None where each has its own.
-            scrubber: is told of what becomes free; None for nobody.
+            scrubber: zeroes what becomes free; None for nothing.
         """
-        scrubber = scrubber or MemoryCleaner()
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
         num_slots = integer("num_slots", num_slots, 0, INT32_MAX)
-        policy = one_of("eviction_policy", eviction_policy, EVICTION_POLICIES)
-        forget = self._forget_states
+        policy = checked_policy("eviction_policy", eviction_policy)
+        scrubber = scrubber or MemoryCleaner()
         units = MemoryUnits(division) if division is not None else None
-        self.kv_blocks = (
-            SharedKVBlocks(units, forget, clock, scrubber.blocks)
-            if units
-            else KVBlockAllocator(num_kv_blocks, enabled, forget, clock, scrubber.blocks)
+        self.kv_blocks = KVBlockAllocator(
+            units.num_units * units.blocks_per_unit if units else num_kv_blocks,
+            self._enabled,
+            self._forget_states,
+            clock=clock,
+            left=scrubber.blocks,
+            units=units,
         )
-        tree, leaves = self.kv_blocks.tree, self.kv_blocks.leaves
-        book = tree.hash_of, self._note_states_changed, self._note_ghosts_changed, clock
-        rest = num_kv_blocks, tree.keys_to, self._spill, scrubber.slots
-        num_all = num_slots + num_live_slots if enabled else 0
-        self.slots = (
-            UnitSlots(units, num_all, policy, *book, *rest)
-            if units
-            else SharedSlots(num_all, policy, *book, *rest)
+        tree = self.kv_blocks.tree
+        self.slots = StateSlots(
+            num_slots + num_live_slots if enabled else 0,
+            policy,
+            tree,
+            num_kv_blocks,
+            clock=clock,
+            dirty=scrubber.slots,
+            units=units,
         )
-        self._borrowing = (
-            Borrowing(units, self.kv_blocks, self.slots, scrubber)
-            if units and isinstance(self.kv_blocks, SharedKVBlocks) and isinstance(self.slots, UnitSlots)
-            else None
-        )
+        self._borrowing = Borrowing(units, self.kv_blocks, self.slots, scrubber) if units else None
         self.tier = tier
-        leaves.holds_state = self.slots.map.__contains__ if tier is None else self._can_be_resumed
+        tree.leaves.holds_state = self.slots.map.__contains__
         if tier is not None:
-            tier.on_left = self._note_copies_left
+            self.slots.spill = tier.spill
+            tree.leaves.holds_state = self._can_be_resumed
+            tier.on_left = lambda keys: tree.leaves.note_states_changed(tree.blocks_of(keys))
         self._checkpoints = StepCheckpoints(self.slots)
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
 
-    def _spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
-        if self.tier is not None:
-            self.tier.spill(slots, keys)
-
     def _can_be_resumed(self, block: int) -> bool:
-        """Whether the block's state is in a durable slot, or in the tier."""
+        """Whether the block's state is in a slot, or in the tier."""
         return block in self.slots.map or self.kv_blocks.tree.hash_of(block) in self.tier  # type: ignore[operator]
-
-    def _note_copies_left(self, keys: Iterable[int]) -> None:
-        self.kv_blocks.leaves.note_states_changed(self._blocks_of(keys))
-
-    def _note_ghosts_changed(self, keys: Iterable[int]) -> None:
-        self.kv_blocks.tree.note_states_changed(self._blocks_of(keys))
-
-    def _blocks_of(self, keys: Iterable[int]) -> list[int]:
-        """The registered ones of the blocks with these hashes."""
-        block_of_hash = self.kv_blocks.tree.block_of_hash
-        return [block_of_hash[key] for key in keys if key in block_of_hash]
 
     def _forget_states(self, blocks: Sequence[int] | None, cause: KVRemovalCause) -> None:
         if self.tier is not None:
@@ -146,10 +145,6 @@ class PrefixCache:
             else:
                 self.tier.forget(map(self.kv_blocks.tree.hash_of, blocks))
         self.slots.forget(blocks, blocks_leave=True, cause=_CAUSE_OF_STATE[cause])
-
-    def _note_states_changed(self, blocks: Iterable[int]) -> None:
-        self.kv_blocks.tree.note_states_changed(blocks)
-        self.kv_blocks.leaves.note_states_changed(blocks)
 
     # ---- what is cached
 
@@ -217,7 +212,7 @@ class PrefixCache:
         path = CachedPath(chain, plan, table_row, self._enabled)
         if path.shares and max_resume_tokens is not None:
             num_reachable = min(max_resume_tokens // self._block_size, len(chain.keys))
-            path.visit = self.slots.order.arrive(chain.keys, num_reachable, again)
+            path.request = self.slots.policy.arrive(chain.keys, num_reachable, again)
         return path
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
@@ -291,7 +286,7 @@ class PrefixCache:
         Observers of deregistered blocks are called last, when the books are in order.
         """
         self.release_state(path)
-        self.slots.order.depart(path.visit)
+        self.slots.policy.end(path.request)
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks)
@@ -304,7 +299,7 @@ class PrefixCache:
         that is held or that another sequence continues.
         """
         self.release_state(path)
-        self.slots.order.depart(path.visit)
+        self.slots.policy.end(path.request)
         registered = path.blocks[: path.num_registered] if path.shares else []
         if self.tier is not None:
             self.tier.forget(map(self.kv_blocks.tree.hash_of, registered))
@@ -314,7 +309,7 @@ class PrefixCache:
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks, forget=True)
 
-    # ---- what a step leaves
+    # ---- one step
 
     def register(self, path: CachedPath, tokens: Sequence[int], num_computed: int) -> None:
         """Make the blocks findable that the sequence's first `num_computed` tokens complete.
@@ -448,6 +443,18 @@ class PrefixCache:
             tiers=TierStats() if self.tier is None else self.tier.stats(),
         )
 
+    def use_by_root(self) -> dict[bytes, RootUse]:
+        """What is cached of sequences with each root digest; O(pools).
+
+        Reads only, and so may be called in another thread: the counts may be off by what changes meanwhile.
+        """
+        tree, references = self.kv_blocks.tree, self.kv_blocks.references
+        registered = list(tree.block_of_hash.values())
+        blocks = tree.count_by_root(registered)
+        held = tree.count_by_root([block for block in registered if block in references])
+        states = tree.count_by_root(list(self.slots.map.slot_by_block))
+        return {root: RootUse(states[root], number, held[root]) for root, number in blocks.items()}
+
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
         """Raise AssertionError where the books contradict each other or the paths; O(pools).
 
@@ -472,3 +479,62 @@ class PrefixCache:
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
             self.tier.check_integrity(self.kv_blocks.tree.block_of_hash.__contains__)
+
+
+class DirtyStates:
+    """Dirty set: the hashes whose states were added or removed since the last `clear`.
+
+    The maps note a hash before they change, so that an interrupted change is noted, too; a noted hash may be
+    unchanged. The set holds at most as many hashes as the cache has states; a reader of a full one looks at
+    all states.
+
+    Attributes:
+        keys: the noted hashes, in order.
+        is_full: whether hashes were dropped.
+        num_clears: how often the cache has forgotten all states at once.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        """Watches `cache` until `close`."""
+        tier = cache.tier
+        self._maps = (cache.slots.map, *((tier.host, tier.files) if tier is not None else ()))
+        num_tier = tier.host.num_slots + tier.files.num_slots if tier is not None else 0
+        self._limit = max(cache.slots.num_slots + num_tier, _SMALLEST_DIRTY_SET)
+        self._states = cache.slots.map.hash_to_block_id
+        self._tier = tier
+        self.keys: dict[int, None] = {}
+        self.is_full = False
+        self.num_clears = 0
+        for part in self._maps:
+            part.watchers = (*part.watchers, self._note)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for part in self._maps:
+            part.watchers = tuple(watcher for watcher in part.watchers if watcher != self._note)
+
+    def clear(self) -> None:
+        """Forget what is noted."""
+        self.keys.clear()
+        self.is_full = False
+
+    def is_resumable(self, key: int) -> bool:
+        """Whether the cache, or its tier, has the state under this hash now."""
+        return key in self._states or (self._tier is not None and key in self._tier)
+
+    def resumable(self) -> Iterator[int]:
+        """The hashes of all states that the cache and its tier have now, each once; O(states)."""
+        yield from self._states
+        if self._tier is not None:
+            copies = dict.fromkeys((*self._tier.host.keys(), *self._tier.files.keys()))
+            yield from (key for key in copies if key not in self._states)
+
+    def _note(self, keys: Iterable[int] | None) -> None:
+        if keys is None:
+            self.num_clears += 1
+            self.is_full = True
+        elif not self.is_full:
+            self.keys.update(dict.fromkeys(keys))
+        if self.is_full or len(self.keys) > self._limit:
+            self.is_full = True  # first: the next statement drops the hashes
+            self.keys.clear()

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .checkpoint_plan import StatePlan
-from .durable_slots import DurableSlots
 from .hashing import PrefixHashChain
 from .prefix_tree import PrefixTree
 from .reasons import Span, compute_spans
+from .state_slots import StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
 WINDOW = 512
@@ -33,7 +33,7 @@ class CachedPath:
             for a sequence that began before the cache was reset.
         state_slot: the durable slot whose state the sequence continues from, pinned; -1 for none.
         rolling_block: the block of the newest state that was taken while decoding, or -1.
-        visit: the number that the book of durable slots knows the sequence's request by, or -1.
+        request: the eviction policy's number for the sequence's request, or -1.
     """
 
     def __init__(self, chain: PrefixHashChain, plan: StatePlan, table_row: TableRow, shares: bool) -> None:
@@ -45,7 +45,7 @@ class CachedPath:
         self.num_registered = 0
         self.state_slot = -1
         self.rolling_block = -1
-        self.visit = -1
+        self.request = -1
         self._table_row = table_row
 
     def append(self, blocks: list[int]) -> None:
@@ -134,7 +134,7 @@ class PrefixMatcher:
     wherever blocks are matched; ghosts are known by their 63-bit hashes alone.
     """
 
-    def __init__(self, tree: PrefixTree, slots: DurableSlots, block_size_tokens: int) -> None:
+    def __init__(self, tree: PrefixTree, slots: StateSlots, block_size_tokens: int) -> None:
         self._tree = tree
         self._slots = slots
         self._size = block_size_tokens

@@ -1,7 +1,8 @@
 """Which prefix each KV block stores: a tree of registered blocks."""
 
+import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from typing import Any
 
 from .pool_stats import KV_REMOVAL_CAUSES, KVRemovalCause, Turnover
@@ -9,6 +10,8 @@ from .reasons import GhostList
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
+LeafEntry = tuple[bool, int, int]
+"""(whether the block holds a state, when it was last used, block); the smallest entry goes first."""
 
 
 class DeferredFree:
@@ -42,13 +45,111 @@ class DeferredFree:
             num_entries -= max(count, 1)
 
 
+class LeafOrder:
+    """The order of eviction of leaves: cached blocks that no registered block continues.
+
+    Leaves without a state go first, because nothing can resume there; then the least recently used. A heap
+    holds the entries; an entry counts only while `_entry_of` names it, so that a leaf is removed, or changes
+    its place, in O(log leaves).
+
+    Attributes:
+        holds_state: callable(block) -> bool; the owner of the states sets it.
+        timestamps: when each block was last used; `KVBlockAllocator` writes it.
+    """
+
+    def __init__(self, timestamps: list[int]) -> None:
+        self.holds_state: Callable[[int], bool] = lambda block: False
+        self.timestamps = timestamps
+        self._heap: list[LeafEntry] = []
+        self._entry_of: dict[int, LeafEntry] = {}
+
+    @property
+    def blocks(self) -> KeysView[int]:
+        """The leaves, as a live view."""
+        return self._entry_of.keys()
+
+    @property
+    def first_is_stateless(self) -> bool:
+        """Whether the next leaf to go holds no state; False where there is none."""
+        while self._heap:
+            entry = self._heap[0]
+            if self._entry_of.get(entry[2]) is not entry:
+                heapq.heappop(self._heap)
+            elif self.holds_state(entry[2]) != entry[0]:
+                heapq.heappop(self._heap)
+                self.offer(entry[2])
+            else:
+                return not entry[0]
+        return False
+
+    def offer(self, block: int) -> None:
+        """Give a leaf its place in the order; an earlier place of the leaf is void."""
+        self._entry_of[block] = entry = (self.holds_state(block), self.timestamps[block], block)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entry_of) + 64:
+            self._heap = list(self._entry_of.values())
+            heapq.heapify(self._heap)
+
+    def withdraw(self, block: int) -> None:
+        """Remove a block that is held again, or continued; does nothing for a block without a place."""
+        self._entry_of.pop(block, None)
+
+    def note_states_changed(self, blocks: Iterable[int]) -> None:
+        """Give the leaves among these blocks new places: the blocks gained or lost a state."""
+        entry_of = self._entry_of
+        if entry_of and not entry_of.keys().isdisjoint(blocks):
+            for block in blocks:
+                if block in entry_of:
+                    self.offer(block)
+
+    def pop(self, num_blocks: int, leaf_parent: Callable[[int], int]) -> list[int]:
+        """Remove the next `num_blocks` blocks from the order; at least as many must be cached.
+
+        `leaf_parent`: called with each removed block; returns the parent if the parent becomes a leaf
+        without the block, else -1. The parent is often the next block to evict.
+        """
+        taken: list[int] = []
+        entry_of, holds_state, timestamps = self._entry_of, self.holds_state, self.timestamps
+        newest: LeafEntry | None = None
+        while len(taken) < num_blocks:
+            entry = heapq.heappushpop(self._heap, newest) if newest else heapq.heappop(self._heap)
+            held_state, _, block = entry
+            if entry is not newest:
+                if entry_of.get(block) is not entry:
+                    newest = None
+                    continue
+                if holds_state(block) != held_state:
+                    newest = None
+                    self.offer(block)
+                    continue
+            del entry_of[block]
+            taken.append(block)
+            parent = leaf_parent(block)
+            newest = None
+            if parent >= 0:
+                newest = entry_of[parent] = (holds_state(parent), timestamps[parent], parent)
+        if newest:
+            heapq.heappush(self._heap, newest)
+        return taken
+
+    def clear(self) -> None:
+        self._heap.clear()
+        self._entry_of.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a leaf's entry is missing from the heap or shows another time."""
+        offered = set(map(id, self._heap))
+        for block, entry in self._entry_of.items():
+            assert id(entry) in offered, "an evictable leaf is not offered"
+            assert entry[1:] == (self.timestamps[block], block), "a leaf is offered under another time"
+
+
 class PrefixTree:
     """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
 
-    The tree handles integers only, and trusts its arguments. The parent of a prefix's first block is the
-    *origin*, which counts as a block that is always held; the prefix's root digest is stored beside the first
-    block.
-    `KVBlockAllocator` knows which blocks are held, and keeps the two counts of children up to date.
+    Arguments are trusted. The parent of a prefix's first block is the *origin*, which counts as a block that
+    is always held; the prefix's root digest is stored with the first block. `KVBlockAllocator` knows which
+    blocks are held, and keeps the two counts of children up to date.
 
     Attributes:
         origin: the number of the origin: one more than the last block.
@@ -57,6 +158,7 @@ class PrefixTree:
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are held by nobody. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
+        leaves: the order in which cached blocks are evicted.
         deferred: containers that `clear` replaced, freed a little at a time.
         turnover: how many blocks were registered, and how many removed, by cause and age.
         clock: grows with every registration and every change of a state. It is never set back.
@@ -69,6 +171,7 @@ class PrefixTree:
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
+        self.leaves = LeafOrder([0] * num_blocks)
         self._ghost_parents = GhostList(2 * num_blocks)  # hashes of the blocks before evicted ones
         self.deferred = DeferredFree()
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
@@ -97,10 +200,11 @@ class PrefixTree:
         self.num_held_children = [0] * (num_blocks + 1)
         self.num_cached_children = [0] * (num_blocks + 1)
         self._root_digests.clear()
+        self.leaves.clear()
         self.turnover.by_cause["reset"] += num_left
 
     def mend_counts(self) -> None:
-        """Put `departures` in order behind an interrupted change; O(1)."""
+        """Repair `turnover` after an interrupted change; O(1)."""
         self.turnover.mend(len(self.block_of_hash))
 
     def __contains__(self, block: int) -> bool:
@@ -136,6 +240,16 @@ class PrefixTree:
         for block in blocks:
             if parents[block] >= 0:
                 changes[roots[block]] = clock
+        self.leaves.note_states_changed(blocks)
+
+    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
+        """Note that ghosts of states under these hashes were added or dropped."""
+        self.note_states_changed(self.blocks_of(keys))
+
+    def blocks_of(self, keys: Iterable[int]) -> list[int]:
+        """The registered ones of the blocks with these hashes."""
+        block_of_hash = self.block_of_hash
+        return [block_of_hash[key] for key in keys if key in block_of_hash]
 
     def count_by_root(self, blocks: Iterable[int]) -> Counter[bytes]:
         """How many of these registered blocks belong to sequences with each root digest."""

@@ -8,12 +8,12 @@ Watcher = Callable[[Iterable[int] | None], None]
 
 
 class SlotMap:
-    """The maps of committed slots. Handles integers only, and trusts its arguments.
+    """The maps of committed slots. Arguments are trusted.
 
     Attributes:
         hash_to_block_id: prefix hash -> the block whose slot holds the state after that prefix.
         slot_by_block: block -> the slot of its state; only this class writes it.
-        departures: how many states were committed, and how many left, by cause and age.
+        turnover: how many states were committed, and how many removed, by cause and age.
         watchers: called with hashes before they begin to find a state, or cease to; None for all hashes.
     """
 
@@ -22,8 +22,7 @@ class SlotMap:
         self.slot_by_block: dict[int, int] = {}
         self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
         self.watchers: tuple[Watcher, ...] = ()
-        # For each slot its last block, and the hash that finds the state, or 0. Stale once the state has
-        # left.
+        # For each slot its last block, and the hash that finds the state, or 0. Stale without a state.
         self._last_block = [-1] * num_slots
         self._last_key = [0] * num_slots
 
@@ -39,7 +38,7 @@ class SlotMap:
         return self.slot_by_block.values()
 
     def mend_counts(self) -> None:
-        """Put `departures` in order behind an interrupted change; O(1)."""
+        """Repair `turnover` after an interrupted change; O(1)."""
         self.turnover.mend(len(self))
 
     def slot_of(self, block: int) -> int:
@@ -48,8 +47,7 @@ class SlotMap:
 
     def slots_of(self, blocks: Iterable[int]) -> list[int]:
         """The slots of these blocks; KeyError if a block has none."""
-        slot_by_block = self.slot_by_block
-        return [slot_by_block[block] for block in blocks]
+        return [self.slot_by_block[block] for block in blocks]
 
     def block_of(self, slot: int) -> int:
         """The block whose state the slot holds, or -1."""
@@ -58,8 +56,7 @@ class SlotMap:
 
     def blocks_of(self, slots: Iterable[int]) -> list[int]:
         """The blocks of slots that hold states."""
-        last_block = self._last_block
-        return [last_block[slot] for slot in slots]
+        return [self._last_block[slot] for slot in slots]
 
     def key_of(self, block: int) -> int:
         """The hash under which the block's state is found, or -1."""
@@ -68,11 +65,10 @@ class SlotMap:
 
     def keys_of(self, slots: Iterable[int]) -> list[int]:
         """The hashes that find the states in these slots; slots without a hash are skipped."""
-        last_key = self._last_key
-        return [key for slot in slots if (key := last_key[slot])]
+        return [key for slot in slots if (key := self._last_key[slot])]
 
     def enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Note that the slots hold the blocks' states; no hash finds these states yet."""
+        """The slots hold the blocks' states; no hash finds these states yet."""
         slot_by_block, last_block, last_key = self.slot_by_block, self._last_block, self._last_key
         for block, slot in zip(blocks, slots, strict=True):
             slot_by_block[block] = slot
@@ -91,16 +87,16 @@ class SlotMap:
                     del block_named[former]
                 last_key[slot] = key
 
-    def leave(self, blocks: Sequence[int]) -> list[int]:
+    def remove(self, blocks: Sequence[int]) -> list[int]:
         """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
         slot_by_block, block_named, last_key = self.slot_by_block, self.hash_to_block_id, self._last_key
-        leaving = [block for block in blocks if block in slot_by_block]
+        removed = [block for block in blocks if block in slot_by_block]
         for watcher in self.watchers:
-            watcher(self.keys_of(map(slot_by_block.__getitem__, leaving)))
-        for block in leaving:  # the hash goes first, because it is what makes a state findable
+            watcher(self.keys_of(map(slot_by_block.__getitem__, removed)))
+        for block in removed:  # the hash goes first, because it is what makes a state findable
             if key := last_key[slot_by_block[block]]:
                 block_named.pop(key, None)
-        return [slot for block in leaving if (slot := slot_by_block.pop(block, -1)) >= 0]
+        return [slot for block in removed if (slot := slot_by_block.pop(block, -1)) >= 0]
 
     def clear(self) -> None:
         for watcher in self.watchers:
@@ -108,7 +104,7 @@ class SlotMap:
         self.hash_to_block_id.clear()
         self.slot_by_block.clear()
 
-    def check_integrity(self, kv_hash: Callable[[int], int]) -> None:
+    def check_integrity(self, hash_of: Callable[[int], int]) -> None:
         """Raise AssertionError where the maps, or the KV hashes of blocks, contradict each other."""
         slots = list(self.slot_by_block.values())
         assert len(set(slots)) == len(slots), "two blocks share a slot"
@@ -117,4 +113,4 @@ class SlotMap:
         assert {key: keys[key] for key in keys if key} == self.hash_to_block_id, "a state's hash is another"
         for key, block in self.hash_to_block_id.items():
             assert block in self.slot_by_block, f"hash {key} names block {block}, which has no state"
-            assert kv_hash(block) == key, f"block {block} is indexed under a hash that is not its own"
+            assert hash_of(block) == key, f"block {block} is indexed under a hash that is not its own"

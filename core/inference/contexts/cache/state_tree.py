@@ -34,7 +34,6 @@ class StateNode:
         "ghost",
         "key",
         "kind",
-        "last_used_ns",
         "left",
         "num_present",
         "num_uses",
@@ -73,7 +72,6 @@ class StateNode:
         self.bucket = 0
         self.due = -1
         self.serial = 0
-        self.last_used_ns = 0
         self.entry: object = None
 
     @property

@@ -5,10 +5,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from ....errors import MambaSlotCapacityError
-from .durable_slots import DurableSlots
 from .left_entries import LeftEntries
 from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
 from .slot_map import Watcher
+from .state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class HostTier:
 
     def bring_back(
         self,
-        slots: DurableSlots,
+        slots: StateSlots,
         blocks: Sequence[int],
         keys: Sequence[int],
         start: int,

@@ -1,13 +1,11 @@
 """The state goes whose loss is expected to cost the fewest recomputed blocks."""
 
 import heapq
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
-from .pool_stats import Clock
+from .eviction import EvictionPolicy
 from .state_tree import StateNode, StateTree
-from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
 
 _FRONTIER, _FORK, _SUPERSEDED, _LEFT = 0, 5, 11, 14
 _CHUNK_END = _SUPERSEDED + 2
@@ -23,6 +21,86 @@ _MOST_KEYS_A_GHOST = 32
 _UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
 
 Entry = tuple[int, int, int, StateNode]
+AGE_BOUNDS = (
+    0, 1, 2, 3,
+    *(bound for exponent in range(2, 14) for bound in (2**exponent, 3 * 2 ** (exponent - 1))),
+)  # fmt: skip
+"""Ages, in numbers of requests, at which the buckets begin; the last bucket has no end."""
+NUM_BUCKETS = len(AGE_BOUNDS)
+_WIDTHS = tuple(
+    stop - start for start, stop in zip(AGE_BOUNDS, (*AGE_BOUNDS[1:], 2 * AGE_BOUNDS[-1]), strict=True)
+)
+_BUCKETS = tuple(zip(AGE_BOUNDS, _WIDTHS, strict=True))
+UNIT = 1 << 40
+"""Rates are integers in units of 1 / UNIT uses a request, so that sums of rates are exact on every rank."""
+
+
+class UseRates:
+    """For each class of states and each bucket of ages the best rate of use per request of waiting.
+
+    The hazard of a bucket is uses / requests waited, over all states of the class that were ever in the
+    bucket. The rate of a state is its Gittins index: the maximum, over how long one is willing to wait, of
+    P(use within the wait) / E(requests until the use or the end of the wait). (J. C. Gittins, Bandit
+    Processes and Dynamic Allocation Indices, 1979.) So a class whose uses come late is not given up early.
+
+    What is expected before anything is learned counts like the uses of a few states.
+    """
+
+    def __init__(self, prior_weights: Sequence[float], prior_states: float = 2.0) -> None:
+        """
+        Args:
+            prior_weights: for each class the expected hazard at age 0; it falls with the age.
+            prior_states: the number of states that the expectation counts as.
+        """
+        self._priors = [
+            [(prior_states * width * weight / (start + 2), prior_states * width) for start, width in _BUCKETS]
+            for weight in prior_weights
+        ]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was learned."""
+        self._uses = [[uses for uses, _ in prior] for prior in self._priors]
+        self._waits = [[waited for _, waited in prior] for prior in self._priors]
+        self._table = [[0] * NUM_BUCKETS for _ in self._priors]
+        self.refresh()
+
+    def note_use(self, kind: int, bucket: int) -> None:
+        """Note that a state of class `kind` was used at an age in `bucket`."""
+        self._uses[kind][bucket] += 1
+
+    def note_wait(self, kind: int, bucket: int, num_requests: int) -> None:
+        """Note that a state of class `kind` spent so many requests in `bucket`."""
+        self._waits[kind][bucket] += num_requests
+
+    def rate(self, kind: int, bucket: int) -> int:
+        """The rate, in units, that the last `refresh` has found."""
+        return self._table[kind][bucket]
+
+    def refresh(self) -> None:
+        """Compute all rates anew; O(classes x buckets^2)."""
+        for uses, waits, row in zip(self._uses, self._waits, self._table, strict=True):
+            spans = [
+                (use / wait, width / (1 + use / wait * width))
+                for use, wait, width in zip(uses, waits, _WIDTHS, strict=True)
+            ]
+            for bucket in range(NUM_BUCKETS):
+                row[bucket] = int(UNIT * _gittins(spans[bucket:]))
+
+
+def _gittins(spans: Sequence[tuple[float, float]]) -> float:
+    """The maximum of P / E over all horizons; `spans`: (hazard, expected wait) of each bucket from now on."""
+    best = used = waited = 0.0
+    alive = 1.0
+    for hazard, wait in spans:
+        used += alive * hazard * wait
+        waited += alive * wait
+        if used > best * waited:
+            best = used / waited
+        alive *= 1 - hazard * wait
+        if alive < 1e-3:
+            break
+    return best
 
 
 class _Visit:
@@ -35,7 +113,7 @@ class _Visit:
         self.turn = turn
 
 
-class ValueEviction:
+class ValueEviction(EvictionPolicy):
     """Orders states by value: blocks saved, times how often a request is expected to want them.
 
     A state saves the blocks between it and the next shallower cached state. It serves the requests that want
@@ -60,13 +138,8 @@ class ValueEviction:
 
     refuses = True
 
-    def __init__(self, num_ghosts: int = 1024, clock: Clock = time.monotonic_ns) -> None:
-        """
-        Args:
-            num_ghosts: how many states that are gone are remembered.
-            clock: tells when states were last used, for statistics only.
-        """
-        self._clock = clock
+    def __init__(self, num_ghosts: int = 1024) -> None:
+        """`num_ghosts`: how many evicted states are remembered."""
         self._max_ghosts = num_ghosts
         self._rates = UseRates(_PRIORS)
         self._num_visits = 0
@@ -215,16 +288,12 @@ class ValueEviction:
             request.deepest = node
         node.frozen = not node.fork
 
-    def unplan(self, key: int) -> None:
-        """A planned state was not stored, or found no slot: its demand is remembered."""
-        node = self._planned.pop(key, None)
-        if node is not None:
-            self._vanish(node, remember=True)
-
-    def unplan_all(self) -> None:
-        """No state is planned any more."""
-        for key in list(self._planned):
-            self.unplan(key)
+    def unplan(self, key: int | None) -> None:
+        """A planned state (None: all) was not stored, or found no slot: its demand is remembered."""
+        for planned in list(self._planned) if key is None else (key,):
+            node = self._planned.pop(planned, None)
+            if node is not None:
+                self._vanish(node, remember=True)
 
     def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
         """The least of the evictable slots and of the planned states under these keys.
@@ -237,14 +306,13 @@ class ValueEviction:
             return (node.slot, -1) if node.slot >= 0 else (-1, node.key)
         return -1, -1
 
-    def insert(self, *slots: int) -> None:
+    def insert(self, slots: Sequence[int]) -> None:
         """States were committed in these slots; `name` says which."""
         if not self._tells_requests:
             self._tick()
-        now = self._clock()
         for slot in slots:
             self._slots[slot] = node = StateNode(0, 1, [])
-            node.slot, node.last_used_ns, node.present, node.rate = slot, now, True, _UNNAMED
+            node.slot, node.present, node.rate = slot, True, _UNNAMED
             self._new_serial(node)
             self._push(node)
 
@@ -254,8 +322,8 @@ class ValueEviction:
         if unnamed.parent is not None:
             if unnamed.key == key:
                 return
-            self.remove(slot, remember=False)
-            self.insert(slot)
+            self.remove([slot], remember=False)
+            self.insert([slot])
             unnamed = self._slots[slot]
         node = self._nodes.get(key)
         if node is not None and node.slot >= 0:
@@ -267,7 +335,7 @@ class ValueEviction:
             self.plan(keys, len(keys), "", -1)
             node = self._nodes[key]
         del self._planned[key]
-        node.slot, node.last_used_ns = slot, unnamed.last_used_ns
+        node.slot = slot
         unnamed.slot, unnamed.entry = -1, None
         self._slots[slot] = node
         self._push(node)
@@ -275,7 +343,6 @@ class ValueEviction:
     def use(self, slot: int) -> None:
         """A request resumed from `slot`."""
         node = self._slots[slot]
-        node.last_used_ns = self._clock()
         if not self._tells_requests:
             self._tick()
             if node.parent is not None:
@@ -284,21 +351,15 @@ class ValueEviction:
                 self._new_serial(node)
                 self._push(node)
 
-    def remove(self, *slots: int, remember: bool = True) -> list[int]:
-        """These slots hold no state any more; returns when each was last used, in nanoseconds.
-
-        `remember`: whether the demand for the states is remembered.
-        """
-        times = []
+    def remove(self, slots: Sequence[int], remember: bool = True) -> None:
+        """These slots hold no state any more; `remember`: the demand for the states is remembered."""
         for slot in slots:
             node = self._slots.pop(slot)
-            times.append(node.last_used_ns)
             node.slot = -1
             if node.parent is None:
                 node.entry = None
             else:
                 self._vanish(node, remember)
-        return times
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Up to `count` evictable slots by value, the least first, as if none of them left."""

@@ -113,7 +113,7 @@ def books_of(engine: EngineReplay) -> tuple[object, ...]:
     cache = engine.context.prefix_cache
     return (
         engine.now_ns, cache.slots.map.slot_by_block, cache.slots.map.hash_to_block_id,
-        cache.slots.order.by_eviction(), list(cache.kv_blocks.references), engine.context.cache_stats(),
+        cache.slots.by_eviction(), list(cache.kv_blocks.references), engine.context.cache_stats(),
     )  # fmt: skip
 
 

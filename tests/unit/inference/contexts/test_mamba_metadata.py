@@ -7,7 +7,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mambaslots.errors import RequestOverflowError
 from mambaslots.inference.contexts import mamba_metadata
 from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
-from oracle.fresh_process import run_code
 
 
 def int32(values):
@@ -21,21 +20,6 @@ MOVED = (
     "Mamba2AttentionBackend", "Mamba2AttentionMetadata", "Mamba2AttentionMetadataBuilder",
     "build_chunk_metadata", "compute_varlen_chunk_metadata",
 )  # fmt: skip
-
-
-def test_names_that_moved_are_still_imported_from_here():
-    """In a fresh process, so that nothing else has imported the new place."""
-    code = (
-        "import sys\n"
-        "from mambaslots.inference.contexts import mamba_metadata\n"
-        "assert 'mambaslots.vllm' not in sys.modules\n"
-        f"from mambaslots.inference.contexts.mamba_metadata import {', '.join(MOVED)}\n"
-        "from mambaslots.vllm import chunk_metadata\n"
-        f"for name in {MOVED}:\n"
-        "    assert globals()[name] is getattr(chunk_metadata, name), name\n"
-    )
-    done = run_code(code)
-    assert done.returncode == 0, done.stderr
 
 
 def test_other_names_are_not_found():

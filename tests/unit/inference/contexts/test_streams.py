@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts import tier_copies as host_copies
-from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
+from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.tier import HostTier
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
@@ -32,6 +32,7 @@ from mambaslots.net.transfer.staging import (
 )
 from mambaslots.vllm.align_host import StagedBuffer
 from oracle.budget import dear
+from oracle.kv_index import Index
 from oracle.streams import CUDA, RaceError, Simulator, Site, ordering_calls
 from torch import Tensor
 
@@ -117,9 +118,8 @@ def tier_traffic(
     rows = copies.rows
     files.copies = SimpleNamespace(_versions=copies._versions)
     held = HostTier(4, copies, num_files=8, scrubs=scrubs)
-    slots = DurableSlots(
-        3, "lru", lambda block: block + 1, lambda blocks: None, on_evict=held.spill, num_kv_blocks=12
-    )
+    slots = StateSlots(3, "lru", Index(), 12)
+    slots.spill = held.spill
 
     def fails(row: Tensor, serial: int) -> Tensor:
         raise torch.OutOfMemoryError

@@ -10,7 +10,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.cache import borrowing
-from mambaslots.inference.contexts.cache.memory_division import MemoryDivision, UnitSizes
+from mambaslots.inference.contexts.cache.memory_units import MemoryDivision, UnitSizes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.net import export_prefixes, import_prefixes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
@@ -35,7 +35,7 @@ def engine_of(num_units: int, **settings: object) -> ms.DynamicInferenceEngine:
 
 
 def _budget(sizes: UnitSizes, live: int) -> Any:
-    from mambaslots.inference.contexts.cache.memory_division import RankBudget
+    from mambaslots.inference.contexts.cache.memory_units import RankBudget
 
     return RankBudget(sizes, 1 << 30, live)
 

@@ -10,8 +10,7 @@ import mambaslots as ms
 import mambaslots.net as msd
 import pytest
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.state_journal import StateJournal
+from mambaslots.inference.contexts.cache.prefix_cache import DirtyStates, PrefixCache
 from mambaslots.inference.contexts.dynamic_context import BooksOnlyContext
 from mambaslots.net.routing import state_publisher
 from oracle.everything import Fuzzer
@@ -78,7 +77,7 @@ def test_a_router_knows_what_a_replica_can_resume_from(first: int, faults: float
 
 
 def test_a_journal_that_misses_changes_is_noticed(monitor: Monitor) -> None:
-    with patch.object(StateJournal, "_note", lambda journal, keys: None), pytest.raises(LeftWrongError):
+    with patch.object(DirtyStates, "_note", lambda journal, keys: None), pytest.raises(LeftWrongError):
         PublishingFuzzer(0, monitor, interrupts=0.0, faults=0.0).run(100)
 
 
@@ -206,11 +205,11 @@ def test_an_interrupt_at_any_line_costs_no_truth(call: str, monitor: Monitor) ->
             "snapshot": publisher.snapshot,
             "resync": publisher.resync,
             "commit": lambda: states.name([block], [slot], [keys[0]]),  # noqa: B023
-            "drop": lambda: states.leave([block]),  # noqa: B023
+            "drop": lambda: states.remove([block]),  # noqa: B023
             "clear": states.clear,
         }
         if call == "commit":
-            states.leave([block])
+            states.remove([block])
             assert index.apply(taken(publisher))
             states.enter([block], [slot])
         lines = monitor.lines()

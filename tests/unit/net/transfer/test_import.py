@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
+from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.net import (
     ImportReport,
     PrefixCounts,
@@ -354,7 +354,7 @@ def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
     kv, slots = target.context.kv_block_allocator, target.context.prefix_cache.slots
-    assert sorted(slots.order.by_eviction()) == sorted(slots.map.slots)
+    assert sorted(slots.by_eviction()) == sorted(slots.map.slots)
     for block in range(kv.total_count):
         assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
 
@@ -418,19 +418,19 @@ def test_slots_are_counted_and_reserved_once(
 ) -> None:
     """Not once a state: counting looks at all pins, and reserving at all reservations."""
     target, calls = engine_of(), []
-    count, reserve = DurableSlots.num_available.fget, DurableSlots.reserve
+    count, reserve = StateSlots.num_available.fget, StateSlots.reserve
     assert count is not None
 
-    def counted(self: DurableSlots) -> int:
+    def counted(self: StateSlots) -> int:
         calls.append("num_available")
         return count(self)
 
-    def reserved(self: DurableSlots, blocks: list[int]) -> list[int]:
+    def reserved(self: StateSlots, blocks: list[int]) -> list[int]:
         calls.append("reserve")
         return reserve(self, blocks)
 
-    monkeypatch.setattr(DurableSlots, "num_available", property(counted))
-    monkeypatch.setattr(DurableSlots, "reserve", reserved)
+    monkeypatch.setattr(StateSlots, "num_available", property(counted))
+    monkeypatch.setattr(StateSlots, "reserve", reserved)
     assert import_prefixes(target, export_prefixes(source)).imported.states > 2
     assert calls.count("num_available") == 1
     assert calls.count("reserve") == 1
@@ -471,7 +471,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     slots, kv = source.context.prefix_cache.slots, source.context.kv_block_allocator
     stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.map]
     if not stateless:
-        stateless = [slots.map.block_of(slots.order.by_eviction()[0])]
+        stateless = [slots.map.block_of(slots.by_eviction()[0])]
         assert slots.drop(stateless[0])
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import MambaSlotCapacityError
+from mambaslots.inference.contexts.cache.borrowing import KVUnit, kv_unit_for_states
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.cache.memory_division import (
+from mambaslots.inference.contexts.cache.memory_units import (
     ALIGNMENT,
     MemoryDivision,
     RankBudget,
@@ -19,7 +20,6 @@ from mambaslots.inference.contexts.cache.memory_division import (
     UnitSizes,
 )
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.unit_choice import KVUnit, kv_unit_for_states
 from mambaslots.inference.contexts.device_memory import DeviceMemory
 from oracle.serving import small_model
 

@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.leaf_eviction import LeafEviction
+from mambaslots.inference.contexts.cache.prefix_tree import LeafOrder
 
 
 def no_parent(block):
@@ -11,7 +11,7 @@ def no_parent(block):
 
 
 def made(times, states=()):
-    leaves = LeafEviction(times)
+    leaves = LeafOrder(times)
     leaves.holds_state = set(states).__contains__
     for block in range(len(times)):
         leaves.offer(block)
@@ -28,7 +28,7 @@ def test_blocks_used_at_one_time_go_by_number():
 
 def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
     parents = {0: 5}
-    leaves = LeafEviction([1, 2, 9, 9, 9, 1])
+    leaves = LeafOrder([1, 2, 9, 9, 9, 1])
     for block in (0, 1):
         leaves.offer(block)
     assert leaves.pop(2, lambda block: parents.get(block, -1)) == [0, 5]
@@ -37,7 +37,7 @@ def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
 
 
 def test_a_parent_that_was_not_taken_stays_as_a_leaf():
-    leaves = LeafEviction([1, 2])
+    leaves = LeafOrder([1, 2])
     leaves.offer(0)
     assert leaves.pop(1, lambda block: 1) == [0]
     assert list(leaves.blocks) == [1]
@@ -83,7 +83,7 @@ class LeafMachine(RuleBasedStateMachine):
         self.parent = [data.draw(st.integers(-1, block - 1)) for block in range(self.num_blocks)]
         self.states = set()
         self.cached = set()
-        self.leaves = LeafEviction(self.times)
+        self.leaves = LeafOrder(self.times)
         self.leaves.holds_state = self.states.__contains__
 
     def children(self, block):
@@ -133,12 +133,12 @@ class LeafMachine(RuleBasedStateMachine):
             expected.append(best)
             remaining.discard(best)
 
-        def parent_left_as_leaf(block):
+        def leaf_parent(block):
             self.cached.discard(block)
             parent = self.parent[block]
             return parent if parent >= 0 and not self.children(parent) else -1
 
-        assert self.leaves.pop(count, parent_left_as_leaf) == expected
+        assert self.leaves.pop(count, leaf_parent) == expected
         assert self.cached == remaining
 
     @rule()

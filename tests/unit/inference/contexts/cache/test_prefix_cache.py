@@ -15,7 +15,6 @@ from mambaslots.inference.contexts.cache.checkpoints import PathStep
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.root_use import use_by_root
 
 SIZE = 2  # tokens of a block
 MOST_BLOCKS = 32
@@ -70,7 +69,7 @@ def picture(cache, paths=()):
         dict(cache.kv_blocks.kv_hash_to_block_id),
         dict(cache.slots.map.slot_by_block),
         dict(cache.slots.pins),
-        cache.slots.order.by_eviction(),
+        cache.slots.by_eviction(),
         [(list(path.blocks), path.num_registered, path.state_slot) for path in paths],
     )
 
@@ -210,7 +209,7 @@ def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
     def fail(blocks):
         raise MemoryError("no memory for the list of states")
 
-    monkeypatch.setattr(cache.slots.map, "leave", fail)
+    monkeypatch.setattr(cache.slots.map, "remove", fail)
     for call in (
         lambda: cache.kv_blocks.evict_lru_blocks(2),
         lambda: cache.kv_blocks.allocate_memory_blocks(4),
@@ -731,9 +730,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.departed == []
         assert cache.kv_blocks.references == +self.refs()
         assert set(cache.kv_blocks.kv_hash_to_block_id.values()) == self.prefix_of.keys()
-        assert cache.slots.map.blocks_of(cache.slots.order.by_eviction()) == self.states
+        assert cache.slots.map.blocks_of(cache.slots.by_eviction()) == self.states
         slots = cache.slots.map.slot_by_block
-        assert {block for block, slot in slots.items() if slot in cache.slots.order.used} == self.used
+        assert {block for block, slot in slots.items() if slot in cache.slots.used} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks
             assert sequence.path.shares == sequence.shares
@@ -782,7 +781,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             )
             for root in {salt for salt, _ in self.prefix_of.values()}
         }
-        assert use_by_root(self.cache) == expected
+        assert self.cache.use_by_root() == expected
 
 
 TestPrefixCacheInAnyOrder = PrefixCacheMachine.TestCase

@@ -330,7 +330,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def states_are_evicted(self, count):
         slots = self.cache.slots
-        evictable = [slot for slot in slots.order.by_eviction() if slot not in slots.pins]
+        evictable = [slot for slot in slots.by_eviction() if slot not in slots.pins]
         slots.release(slots.evict(min(count, len(evictable))))
 
     @rule(count=st.integers(1, 6))

@@ -4,15 +4,15 @@ import mambaslots as ms
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.cache.shared_slots import SharedSlots
+from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
-from mambaslots.inference.contexts.shared_live_slots import SharedLiveSlots
+from oracle.kv_index import Index
 
 ROWS = 3
 
 
-def make_slots(num_slots: int) -> SharedSlots:
-    return SharedSlots(num_slots, "lru", lambda block: block + 1, lambda blocks: None)
+def make_slots(num_slots: int) -> StateSlots:
+    return StateSlots(num_slots, "lru", Index())
 
 
 class SharedSlotsMachine(RuleBasedStateMachine):
@@ -27,7 +27,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         self.num_slots = cached + ROWS * per_row
         self.max_pins = cached
         self.slots = make_slots(self.num_slots)
-        self.live = SharedLiveSlots(ROWS, ROWS * per_row, self.slots)
+        self.live = MambaMetadata(ROWS, ROWS * per_row, slots=self.slots)
         self.rows: list[tuple[int, ...]] = []
         self.order: list[int] = []  # cached blocks, the one used longest ago first
         self.pinned: list[int] = []
@@ -61,7 +61,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         """Wherever a row is free there is room for a request, also for one that resumes from any state."""
         block = self.order[which % len(self.order)] if resumes and self.order else -1
         slot = self.slots.map.slot_of(block)
-        assert self.live.has_room(self.per_row, slot)
+        assert self.live.has_room(self.per_row)
         takes_over = block >= 0 and block not in self.pinned and self.num_available == self.per_row
         used = self.slots.map.turnover.by_cause["live_state"]
         live = self.live.allocate_slots(self.per_row, slot)
@@ -124,7 +124,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
             return
         self.slots.check_integrity()
         self.live.check_integrity()
-        assert self.slots.map.blocks_of(self.slots.order.by_eviction()) == self.order
+        assert self.slots.map.blocks_of(self.slots.by_eviction()) == self.order
         assert self.slots.live == {slot for row in self.rows for slot in row}
         assert self.slots.num_available == self.num_available
         assert self.live.free_count == (ROWS - len(self.rows)) * self.per_row
@@ -135,7 +135,7 @@ TestSharedSlots = SharedSlotsMachine.TestCase
 
 def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
     slots = make_slots(3)
-    live = SharedLiveSlots(1, 1, slots)
+    live = MambaMetadata(1, 1, slots=slots)
     (pinned,) = slots.commit(slots.reserve([0]))
     slots.pin(pinned)
     assert not live.has_room(3)
@@ -148,7 +148,7 @@ def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
 
 
 def test_rows_of_hosts_are_freed_as_those_of_a_pool_of_its_own() -> None:
-    for live in (SharedLiveSlots(2, 2, make_slots(4)), MambaMetadata(2)):
+    for live in (MambaMetadata(2, 2, slots=make_slots(4)), MambaMetadata(2)):
         for row in range(2):
             live.request_to_mamba_state_idx[row] = live.allocate_slot()
         live.check_integrity()

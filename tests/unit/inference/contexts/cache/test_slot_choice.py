@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.slot_choice import choose_for_slots
+from mambaslots.inference.contexts.cache.state_slots import choose_for_slots
 
 
 def test_the_worthiest_certain_states_come_first():

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.durable_slots import DurableSlots
+from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.tier import HostTier, TierSlots
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from oracle.faulty_copies import CopyFailedError, FaultyCopies
+from oracle.kv_index import Index
 
 MODULUS = 1 << 64
 BYTES = 24
@@ -100,7 +101,10 @@ class BooksMachine(RuleBasedStateMachine):
         self.tier = HostTier(host_slots, FaultyCopies(copies, Random(seed), share))
         self.registered: set[int] = set()
         self.share = share
-        self.slots = DurableSlots(slots, "lru", self.hash_of, lambda blocks: None, on_evict=self.tier.spill)
+        index = Index()
+        index.hash_of = self.hash_of
+        self.slots = StateSlots(slots, "lru", index)
+        self.slots.spill = self.tier.spill
         self.ever: set[int] = set()  # keys whose states were taken since they were registered
 
     def hash_of(self, block: int) -> int:
@@ -170,7 +174,8 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
     memory = torch.zeros(2, BYTES, dtype=torch.uint8)
     copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
     tier = HostTier(3, copies)
-    slots = DurableSlots(2, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)
+    slots = StateSlots(2, "lru", Index(100))
+    slots.spill = tier.spill
     for block in range(7):
         (slot,) = slots.reserve([block])
         memory[slot] = BooksMachine.content(block)
@@ -197,7 +202,8 @@ def test_a_bad_copy_that_cost_another_state_is_told() -> None:
     memory = torch.zeros(1, BYTES, dtype=torch.uint8)
     copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
     tier = HostTier(3, copies)
-    slots = DurableSlots(1, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)
+    slots = StateSlots(1, "lru", Index(100))
+    slots.spill = tier.spill
     for block in (5, 4):
         slots.commit(slots.reserve([block]))
     copies.rows ^= 1
@@ -210,7 +216,8 @@ def test_a_bad_copy_that_cost_another_state_is_told() -> None:
 
 def test_books_without_tensors_find_every_copy() -> None:
     tier = HostTier(4)
-    slots = DurableSlots(1, "lru", lambda block: block + 100, lambda blocks: None, on_evict=tier.spill)
+    slots = StateSlots(1, "lru", Index(100))
+    slots.spill = tier.spill
     for block in (1, 2):
         slots.commit(slots.reserve([block]))
     assert tier.bring_back(slots, [1], [101], 0, 1)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.slot_eviction import LRUEviction
+from mambaslots.inference.contexts.cache.eviction import LRUEviction
 
 
 def anything(slot):
@@ -12,7 +12,7 @@ def anything(slot):
 
 def filled(policy, *slots):
     for slot in slots:
-        policy.insert(slot)
+        policy.insert([slot])
     return policy
 
 
@@ -38,7 +38,7 @@ def test_naming_victims_evicts_none():
 
 def test_removed_and_cleared_states_are_forgotten():
     policy = filled(LRUEviction(), 3, 1, 2)
-    policy.remove(3)
+    policy.remove([3])
     assert policy.victims(3, anything) == [1, 2]
     policy.clear()
     assert policy.victims(3, anything) == []
@@ -46,8 +46,8 @@ def test_removed_and_cleared_states_are_forgotten():
 
 def test_a_slot_inserted_anew_is_the_youngest():
     policy = filled(LRUEviction(), 3, 1)
-    policy.remove(3)
-    policy.insert(3)
+    policy.remove([3])
+    policy.insert([3])
     assert policy.victims(2, anything) == [1, 3]
 
 
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_a_list_kept_by_hand(calls, pinned, count):
     for call, slot in calls:
         if (slot in order) == (call == "insert"):
             continue
-        getattr(policy, call)(slot)
+        getattr(policy, call)(slot if call == "use" else [slot])
         if call != "insert":
             order.remove(slot)
         if call != "remove":
@@ -81,4 +81,4 @@ def test_the_order_is_that_of_a_list_kept_by_hand(calls, pinned, count):
 @pytest.mark.parametrize("call", ["use", "remove"])
 def test_an_unknown_slot_is_an_error(call):
     with pytest.raises(KeyError):
-        getattr(LRUEviction(), call)(1)
+        getattr(LRUEviction(), call)(1 if call == "use" else [1])

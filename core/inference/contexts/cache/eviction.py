@@ -1,0 +1,114 @@
+"""Which cached state is evicted when a slot is needed: the interface of policies, and LRU."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+
+from ....validation import one_of, shown
+
+EVICTION_POLICIES = ("value", "lru")
+"""The names by which configurations choose a policy."""
+
+
+class EvictionPolicy:
+    """Orders the cached states of one cache; the cache reports to it, asks for victims and evicts them.
+
+    A policy of one's own is a subclass, passed as `InferenceConfig(eviction_policy=MyPolicy)`; each cache
+    calls the class without arguments. (An object serves one cache.) It overrides `insert`, `use`, `remove`,
+    `clear` and `victims`, which know a state by its slot. The other methods do nothing here; a policy that
+    looks at prefixes and requests overrides them, too. Ranks of a split model must decide alike: decide by
+    the calls alone, not by a clock or random draws.
+
+    Attributes:
+        refuses: whether a new state may be refused in favour of cached ones; `least` then chooses.
+    """
+
+    refuses = False
+
+    def insert(self, slots: Sequence[int]) -> None:
+        """States were committed in these slots, which held none."""
+        raise NotImplementedError
+
+    def use(self, slot: int) -> None:
+        """A request resumed from `slot`. A KV match alone does not count as a use."""
+        raise NotImplementedError
+
+    def remove(self, slots: Sequence[int], remember: bool = True) -> None:
+        """These slots hold no state any more; `remember`: these states may still be asked for."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget all states."""
+        raise NotImplementedError
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        """Up to `count` evictable slots, the first to evict first. Changes nothing."""
+        raise NotImplementedError
+
+    def name(self, slot: int, key: int, path: Callable[[], Sequence[int]]) -> None:
+        """The state in `slot` is found under `key`; `path()` returns the hashes of its prefix, `key` last."""
+
+    def arrive(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
+        """A request with these prefix hashes arrives; it could resume after at most `keys[:stop]`.
+
+        `again`: whether the request arrived before, and was preempted. Returns a number for the request.
+        """
+        return -1
+
+    def end(self, request: int) -> None:
+        """The request with this number ended, or is preempted."""
+
+    def plan(self, keys: Sequence[int], depth: int, taken_as: str, request: int) -> None:
+        """A request's state after `keys[:depth]` will be stored, at a boundary of kind `taken_as`."""
+
+    def unplan(self, key: int | None) -> None:
+        """The state planned under `key` (None: every planned state) found no slot, or was not written."""
+
+    def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
+        """What costs least to lose: (evictable slot, -1), (-1, planned key), or (-1, -1) for nothing."""
+        return next(iter(self.victims(1, evictable)), -1), -1
+
+    def check_integrity(self, slots: Collection[int]) -> None:
+        """Raise AssertionError unless the policy orders the committed `slots`, and nothing else."""
+
+
+class LRUEviction(EvictionPolicy):
+    """Evicts the least recently used state. A change takes O(1), a choice O(count + pinned)."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def insert(self, slots: Sequence[int]) -> None:
+        self._order.update(dict.fromkeys(slots))
+
+    def use(self, slot: int) -> None:
+        self._order.move_to_end(slot)
+
+    def remove(self, slots: Sequence[int], remember: bool = True) -> None:
+        for slot in slots:
+            del self._order[slot]
+
+    def clear(self) -> None:
+        self._order.clear()
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return list(islice(filter(evictable, self._order), min(count, len(self._order))))
+
+    def check_integrity(self, slots: Collection[int]) -> None:
+        assert self._order.keys() == set(slots), "the eviction policy orders other slots than the committed"
+
+
+PolicyChoice = str | EvictionPolicy | type[EvictionPolicy]
+"""A name of `EVICTION_POLICIES`, a policy, or a subclass of `EvictionPolicy` to call without arguments."""
+
+
+def checked_policy(name: str, policy: object) -> PolicyChoice:
+    """`policy`, the argument `name`; ValueError unless it is a `PolicyChoice`."""
+    if isinstance(policy, EvictionPolicy):
+        return policy
+    if isinstance(policy, type) and issubclass(policy, EvictionPolicy):
+        return policy
+    if not isinstance(policy, str):
+        names = ", ".join(map(repr, EVICTION_POLICIES))
+        raise ValueError(f"{name} is {shown(policy)}; accepted: one of {names}, or an EvictionPolicy")
+    return one_of(name, policy, EVICTION_POLICIES)

@@ -1,0 +1,614 @@
+"""The pool of state slots: whose state a slot holds, who may write it, which state is evicted next."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from ....errors import MambaSlotCapacityError
+from .eviction import EvictionPolicy, LRUEviction, PolicyChoice
+from .left_entries import LeftEntries
+from .memory_units import MemoryUnits
+from .pool_stats import EVICTIONS, Clock, StateRemovalCause
+from .reasons import GhostList
+from .slot_map import SlotMap
+from .value_eviction import ValueEviction
+
+
+class KVIndex(Protocol):
+    """What the slots read of the index of KV blocks, and report to it; `PrefixTree` is one."""
+
+    def hash_of(self, block: int) -> int:
+        """The prefix hash that the block is registered under, or -1."""
+
+    def keys_to(self, block: int) -> Sequence[int]:
+        """The prefix hashes of the registered blocks up to `block`."""
+
+    def note_states_changed(self, blocks: Iterable[int]) -> None:
+        """States of these blocks were committed or removed."""
+
+    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
+        """Ghosts of states under these hashes were added or dropped, where no state changed."""
+
+
+class SlotCounts(NamedTuple):
+    """Numbers of slots now, and of states that were ever committed, or evicted for another state."""
+
+    free: int
+    reserved: int
+    committed: int
+    committed_total: int
+    evicted_total: int
+    live: int = 0
+
+
+class SlotChoice[T](NamedTuple):
+    """`chosen` candidates get a slot; `refused` ones are certain candidates that get none."""
+
+    chosen: list[T]
+    refused: list[T]
+
+
+def choose_for_slots[T](
+    certain: Sequence[T], guessed: Sequence[T] = (), *, num_available: int, num_free: int = 0
+) -> SlotChoice[T]:
+    """Give slots to the worthiest candidates.
+
+    Args:
+        certain: states that the step stores, the worthiest first. A certain state may evict others.
+        guessed: states that the step stores only if drafts turn out right. A guessed state evicts nothing.
+        num_available: slots that are free or can be freed by an eviction.
+        num_free: slots that are free now.
+    """
+    chosen, refused = list(certain[:num_available]), list(certain[num_available:])
+    return SlotChoice(chosen + list(guessed[: max(0, num_free - len(chosen))]), refused)
+
+
+class PlannedState(NamedTuple):
+    """A state that a step will store: `keys[:depth]` hashes its prefix, `request` is the policy's number."""
+
+    key: int
+    keys: Sequence[int]
+    depth: int
+    taken_as: str
+    request: int
+
+
+class StateSlots:
+    """The slots of one pool, as integers: no tensor is made or copied. Arguments are trusted.
+
+        FREE -- reserve --> RESERVED -- commit --> COMMITTED -- take_over --> LIVE
+          ^ <--- release ------+                       |                        |
+          +---------------------------- evict, drop, forget+ <----- free_live --+ (FREE -- take_live --> LIVE)
+
+    A reserved slot is written by one step and read by no request. A committed slot is immutable and findable.
+    A live slot belongs to one running request, which alone reads and writes it. A pinned slot is not evicted;
+    where its block is evicted, the slot becomes RESERVED for no block until its last unpin. With `units`, a
+    slot whose memory holds KV is in none of these states.
+
+    Attributes:
+        num_slots: slots of the pool.
+        map: the committed slots.
+        free: the free slots; the last one is allocated next.
+        reserved: slot -> the block that the slot is reserved for, or -1 once that block is evicted.
+        pins: pinned slot -> how often it is pinned.
+        live: the live slots; empty where live states have a pool of their own.
+        ghosts: hashes whose state was evicted, or was not stored for want of a slot.
+        policy: names victims.
+        used: slots from which a request resumed since they were committed.
+        planned: reserved slot -> the hash that the policy expects there.
+        version: grows with every change of `free` or `map`.
+        units: which units of a shared memory hold states; None for a memory of the slots' own.
+        spill: called with slots whose states are evicted for others, and the states' hashes (< 1 for a state
+            without a hash), before anything is changed or written.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        policy: PolicyChoice,
+        index: KVIndex,
+        num_kv_blocks: int = 0,
+        *,
+        clock: Clock = time.monotonic_ns,
+        dirty: LeftEntries | None = None,
+        units: MemoryUnits | None = None,
+    ) -> None:
+        """
+        Args:
+            num_slots: slots of the pool, >= 0.
+            policy: evicts states.
+            index: the KV blocks.
+            num_kv_blocks: blocks of `index`; so many evicted states are remembered, or 8 a slot if more.
+            clock: measures the ages of states, for statistics.
+            dirty: collects the slots that become free.
+            units: of the memory that slots share with KV blocks.
+        """
+        self.num_slots = num_slots
+        self.units = units
+        self.map = SlotMap(num_slots)
+        self.live: set[int] = set()
+        self.free = self._all_free()
+        self.reserved: dict[int, int] = {}
+        self.pins: dict[int, int] = {}
+        num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
+        self.ghosts = GhostList(num_ghosts)
+        self.policy = _policy(policy, num_ghosts)
+        self.used: set[int] = set()
+        self.planned: dict[int, int] = {}
+        self.version = 0
+        self.spill: Callable[[Sequence[int], Sequence[int]], None] = lambda slots, keys: None
+        self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # committed slots, LRU first
+        self._index = index
+        self._clock = clock
+        self._dirty = dirty or LeftEntries()
+
+    # ---- lookup
+
+    def _all_free(self) -> list[int]:
+        """All slots but live ones and those whose memory holds KV."""
+        taken = self.live.union(self.units.lent_slots if self.units else ())
+        return [slot for slot in range(self.num_slots) if slot not in taken]
+
+    @property
+    def counts(self) -> SlotCounts:
+        turnover = self.map.turnover
+        return SlotCounts(
+            free=len(self.free),
+            reserved=len(self.reserved),
+            committed=len(self.map),
+            committed_total=turnover.num_entered,
+            evicted_total=turnover.by_cause["new_state"] + turnover.by_cause["live_state"],
+            live=len(self.live),
+        )
+
+    @property
+    def num_available(self) -> int:
+        """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
+        num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
+        return len(self.free) + len(self.map) - num_pinned
+
+    def by_eviction(self) -> list[int]:
+        """All committed slots in the order of eviction."""
+        return self.policy.victims(len(self._last_used_ns), lambda slot: True)
+
+    def by_recency(self) -> list[int]:
+        """The committed slots, least recently used first: the same on all ranks and under all policies."""
+        return list(self._last_used_ns)
+
+    def next_victims(self, count: int) -> list[int]:
+        """Up to `count` unpinned slots whose states would be evicted next. Changes nothing."""
+        return self.policy.victims(count, lambda slot: slot not in self.pins)
+
+    # ---- reservations
+
+    def plan(self, state: PlannedState) -> None:
+        """A step will store this state; `choose` calls this for all states but those of drafts."""
+        self.policy.plan(state.keys, state.depth, state.taken_as, state.request)
+
+    def choose(self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()) -> SlotChoice[int]:
+        """Which of these states get a slot; evicts states that are worth less.
+
+        Args:
+            planned: states that the step stores, the worthiest kinds first.
+            guessed: the hashes of states that the step stores only if drafts turn out right.
+
+        Returns:
+            The hashes of the chosen states, which `reserve` has slots for, and of the refused ones.
+        """
+        policy, keys = self.policy, [state.key for state in planned]
+        for state in planned:
+            self.plan(state)
+        if not policy.refuses:
+            return choose_for_slots(keys, guessed, num_available=self.num_available, num_free=len(self.free))
+        wanted = dict.fromkeys(keys)
+        while len(wanted) > len(self.free):
+            slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
+            if slot >= 0:
+                self.evict_slots([slot])
+            else:
+                key = key if key in wanted else next(reversed(wanted))
+                policy.unplan(key)
+                del wanted[key]
+        num_left = len(self.free) - len(wanted)
+        return SlotChoice([*wanted, *guessed[:num_left]], [key for key in keys if key not in wanted])
+
+    def reserve(self, blocks: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
+        """Allocate one slot for the state of each block; evicts unpinned states where too few slots are free.
+
+        The slots enter no map yet. `keys`: the hashes of the states, where `choose` chose them.
+
+        Raises:
+            ValueError: a block is named twice, or has a state or a reservation; nothing is changed.
+            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
+        """
+        taken = set(self.reserved.values())
+        for i, block in enumerate(blocks):
+            if block in self.map or block in taken:
+                raise ValueError(
+                    f"block_ids[{i}] is {block}; accepted: distinct blocks without state or reservation"
+                )
+            taken.add(block)
+        slots = self._take(len(blocks))
+        self.reserved.update(zip(slots, blocks, strict=True))
+        self.planned.update(zip(slots, keys, strict=False))
+        return slots
+
+    def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
+        """Make reserved, written slots findable as the states of `blocks`.
+
+        Args:
+            slots: reserved slots.
+            blocks: a block for each slot; None for the blocks that the slots are reserved for.
+
+        Returns:
+            For each slot the committed slot that now holds the block's state: the slot itself, or an earlier
+                one, which holds the state after the same tokens. -1 where the block is not registered in the
+                KV index, so that no request could find the state. A slot that is not the result is freed.
+
+        Raises:
+            ValueError: a slot is not reserved, or is reserved for the state of another prefix than its block
+                is registered for: one of other tokens, or of another number of tokens. Nothing is changed.
+        """
+        self._require_reserved(slots)
+        blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
+        self._require_planned(slots, blocks)
+        results = []
+        for slot, block in zip(slots, blocks, strict=True):
+            # The block may be deregistered since; its number may then stand for another prefix.
+            gone = self.reserved.pop(slot) < 0
+            planned = self.planned.pop(slot, -1)
+            key = -1 if gone or block < 0 else self._index.hash_of(block)
+            if key > 0 and block not in self.map:
+                self._enter([block], [slot])
+                self.name([block], [slot], [key])
+            else:
+                self._free_slots([slot])
+            if planned >= 0:  # does nothing where the state is there now
+                self.policy.unplan(planned)
+            results.append(-1 if gone else self.map.slot_of(block))
+        return results
+
+    def release(self, slots: Sequence[int] | None = None) -> None:
+        """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
+        if slots is None:
+            self.planned.clear()
+            self.policy.unplan(None)  # also what an interrupted `choose` planned
+            slots = [slot for slot in self.reserved if slot not in self.pins]
+        self._require_reserved(slots)
+        for slot in slots:
+            del self.reserved[slot]
+            if slot in self.planned:
+                self.policy.unplan(self.planned.pop(slot))
+        self._free_slots(slots)
+
+    # ---- use
+
+    def pin(self, slot: int) -> None:
+        """Keep a committed slot from eviction until `unpin`. A slot may be pinned several times."""
+        self._require_committed(slot)
+        self.pins[slot] = self.pins.get(slot, 0) + 1
+
+    def unpin(self, slot: int) -> None:
+        if slot not in self.pins:
+            raise ValueError(f"slot is {slot}; accepted: a pinned slot")
+        self.pins[slot] -= 1
+        if not self.pins[slot]:
+            del self.pins[slot]
+            if slot in self.reserved:  # the slot's block was evicted while the slot was pinned
+                del self.reserved[slot]
+                self._free_slots([slot])
+
+    def note_use(self, slot: int) -> None:
+        """A request resumes from this committed slot, or an import brought its state again."""
+        self._require_committed(slot)
+        self.policy.use(slot)
+        self._last_used_ns[slot] = self._clock()
+        self._last_used_ns.move_to_end(slot)
+        self.used.add(slot)
+
+    # ---- live slots
+
+    def take_live(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
+        """Allocate slots for a running request; evicts unpinned states, but those of `keep`, where needed.
+
+        Raises:
+            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
+        """
+        slots = self._take(num_slots, keep, "live_state")
+        self.live.update(slots)
+        return slots
+
+    def take_over(self, slot: int) -> None:
+        """Make an unpinned committed slot live: a running request updates its state, which is evicted."""
+        self.note_use(slot)
+        self._evict_slots([slot], "live_state")
+        self.live.add(slot)
+
+    def free_live(self, slots: Sequence[int]) -> None:
+        """Free live slots; ValueError, with nothing changed, where a slot is not live, or named twice."""
+        if len(set(slots)) < len(slots) or not self.live.issuperset(slots):
+            raise ValueError(f"slots is {list(slots)}; accepted: distinct live slots")
+        self.live.difference_update(slots)
+        self._free_slots(slots)
+
+    # ---- slots that enter the maps at once, for hosts that fill them afterwards
+
+    def allocate(self, blocks: Sequence[int]) -> list[int]:
+        """Commit a slot, without a hash, for each block; a block with a slot, or named twice, keeps one slot.
+
+        Raises:
+            ValueError: a block has a reservation; nothing is changed.
+            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
+        """
+        if self.reserved:
+            reserved = set(self.reserved.values()).intersection(blocks)
+            if reserved:
+                raise ValueError(
+                    f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
+                )
+        slot_by_block = self.map.slot_by_block
+        if slot_by_block.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
+            slots = self._take(len(blocks))
+            self._enter(blocks, slots)
+            return slots
+        new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
+        keep = [slot_by_block[block] for block in blocks if block in slot_by_block]
+        self._enter(new, self._take(len(new), keep))
+        return [slot_by_block[block] for block in blocks]
+
+    def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Make the states in these slots, of these blocks, findable by prefix hash."""
+        self.map.name(blocks, slots, keys)
+        for block, slot, key in zip(blocks, slots, keys, strict=True):
+            self.policy.name(slot, key, partial(self._index.keys_to, block))
+        if self.ghosts.discard_all(keys):
+            self._index.note_ghosts_changed(keys)
+
+    def refuse(self, keys: Sequence[int]) -> None:
+        """No slot was available for the states under these prefix hashes."""
+        if keys:
+            self.map.turnover.num_refused += len(keys)
+            self.ghosts.add_all(keys, "capacity")
+            self._index.note_ghosts_changed(keys)
+
+    # ---- removal
+
+    def evict(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
+        """Evict the states of `num_slots` unpinned slots that are not in `keep`.
+
+        The returned slots are reserved for the caller until `release`.
+
+        Raises:
+            MambaSlotCapacityError: fewer can be evicted; nothing is changed.
+        """
+        slots = self._evict(num_slots, keep, num_free=0)
+        self.reserved.update(dict.fromkeys(slots, -1))
+        return slots
+
+    def evict_slots(self, slots: Sequence[int]) -> None:
+        """Evict the states in these unpinned slots, and free the slots."""
+        if slots:
+            self._evict_slots(slots)
+            self._free_slots(slots)
+
+    def drop(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
+        """Free the slot of a state that its owner no longer needs, which does not count as an eviction.
+
+        Returns:
+            Whether the state is dropped; False, with nothing done, for a pinned one.
+        """
+        if self.map.slot_of(block) in self.pins:
+            return False
+        self.forget([block], cause=cause)
+        return True
+
+    def forget(
+        self,
+        blocks: Sequence[int] | None,
+        *,
+        blocks_leave: bool = False,
+        cause: StateRemovalCause | None = None,
+    ) -> None:
+        """Free the slots of those blocks that have a slot, and drop the slots' hashes.
+
+        Args:
+            blocks: None for all blocks that the KV index knows.
+            blocks_leave: the KV index forgets the blocks, too. Then nothing is committed for them any more.
+            cause: why the states are removed; None: "kv_evicted" with `blocks_leave`, else "by_host".
+        """
+        if blocks is None:
+            known = (*self.map.slot_by_block, *self.reserved.values())
+            blocks = [block for block in known if block >= 0 and self._index.hash_of(block) > 0]
+        slots = self._remove(blocks, cause or ("kv_evicted" if blocks_leave else "by_host"))
+        if slots:
+            removed = self.map.blocks_of(slots)
+            if self.pins and not self.pins.keys().isdisjoint(slots):
+                pinned = [slot for slot in slots if slot in self.pins]
+                self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot
+                slots = [slot for slot in slots if slot not in self.pins]
+            self._free_slots(slots)
+            self._index.note_states_changed(removed)
+        if blocks_leave and self.reserved:
+            gone = set(blocks)
+            self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
+
+    def clear(self, totals: bool = False, live: bool = False) -> None:
+        """Forget every state, reservation, pin and ghost.
+
+        `totals`: also the totals of `counts`; `live`: live slots become free, too.
+        """
+        if live:
+            self.live.clear()
+        num_removed = len(self.map)
+        # No state may be findable once its slot is free: the map goes first, the free list comes last.
+        self.map.clear()
+        self.ghosts.clear()
+        self.reserved.clear()
+        self.pins.clear()
+        self._clear_order()
+        self.free = self._all_free()
+        self._dirty.note(self.free)
+        self.version += 1
+        self.map.turnover.by_cause["reset"] += num_removed
+        if totals:
+            self.map.turnover.clear()
+
+    def _clear_order(self) -> None:
+        self.policy.clear()
+        self._last_used_ns.clear()
+        self.used.clear()
+        self.planned.clear()
+
+    # ---- memory that slots share with KV blocks
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Remove these free slots from the free list: their memory will hold KV."""
+        gone = set(slots)
+        self._dirty.withdraw(gone)
+        self.free = [slot for slot in self.free if slot not in gone]
+        self.version += 1
+
+    def enter(self, slots: Sequence[int]) -> None:
+        """Add these slots to the free list, whose memory held KV and is zero where that is asked for."""
+        self._free_slots(slots)
+        self._dirty.withdraw(slots)
+
+    # ---- inside
+
+    def _take(
+        self, num_slots: int, keep: Iterable[int] = (), cause: StateRemovalCause = "new_state"
+    ) -> list[int]:
+        num_free = min(num_slots, len(self.free))
+        evicted = self._evict(num_slots - num_free, keep, num_free, cause) if num_free < num_slots else []
+        if not num_free:
+            return evicted
+        cut = len(self.free) - num_free
+        taken = self.free[cut:]
+        self._dirty.give(taken)
+        del self.free[cut:]
+        self.version += 1
+        return taken + evicted if evicted else taken
+
+    def _evict(
+        self, num_slots: int, keep: Iterable[int], num_free: int, cause: StateRemovalCause = "new_state"
+    ) -> list[int]:
+        if not num_slots:
+            return []
+        kept = self.pins.keys() | keep
+        if len(self.map) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
+            num_evictable = sum(slot not in kept for slot in self.map.slots)
+            if num_evictable < num_slots:
+                raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
+        victims = self.policy.victims(num_slots, lambda slot: slot not in kept)
+        self._evict_slots(victims, cause)
+        self._dirty.pass_on(victims)
+        return victims
+
+    def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
+        blocks = self.map.blocks_of(slots)
+        self.spill(slots, [self.map.key_of(block) for block in blocks])
+        self.ghosts.add_all(self.map.keys_of(slots), "evicted")
+        self._remove(blocks, cause)
+        self._index.note_states_changed(blocks)
+
+    def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.map.enter(blocks, slots)
+        self.version += 1
+        self._order(slots)
+        self.map.turnover.num_entered += len(blocks)
+        self._index.note_states_changed(blocks)
+
+    def _order(self, slots: Iterable[int]) -> None:
+        slots = list(slots)
+        self.policy.insert(slots)
+        self._last_used_ns.update(dict.fromkeys(slots, self._clock()))
+
+    def _remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
+        slots = self.map.remove(blocks)
+        self.version += 1
+        turnover = self.map.turnover
+        turnover.by_cause[cause] += len(slots)
+        num_used = len(self.used.intersection(slots)) if self.used else 0
+        self.policy.remove(slots, cause in EVICTIONS)
+        last_used_ns = [self._last_used_ns.pop(slot) for slot in slots]
+        if self.used:
+            self.used.difference_update(slots)
+        if slots and cause in EVICTIONS:
+            turnover.note_ages(self._clock(), last_used_ns)
+            turnover.num_unused += len(slots) - num_used
+        return slots
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        self._dirty.note(slots)
+        self.free.extend(slots)
+        self.version += 1
+
+    def _require_reserved(self, slots: Sequence[int]) -> None:
+        reserved = all(slot in self.reserved and slot not in self.pins for slot in slots)
+        if len(set(slots)) < len(slots) or not reserved:
+            raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
+
+    def _require_planned(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            planned = self.planned.get(slot, -1)
+            key = -1 if planned < 0 or block < 0 else self._index.hash_of(block)
+            if key > 0 and key != planned:
+                raise ValueError(
+                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
+                    f"of hash {planned}, whose state the slot is reserved for"
+                )
+
+    def _require_committed(self, slot: int) -> None:
+        if self.map.block_of(slot) < 0:
+            raise ValueError(f"slot is {slot}; accepted: a committed slot")
+
+    # ---- the whole
+
+    def mend_order(self) -> None:
+        """Rebuild the order of eviction after an interrupted change, in the order of commits."""
+        try:
+            self._check_order()
+        except Exception:
+            used = self.used.intersection(self.map.slots)
+            self._clear_order()
+            self.used = used
+            self._order(self.map.slots)
+            for key, block in self.map.hash_to_block_id.items():
+                if (slot := self.map.slot_of(block)) >= 0:
+                    self.policy.name(slot, key, partial(self._index.keys_to, block))
+
+    def _check_order(self) -> None:
+        committed = set(self.map.slots)
+        self.policy.check_integrity(committed)
+        assert self._last_used_ns.keys() == committed, "the recency of other states than the committed"
+        assert self.used <= committed, "a slot without a state counts as used"
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
+        self.map.check_integrity(self._index.hash_of)
+        free, committed, reserved = set(self.free), set(self.map.slots), set(self.reserved)
+        lent = set(self.units.lent_slots) if self.units else set[int]()
+        assert len(free) == len(self.free), "a slot is free twice"
+        assert free.isdisjoint(committed | reserved), "a slot is free and in use"
+        assert committed.isdisjoint(reserved), "a slot is committed and reserved"
+        assert self.live.isdisjoint(free | reserved | committed), "a live slot is free, reserved or committed"
+        assert lent.isdisjoint(free | reserved | committed), "a slot is in use whose memory holds KV"
+        num_owned = len(free) + len(reserved) + len(committed) + len(self.live) + len(lent)
+        assert num_owned == self.num_slots, "a slot is nowhere"
+        self.map.turnover.check_integrity(len(committed), "states")
+        targets = [block for block in self.reserved.values() if block >= 0]
+        assert len(targets) == len(set(targets)), "two slots are reserved for one block"
+        for slot, block in self.reserved.items():
+            key = self._index.hash_of(block) if block >= 0 and slot in self.planned else -1
+            assert key < 0 or key == self.planned[slot], "a slot is reserved for another prefix's block"
+        self._check_order()
+        assert self.planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
+        assert self.pins.keys() <= committed | reserved, "a free slot is pinned"
+
+
+def _policy(policy: PolicyChoice, num_ghosts: int) -> EvictionPolicy:
+    if isinstance(policy, str):
+        return ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
+    return policy() if isinstance(policy, type) else policy
