@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
-from ..inference.contexts.cache.root_use import RootUse
+from ..inference.contexts.cache.prefix_cache import RootUse
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..request import RequestResult
 from .advice import differences, why_not_deeper
