@@ -5,15 +5,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..loaded_model import LoadedModel
 from .options import add_engine, add_json, add_model, count, text_file
-from .setup import load_model, make_engine
 
-TEXT = """Hold a conversation in the terminal, and see what each turn resumed from the cache.
+if TYPE_CHECKING:
+    from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+    from ..loaded_model import LoadedModel
 
+TEXT = """\
 Every turn sends the whole conversation. The prefix cache resumes from the deepest state that it holds of it,
 so that little more than the new words is computed. A line after each answer says how many of the prompt's
 tokens were resumed, and how many states were stored on the way.
@@ -34,6 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from .setup import load_model, make_engine
+
     loaded = load_model(options)
     chat = Chat(loaded, make_engine(loaded, options), options.max_tokens)
     turns = []
@@ -71,7 +74,7 @@ class Turn:
 class Chat:
     """One conversation. Without a chat template it is one text that grows."""
 
-    def __init__(self, loaded: LoadedModel, engine: DynamicInferenceEngine, max_tokens: int) -> None:
+    def __init__(self, loaded: "LoadedModel", engine: "DynamicInferenceEngine", max_tokens: int) -> None:
         self._loaded = loaded
         self._engine = engine
         self._params = loaded.sampling_params(num_tokens_to_generate=max_tokens)

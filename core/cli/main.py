@@ -1,70 +1,69 @@
 """The command `mambaslots`, and what its commands share."""
 
-import argparse
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import shtab
 
-from ..mcore import run_script
 from ..version import VERSION
-from . import chat, doctor, replay, serve
 from .options import Parser
 
 HEADLINE = "The prefix cache for hybrid language models: Mamba-2, gated delta nets, short convolutions."
-RUN = "Run a script of megatron-core on the drop-in, and say what it replaced and what was resumed."
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-class Command(NamedTuple):
-    """One command: what it does, its options, what runs it and returns the exit code, and what it logs."""
-
-    text: str
-    add_options: Callable[[Parser], None]
-    run: Callable[[argparse.Namespace], int]
-    log_level: str = "warning"
-
-
 COMMANDS = {
-    "serve": Command(serve.TEXT, serve.add_options, serve.run, "info"),
-    "chat": Command(chat.TEXT, chat.add_options, chat.run),
-    "replay": Command(replay.TEXT, replay.add_options, replay.run),
-    "doctor": Command(doctor.TEXT, doctor.add_options, doctor.run),
+    "serve": "Serve a model behind an OpenAI-compatible HTTP API, with a page for operators at /.",
+    "chat": "Hold a conversation in the terminal, and see what each turn resumed from the cache.",
+    "replay": "Replay traces of requests without a model, and say how much memory the cache should get.",
+    "doctor": "Say what is installed and which kernels would run, and test them on a small model.",
+    "run": "Run a script of megatron-core on the drop-in, and say what it replaced and what was resumed.",
 }
+"""Each is a module of this package with TEXT, `add_options` and `run`, which returns the exit code."""
 
 
-def make_parser() -> Parser:
-    """The parser of the whole command line."""
+def make_parser(command: str | None = None) -> Parser:
+    """The parser of the whole command line; with `command`, options of that command alone are known."""
     parser = Parser(prog="mambaslots", description=HEADLINE)
     parser.add_argument("--version", action="version", version=f"mambaslots {VERSION}")
     shtab.add_argument_to(parser, ["--print-completion"], help="print a completion script for this shell")
     listed = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, command in COMMANDS.items():
-        own = listed.add_parser(name, help=command.text.splitlines()[0], description=command.text)
-        command.add_options(own)
+    for name, headline in COMMANDS.items():
+        own = listed.add_parser(name, help=headline, description=headline)
+        if command not in (None, name):
+            continue  # its module may take seconds to import
+        if name == "run":
+            from ..mcore import run_script
+
+            run_script.add_options(own)
+            continue
+        module = importlib.import_module(f".{name}", __package__)
+        own.description = f"{headline}\n\n{module.TEXT}"
+        module.add_options(own)
         own.add_argument(
-            "--log-level", choices=LOG_LEVELS, default=command.log_level,
+            "--log-level", choices=LOG_LEVELS, default="info" if name == "serve" else "warning",
             help="what is logged on stderr (default: %(default)s)",
         )  # fmt: skip
-        own.set_defaults(run=command.run)
-    run_script.add_options(listed.add_parser("run", help=RUN, description=RUN))
+        own.set_defaults(run=module.run)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (by default those of the process); return the exit code.
 
-    What the user can mend is said in one line on stderr, with exit code 1; a wrong command line has exit
+    An error that the user can mend is one line on stderr, with exit code 1; a wrong command line has exit
     code 2.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its script's own options are not ours
+        from ..mcore import run_script
+
         return run_script.main(words[1:], "mambaslots run")
-    options = make_parser().parse_args(words)
+    options = make_parser(None if "--print-completion" in words else "".join(words[:1])).parse_args(words)
     logging.basicConfig(level=options.log_level.upper(), format=LOG_FORMAT)
     try:
         return int(options.run(options))

@@ -11,8 +11,7 @@ from ..replay.report import answers, plain, plain_setting, table, unlimited_shar
 from ..replay.setting import MODELS, STATE_DTYPES, ModelShape, ReplaySetting, model_shape
 from .options import add_json, count, is_file, listed, positive
 
-TEXT = """Replay traces of requests without a model, and say how much memory the cache should get.
-
+TEXT = """\
 The scheduler, the cache and its policies are those of the engine; the clock counts steps. The table says
 which share of all prompt tokens is resumed with each budget. The last lines answer "How much memory do I
 give it?"."""

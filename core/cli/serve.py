@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from .options import add_engine, add_model, count, count_or_range, positive, text_file, unused_path
-from .replica import ReplicaEngine, ReplicaText
-from .serve_split import is_under_torchrun, serve_split
-from .setup import load_model, make_engine
 
 if TYPE_CHECKING:
     from ..serve import ServerSettings
 
-TEXT = """Serve a model behind an OpenAI-compatible HTTP API, with a page for operators at /.
-
+TEXT = """\
     mambaslots serve models/tiny-code
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Write a class."}], "stream": true}'
@@ -93,6 +89,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from ..replay.recorder import TraceRecorder
     from ..serve import ServerSettings, check_installed, serve
+    from .processes import is_under_torchrun, serve_split
+    from .setup import load_model, make_engine
 
     check_installed()
     settings = ServerSettings(**server_settings(options))
@@ -118,6 +116,7 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
     check_installed()
     from ..fleet.server import serve_replicas
     from ..fleet.settings import FleetSettings
+    from .processes import ReplicaEngine, ReplicaText
 
     if options.record is not None:
         raise ValueError(
@@ -135,7 +134,7 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
     )
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
     text = ReplicaText(options.model)
-    text()  # what is wrong with the checkpoint is said here
+    text()  # a faulty checkpoint is refused here
     make = ReplicaEngine(_only_data(options), salt_key)
     return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mambaslots.cli import doctor, self_test
+from mambaslots.cli import doctor
 from mambaslots.cli.main import main
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.models import HybridLM
@@ -32,7 +32,7 @@ def test_the_doctor_says_what_is_there_and_works(
 def test_a_model_that_computes_something_else_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = self_test.small_model
+    made = doctor.small_model
 
     def off_by_a_little(device: torch.device, dtype: torch.dtype, like: HybridLM | None = None) -> HybridLM:
         model = made(device, dtype, like)
@@ -40,7 +40,7 @@ def test_a_model_that_computes_something_else_does_not_work(
             model.lm_head.mul_(1 + 1e-6)
         return model
 
-    monkeypatch.setattr(self_test, "small_model", off_by_a_little)
+    monkeypatch.setattr(doctor, "small_model", off_by_a_little)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "WRONG answers agree with float64" in printed
@@ -60,7 +60,7 @@ def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         raise RuntimeError("no kernel image\nis available")
 
     monkeypatch.setattr(doctor, "small_engine", fail)
-    monkeypatch.setattr(self_test, "small_engine", fail)
+    monkeypatch.setattr(doctor, "small_engine", fail)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "  nothing: RuntimeError: no kernel image is available\n" in printed

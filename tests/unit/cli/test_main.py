@@ -85,6 +85,17 @@ def test_what_the_user_can_mend_is_said_in_one_line(
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["--help"], ["serve"], ["chat", MODEL, "--no-such-option"]], ids=str)
+def test_help_and_mistakes_need_no_torch(words: list[str]) -> None:
+    script = (
+        f"import sys\nfrom mambaslots.cli.main import main\n"
+        f"try: main({words})\nfinally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "AssertionError" not in done.stderr
+    assert done.returncode == (0 if words == ["--help"] else 2)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from mambaslots.cli.main import main, make_parser
-from mambaslots.cli.replica import ReplicaEngine, ReplicaText, weights_version
+from mambaslots.cli.processes import ReplicaEngine, ReplicaText, weights_version
 from mambaslots.cli.serve import _only_data
 from mambaslots.fleet.settings import FleetSettings
 
