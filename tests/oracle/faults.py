@@ -26,7 +26,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context._admission, "schedule"),
     "admitted": (lambda e: e.context, "schedule"),
-    "row": (lambda e: e.context._rows, "seat"),
+    "row": (lambda e: e.context._rows, "admit"),
     "block table": (lambda e: CachedPath, "append"),
     "KV allocation": (lambda e: e.context.kv_block_allocator, "allocate_memory_blocks"),
     "KV references": (lambda e: e.context.kv_block_allocator, "add_references"),

@@ -64,7 +64,7 @@ class Admission:
         if holding is None:
             if not self._has_slots(match.resume_slot):
                 return None
-            holding = self._rows.seat(request, match.resume_slot)
+            holding = self._rows.admit(request, match.resume_slot)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,22 +16,11 @@ from .cache.left_entries import LeftEntries, MemoryCleaner
 from .cache.memory_units import MemoryDivision, UnitSizes
 from .pools import InputPool, StatePool
 
-
-class Pools(Protocol):
-    """The tensors of a context's pools."""
-
-    kv_cache: Tensor
-    state_pool: StatePool
-    durable_pool: StatePool
-    input_pool: InputPool
-    allocated: bool
-
-    def zero_unit(self, unit: int) -> None:
-        """Fill a unit of a memory that states and KV share with zeros, in stream order."""
+MEBIBYTE = 1 << 20
 
 
 class Scrubber(MemoryCleaner):
-    """Zeroes the entries of a context's pools that nobody owns, before anybody else can have them.
+    """Zeroes freed entries of a context's pools before another owner can have them.
 
     The books note what they free, in one place each: `KVBlockAllocator` where blocks enter its free ones,
     `StateSlots` and `MambaMetadata` likewise, `RequestRows` for the inputs of a row, `TierSlots` for rows
@@ -42,62 +31,56 @@ class Scrubber(MemoryCleaner):
     All is launched on the current stream. So what was launched before reads, and writes, what it shall.
 
     Attributes:
-        blocks, slots, live, inputs, scratch, host_rows: what is left of KV blocks, of durable slots, of live
-            slots where they are no durable ones, of the inputs of rows, of the slots of the pool of live
-            states that staged a state in a step, and of rows of host memory.
+        blocks, slots, live, inputs, scratch, host_rows: dirty KV blocks, durable slots, live slots in a pool
+            of their own, rows' inputs, slots that staged a state in a step, and rows of host memory.
     """
 
-    def __init__(self, pools: Pools | None) -> None:
-        """`pools`: what is zeroed, while it is there; None for nothing."""
+    def __init__(self, memory: "DeviceMemory | None") -> None:
+        """`memory`: what is zeroed, as long as it lives; None for nothing."""
+        self._memory: Callable[[], DeviceMemory | None] = lambda: None
+        if memory is not None:
+            self._memory = weakref.ref(memory)
+
+        def entries(zero: "Callable[[DeviceMemory, Sequence[int]], None]") -> LeftEntries:
+            return LeftEntries(None if memory is None else partial(self._zero, zero))
+
         self.host_rows = LeftEntries()
-        if pools is None:
-            self.blocks = self.slots = self.live = self.inputs = self.scratch = LeftEntries()
-            self._pools: Callable[[], Pools | None] = lambda: None
-            return
-        self._pools = there = weakref.ref(pools)  # pools own this object, and go with their last owner
+        self.blocks = entries(lambda pools, blocks: _zero(pools.kv_cache, 2, blocks))
+        self.slots = entries(_zero_slots)
+        self.live = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
+        self.inputs = entries(_zero_inputs)
+        self.scratch = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
 
-        def fill(zero: Callable[[Pools, Sequence[int]], None]) -> LeftEntries:
-            def zero_if_there(entries: Sequence[int]) -> None:
-                pools = there()
-                if pools is not None:
-                    zero(pools, entries)
-
-            return LeftEntries(zero_if_there)
-
-        self.blocks = fill(lambda pools, blocks: _zero(pools.kv_cache, 2, blocks))
-        self.slots = fill(_zero_slots)
-        self.live = fill(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
-        self.inputs = fill(_zero_inputs)
-        self.scratch = fill(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
+    def _zero(self, zero: "Callable[[DeviceMemory, Sequence[int]], None]", entries: Sequence[int]) -> None:
+        memory = self._memory()
+        if memory is not None:
+            zero(memory, entries)
 
     def scrub(self) -> None:
-        """Zero all that is left; does nothing where nothing is."""
-        pools = self._pools()
-        if pools is not None:
-            for left in (self.blocks, self.slots, self.live, self.inputs, self.scratch):
-                if pools.allocated:
-                    left.scrub()
-                else:
-                    left.clear()
-            self.host_rows.scrub()
+        """Zero all dirty entries; does nothing where there are none."""
+        memory = self._memory()
+        if memory is None:
+            return
+        for dirty in (self.blocks, self.slots, self.live, self.inputs, self.scratch):
+            if memory.allocated:
+                dirty.scrub()
+            else:
+                dirty.clear()
+        self.host_rows.scrub()
 
     def move_unit(self, unit: int, entries: Sequence[int], left: LeftEntries) -> None:
-        """Zero a unit of a memory that states and KV share before it changes sides, also between entries.
-
-        `entries`, `left`: of the side that gives it.
-        """
-        pools = self._pools()
-        if pools is not None and left.has_any(entries):
-            pools.zero_unit(unit)
+        memory = self._memory()
+        if memory is not None and left.has_any(entries):
+            memory.zero_unit(unit)
 
 
-def _zero_slots(pools: Pools, slots: Sequence[int]) -> None:
-    pool = pools.durable_pool
+def _zero_slots(memory: "DeviceMemory", slots: Sequence[int]) -> None:
+    pool = memory.durable_pool
     _zero(pool.memory, 0, [pool.durable_index(slot) for slot in slots])
 
 
-def _zero_inputs(pools: Pools, rows: Sequence[int]) -> None:
-    for tensor in pools.input_pool.tensors:
+def _zero_inputs(memory: "DeviceMemory", rows: Sequence[int]) -> None:
+    for tensor in memory.input_pool.tensors:
         _zero(tensor, 1, rows)
 
 
@@ -114,69 +97,61 @@ def _zero(memory: Tensor, axis: int, entries: Sequence[int]) -> None:
         numbers.index_fill_(axis, indices, 0)
 
 
-MEBIBYTE = 1 << 20
-
-
 class DeviceMemory:
     """KV of all blocks, and live and durable states, on the model's device.
 
     Attributes:
         kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim]. A layer's part
-            of a block is contiguous. With a division, all layers of a block stand together, and blocks have
-            gaps between them.
+            of a block is contiguous. In a memory that states and KV share, all layers of a block lie
+            together, and there are gaps between blocks.
         state_pool: live states, then durable states; with encodings live states, then staging slots.
         durable_pool: what holds the durable states: `state_pool`, or with encodings a pool of their own.
             Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
         input_pool: the inputs of running requests since their last grid points.
         allocated: whether all these tensors are there.
-        scrubber: zeroes what is left of the pools.
+        scrubber: zeroes what is freed.
     """
 
     def __init__(
         self,
         spec: HybridStateSpec,
-        num_kv_blocks: int,
+        sizes: PoolSizes,
         block_size_tokens: int,
         num_live_slots: int,
-        num_durable_slots: int,
         input_pool: InputPool | None = None,
         is_shared: bool = False,
-        division: MemoryDivision | None = None,
         encodings: Sequence[TensorEncoding] = (),
-        num_staging_slots: int = 0,
         scrubs: bool = False,
     ) -> None:
         """
         Args:
-            spec, num_kv_blocks, block_size_tokens, num_live_slots, num_durable_slots: sizes.
+            sizes: of both pools; `sizes.division`: of one memory that states and KV share.
             input_pool: for decodes by replay; None for others.
             is_shared: whether live and durable states share their slots; not with encodings.
-            division: of one memory that states and KV share; None where each has its own, as with encodings.
             encodings: how durable slots store states; empty: as live slots do.
-            num_staging_slots: with encodings, slots of `state_pool` beside the live ones.
-            scrubs: whether what is left is zeroed.
+            scrubs: whether freed memory is zeroed.
         """
         self._spec = spec
-        self._num_kv_blocks = num_kv_blocks
+        self._num_kv_blocks = sizes.num_kv_blocks
         self._block_size = block_size_tokens
-        self._division = division
-        num_others = num_staging_slots if encodings else num_durable_slots
+        self._division = sizes.division
+        num_others = NUM_STAGING_SLOTS if encodings else sizes.num_mamba_slots
         self._num_slots = num_live_slots + num_others
         self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block_size_tokens))
-        self._units: torch.Tensor | None = None  # [units, bytes of one] of a shared memory
+        self._units: Tensor | None = None  # [units, bytes of one] of a shared memory
         self.kv_cache, states = self._new_memory()
         self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device, is_shared, states)
         self.durable_pool = self.state_pool
         if encodings:
             tensors = [tensor for encoding in encodings for tensor in encoding.tensors]
-            self.durable_pool = StatePool(tensors, 0, num_durable_slots, spec.device)
+            self.durable_pool = StatePool(tensors, 0, sizes.num_mamba_slots, spec.device)
         self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
         self.allocated = True
         self._scrubs = scrubs
         self.scrubber = Scrubber(self if scrubs else None)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
-    def _new_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _new_memory(self) -> tuple[Tensor, Tensor | None]:
         """KV, and the slots of states where they share KV's memory."""
         spec, num_blocks = self._spec, self._num_kv_blocks
         shape = (
@@ -187,9 +162,7 @@ class DeviceMemory:
             return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device), None
         return self._views(self._division, shape)
 
-    def _views(
-        self, division: MemoryDivision, shape: tuple[int, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _views(self, division: MemoryDivision, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """KV of this shape and slots in one memory, as the division says. Both name all of its units."""
         sizes, dtype = self._sizes, self._spec.kv_dtype
         num_bytes = division.total_bytes(sizes)
@@ -206,32 +179,30 @@ class DeviceMemory:
         return units.as_strided(shape, strides), slots
 
     def allocate(self) -> None:
-        """Make the tensors again, as zeros, after `free`; their addresses are new.
-
-        A call that raises, because memory is short, leaves no tensor; it can be repeated.
-        """
-        if not self.allocated:
-            self.free()  # what an interrupted call has left
-            # In one expression: no name in this frame, which a traceback keeps, holds a part of the memory.
-            (kv_cache, shared), states, durable, inputs = (
-                self._new_memory(),
-                self.state_pool.new_memory() if self._division is None else None,
-                self.durable_pool.new_memory() if self._has_encoded_states else None,
-                self.input_pool.new_tensors(),
-            )  # fmt: skip
-            for pool, memory in (
-                (self.state_pool, shared), (self.state_pool, states), (self.durable_pool, durable),
-            ):  # fmt: skip
-                if memory is not None:
-                    pool.put(memory)
-            self.kv_cache = kv_cache
-            self.input_pool.put(inputs)
-            self.allocated = True
+        """Make the tensors again, as zeros, after `free`. A call that raises leaves none."""
+        if self.allocated:
+            return
+        self.free()  # what an interrupted call has left
+        try:
+            self.kv_cache, states = self._new_memory()
+            self.state_pool.put(self.state_pool.new_memory() if states is None else states)
+            states = None  # a traceback keeps this frame, and would keep the memory
+            if self._has_encoded_states:
+                self.durable_pool.allocate()
+            self.input_pool.allocate()
+        except BaseException:
+            self.free()
+            raise
+        self.allocated = True
 
     def free(self) -> None:
         """Free the tensors' memory, which is zeroed before where that is asked for."""
-        if self._scrubs:
-            self._zero()
+        if self._scrubs and self.allocated:
+            for unit in range(0 if self._units is None else len(self._units)):
+                self.zero_unit(unit)
+            pools = self.state_pool.memory, self.durable_pool.memory, self.kv_cache
+            for memory in (*pools, *self.input_pool.tensors):
+                memory.zero_()
         self.allocated = False
         self.state_pool.free()
         self.durable_pool.free()
@@ -244,50 +215,35 @@ class DeviceMemory:
         if self._units is not None:
             self._units[unit].zero_()
 
-    def _zero(self) -> None:
-        for unit in range(0 if self._units is None else len(self._units)):
-            self.zero_unit(unit)
-        pools = self.state_pool.memory, self.durable_pool.memory, self.kv_cache
-        for memory in (*pools, *self.input_pool.tensors):
-            memory.zero_()
-
     @property
     def _has_encoded_states(self) -> bool:
         return self.durable_pool is not self.state_pool
 
     def summary(self) -> str:
         """One line that says how many bytes each pool takes, or would take if it were allocated."""
-        pool, num_blocks, division = self.state_pool, self._num_kv_blocks, self._division
-        state = self._sizes.slot / MEBIBYTE
-        kv = num_blocks * self._sizes.block / MEBIBYTE
-        inputs = self.input_pool
-        total, staging = inputs.num_bytes / MEBIBYTE, ""
-        if division is None:
-            total += pool.num_slots * state + kv
-            durable = self.durable_pool.slot_bytes / MEBIBYTE
-            if self._has_encoded_states:
-                total += self.durable_pool.num_durable * durable
-                staging = f"staged states {pool.num_durable} x {state:.3g} MiB; "
-            shared = ", and the live ones of idle rows" if pool.is_shared else ""
-            cached = (
-                f"durable states {self.durable_pool.num_durable} x {durable:.3g} MiB{shared}; "
-                f"KV {num_blocks} blocks of {self._block_size} tokens, {kv:.3g} MiB"
-            )
-        else:
-            total += division.total_bytes(self._sizes) / MEBIBYTE
-            slots, blocks = division.shape
-            cached = (
-                f"durable states and KV share {division.num_units} units of "
-                f"{division.shape.unit_bytes(self._sizes) / MEBIBYTE:.3g} MiB, each for {slots} x "
-                f"{state:.3g} MiB or {blocks} blocks of {self._block_size} tokens"
-            )
-        replayed = ""
+        pool, durable, division, inputs = self.state_pool, self.durable_pool, self._division, self.input_pool
+        state, kv = self._sizes.slot / MEBIBYTE, self._num_kv_blocks * self._sizes.block / MEBIBYTE
+        blocks = f"blocks of {self._block_size} tokens"
+        total, parts = inputs.num_bytes / MEBIBYTE, [f"live states {pool.num_live} x {state:.3g} MiB"]
+        if self._has_encoded_states:
+            total += durable.num_durable * durable.slot_bytes / MEBIBYTE
+            parts.append(f"staged states {pool.num_durable} x {state:.3g} MiB")
         if inputs.slots:
             each = inputs.num_bytes / inputs.slots / MEBIBYTE
-            replayed = f"inputs of running requests {inputs.slots} x {each:.3g} MiB; "
-        return (
-            f"mambaslots: live states {pool.num_live} x {state:.3g} MiB; {staging}{replayed}"
-            f"{cached}; "
-            f"total {total:.4g} MiB on {self._spec.device}"
-            f"{'' if self.allocated else ', freed now'}"
-        )
+            parts.append(f"inputs of running requests {inputs.slots} x {each:.3g} MiB")
+        if division is None:
+            total += pool.num_slots * state + kv
+            idle = ", and the live ones of idle rows" if pool.is_shared else ""
+            parts.append(
+                f"durable states {durable.num_durable} x {durable.slot_bytes / MEBIBYTE:.3g} MiB{idle}"
+            )
+            parts.append(f"KV {self._num_kv_blocks} {blocks}, {kv:.3g} MiB")
+        else:
+            total += division.total_bytes(self._sizes) / MEBIBYTE
+            unit = division.shape.unit_bytes(self._sizes) / MEBIBYTE
+            parts.append(
+                f"durable states and KV share {division.num_units} units of {unit:.3g} MiB, each for "
+                f"{division.shape.slots} x {state:.3g} MiB or {division.shape.blocks} {blocks}"
+            )
+        parts.append(f"total {total:.4g} MiB on {self._spec.device}{'' if self.allocated else ', freed now'}")
+        return f"mambaslots: {'; '.join(parts)}"

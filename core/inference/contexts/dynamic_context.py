@@ -20,7 +20,7 @@ from .cache.prefix_match import PrefixMatch
 from .cache.reasons import TokenLedger
 from .device_memory import DeviceMemory
 from .mamba_metadata import MambaMetadata
-from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots, num_padded_drafts
+from .pool_sizes import PoolSizes, num_live_slots, num_padded_drafts
 from .pools import InputPool
 from .request import DynamicInferenceRequest, RequestStep
 from .row_ladder import largest_on_ladder
@@ -69,9 +69,8 @@ class DynamicInferenceContext:
         self._encodings = encodings_of(memory_spec.states, dtype if config.enable_prefix_caching else None)
         shares = config.enable_prefix_caching and not self._encodings  # live and cached states are alike
         self.memory = DeviceMemory(
-            memory_spec, sizes.num_kv_blocks, config.block_size_tokens, num_live,
-            sizes.num_mamba_slots, self._new_input_pool(), shares, sizes.division,
-            self._encodings, NUM_STAGING_SLOTS, config.free_memory == "zero",
+            memory_spec, sizes, config.block_size_tokens, num_live, self._new_input_pool(), shares,
+            self._encodings, config.free_memory == "zero",
         )  # fmt: skip
         scrubber = self.memory.scrubber
         self.prefix_cache = PrefixCache(
@@ -217,7 +216,7 @@ class DynamicInferenceContext:
         try:
             return self._admission.schedule(request, token_budget)
         except BaseException:
-            if waits and self._rows.seats(request):
+            if waits and self._rows.has(request):
                 self.release(request)
             raise
 
@@ -249,7 +248,7 @@ class DynamicInferenceContext:
             raise RuntimeError(
                 f"request {request.request_id} is part of the step under way; end or abort it first"
             )
-        holding = self._rows.unseat(request)
+        holding = self._rows.release(request)
         if discard:
             self.prefix_cache.discard(holding.path)
         else:
@@ -331,7 +330,7 @@ class DynamicInferenceContext:
         self._states.scatter(self._steps, late)
         self.memory.scrubber.scratch.scrub()
         for step in self._steps:
-            self._states.leave_source(step)
+            self._states.release_source(step)
             self._count(step)
             self.prefix_cache.register(step.holding.path, step.request.tokens, step.stop)
             self._states.advance(step, self.prefix_cache.commit(step))
@@ -479,14 +478,14 @@ class DynamicInferenceContext:
     def _check_request(self, request: DynamicInferenceRequest) -> None:
         if not isinstance(request, DynamicInferenceRequest):
             raise ValueError(f"request is {shown(request)}; accepted: a DynamicInferenceRequest")
-        if request.holding is not None and not self._rows.seats(request):
+        if request.holding is not None and not self._rows.has(request):
             raise ValueError(
                 f"request has id {request.request_id} and row {request.holding.row}; accepted: one without a "
                 "row, or in a row of this context"
             )
 
     def _check_step(self, step: RequestStep) -> None:
-        if not isinstance(step, RequestStep) or not self._rows.seats(step.request):
+        if not isinstance(step, RequestStep) or not self._rows.has(step.request):
             raise ValueError(
                 f"step is {shown(step)}; accepted: a RequestStep of a request with a row of this context"
             )
@@ -494,7 +493,7 @@ class DynamicInferenceContext:
     def _is_ready(self, step: RequestStep) -> bool:
         return (
             isinstance(step, RequestStep)
-            and self._rows.seats(step.request)
+            and self._rows.has(step.request)
             and step.holding is step.request.holding
             and step.start == step.holding.num_computed
             and len(step.drafts) <= self.config.num_speculative_tokens

@@ -17,17 +17,13 @@ class StatePool:
     """Live and durable states in one index space.
 
     A live slot is updated in place by the request that owns it. A durable slot is immutable once committed.
-    In a shared pool any slot is the one or the other, at different times; a pool index is a slot's number.
-    Else both have a part of their own:
+    In a shared pool a slot is live or durable at different times, and a pool index is a slot's number. Else:
 
         pool index   0 ........ num_live-1 | num_live ........ num_live+num_durable-1
         holds        live slot 0 ..        | durable slot 0 ..
 
-    Kernels address both parts through one base pointer. So a resumed request reads a durable slot and writes
-    its live slot without a copy in between.
-
-    A slot is contiguous: it holds all tensors of a state, each with all its layers. `pool[name]` is a view
-    [layers, slots, *shape] of one tensor. So whatever a state consists of, to copy a slot is one copy.
+    So a resumed request reads a durable slot and writes its live slot without a copy in between. A slot is
+    contiguous: all tensors of a state, each with all its layers. `pool[name]` is [layers, slots, *shape].
 
     Attributes:
         states: what a slot holds.
@@ -46,15 +42,7 @@ class StatePool:
         is_shared: bool = False,
         memory: Tensor | None = None,
     ) -> None:
-        """
-        Args:
-            states: what a slot holds.
-            num_live, num_durable: the slots of both parts.
-            device: where the slots are.
-            is_shared: whether any slot may hold a live or a durable state.
-            memory: [slots, bytes of a slot] uint8 to use, zeros. Slots may have gaps between them, of
-                multiples of `ALIGNMENT` bytes. None makes memory.
-        """
+        """`memory`: [slots, bytes of a slot] uint8, zeros, perhaps with gaps between slots; None: new."""
         self.is_shared = is_shared
         self.states = tuple(states)
         for index, tensor in enumerate(self.states):
@@ -69,12 +57,10 @@ class StatePool:
 
     @property
     def num_slots(self) -> int:
-        """All slots."""
         return self.num_live + self.num_durable
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return self._layout.slot_bytes
 
     def allocate(self) -> None:
@@ -86,7 +72,7 @@ class StatePool:
         return self._zeros(self.num_slots)
 
     def put(self, memory: Tensor) -> None:
-        """Use this memory from now on: a result of `new_memory`, or what the constructor takes."""
+        """Use this memory from now on, as that of the constructor."""
         views = {
             tensor.name: self._view(memory, tensor, offset)
             for tensor, offset in zip(self.states, self._layout.offsets, strict=True)
@@ -119,7 +105,6 @@ class StatePool:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """`self[name]` of all tensors, in the order of `states`."""
         return tuple(self._views.values())
 
     def live(self, name: str) -> Tensor:
@@ -131,31 +116,22 @@ class StatePool:
         return self[name] if self.is_shared else self[name][:, self.num_live :]
 
     def durable_index(self, slot: int) -> int:
-        """The pool index of durable slot `slot`."""
         first = 0 if self.is_shared else self.num_live
         if type(slot) is not int or not 0 <= slot < self.num_slots - first:
             slot = integer("slot", slot, 0, self.num_slots - first - 1)
         return first + slot
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy whole slots, pair by pair, on the current stream; one launch, as `copy_states`.
-
-        Args:
-            sources, destinations: [n] pool indices. No destination is a source or named twice.
-        """
+        """Copy whole slots, pair by pair, in one launch; no destination is a source or named twice."""
         slots = self.memory[None]
         states = StateTensors(slots[..., :0], slots)  # one tensor for all: slots are contiguous
         copy_states(states, sources, states, destinations)
 
 
 class InputPool:
-    """What decodes by replay read beside a state: the inputs of the tokens behind it.
+    """What decodes by replay read with a state: the inputs of the tokens after it, a slot for each row.
 
-    A slot belongs to one row, and so to one running request. `pool[name]` is [layers, slots, *shape of one
-    request]; slots of a layer are contiguous. `InputTensor.layout` says where a token lies.
-
-    Attributes:
-        slots: how many.
+    `pool[name]` is [layers, slots, *shape of one request]; `InputTensor.layout` says where a token lies.
     """
 
     def __init__(
@@ -166,14 +142,7 @@ class InputPool:
         num_drafts: int,
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            states: the state tensors; `StateTensor.inputs` says what is kept.
-            num_slots: slots. 0 keeps nothing.
-            chunk_size: tokens of a chunk.
-            num_drafts: drafts of a step, at most.
-            device: where the tensors live.
-        """
+        """`num_drafts`: drafts of a step, at most."""
         self.slots = num_slots
         self._device = device
         self._shapes = {
@@ -186,24 +155,19 @@ class InputPool:
         }
         for name, (shape, dtype) in self._shapes.items():
             addressable(name, num_slots, shape, dtype)
-        self._tensors = self.new_tensors()
+        self.allocate()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
-    def new_tensors(self) -> dict[str, Tensor]:
-        """Memory for the pool, as zeros, for `put`."""
-        return {
+    def allocate(self) -> None:
+        """Make the tensors, as zeros."""
+        self._tensors = {
             name: torch.zeros(shape, dtype=dtype, device=self._device)
             for name, (shape, dtype) in self._shapes.items()
         }
-
-    def put(self, tensors: dict[str, Tensor]) -> None:
-        """Use these tensors, a result of `new_tensors`, from now on."""
-        self._tensors = tensors
 
     def free(self) -> None:
         """Free the memory; tensors without slots remain."""
@@ -211,7 +175,6 @@ class InputPool:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """`self[name]` of all names."""
         return tuple(self._tensors.values())
 
     def __getitem__(self, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from .request import DynamicInferenceRequest, Holding
 
 
 class RequestRows:
-    """A fixed number of rows. A request keeps its row, and its live slots, until it leaves.
+    """A fixed number of rows. A request keeps its row, and its live slots, until it is released.
 
     Attributes:
         block_table: [rows, blocks_per_row] int32 on the CPU: each row's KV blocks in order, then -1.
@@ -28,15 +28,7 @@ class RequestRows:
         slots_per_row: int = 1,
         left: LeftEntries | None = None,
     ) -> None:
-        """
-        Args:
-            max_requests: rows.
-            blocks_per_row: KV blocks of the longest sequence.
-            metadata: who owns which live slot.
-            cache: opens the path of a request that gets a row.
-            slots_per_row: live slots of a request.
-            left: notes the rows that become free, all of them now; None for nothing.
-        """
+        """`slots_per_row`: live slots of a request; `left`: notes the rows that become free."""
         shape = (max_requests, blocks_per_row)
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
@@ -65,7 +57,7 @@ class RequestRows:
     def num_free(self) -> int:
         return len(self._free)
 
-    def seats(self, request: DynamicInferenceRequest) -> bool:
+    def has(self, request: DynamicInferenceRequest) -> bool:
         """Whether the request holds one of these rows."""
         return request.holding is not None and self._requests.get(request.holding.row) is request
 
@@ -73,7 +65,7 @@ class RequestRows:
         """Whether a request could get its live slots now, and resume from durable slot `resume_slot`."""
         return self._metadata.has_room(self._slots_per_row)
 
-    def seat(self, request: DynamicInferenceRequest, resume_slot: int = -1) -> Holding:
+    def admit(self, request: DynamicInferenceRequest, resume_slot: int = -1) -> Holding:
         """Give a waiting request a row, live slots and an open path. A row must be free.
 
         `resume_slot`: see `MambaMetadata.allocate_slots`.
@@ -93,7 +85,7 @@ class RequestRows:
         self._requests[row] = request
         return request.holding
 
-    def unseat(self, request: DynamicInferenceRequest) -> Holding:
+    def release(self, request: DynamicInferenceRequest) -> Holding:
         """Free the request's row and live slots; the caller releases the path of the returned Holding."""
         holding, request.holding = request.holding, None
         if holding is None:

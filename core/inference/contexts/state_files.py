@@ -29,32 +29,25 @@ _PREFIX, _LOCK = "mambaslots-", "lock"
 _PAGE_OF_ZEROS = 1 << 20
 
 Work = Callable[[], None]
-"""What the thread does next."""
 Remove = Callable[[Path], None]
-"""Removes a file."""
 
 
 class StateFiles:
     """A directory of files with a state each. Only the engine that wrote a file reads it.
 
-    The files lie in a directory of their own below `path`, which goes with this object. A process that dies
-    leaves its directory behind; the next engine with the same `path` removes it, because nothing in memory
-    knows its states any more. Files are as sensitive as prompts, and have the rights 0600.
+    The files lie in a locked directory below `path`, which is removed with this object; that of a process
+    that died is removed by the next engine with the same `path`. Files have the rights 0600.
 
-    A file begins with its copy's serial number, checksum, size and model, and these with a checksum of their
-    own. It is written under another name first. So a file that is there is whole, or does not count.
-
-    With `scrubs` a file is overwritten with zeros, which are written through to the disk, before it is
-    removed or replaced. What a file system or a disk keeps of overwritten bytes is beyond that.
+    A file is written under another name first, and begins with the copy's serial number, checksum, size and
+    model, and a checksum of these: a file is whole, or is refused.
     """
 
     def __init__(self, path: str, state_bytes: int, model: str, scrubs: bool = False) -> None:
         """
         Args:
-            path: a directory, which is made where it is not there.
-            state_bytes: bytes of a state.
-            model: says how a state is encoded, and of what model and rank.
-            scrubs: whether files are overwritten before they go.
+            path: a directory, which is made if missing.
+            model: how a state is encoded, of what model and rank.
+            scrubs: whether files are overwritten with zeros, through to the disk, before they are removed.
 
         Raises:
             OSError: the directory cannot be made or written.
@@ -83,14 +76,10 @@ class StateFiles:
         return self.directory / f"{file}.state"
 
     def save(self, file: int, serial: int, row: Tensor, checksum: Callable[[], int | None]) -> None:
-        """Write a state to a file, some time; an earlier state in the file is lost.
+        """Let the thread write a state, row [state_bytes] uint8 on the CPU, in place of an earlier one.
 
-        Args:
-            file: the number of the file.
-            serial: the number of the copy.
-            row: [state_bytes] uint8 on the CPU.
-            checksum: called by the thread before the row is read and after it: waits until the row is
-                complete, and returns its checksum; None where the row holds another state by now.
+        `checksum`: the thread calls it before and after it reads the row. It waits until the row is complete,
+        and returns its checksum, or None if the row holds another state by now.
         """
         head = _MAGIC, self._state_bytes, serial
         name, model, failed = self._name(file), self._model, weakref.WeakMethod(self._note_failure)
@@ -103,15 +92,9 @@ class StateFiles:
         self.num_failed += 1
 
     def load(self, file: int, serial: int, row: Tensor) -> int | None:
-        """Read a state. The state's own checksum is not computed here.
+        """Read a state into `row`, and return its stored checksum, which is not computed here.
 
-        Args:
-            file: the number of the file.
-            serial: the number of the copy.
-            row: [state_bytes] uint8 on the CPU; written.
-
-        Returns:
-            The state's checksum; None where the file is not there, not whole, or holds another state.
+        None where the file is missing, not whole, or holds another state.
         """
         size = _HEAD.size + 4
         try:
@@ -133,7 +116,7 @@ class StateFiles:
             return None
 
     def delete(self, files: Sequence[int] | None) -> None:
-        """Remove these files, or all, some time; after what was saved before."""
+        """Let the thread remove these files, or all, after earlier saves."""
         directory, names = self.directory, None if files is None else [self._name(file) for file in files]
         remove = self._remove
         self._work.put(lambda: _delete(directory, names, remove))
@@ -145,7 +128,6 @@ class StateFiles:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def wait(self) -> None:
-        """Wait until all that was asked for is done."""
         done = threading.Event()
         self._work.put(done.set)
         done.wait()
@@ -164,7 +146,7 @@ def _write(
     failed: Callable[[], Callable[[OSError], None] | None],
     remove: Remove,
 ) -> None:
-    """Write one file, by way of another name. The file's former state goes in any case."""
+    """Write one file under another name, then rename it. The file's former state is removed in any case."""
     _delete(name.parent, [name], remove)
     value = checksum()
     if value is None:
@@ -194,7 +176,7 @@ def _delete(directory: Path, names: Sequence[Path] | None, remove: Remove) -> No
 
 
 def _overwrite_and_unlink(name: Path) -> None:
-    """Overwrite and remove a file of this user's that has no other name; of a link, only the link goes."""
+    """Overwrite and remove this user's file that has no other name; a link is only removed."""
     try:
         with open(name, "r+b", buffering=0, opener=_open_no_link) as opened:
             found = os.fstat(opened.fileno())
@@ -212,7 +194,6 @@ def _open_no_link(name: str, flags: int) -> int:
 
 
 def _remove_all(directory: Path, remove: Remove) -> None:
-    """Remove a directory of states."""
     for name in (*directory.glob("*.state"), *directory.glob("*.part")):
         with suppress(OSError):
             remove(name)
@@ -220,7 +201,6 @@ def _remove_all(directory: Path, remove: Remove) -> None:
 
 
 def _run(work: "SimpleQueue[Work | None]", closed: threading.Event) -> None:
-    """The thread: one file after the other."""
     while (todo := work.get()) is not None:
         try:
             if not closed.is_set():
@@ -246,7 +226,7 @@ def _close(
 
 
 def _remove_leftovers(root: Path, remove: Remove) -> None:
-    """Remove the directories of engines that have died: nobody locks them any more."""
+    """Remove the unlocked directories of engines that have died."""
     for directory in root.glob(f"{_PREFIX}*"):
         if directory.is_symlink():
             continue

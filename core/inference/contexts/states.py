@@ -97,7 +97,7 @@ class RequestStates:
         """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
         return step.holding.live_slots[position - step.stop + len(step.drafts)]
 
-    def leave_source(self, step: RequestStep) -> None:
+    def release_source(self, step: RequestStep) -> None:
         """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
         self._cache.release_state(step.holding.path)
 
@@ -189,9 +189,9 @@ class ReplayedStates(RequestStates):
     def _live_slot(self, step: RequestStep, position: int) -> int:
         return step.holding.live_slots[0]
 
-    def leave_source(self, step: RequestStep) -> None:
+    def release_source(self, step: RequestStep) -> None:
         if self._reaches_grid_point(step):
-            super().leave_source(step)
+            super().release_source(step)
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         step.holding.num_computed = step.stop

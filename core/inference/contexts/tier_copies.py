@@ -1,4 +1,4 @@
-"""The tier of host memory: its copies of states, and what a configuration asks for."""
+"""Copies of states in pinned host memory, and the tier that a configuration asks for."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,21 +19,19 @@ from .pools import StatePool
 from .state_files import StateFiles
 
 NUM_STAGED = 2
-"""Slots' worth of device memory through which states leave, so that no step waits for the bus."""
+"""Staging places on the device, so that no step waits for the bus."""
 
 
 class HostCopies(StateCopies):
-    """Copies states between durable slots and rows of host memory; see `StateCopies`.
+    """Copies states between durable slots and rows of host memory; on a CPU, plain copies.
 
-    A state leaves in two copies. The first one, within the device and on the step's own stream, puts it
-    aside; from then on the slot may be written. The second one takes it to pinned memory on a stream of this
-    object. An event keeps a step from putting another state aside in the same place before the second copy is
-    done: only the device waits, and only where more than `NUM_STAGED` states leave at once.
+    `store` copies twice: within the device, on the step's own stream, to a staging place, after which the
+    slot may be written; from there to pinned memory, on this object's stream. An event keeps a step from
+    reusing the place before the second copy is done: only the device waits, and only for more than
+    `NUM_STAGED` states.
 
-    A checksum of each row stays on the device, of the bytes that were put aside. It is computed again from
-    the durable slot once a state is back there, so that it covers the bus, host memory and the disk. The
-    copy's serial number is a part of it: a row that holds another copy is not taken for this one. On a CPU
-    the copies are plain ones.
+    A checksum of each staged state stays on the device, and is computed again from the durable slot after
+    `fetch`: it covers the bus, host memory, the disk and the copy's serial number.
 
     Attributes:
         rows: [slots, bytes of a state] uint8 in host memory, pinned where the device is a GPU.
@@ -51,11 +49,9 @@ class HostCopies(StateCopies):
         """
         Args:
             num_slots: states that host memory holds.
-            state_bytes: bytes of a state.
-            row_of: durable slot -> its [state_bytes] uint8 on the device, as it lies now.
-            device: where durable slots are.
+            row_of: durable slot -> its [state_bytes] uint8 on the device now.
             files: the disk tier; None for none.
-            scrubs: whether the memory through which states leave is zeroed behind each state.
+            scrubs: whether staging places are zeroed after each state.
 
         Raises:
             MemoryError: the system cannot pin so much memory.
@@ -85,7 +81,6 @@ class HostCopies(StateCopies):
     # ---- out
 
     def store(self, slot: int, host_slot: int, serial: int) -> None:
-        """Copy a durable slot to a row. The slot may be written once this call returns, in stream order."""
         self._versions[host_slot] += 1
         row = self._row_of(slot)
         if self._stream is None:
@@ -123,12 +118,11 @@ class HostCopies(StateCopies):
         return self._staged
 
     def free(self) -> None:
-        """Free the device memory through which states leave, until the next `store`."""
         self._synchronise()
         self._staged = self._zeros = None
 
     def zero(self, host_slots: Sequence[int]) -> None:
-        """Zero rows, behind the copies under way; does not wait. No file is written of such a row."""
+        """Zero rows, after the copies under way; does not wait. No file is written of such a row."""
         for host_slot in host_slots:
             self._versions[host_slot] += 1
         if self._stream is None:
@@ -145,7 +139,6 @@ class HostCopies(StateCopies):
     # ---- back
 
     def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
-        """Copy a row to a durable slot; synchronises this object's stream."""
         row = self._row_of(slot)
         if self._stream is None:
             return self._bring(row, host_slot, serial)
@@ -165,7 +158,7 @@ class HostCopies(StateCopies):
     # ---- files
 
     def save(self, host_slot: int, file: int, serial: int) -> None:
-        """Write a row to a file once it is complete; the file is left out where the row is written before."""
+        """Write a row to a file once it is complete; no file where the row is overwritten before."""
         if self._files is not None and self._sums_for_files is not None:
             versions, version = self._versions, self._versions[host_slot]
             sums, stored = self._sums_for_files, self._stored.get(host_slot)
@@ -179,7 +172,6 @@ class HostCopies(StateCopies):
             self._files.save(file, serial, self.rows[host_slot], checksum)
 
     def load(self, file: int, host_slot: int, serial: int) -> bool:
-        """Read a file into a row; waits for the copies under way, which may write to the row."""
         if self._files is None:
             return False
         self._synchronise()
@@ -199,14 +191,10 @@ class HostCopies(StateCopies):
     def seconds_to_fetch(
         self, from_file: bool, best_of: Callable[[Callable[[], object]], float]
     ) -> tuple[float, float]:
-        """How long it takes to bring a state back from host memory, and from a file.
+        """Seconds to fetch a state from host memory, and from a file (0 without `from_file`).
 
-        Writes to the first row and the first file, under the serial number 0. The first durable slot keeps
-        its bytes.
-
-        Args:
-            from_file: whether files are tried; else their time is 0.
-            best_of: runs work and tells its seconds.
+        Writes to the first row and file, under the serial number 0; the first durable slot keeps its bytes.
+        `best_of` runs work and returns its seconds.
         """
         self.store(0, 0, 0)
         self._synchronise()
@@ -235,10 +223,7 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _pin(rows: Tensor) -> None:
-    """Lock host memory in its place, so that a device copies it by itself.
-
-    torch's own pinned memory is rounded up to a power of two.
-    """
+    """Pin host memory; torch's own pinned memory is rounded up to a power of two."""
     if rows.numel():
         error = _runtime().cudaHostRegister(rows.data_ptr(), rows.numel(), 0)
         if int(error):
@@ -257,12 +242,10 @@ def _unpin(rows: Tensor, stream: torch.cuda.Stream) -> None:
 
 
 def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
-    """Host memory and files for the durable states of a pool; None without `host_cache_gb`.
+    """Host memory and files for the durable states of a pool; None without `host_cache_gb`. A collective.
 
-    Books alone for a pool whose slots have no bytes. That of a `BooksOnlyContext` counts the bytes of the
-    model's states; that of a pipeline stage without states has as many slots as the other stages afford.
-
-    A collective: all ranks of `spec.groups` make this call. Synchronises the ranks.
+    Indexes alone for a pool whose slots have no bytes: of a `BooksOnlyContext`, with the bytes of the model's
+    states, and of a pipeline stage without states, with as many slots as the other stages afford.
 
     Raises:
         ValueError: a budget buys no state on some rank, or its memory or directory cannot be had. All ranks
@@ -283,10 +266,15 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
     has_states = any(rank[3] for rank in ranks)  # a stage without states affords any number
     if not ((num_slots and has_states) or refused):
         return None
-    copies = None
+    copies, scrubs = None, config.free_memory == "zero"
     if pool.memory.shape[1] and not refused:
         try:
-            copies = _copies(config, spec, pool, num_slots, num_files, disk_path)
+            model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"
+            files = StateFiles(disk_path, state_bytes, model, scrubs) if num_files else None
+            copies = HostCopies(
+                num_slots, state_bytes, lambda slot: pool.memory[pool.durable_index(slot)], spec.device,
+                files, scrubs,
+            )  # fmt: skip
         except (OSError, MemoryError, RuntimeError) as error:
             refused = f"host_cache_gb is {config.host_cache_gb}, disk_cache is {config.disk_cache}; "
             refused += f"accepted: what this machine has room for: {error}"
@@ -299,23 +287,5 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
         copies,
         num_files=num_files,
         agree=lambda good: bool(groups.least(int(good), device)),
-        scrubs=config.free_memory == "zero",
+        scrubs=scrubs,
     )
-
-
-def _copies(
-    config: InferenceConfig,
-    spec: HybridStateSpec,
-    pool: StatePool,
-    num_slots: int,
-    num_files: int,
-    disk_path: str,
-) -> HostCopies:
-    state_bytes, files, scrubs = pool.memory.shape[1], None, config.free_memory == "zero"
-    if num_files:
-        model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"
-        files = StateFiles(disk_path, state_bytes, model, scrubs)
-    return HostCopies(
-        num_slots, state_bytes, lambda slot: pool.memory[pool.durable_index(slot)], spec.device, files,
-        scrubs,
-    )  # fmt: skip

@@ -21,6 +21,7 @@ from mambaslots.inference.contexts.cache.memory_units import (
 )
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.device_memory import DeviceMemory
+from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from oracle.serving import small_model
 
 SIZE = 2
@@ -303,9 +304,8 @@ def test_tensors_lie_where_the_map_of_bytes_says(shape):
     spec = small_model().state_spec()
     division = division_of(shape, 4, 1)
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(8))
-    memory = DeviceMemory(
-        spec, division.num_kv_blocks, 8, division.num_live, division.num_durable_slots, None, True, division
-    )
+    sizes_of_pools = PoolSizes(division.num_kv_blocks, division.num_durable_slots, division)
+    memory = DeviceMemory(spec, sizes_of_pools, 8, division.num_live, is_shared=True)
     places = Bytes(division, sizes)
     start = memory.state_pool.memory.untyped_storage().data_ptr()
     assert memory.kv_cache.untyped_storage().data_ptr() == start
