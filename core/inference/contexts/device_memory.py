@@ -14,6 +14,7 @@ from ...validation import addressable
 from ..kernels.state_tensors import device_indices
 from .cache.left_entries import LeftEntries, MemoryCleaner
 from .cache.memory_units import MemoryDivision, UnitSizes
+from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes
 from .pools import InputPool, StatePool
 
 MEBIBYTE = 1 << 20
@@ -22,13 +23,9 @@ MEBIBYTE = 1 << 20
 class Scrubber(MemoryCleaner):
     """Zeroes freed entries of a context's pools before another owner can have them.
 
-    The books note what they free, in one place each: `KVBlockAllocator` where blocks enter its free ones,
-    `StateSlots` and `MambaMetadata` likewise, `RequestRows` for the inputs of a row, `TierSlots` for rows
-    of host memory, `EncodedStates` for staged states. Where an entry is taken, or changes its owner, it is
-    zeroed at once. What is left at the end of an engine's call, or when a step begins, is zeroed then, in one
-    launch for each pool.
-
-    All is launched on the current stream. So what was launched before reads, and writes, what it shall.
+    Each pool's allocator notes what it frees. An entry that is allocated again is zeroed at once; `scrub`
+    zeroes the rest, in one launch for each pool: when a step begins, and at the end of an engine's call. All
+    is launched on the current stream, after what was launched before.
 
     Attributes:
         blocks, slots, live, inputs, scratch, host_rows: dirty KV blocks, durable slots, live slots in a pool
@@ -37,6 +34,7 @@ class Scrubber(MemoryCleaner):
 
     def __init__(self, memory: "DeviceMemory | None") -> None:
         """`memory`: what is zeroed, as long as it lives; None for nothing."""
+        # A weak reference: the memory owns this object, and is freed with its own last owner.
         self._memory: Callable[[], DeviceMemory | None] = lambda: None
         if memory is not None:
             self._memory = weakref.ref(memory)
